@@ -1,0 +1,133 @@
+// What every CPU kernel shares: element types, instruction-set clones, a vectorisable exp, argument checks.
+//
+// Kernels are plain loops that the compiler vectorises. TW_CLONES compiles a function once per instruction set
+// (AVX-512, AVX2 + FMA, baseline) and the loader picks one, so a single binary serves every x86-64 machine.
+// Helpers are TW_INLINE so that they are compiled inside each clone and not once for the baseline.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define TW_CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#else
+#define TW_CLONES
+#endif
+#define TW_INLINE inline __attribute__((always_inline))
+#define TW_SIMD _Pragma("omp simd")
+#define TW_SIMD_SUM(x) _Pragma(TW_STR(omp simd reduction(+ : x)))
+#define TW_SIMD_SUM2(x, y) _Pragma(TW_STR(omp simd reduction(+ : x, y)))
+#define TW_SIMD_MAX(x) _Pragma(TW_STR(omp simd reduction(max : x)))
+#define TW_STR(x) #x
+
+namespace tw {
+
+using torch::stable::Tensor;
+using torch::headeronly::ScalarType;
+
+struct bf16 {
+  uint16_t bits;
+};
+
+TW_INLINE float load(float x) { return x; }
+TW_INLINE float load(bf16 x) {
+  uint32_t u = uint32_t(x.bits) << 16;
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+
+// Round to nearest even; NaN stays NaN (a carry out of the mantissa would turn it into infinity or zero).
+TW_INLINE void store(float* p, float x) { *p = x; }
+TW_INLINE void store(bf16* p, float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+  p->bits = uint16_t((u & 0x7FFFFFFFu) > 0x7F800000u ? (u >> 16) | 0x40u : rounded);
+}
+
+// What a value becomes when it is rounded to T and read back.
+TW_INLINE float round_to(float x, const float*) { return x; }
+TW_INLINE float round_to(float x, const bf16*) {
+  bf16 r;
+  store(&r, x);
+  return load(r);
+}
+
+// exp(x) for float: x = n ln2 + r with |r| <= ln2 / 2, a degree-6 polynomial for exp(r), then a scale by 2^n
+// in two halves so that results down to the smallest subnormal are right. About 1 ulp; exp(-inf) = 0, and NaN
+// stays NaN. Branch-free, so that it vectorises.
+TW_INLINE float exp_(float x) {
+  float c = x > 88.8f ? 88.8f : x;  // written so that NaN passes through
+  c = c < -104.0f ? -104.0f : c;
+  float n = std::nearbyintf(c * 1.44269504088896341f);
+  float r = std::fmaf(n, -0.693359375f, c);
+  r = std::fmaf(n, 2.12194440e-4f, r);
+  float p = 1.3888889e-3f;
+  p = std::fmaf(p, r, 8.3333333e-3f);
+  p = std::fmaf(p, r, 4.1666667e-2f);
+  p = std::fmaf(p, r, 1.6666667e-1f);
+  p = std::fmaf(p, r, 0.5f);
+  p = std::fmaf(p, r, 1.0f);
+  p = std::fmaf(p, r, 1.0f);
+  int32_t k = int32_t(n), k1 = k >> 1, k2 = k - k1;
+  uint32_t u1 = uint32_t(k1 + 127) << 23, u2 = uint32_t(k2 + 127) << 23;
+  float s1, s2;
+  std::memcpy(&s1, &u1, 4);
+  std::memcpy(&s2, &u2, 4);
+  float y = p * s1 * s2;
+  return x > 88.72284f ? INFINITY : y;
+}
+
+TW_INLINE float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
+TW_INLINE float tanh_(float x) { return 1.0f - 2.0f / (exp_(2.0f * x) + 1.0f); }
+
+// Long sums are taken in blocks of this many elements, each in float, and the blocks are added in double: the error
+// stays at a few ulp for rows of any length.
+constexpr int64_t SUM_BLOCK = 1024;
+
+template <class T>
+const T* in(const Tensor& t) {
+  return reinterpret_cast<const T*>(t.const_data_ptr());
+}
+template <class T>
+T* out(const Tensor& t) {
+  return reinterpret_cast<T*>(t.mutable_data_ptr());
+}
+template <class T>
+const T* in(const std::optional<Tensor>& t) {
+  return t.has_value() ? reinterpret_cast<const T*>(t->const_data_ptr()) : nullptr;
+}
+
+// Calls f with a value of the C++ type that holds a tensor's elements: dispatch(x, [&](auto t) { using T = decltype(t); ... }).
+template <class F>
+void dispatch(const Tensor& t, F&& f) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float: return f(float{});
+    case ScalarType::BFloat16: return f(bf16{});
+    default: STD_TORCH_CHECK(false, "tilewright cpp kernels take float32 and bfloat16 tensors");
+  }
+}
+
+inline void check_row_major(const char* name, const Tensor& t) {
+  STD_TORCH_CHECK(t.is_cpu() && t.is_contiguous(), "tilewright: ", name, " must be a contiguous CPU tensor");
+}
+
+// Rows per task such that a task moves at least ~32k elements: below that, waking a thread costs more than the work.
+inline int64_t grain(int64_t columns) { return columns >= 32768 ? 1 : 32768 / (columns > 0 ? columns : 1); }
+
+// Column sums over rows (weight gradients) are split into a number of chunks that depends on the row count alone,
+// never on the thread count, and added in order: results are the same bits on any number of threads.
+inline int64_t row_chunks(int64_t rows) { return rows < 16 ? (rows > 0 ? rows : 1) : 16; }
+
+}  // namespace tw

@@ -1,0 +1,225 @@
+// RMSNorm and add + RMSNorm on the CPU. The definition is tilewright/ops/rmsnorm.py.
+//
+// Rows = all leading dimensions, D = the last one; a 2-D weight [H, D] serves row r with its row r % H.
+// Sums are in float; a row is read twice, the second time from cache.
+#include <algorithm>
+
+#include "cpu/common.h"
+
+namespace tw {
+namespace {
+
+struct Norm {
+  int64_t D, H;
+  double eps;
+  bool round_xhat;  // llama: the normalised row is rounded to x's dtype before the weight is applied
+};
+
+template <class T, class R>
+TW_CLONES void forward_rows(int64_t begin, int64_t end, const T* x, const R* residual, const float* w,
+                            const float* bias, T* y, R* sum_out, float* rstd, Norm n) {
+  const int64_t D = n.D;
+  for (int64_t row = begin; row < end; ++row) {
+    const T* xr = x + row * D;
+    const float* wr = w + (row % n.H) * D;
+    T* yr = y + row * D;
+    double total = 0;
+    for (int64_t first = 0; first < D; first += SUM_BLOCK) {
+      const int64_t last = std::min(D, first + SUM_BLOCK);
+      float ss = 0;
+      if (residual == nullptr) {
+        TW_SIMD_SUM(ss)
+        for (int64_t i = first; i < last; ++i) ss += load(xr[i]) * load(xr[i]);
+      } else {
+        const R* rr = residual + row * D;
+        R* sr = sum_out + row * D;
+        TW_SIMD_SUM(ss)
+        for (int64_t i = first; i < last; ++i) {
+          float v = round_to(load(xr[i]) + load(rr[i]), rr);
+          store(sr + i, v);
+          ss += v * v;
+        }
+      }
+      total += ss;
+    }
+    const float s = float(1.0 / std::sqrt(total / double(D) + n.eps));
+    rstd[row] = s;
+    const R* src = residual == nullptr ? reinterpret_cast<const R*>(xr) : sum_out + row * D;
+    if (n.round_xhat) {
+      TW_SIMD
+      for (int64_t i = 0; i < D; ++i) store(yr + i, round_to(load(src[i]) * s, yr) * wr[i]);
+    } else {
+      TW_SIMD
+      for (int64_t i = 0; i < D; ++i) store(yr + i, load(src[i]) * s * wr[i]);
+    }
+    if (bias != nullptr) {  // rare, and then one more pass over a cached row
+      for (int64_t i = 0; i < D; ++i) {
+        float h = load(src[i]) * s;
+        store(yr + i, (n.round_xhat ? round_to(h, yr) : h) * wr[i] + bias[i]);
+      }
+    }
+  }
+}
+
+// One chunk of rows: dx for each, and the chunk's own sums for dw [H, D] and db [D].
+template <class T, class R>
+TW_CLONES void backward_rows(int64_t begin, int64_t end, const T* dy, const R* dsum, const R* x, const float* rstd,
+                             const float* w, R* dx, float* dw, float* db, Norm n) {
+  const int64_t D = n.D;
+  for (int64_t row = begin; row < end; ++row) {
+    const T* g = dy + row * D;
+    const R* xr = x + row * D;
+    const float* wr = w + (row % n.H) * D;
+    float* dwr = dw + (row % n.H) * D;
+    R* dxr = dx + row * D;
+    const float s = rstd[row];
+    double total = 0;
+    for (int64_t first = 0; first < D; first += SUM_BLOCK) {
+      const int64_t last = std::min(D, first + SUM_BLOCK);
+      float dot = 0;
+      if (n.round_xhat) {
+        TW_SIMD_SUM(dot)
+        for (int64_t i = first; i < last; ++i) {
+          float gi = load(g[i]), xi = load(xr[i]);
+          dot += gi * wr[i] * xi;
+          dwr[i] += gi * round_to(xi * s, g);
+        }
+      } else {
+        TW_SIMD_SUM(dot)
+        for (int64_t i = first; i < last; ++i) {
+          float gi = load(g[i]), xi = load(xr[i]);
+          dot += gi * wr[i] * xi;
+          dwr[i] += gi * (xi * s);
+        }
+      }
+      total += dot;
+    }
+    const float c = float(total * s * s / double(D));
+    if (dsum == nullptr) {
+      TW_SIMD
+      for (int64_t i = 0; i < D; ++i) store(dxr + i, s * (load(g[i]) * wr[i] - load(xr[i]) * c));
+    } else {
+      const R* ds = dsum + row * D;
+      TW_SIMD
+      for (int64_t i = 0; i < D; ++i) store(dxr + i, s * (load(g[i]) * wr[i] - load(xr[i]) * c) + load(ds[i]));
+    }
+    if (db != nullptr) {
+      TW_SIMD
+      for (int64_t i = 0; i < D; ++i) db[i] += load(g[i]);
+    }
+  }
+}
+
+std::vector<float> as_float(const Tensor& t, float offset) {
+  check_row_major("weight", t);
+  std::vector<float> v(t.numel());
+  dispatch(t, [&](auto e) {
+    const auto* p = in<decltype(e)>(t);
+    for (size_t i = 0; i < v.size(); ++i) v[i] = load(p[i]) + offset;
+  });
+  return v;
+}
+
+Norm describe(const Tensor& x, const Tensor& weight, double eps, bool round_xhat) {
+  return {x.size(x.dim() - 1), weight.dim() == 2 ? weight.size(0) : 1, eps, round_xhat};
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<Tensor>& residual,
+                                           const Tensor& weight, const std::optional<Tensor>& bias, double eps,
+                                           double offset, bool round_xhat) {
+  check_row_major("x", x);
+  const Norm n = describe(x, weight, eps, round_xhat);
+  const int64_t rows = n.D > 0 ? x.numel() / n.D : 0;
+  const auto w = as_float(weight, float(offset));
+  const auto b = bias.has_value() ? as_float(*bias, 0) : std::vector<float>();
+  Tensor y = torch::stable::empty_like(x);
+  Tensor sum = residual.has_value() ? torch::stable::empty_like(*residual) : y;
+  std::vector<int64_t> stat_shape;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) stat_shape.push_back(x.size(d));
+  Tensor rstd = torch::stable::new_empty(x, stat_shape, ScalarType::Float);
+  const Tensor& like = residual.has_value() ? *residual : x;
+  if (residual.has_value()) check_row_major("residual", *residual);
+  dispatch(x, [&](auto t) {
+    dispatch(like, [&](auto r) {
+      using T = decltype(t);
+      using R = decltype(r);
+      const R* res = residual.has_value() ? in<R>(*residual) : nullptr;
+      R* so = residual.has_value() ? out<R>(sum) : nullptr;
+      torch::stable::parallel_for(0, rows, grain(n.D), [&](int64_t lo, int64_t hi) {
+        forward_rows<T, R>(lo, hi, in<T>(x), res, w.data(), b.empty() ? nullptr : b.data(), out<T>(y), so,
+                           out<float>(rstd), n);
+      });
+    });
+  });
+  return {y, sum, rstd};
+}
+
+std::tuple<Tensor, Tensor> rmsnorm_forward(Tensor x, Tensor weight, std::optional<Tensor> bias, double eps,
+                                           double offset, bool round_xhat) {
+  auto [y, sum, rstd] = forward(x, std::nullopt, weight, bias, eps, offset, round_xhat);
+  return {y, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_rmsnorm_forward(Tensor x, Tensor residual, Tensor weight,
+                                                       std::optional<Tensor> bias, double eps, double offset,
+                                                       bool round_xhat) {
+  return forward(x, residual, weight, bias, eps, offset, round_xhat);
+}
+
+// x: what was normalised (for add + RMSNorm, the sum). dsum: gradient that arrives at the sum directly.
+std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Tensor> dsum, Tensor x, Tensor rstd,
+                                                    Tensor weight, double offset, bool round_xhat, bool has_bias) {
+  check_row_major("dy", dy);
+  check_row_major("x", x);
+  const Norm n = describe(x, weight, 0, round_xhat);
+  const int64_t rows = n.D > 0 ? x.numel() / n.D : 0;
+  const auto w = as_float(weight, float(offset));
+  const int64_t chunks = row_chunks(rows), per = (rows + chunks - 1) / chunks, HD = n.H * n.D;
+  std::vector<float> dw(chunks * HD, 0.0f), db(has_bias ? chunks * n.D : 0, 0.0f);
+  Tensor dx = torch::stable::empty_like(x);
+  Tensor dweight = torch::stable::empty_like(weight);
+  Tensor dbias = torch::stable::new_empty(weight, {has_bias ? n.D : 0});
+  dispatch(dy, [&](auto t) {
+    dispatch(x, [&](auto r) {
+      using T = decltype(t);
+      using R = decltype(r);
+      const R* ds = dsum.has_value() ? in<R>(*dsum) : nullptr;
+      torch::stable::parallel_for(0, chunks, rows * n.D < 32768 ? chunks : 1, [&](int64_t lo, int64_t hi) {
+        for (int64_t k = lo; k < hi; ++k)
+          backward_rows<T, R>(k * per, std::min(rows, (k + 1) * per), in<T>(dy), ds, in<R>(x), in<float>(rstd),
+                              w.data(), out<R>(dx), dw.data() + k * HD, has_bias ? db.data() + k * n.D : nullptr, n);
+      });
+    });
+  });
+  auto reduce = [&](const std::vector<float>& partial, int64_t width, const Tensor& result) {
+    dispatch(result, [&](auto e) {
+      auto* p = out<decltype(e)>(result);
+      for (int64_t i = 0; i < width; ++i) {
+        float total = 0;
+        for (int64_t k = 0; k < chunks; ++k) total += partial[k * width + i];
+        store(p + i, total);
+      }
+    });
+  };
+  reduce(dw, HD, dweight);
+  if (has_bias) reduce(db, n.D, dbias);
+  return {dx, dweight, dbias};
+}
+
+}  // namespace
+}  // namespace tw
+
+STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
+  m.def("rmsnorm_cpp_forward(Tensor x, Tensor weight, Tensor? bias, float eps, float offset, bool round_xhat)"
+        " -> (Tensor, Tensor)");
+  m.def("add_rmsnorm_cpp_forward(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps, float offset,"
+        " bool round_xhat) -> (Tensor, Tensor, Tensor)");
+  m.def("rmsnorm_cpp_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor rstd, Tensor weight, float offset,"
+        " bool round_xhat, bool has_bias) -> (Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
+  m.impl("rmsnorm_cpp_forward", TORCH_BOX(&tw::rmsnorm_forward));
+  m.impl("add_rmsnorm_cpp_forward", TORCH_BOX(&tw::add_rmsnorm_forward));
+  m.impl("rmsnorm_cpp_backward", TORCH_BOX(&tw::rmsnorm_backward));
+}

@@ -1,0 +1,24 @@
+"""What several test modules use."""
+
+import os
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# Names here must run: a GPU job sets TILEWRIGHT_REQUIRE=triton so that a broken import cannot skip the suite green.
+REQUIRED = set(filter(None, os.environ.get("TILEWRIGHT_REQUIRE", "").split(",")))
+
+
+def skip_unless_usable(op, name, dtype):
+    impl = op.implementation(name)
+    if dtype not in impl.dtypes:
+        pytest.skip(impl.why_not(DEVICE, dtype) or "dtype")
+    if name == "triton" and DEVICE == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter truncates on a cast to bfloat16; bf16 parity needs a CUDA device")
+    reason = impl.why_not(DEVICE, dtype)
+    if reason and name in REQUIRED:
+        pytest.fail(f"{op.name}[{name}] was required: {reason}")
+    if reason:
+        pytest.skip(reason)

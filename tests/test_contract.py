@@ -1,0 +1,129 @@
+"""The numerics contract over the whole registry: a new implementation is tested here with no edit."""
+
+import pytest
+import torch
+from helpers import DEVICE, skip_unless_usable
+
+from tilewright.bench import contract
+from tilewright.ops import OPS
+from tilewright.registry import FLOATS, short
+
+def grid(tag):
+    for op in OPS.values():
+        for impl in op.implementations:
+            if impl.name == "eager":
+                continue
+            for case in op.cases:
+                if tag in case.tags:
+                    for dtype in FLOATS:
+                        marks = [pytest.mark.gpu] if (tag == "big" or (impl.name == "triton" and dtype == torch.bfloat16)) else []
+                        yield pytest.param(op, impl.name, case, dtype, marks=marks,
+                                           id=f"{op.name}-{impl.name}-{case.name}-{short(dtype)}")
+
+
+@pytest.mark.parametrize("op, name, case, dtype", grid("contract"))
+def test_matches_eager(op, name, case, dtype, poisoned):
+    skip_unless_usable(op, name, dtype)
+    for seed, layout in enumerate(contract.LAYOUTS):
+        broken = contract.check(op, name, case, DEVICE, dtype, seed=seed, layout=layout)
+        assert not broken, f"{layout} gradients: " + "; ".join(map(str, broken))
+
+
+@pytest.mark.parametrize("op, name, case, dtype", grid("big"))
+def test_matches_eager_beyond_2_31_elements(op, name, case, dtype):
+    if DEVICE != "cuda":
+        pytest.skip("more than 2^31 elements: only on a CUDA device")
+    skip_unless_usable(op, name, dtype)
+    kwargs = contract.convert(case.make(DEVICE, dtype, 0), None)
+    with torch.no_grad():
+        result = contract.leaves(op.public(**kwargs, implementation=name))
+        expected = contract.leaves(op.public(**kwargs, implementation="eager"))
+    for r, e in zip(result, expected, strict=True):   # a wrapped 32-bit offset lands in the last rows
+        assert contract.error(r[-2:], e[-2:])[0] <= 8 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+def test_eager_twin_gradcheck(op):
+    """The definition differentiates rightly, in float64, against finite differences."""
+    checked = 0
+    for case in op.cases:
+        if "contract" not in case.tags:
+            continue
+        kwargs = contract.convert(case.make("cpu", torch.float32, 0), torch.float64)
+        names = [n for n, v in kwargs.items() if isinstance(v, torch.Tensor) and v.requires_grad]
+        if not 0 < sum(kwargs[n].numel() for n in names) <= 2500:   # finite differences cost a call an element
+            continue
+
+        def call(*tensors, kwargs=kwargs, names=names):
+            outs = contract.leaves(op.public(**{**kwargs, **dict(zip(names, tensors, strict=True))},
+                                             implementation="eager"))
+            return tuple(o for o in outs if o.is_floating_point() and o.requires_grad)
+
+        assert torch.autograd.gradcheck(call, [kwargs[n] for n in names], fast_mode=True)
+        checked += 1
+    assert checked, f"{op.name} has no case small enough for gradcheck"
+
+
+def _fault(kind):
+    """The eager twin of rmsnorm with a 2 % error in one element, of the output or of one gradient."""
+    from tilewright.ops.rmsnorm import rmsnorm_eager
+
+    class Fault(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, t, where):
+            ctx.where = where
+            out = t.clone()
+            if kind == "output":
+                out.view(-1)[where] *= 1.02
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            grad = grad.clone()
+            if kind == "gradient":
+                grad.view(-1)[ctx.where] *= 1.02
+            return grad, None
+
+    def ordinary(t):   # an element at the root mean square or a little above: not the largest
+        size = t.double().abs().flatten()
+        rms = size.square().mean().sqrt()
+        return int(torch.where(size >= rms, size, float("inf")).argmin())
+
+    def faulty(x, *rest):
+        if kind == "output":
+            y = rmsnorm_eager(x, *rest)
+            return Fault.apply(y, ordinary(y.detach()))
+        return rmsnorm_eager(Fault.apply(x, ordinary(x.detach())), *rest)
+
+    return faulty
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+@pytest.mark.parametrize("kind", ["output", "gradient", "unwritten", "none"])
+def test_a_planted_fault_turns_the_contract_red(kind, dtype, monkeypatch):
+    import dataclasses
+
+    from tilewright.ops.rmsnorm import RMSNORM, rmsnorm_eager
+    from tilewright.registry import Implementation, Op
+
+    def unwritten(x, *rest):
+        y = rmsnorm_eager(x, *rest)
+        hole = torch.zeros_like(y)
+        hole.view(-1)[3] = float("nan")
+        return y + hole
+
+    fn = {"unwritten": unwritten, "none": rmsnorm_eager}.get(kind) or _fault(kind)
+    fake = Implementation("faulty", lambda: fn, devices=())
+    op = Op("rmsnorm", None, RMSNORM.eager, (fake,), RMSNORM.cases)
+    assert dataclasses.is_dataclass(op)
+
+    def public(x, weight, eps=1e-6, *, bias=None, offset=0.0, cast="llama", implementation="auto"):
+        return op.pick(implementation, x)(x, weight, bias, eps, offset, cast)
+
+    op.public = public
+    case = next(c for c in op.cases if c.name == "ragged")
+    broken = contract.check(op, "faulty", case, "cpu", dtype)
+    if kind == "none":
+        assert not broken
+    else:
+        assert [b.name for b in broken] == ["grad x" if kind == "gradient" else "out 0"], broken

@@ -1,0 +1,268 @@
+"""RMSNorm and add + RMSNorm in Triton. The definition is tilewright/ops/rmsnorm.py.
+
+T = rows / H, H = heads (1 unless the weight is 2-D), D = columns. Row (t, h) lies at (t * H + h) * D.
+A program holds BLOCK_T rows of one head in registers while D <= 16,384; wider rows are walked in column blocks and read
+a second time, mostly from L2. Sums and the weight gradient are fp32. The weight gradient is accumulated per program and
+reduced by a second kernel in fixed order: no atomics, the same bits every run on one kind of device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels.spec import KernelSpec
+
+WHOLE_ROW = 16384   # widest row kept in registers: 16,384 fp32 over 512 threads is 32 registers an operand
+WALK_BLOCK = 8192   # column block beyond that
+
+
+def config(D: int) -> dict:
+    """Launch constants for a row of D columns. Aims at 16 to 32 elements a thread in one operand."""
+    block_d = min(triton.next_power_of_2(D), WHOLE_ROW) if D <= WHOLE_ROW else WALK_BLOCK
+    block_t = max(1, 1024 // block_d)   # narrow rows (QK norm) share a program, so that a warp's loads stay 512 B
+    warps = min(16, max(1, block_d * block_t // 512))
+    return {"BLOCK_D": block_d, "BLOCK_T": block_t if D <= WHOLE_ROW else 1, "WALK": D > WHOLE_ROW,
+            "num_warps": warps}
+
+
+@triton.jit
+def _forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, T, eps, offset,
+             H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WALK: tl.constexpr,
+             ADD: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = tl.program_id(1)
+    row = t * H + h
+    cols = tl.arange(0, BLOCK_D)
+    in_t = t < T
+    if not WALK:
+        mask = in_t[:, None] & (cols < D)[None, :]
+        at = row[:, None] * D + cols[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if ADD:
+            r = x + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            r = r.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + at, r, mask=mask)
+            x = r.to(tl.float32)
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + eps)
+        tl.store(rstd_ptr + row, rstd, mask=in_t)
+        w = tl.load(w_ptr + h * D + cols, mask=cols < D, other=0.0).to(tl.float32) + offset
+        y = x * rstd[:, None]
+        if ROUND_XHAT:
+            y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+        y = y * w[None, :]
+        if BIAS:
+            y += tl.load(b_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        ss = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+        for start in range(0, D, BLOCK_D):
+            c = start + cols
+            mask = in_t[:, None] & (c < D)[None, :]
+            at = row[:, None] * D + c[None, :]
+            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            if ADD:
+                r = x + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                r = r.to(sum_ptr.dtype.element_ty)
+                tl.store(sum_ptr + at, r, mask=mask)
+                x = r.to(tl.float32)
+            ss += x * x
+        rstd = 1.0 / tl.sqrt(tl.sum(ss, axis=1) / D + eps)
+        tl.store(rstd_ptr + row, rstd, mask=in_t)
+        for start in range(0, D, BLOCK_D):
+            c = start + cols
+            mask = in_t[:, None] & (c < D)[None, :]
+            at = row[:, None] * D + c[None, :]
+            if ADD:  # recomputed from the inputs: the stored sum may not be visible to other threads of this program
+                x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                x += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
+            else:
+                x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            w = tl.load(w_ptr + h * D + c, mask=c < D, other=0.0).to(tl.float32) + offset
+            y = x * rstd[:, None]
+            if ROUND_XHAT:
+                y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+            y = y * w[None, :]
+            if BIAS:
+                y += tl.load(b_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, T, offset,
+              H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+              DSUM: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr):
+    """dx, and this program's share of dw and db: rows p, p + P, p + 2P, ... of one head, whole rows in registers."""
+    p = tl.program_id(0)
+    h = tl.program_id(1)
+    P = tl.num_programs(0)
+    cols = tl.arange(0, BLOCK_D)
+    in_d = cols < D
+    w = tl.load(w_ptr + h * D + cols, mask=in_d, other=0.0).to(tl.float32) + offset
+    dw = tl.zeros([BLOCK_D], tl.float32)
+    db = tl.zeros([BLOCK_D], tl.float32)
+    for block in range(p, tl.cdiv(T, BLOCK_T), P):
+        t = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
+        row = t * H + h
+        in_t = t < T
+        mask = in_t[:, None] & in_d[None, :]
+        at = row[:, None] * D + cols[None, :]
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0)
+        xhat = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=in_t, other=0.0)
+        xhat = xhat * rstd[:, None]
+        g = dy.to(tl.float32)
+        if BIAS:
+            db += tl.sum(g, axis=0)
+        if ROUND_XHAT:
+            dw += tl.sum(g * xhat.to(dy_ptr.dtype.element_ty).to(tl.float32), axis=0)
+        else:
+            dw += tl.sum(g * xhat, axis=0)
+        g = g * w[None, :]
+        c = tl.sum(g * xhat, axis=1) / D
+        dx = (g - xhat * c[:, None]) * rstd[:, None]
+        if DSUM:
+            dx += tl.load(dsum_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dw_ptr + (p * H + h).to(tl.int64) * D + cols, dw, mask=in_d)
+    if BIAS:
+        tl.store(db_ptr + (p * H + h).to(tl.int64) * D + cols, db, mask=in_d)
+
+
+@triton.jit
+def _backward_walk(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, T, offset,
+                   H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DSUM: tl.constexpr):
+    """dx of one wide row, in two walks over its columns."""
+    row = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
+    h = tl.program_id(1)
+    cols = tl.arange(0, BLOCK_D)
+    rstd = tl.load(rstd_ptr + row)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, D, BLOCK_D):
+        c = start + cols
+        g = tl.load(dy_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + h * D + c, mask=c < D, other=0.0).to(tl.float32) + offset
+        acc += g * w * (x * rstd)
+    dot = tl.sum(acc, axis=0) / D
+    for start in range(0, D, BLOCK_D):
+        c = start + cols
+        g = tl.load(dy_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + h * D + c, mask=c < D, other=0.0).to(tl.float32) + offset
+        dx = (g * w - x * rstd * dot) * rstd
+        if DSUM:
+            dx += tl.load(dsum_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row * D + c, dx.to(dx_ptr.dtype.element_ty), mask=c < D)
+
+
+@triton.jit
+def _weight_walk(dy_ptr, x_ptr, rstd_ptr, dw_ptr, db_ptr, T, H: tl.constexpr, D: tl.constexpr,
+                 BLOCK_D: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr):
+    """dw and db of one column block over rows p, p + P, ...: for rows too wide for `_backward`."""
+    p = tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    dw = tl.zeros([BLOCK_D], tl.float32)
+    db = tl.zeros([BLOCK_D], tl.float32)
+    for t in range(p, T, tl.num_programs(0)):
+        row = t * H + h
+        g = tl.load(dy_ptr + row * D + c, mask=c < D, other=0.0)
+        xhat = tl.load(x_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32) * tl.load(rstd_ptr + row)
+        if ROUND_XHAT:
+            xhat = xhat.to(dy_ptr.dtype.element_ty).to(tl.float32)
+        dw += g.to(tl.float32) * xhat
+        if BIAS:
+            db += g.to(tl.float32)
+    tl.store(dw_ptr + (p * H + h).to(tl.int64) * D + c, dw, mask=c < D)
+    if BIAS:
+        tl.store(db_ptr + (p * H + h).to(tl.int64) * D + c, db, mask=c < D)
+
+
+def programs(t: torch.Tensor) -> int:
+    """How many programs share the rows of a column reduction: two a multiprocessor keeps loads in flight."""
+    return 2 * torch.cuda.get_device_properties(t.device).multi_processor_count if t.is_cuda else 4
+
+
+def _heads(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:
+    D = x.shape[-1]
+    H = weight.shape[0] if weight.dim() == 2 else 1
+    return (x.numel() // (D * H) if x.numel() else 0), H, D
+
+
+def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat):
+    T, H, D = _heads(x, weight)
+    y = torch.empty_like(x)
+    total = None if residual is None else torch.empty_like(residual)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    if T:
+        c = config(D)
+        grid = (triton.cdiv(T, c["BLOCK_T"]), H)
+        _forward[grid](x, residual, weight, bias, y, total, rstd, T, eps, offset, H=H, D=D, ADD=residual is not None,
+                       BIAS=bias is not None, ROUND_XHAT=round_xhat, **c)
+    return y, total, rstd
+
+
+def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float,
+            round_xhat: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    y, _, rstd = _launch_forward(x, None, weight, bias, eps, offset, round_xhat)
+    return y, rstd
+
+
+def add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float,
+                offset: float, round_xhat: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _launch_forward(x, residual, weight, bias, eps, offset, round_xhat)
+
+
+def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor,
+             offset: float, round_xhat: bool, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    T, H, D = _heads(x, weight)
+    dx = torch.empty_like(x)
+    if T == 0:
+        return dx, torch.zeros_like(weight), weight.new_zeros(D if has_bias else 0)
+    c = config(D)
+    block_t, block_d, warps = c["BLOCK_T"], c["BLOCK_D"], c["num_warps"]
+    P = min(programs(x), triton.cdiv(T, block_t))
+    dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
+    db = torch.empty((P, H, D) if has_bias else (0,), dtype=torch.float32, device=x.device)
+    if c["WALK"]:
+        _backward_walk[(T, H)](dy, dsum, x, rstd, weight, dx, T, offset, H=H, D=D, BLOCK_D=block_d,
+                               DSUM=dsum is not None, num_warps=warps)
+        _weight_walk[(P, H, triton.cdiv(D, 1024))](dy, x, rstd, dw, db, T, H=H, D=D, BLOCK_D=1024, BIAS=has_bias,
+                                                   ROUND_XHAT=round_xhat, num_warps=4)
+    else:
+        _backward[(P, H)](dy, dsum, x, rstd, weight, dx, dw, db, T, offset, H=H, D=D, BLOCK_T=block_t,
+                          BLOCK_D=block_d, DSUM=dsum is not None, BIAS=has_bias, ROUND_XHAT=round_xhat,
+                          num_warps=warps)
+    dweight = dw.sum(0).reshape(weight.shape).to(weight.dtype)
+    dbias = db.sum((0, 1)).to(weight.dtype) if has_bias else weight.new_empty(0)
+    return dx, dweight, dbias
+
+
+def specs() -> list[KernelSpec]:
+    """What the launchers above launch, for the compile gate: each block size, both cast policies, all options on."""
+    found = []
+    for D in (128, 1024, 4096, 8192, 16384, 65536):
+        c = dict(config(D))
+        warps = c.pop("num_warps")
+        types = {"x_ptr": "*bf16", "residual_ptr": "*bf16", "w_ptr": "*bf16", "b_ptr": "*bf16", "y_ptr": "*bf16",
+                 "sum_ptr": "*bf16", "rstd_ptr": "*fp32", "dy_ptr": "*bf16", "dsum_ptr": "*bf16", "dx_ptr": "*bf16",
+                 "dw_ptr": "*fp32", "db_ptr": "*fp32", "T": "i32", "eps": "fp32", "offset": "fp32"}
+        shape = {"H": 8 if D == 128 else 1, "D": D}
+
+        def spec(kernel, label, constexprs, num_warps, D=D, types=types):
+            signature = {n: types[n] for n in kernel.arg_names if n in types}
+            found.append(KernelSpec(kernel, f"{label} bf16 D={D}", signature, constexprs, num_warps))
+
+        for add in (False, True):
+            spec(_forward, "add_forward" if add else "forward",
+                 {**shape, **c, "ADD": add, "BIAS": False, "ROUND_XHAT": True}, warps)
+        if c["WALK"]:
+            spec(_backward_walk, "backward_walk", {**shape, "BLOCK_D": c["BLOCK_D"], "DSUM": True}, warps)
+            spec(_weight_walk, "weight_walk", {**shape, "BLOCK_D": 1024, "BIAS": False, "ROUND_XHAT": True}, 4)
+        else:
+            spec(_backward, "backward", {**shape, "BLOCK_T": c["BLOCK_T"], "BLOCK_D": c["BLOCK_D"], "DSUM": True,
+                                         "BIAS": False, "ROUND_XHAT": True}, warps)
+    return found

@@ -1,0 +1,29 @@
+"""How a Triton kernel tells the compile gate what it is launched with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One compilation of one Triton kernel, as the launcher would launch it.
+
+    kernel: the @triton.jit function.   label: unique within the op, e.g. "forward bf16 D=4096".
+    signature: argument name -> Triton type ("*bf16", "*fp32", "i32", "i64", "fp32"), for every argument that is not a
+        constexpr. Pointers are taken as 16-byte aligned, as torch's allocator gives them.
+    constexprs: argument name -> value.   divisible: integer arguments that the launch knows to be multiples of 16.
+    min_arch: the lowest compute capability that launches this (80, 90, 100, ...).
+    """
+
+    kernel: Any
+    label: str
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    divisible: tuple[str, ...] = ()
+    min_arch: int = 80
+    options: Mapping[str, Any] = field(default_factory=dict)

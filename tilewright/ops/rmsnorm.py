@@ -1,0 +1,264 @@
+"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467):  y = x / sqrt(mean(x^2) + eps) * (offset + w) + b
+
+Shapes: D = columns, the last dimension; H = heads. Sums accumulate in float32, and the result is rounded once, on
+store (`cast="llama"` rounds the normalised row too, as Llama and Qwen do).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright import platform
+from tilewright.ops import _checks, cases
+from tilewright.ops._library import adopt, define, differentiate
+from tilewright.registry import Case, Cost, Implementation, Op
+
+CASTS = ("llama", "gemma", "none")
+MAX_D = 65536  # widest row that the Triton kernels are compiled and tested for
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, bias: torch.Tensor | None = None,
+            offset: float = 0.0, cast: str = "llama", implementation: str = "auto") -> torch.Tensor:
+    """Normalise each row of x by its root mean square and scale it.
+
+    x: [..., D] fp32 | bf16 | fp16 (fp64 with eager and torch), any strides, D <= 65,536.
+    weight: [D], or [H, D] for x of shape [..., H, D] (per-head QK norm). Any float dtype.
+    eps: added to the mean of squares.   bias: [D] in weight's dtype, or None.
+    offset: added to the weight; 1.0 for Gemma, whose checkpoints store w - 1.
+    cast: "llama" rounds the normalised row to x's dtype before the weight; "gemma" stays in fp32 to the end; "none"
+        lets the eager twin compute in x's dtype throughout (the fused kernels then compute as for "gemma").
+    Returns [..., D] in x's dtype. Differentiable in x, weight and bias; weight and bias gradients accumulate in fp32
+    (fixed order, no atomics).
+    Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
+    that cannot run here.
+    Source: arXiv:1910.07467; cast policies as in transformers' LlamaRMSNorm and GemmaRMSNorm.
+    """
+    _validate(x, weight, bias, cast)
+    return RMSNORM.pick(implementation, x)(x, weight, bias, eps, offset, cast)
+
+
+def add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *,
+                bias: torch.Tensor | None = None, offset: float = 0.0, cast: str = "llama",
+                implementation: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+    """(rmsnorm(x + residual), x + residual) in one pass over memory: the pre-norm transformer's residual step.
+
+    residual: shape of x, x's dtype or float32; the sum is rounded to residual's dtype and returned in it.
+    Everything else as in `rmsnorm`. Differentiable in x, residual, weight and bias.
+    """
+    _validate(x, weight, bias, cast)
+    _checks.floating("residual", residual)
+    _checks.shape("residual", residual, tuple(x.shape), "that of x")
+    if residual.dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"residual must be {x.dtype} (that of x) or torch.float32, got {residual.dtype}")
+    _checks.same_device(x=x, residual=residual)
+    return ADD_RMSNORM.pick(implementation, x)(x, residual, weight, bias, eps, offset, cast)
+
+
+def _validate(x, weight, bias, cast):
+    _checks.floating("x", x)
+    _checks.floating("weight", weight)
+    if x.dim() == 0:
+        raise ValueError("x must have at least one dimension, got a scalar")
+    D = x.shape[-1]
+    if not 0 < D <= MAX_D:
+        raise ValueError(f"x's last dimension must be 1 to {MAX_D}, got {D}")
+    if weight.dim() == 2 and x.dim() >= 2:
+        _checks.shape("weight", weight, tuple(x.shape[-2:]), "x's last two dimensions")
+    else:
+        _checks.shape("weight", weight, (D,), "x's last dimension; or [H, D] for per-head weights")
+    if bias is not None:
+        _checks.floating("bias", bias)
+        _checks.shape("bias", bias, (D,), "x's last dimension")
+        if bias.dtype != weight.dtype:
+            raise TypeError(f"bias must have weight's dtype {weight.dtype}, got {bias.dtype}")
+    _checks.choice("cast", cast, CASTS)
+    _checks.same_device(x=x, weight=weight, bias=bias)
+
+
+# ---- the definition
+
+def rmsnorm_eager(x, weight, bias=None, eps=1e-6, offset=0.0, cast="llama"):
+    acc = x.dtype if cast == "none" else torch.promote_types(x.dtype, torch.float32)
+    h = x.to(acc)
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    if cast == "llama":
+        h = h.to(x.dtype).to(acc)
+    y = h * (weight.to(acc) + offset)
+    if bias is not None:
+        y = y + bias.to(acc)
+    return y.to(x.dtype)
+
+
+def add_rmsnorm_eager(x, residual, weight, bias=None, eps=1e-6, offset=0.0, cast="llama"):
+    acc = torch.promote_types(x.dtype, torch.float32)
+    total = (x.to(acc) + residual.to(acc)).to(residual.dtype)
+    return rmsnorm_eager(total, weight, bias, eps, offset, cast).to(x.dtype), total
+
+
+# ---- PyTorch's own fused op
+
+def _torch():
+    def rmsnorm_torch(x, weight, bias, eps, offset, cast):
+        w = weight if offset == 0 else weight + offset
+        if weight.dim() == 2 or bias is not None:   # F.rms_norm takes one [D] weight and no bias
+            y = torch.nn.functional.rms_norm(x, x.shape[-1:], None, eps) * w.to(x.dtype)
+            return y if bias is None else y + bias.to(x.dtype)
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], w.to(x.dtype), eps)
+
+    return rmsnorm_torch
+
+
+# ---- fused implementations: two operators each, one autograd formula for all
+
+def _fake_forward(x, weight, bias, eps, offset, round_xhat):
+    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _fake_add_forward(x, residual, weight, bias, eps, offset, round_xhat):
+    return torch.empty_like(x), torch.empty_like(residual), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _fake_backward(dy, dsum, x, rstd, weight, offset, round_xhat, has_bias):
+    return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(x.shape[-1] if has_bias else 0)
+
+
+def _save(ctx, normed, rstd, weight, bias, offset, round_xhat):
+    ctx.save_for_backward(normed, rstd, weight)
+    ctx.options = offset, round_xhat, bias is not None
+    ctx.set_materialize_grads(False)
+
+
+def _register(forward, add_forward, backward):
+    def setup(ctx, inputs, output):
+        x, weight, bias, _, offset, round_xhat = inputs
+        _save(ctx, x, output[1], weight, bias, offset, round_xhat)
+
+    def formula(ctx, dy, drstd):
+        x, rstd, weight = ctx.saved_tensors
+        if dy is None:
+            return (None,) * 6
+        dx, dw, db = backward(dy.contiguous(), None, x, rstd, weight, *ctx.options)
+        return dx, dw, db if ctx.options[2] else None, None, None, None
+
+    def add_setup(ctx, inputs, output):
+        x, residual, weight, bias, _, offset, round_xhat = inputs
+        _save(ctx, output[1], output[2], weight, bias, offset, round_xhat)
+        ctx.x_dtype = x.dtype
+
+    def add_formula(ctx, dy, dsum, drstd):
+        total, rstd, weight = ctx.saved_tensors
+        if dy is None:
+            dy = torch.zeros_like(total, dtype=ctx.x_dtype)
+        dsum = None if dsum is None else dsum.contiguous()
+        d, dw, db = backward(dy.contiguous(), dsum, total, rstd, weight, *ctx.options)
+        return d.to(ctx.x_dtype), d, dw, db if ctx.options[2] else None, None, None, None
+
+    differentiate(forward, formula, setup)
+    differentiate(add_forward, add_formula, add_setup)
+
+    def fused_rmsnorm(x, weight, bias, eps, offset, cast):
+        return forward(x.contiguous(), weight.contiguous(), bias, eps, offset, cast == "llama")[0]
+
+    def fused_add_rmsnorm(x, residual, weight, bias, eps, offset, cast):
+        # The llama cast rounds to the dtype that is normalised, which for a float32 residual stream is no rounding.
+        round_xhat = cast == "llama" and residual.dtype == x.dtype
+        return add_forward(x.contiguous(), residual.contiguous(), weight.contiguous(), bias, eps, offset,
+                           round_xhat)[:2]
+
+    return fused_rmsnorm, fused_add_rmsnorm
+
+
+_loaded: dict[str, tuple] = {}
+
+
+def _triton():
+    if "triton" not in _loaded:
+        from tilewright.kernels import rmsnorm_triton as k
+
+        _loaded["triton"] = _register(define("rmsnorm_triton_forward", k.forward, _fake_forward),
+                                      define("add_rmsnorm_triton_forward", k.add_forward, _fake_add_forward),
+                                      define("rmsnorm_triton_backward", k.backward, _fake_backward))
+    return _loaded["triton"]
+
+
+def _cpp():
+    if "cpp" not in _loaded:
+        _loaded["cpp"] = _register(adopt("rmsnorm_cpp_forward", _fake_forward),
+                                   adopt("add_rmsnorm_cpp_forward", _fake_add_forward),
+                                   adopt("rmsnorm_cpp_backward", _fake_backward))
+    return _loaded["cpp"]
+
+
+def _specs():
+    from tilewright.kernels import rmsnorm_triton
+
+    return rmsnorm_triton.specs()
+
+
+# ---- cases
+
+def _case(name, shape, *, add=False, weight_shape=None, bias=False, tags=cases.CONTRACT, mixed=False, **options):
+    D, rows = shape[-1], 1
+    for n in shape[:-1]:
+        rows *= n
+
+    def make(device, dtype, seed):
+        g = cases.generator(device, seed)
+        new = {"device": device, "gen": g}
+        kw = {"x": cases.randn(*shape, dtype=dtype, **new)}
+        if add:
+            kw["residual"] = cases.randn(*shape, dtype=torch.float32 if mixed else dtype, **new)
+        w_dtype = torch.float32 if mixed else dtype
+        kw["weight"] = cases.randn(*(weight_shape or (D,)), dtype=w_dtype, scale=0.2, shift=1.0, **new)
+        if bias:
+            kw["bias"] = cases.randn(D, dtype=w_dtype, scale=0.2, **new)
+        return {**kw, **options}
+
+    def cost(itemsize):
+        n = rows * D * itemsize   # forward: x in, y out (add: + residual in, sum out); backward: x, dy in, dx out
+        return Cost((4 if add else 2) * n, (4 if add else 3) * n, 4 * rows * D, 8 * rows * D)
+
+    return Case(name, make, cost, tags)
+
+
+def _all_cases(add):
+    small = [
+        _case("ragged", (3, 7, 100), add=add),
+        _case("one_row", (1, 5), add=add),
+        _case("no_rows", (0, 64), add=add),
+        _case("gemma", (5, 257), add=add, offset=1.0, cast="gemma"),
+        _case("bias_none_cast", (2, 3, 64), add=add, bias=True, cast="none"),
+        _case("qk_norm", (2, 5, 4, 128), add=add, weight_shape=(4, 128)),
+        _case("fp32_weight", (6, 96), add=add, mixed=True),
+        _case("wide", (2, 16512), add=add),
+    ]
+    timed = []
+    for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU)):
+        T = cases.TOKENS[device]
+        for name in ("qwen3-8b", "qwen3-30b-a3b", "gemma-3-4b", "deepseek-v3"):
+            gemma = {"offset": 1.0, "cast": "gemma"} if name.startswith("gemma") else {}
+            timed.append(_case(name, (T, cases.MODELS[name].hidden), add=add, tags=tags, **gemma))
+        if not add:
+            m = cases.MODELS["qwen3-8b"]
+            timed.append(_case("qwen3-8b-q-norm", (T, m.heads, m.head_dim), tags=tags))
+    return (*small, *timed, _case("big", (2**18 + 1, 8192), add=add, tags=cases.BIG))
+
+
+RMSNORM = Op(
+    "rmsnorm", rmsnorm, rmsnorm_eager,
+    (
+        Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_specs),
+        Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        Implementation("torch", _torch, devices=("cuda", "cpu"),
+                       dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+    ),
+    _all_cases(add=False),
+)
+ADD_RMSNORM = Op(
+    "add_rmsnorm", add_rmsnorm, add_rmsnorm_eager,
+    (
+        Implementation("triton", lambda: _triton()[1], platform.no_triton),
+        Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+    ),
+    _all_cases(add=True),
+)

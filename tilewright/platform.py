@@ -1,0 +1,97 @@
+"""What this machine can run. The only module that reads environment variables.
+
+Every probe returns None when the thing is usable, or a sentence that says why it is not. That sentence is shown
+unchanged by the exception, by `tilewright explain`, by a skipped test and by a benchmark listing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import pathlib
+
+import torch
+
+
+def env_flag(name: str) -> bool:
+    return os.environ.get(name, "") not in ("", "0", "false", "False")
+
+
+def interpreting() -> bool:
+    """True when Triton kernels run in Triton's interpreter, on CPU tensors."""
+    return env_flag("TRITON_INTERPRET")
+
+
+def no_module(name: str) -> str | None:
+    """None if `name` can be imported, else the reason. Does not import it."""
+    return None if importlib.util.find_spec(name) else f"the package {name!r} is not installed"
+
+
+@functools.cache
+def no_cuda(min_capability: int = 0) -> str | None:
+    """None if a CUDA device of at least `min_capability` (80, 90, 100, ...) is present."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor < min_capability:
+        return f"needs compute capability {min_capability / 10:.1f}, this device has {major}.{minor}"
+    return None
+
+
+def no_triton(device_type: str) -> str | None:
+    """Triton runs on CUDA tensors, and on CPU tensors only in its interpreter (slow: for tests)."""
+    if reason := no_module("triton"):
+        return reason
+    if device_type == "cuda":
+        return no_cuda(80)
+    if device_type == "cpu" and not interpreting():
+        return "Triton kernels take CPU tensors only under TRITON_INTERPRET=1"
+    return None if device_type == "cpu" else f"no Triton kernels for {device_type} tensors"
+
+
+@functools.cache
+def no_extension() -> str | None:
+    """Loads tilewright._C once; None if that worked, else the reason."""
+    found = sorted(pathlib.Path(__file__).parent.glob("_C*.so"))
+    if not found:
+        return ("the C++ extension tilewright._C is not built "
+                "(reinstall with `pip install --no-build-isolation .` where torch and a C++17 compiler are present)")
+    try:
+        torch.ops.load_library(str(found[0]))
+    except OSError as error:
+        return f"the C++ extension tilewright._C does not load: {str(error).splitlines()[0]}"
+    return None
+
+
+def no_cpp(device_type: str) -> str | None:
+    if device_type != "cpu":
+        return f"the C++ kernels take CPU tensors, not {device_type}"
+    return no_extension()
+
+
+def describe() -> dict[str, str]:
+    """Versions and device, for `tilewright explain`, benchmark rows and run logs."""
+    import platform as machine
+
+    from tilewright._version import __version__
+
+    out = {"tilewright": __version__, "torch": torch.__version__, "python": machine.python_version(),
+           "cpu": cpu_name(), "threads": str(torch.get_num_threads())}
+    if importlib.util.find_spec("triton"):
+        from importlib.metadata import version
+
+        out["triton"] = version("triton")
+    out["cuda device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return out
+
+
+@functools.cache
+def cpu_name() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{names[0] if names else 'unknown'} ({capability})"

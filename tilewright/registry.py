@@ -1,0 +1,213 @@
+"""The one table: operations, their implementations, and what can run where.
+
+An `Op` is a public function, its eager twin (the definition) and a tuple of `Implementation`s, best first. Tests,
+benchmarks, the compile gate, `tilewright explain` and the trainer all read these objects; nothing else lists
+implementation names.
+
+Selection depends on the name asked for, the device type and the dtype, and on nothing else. It is made once for each
+such key and kept, so a call pays one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class ImplementationUnavailable(RuntimeError):
+    """The implementation exists and was asked for by name, but cannot run here; the message says why."""
+
+
+def always(device_type: str) -> None:
+    return None
+
+
+def no_kernels() -> tuple:
+    return ()
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op.
+
+    name: what a user writes in `implementation=`.
+    load: imports what it needs and returns the callable; it takes what the op's public function passes on.
+    missing: device type -> None, or the sentence that says why it cannot run on that device type here.
+    devices: device types on which `auto` may choose it.
+    dtypes: dtypes of the op's first tensor that it takes.
+    gate: for compiled GPU kernels, returns the `KernelSpec`s that the compile gate compiles.
+    """
+
+    name: str
+    load: Callable[[], Callable]
+    missing: Callable[[str], str | None] = always
+    devices: tuple[str, ...] = ("cuda",)
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    gate: Callable[[], Any] = no_kernels
+
+    def why_not(self, device_type: str, dtype: torch.dtype | None = None) -> str | None:
+        """None if usable for such tensors here, else the reason."""
+        if reason := self.missing(device_type):
+            return reason
+        if dtype is not None and dtype not in self.dtypes:
+            return f"takes {', '.join(map(short, self.dtypes))}, not {short(dtype)}"
+        return None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Least traffic and arithmetic of one call, for rooflines. Bytes and floating-point operations."""
+
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    forward_flops: int = 0
+    backward_flops: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of inputs, used by tests, benchmarks and tuning alike.
+
+    make: (device, dtype, seed) -> keyword arguments of the op's public function. Tensors to differentiate have
+        requires_grad set.
+    cost: bytes per element of the dtype -> Cost.
+    tags: "contract" (small, for parity tests), "cpu" and "cuda" (timed there), "big" (more than 2^31 elements).
+    """
+
+    name: str
+    make: Callable[[str, torch.dtype, int], dict[str, Any]]
+    cost: Callable[[int], Cost] = lambda itemsize: Cost()
+    tags: frozenset[str] = frozenset({"contract"})
+
+
+_PINS: dict[str, str] = {}
+
+
+@dataclass(eq=False)
+class Op:
+    """An operation. See the module's docstring; `public` is the function that users call."""
+
+    name: str
+    public: Callable
+    eager: Callable
+    implementations: tuple[Implementation, ...]
+    cases: tuple[Case, ...] = ()
+    # Slack of the numerics contract, in the units of bench.contract.error, beside the 2x of eager's own error.
+    # Each op that needs more than the default writes the reason there.
+    atol: Mapping[torch.dtype, float] = field(default_factory=dict)
+
+    def __post_init__(self):
+        twin = Implementation("eager", lambda: self.eager, devices=("cpu", "cuda", "meta"),
+                              dtypes=(*FLOATS, torch.float64))
+        self.implementations = (*self.implementations, twin)
+        self._by_name = {impl.name: impl for impl in self.implementations}
+        self._table: dict[tuple[str, str, torch.dtype], Callable] = {}
+        self._by_key: dict[str, Callable] = {}
+
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def implementation(self, name: str) -> Implementation:
+        """The implementation called `name`, usable or not. Raises ValueError if there is none."""
+        if name not in self._by_name:
+            raise ValueError(f"{self.name}: unknown implementation {name!r}; have {['auto', *self.names()]}")
+        return self._by_name[name]
+
+    def usable(self, device_type: str, dtype: torch.dtype | None = None) -> list[str]:
+        return [i.name for i in self.implementations if i.why_not(device_type, dtype) is None]
+
+    def choose(self, device_type: str, dtype: torch.dtype) -> str:
+        """The name that `auto` stands for: the first usable implementation that is meant for this device type."""
+        for impl in self.implementations:
+            if device_type in impl.devices and impl.why_not(device_type, dtype) is None:
+                return impl.name
+        return "eager"
+
+    def resolve(self, name: str = "auto", device_type: str | None = None,
+                dtype: torch.dtype = torch.float32) -> Callable:
+        """The callable behind a name, for tensors of this dtype on this device type (default: CUDA if present).
+
+        Raises ValueError for a name that does not exist and ImplementationUnavailable, with the reason, for one that
+        cannot run here. Only "auto" ever chooses; a name never falls back.
+        """
+        device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        name = _PINS.get(self.name, name) if name == "auto" else name
+        impl = self.implementation(self.choose(device_type, dtype) if name == "auto" else name)
+        if reason := impl.why_not(device_type, dtype):
+            raise ImplementationUnavailable(
+                f"{self.name}[{impl.name}]: {reason} (usable here: {self.usable(device_type, dtype)})")
+        return impl.load()
+
+    def pick(self, name: str, tensor: torch.Tensor) -> Callable:
+        """`resolve` for a call: by the tensor's device type and dtype, remembered."""
+        if name == "auto" and _PINS:
+            name = _PINS.get(self.name, name)
+        if torch.compiler.is_dynamo_compiling():
+            return self._by_key[_resolve_constant(self, name, tensor.device.type, tensor.dtype)]
+        key = (name, tensor.device.type, tensor.dtype)
+        found = self._table.get(key)
+        if found is None:
+            found = self._table[key] = self.resolve(*key)
+        return found
+
+
+@torch.compiler.assume_constant_result
+def _resolve_constant(op: Op, name: str, device_type: str, dtype: torch.dtype) -> str:
+    # torch.compile runs this once while it traces, instead of tracing imports and probes. It must return a constant,
+    # so the callable is left in a dictionary, under a key that is written once and never changes.
+    key = f"{name} {device_type} {short(dtype)}"
+    op._by_key.setdefault(key, op.resolve(name, device_type, dtype))
+    return key
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def operations() -> dict[str, Op]:
+    """Every op, by name."""
+    from tilewright.ops import OPS
+
+    return OPS
+
+
+def resolve(op: str, implementation: str = "auto", device_type: str | None = None,
+            dtype: torch.dtype = torch.float32) -> Callable:
+    """`Op.resolve` by the op's name. Raises ValueError for an unknown op."""
+    ops = operations()
+    if op not in ops:
+        raise ValueError(f"unknown op {op!r}; have {sorted(ops)}")
+    return ops[op].resolve(implementation, device_type, dtype)
+
+
+@contextlib.contextmanager
+def use(implementation: str | None = None, /, **by_op: str) -> Iterator[None]:
+    """Pins what `auto` means inside the block: `use("eager")` for every op, or `use(rmsnorm="triton")` for one.
+
+    An explicit `implementation=` still wins. With one name for all, ops that have no such implementation are left
+    alone. The pin holds for the whole process, not for one thread, because autograd recomputes checkpointed blocks in
+    threads of its own; so put a whole training step inside the block. Raises ValueError for unknown names.
+    """
+    ops = operations()
+    pins = {} if implementation is None else {n: implementation for n, op in ops.items() if implementation in op.names()}
+    if implementation is not None and not pins:
+        raise ValueError(f"no op has an implementation {implementation!r}")
+    for name, choice in by_op.items():
+        if name not in ops:
+            raise ValueError(f"unknown op {name!r}; have {sorted(ops)}")
+        if choice != "auto":
+            ops[name].implementation(choice)
+        pins[name] = choice
+    before = dict(_PINS)
+    _PINS.update(pins)
+    try:
+        yield
+    finally:
+        _PINS.clear()
+        _PINS.update(before)
