@@ -47,7 +47,7 @@ def extension() -> dict:
                           extra_compile_args={"cxx": flags}, py_limited_api=True)
     return {
         "ext_modules": [module],
-        "cmdclass": {"build_ext": OptionalBuild.with_options(no_python_abi_suffix=True, use_ninja=False)},
+        "cmdclass": {"build_ext": OptionalBuild.with_options(no_python_abi_suffix=True)},
         "options": {"bdist_wheel": {"py_limited_api": "cp311"}},
     }
 
