@@ -1,5 +1,9 @@
 """Builds the optional C++ extension tilewright/_C. Everything else is in pyproject.toml.
 
+On x86-64 the same sources are compiled three times, for AVX-512, for AVX2 and for the baseline, and `platform.py` loads
+the one that suits the processor. (GCC 12's target_clones were tried first: they vectorise the same loops to code that
+is three to five times slower in bf16.)
+
 A missing torch or a failing compiler skips the extension and leaves the rest of the package working:
 `tilewright explain` then shows the `cpp` implementations as unavailable, with the reason.
 TILEWRIGHT_SKIP_CPP=1 skips the build; TILEWRIGHT_REQUIRE_CPP=1 turns a skip into an error (CI uses it).
@@ -7,6 +11,7 @@ TILEWRIGHT_SKIP_CPP=1 skips the build; TILEWRIGHT_REQUIRE_CPP=1 turns a skip int
 
 import glob
 import os
+import platform
 import sys
 
 from setuptools import setup
@@ -40,13 +45,24 @@ def extension() -> dict:
             except Exception as error:  # a compiler's failure has no common base class
                 skip(f"{type(error).__name__}: {error}")
 
+        def build_extension(self, ext):
+            # Objects of the variants have the same names: give each variant a folder, so that rebuilds stay incremental.
+            before, self.build_temp = self.build_temp, os.path.join(self.build_temp, ext.name)
+            os.makedirs(self.build_temp, exist_ok=True)
+            super().build_extension(ext)
+            self.build_temp = before
+
     sources = sorted(glob.glob("csrc/cpu/*.cpp"))
     flags = ["-O3", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd",
              f"-DTORCH_TARGET_VERSION={STABLE_ABI}", "-Wno-psabi"]
-    module = CppExtension("tilewright._C", sources, include_dirs=[os.path.abspath("csrc")],
-                          extra_compile_args={"cxx": flags}, py_limited_api=True)
+    variants = {"_C": []}
+    if platform.machine() == "x86_64":
+        variants |= {"_C_avx2": ["-march=haswell"], "_C_avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]}
+    modules = [CppExtension(f"tilewright.{name}", sources, include_dirs=[os.path.abspath("csrc")],
+                            extra_compile_args={"cxx": flags + extra}, py_limited_api=True)
+               for name, extra in variants.items()]
     return {
-        "ext_modules": [module],
+        "ext_modules": modules,
         "cmdclass": {"build_ext": OptionalBuild.with_options(no_python_abi_suffix=True)},
         "options": {"bdist_wheel": {"py_limited_api": "cp311"}},
     }

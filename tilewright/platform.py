@@ -52,13 +52,15 @@ def no_triton(device_type: str) -> str | None:
 
 @functools.cache
 def no_extension() -> str | None:
-    """Loads tilewright._C once; None if that worked, else the reason."""
-    found = sorted(pathlib.Path(__file__).parent.glob("_C*.so"))
-    if not found:
+    """Loads tilewright._C once, in the variant for this processor; None if that worked, else the reason."""
+    variants = {"AVX512": ("_C_avx512", "_C_avx2", "_C"), "AVX2": ("_C_avx2", "_C")}
+    names = variants.get(torch.backends.cpu.get_cpu_capability(), ("_C",))
+    files = [f for f in (pathlib.Path(__file__).with_name(f"{name}.so") for name in names) if f.exists()]
+    if not files:
         return ("the C++ extension tilewright._C is not built "
                 "(reinstall with `pip install --no-build-isolation .` where torch and a C++17 compiler are present)")
     try:
-        torch.ops.load_library(str(found[0]))
+        torch.ops.load_library(str(files[0]))
     except OSError as error:
         return f"the C++ extension tilewright._C does not load: {str(error).splitlines()[0]}"
     return None

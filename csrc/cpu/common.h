@@ -1,8 +1,7 @@
-// What every CPU kernel shares: element types, instruction-set clones, a vectorisable exp, argument checks.
+// What every CPU kernel shares: element types, a vectorisable exp, argument checks.
 //
-// Kernels are plain loops that the compiler vectorises. TW_CLONES compiles a function once per instruction set
-// (AVX-512, AVX2 + FMA, baseline) and the loader picks one, so a single binary serves every x86-64 machine.
-// Helpers are TW_INLINE so that they are compiled inside each clone and not once for the baseline.
+// Kernels are plain loops that the compiler vectorises; setup.py compiles them once per instruction set.
+// Helpers are TW_INLINE: a loop with a call in it is not vectorised.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -18,11 +17,7 @@
 #include <tuple>
 #include <vector>
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define TW_CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
-#else
-#define TW_CLONES
-#endif
+#define TW_CLONES  // variants are made by setup.py
 #define TW_INLINE inline __attribute__((always_inline))
 #define TW_SIMD _Pragma("omp simd")
 #define TW_SIMD_SUM(x) _Pragma(TW_STR(omp simd reduction(+ : x)))
@@ -47,13 +42,13 @@ TW_INLINE float load(bf16 x) {
   return f;
 }
 
-// Round to nearest even; NaN stays NaN (a carry out of the mantissa would turn it into infinity or zero).
+// Round to nearest even; NaN becomes the quiet NaN (a carry out of its mantissa could make it infinity or zero).
 TW_INLINE void store(float* p, float x) { *p = x; }
 TW_INLINE void store(bf16* p, float x) {
   uint32_t u;
   std::memcpy(&u, &x, 4);
-  uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
-  p->bits = uint16_t((u & 0x7FFFFFFFu) > 0x7F800000u ? (u >> 16) | 0x40u : rounded);
+  uint32_t rounded = u + 0x7FFFu + ((u >> 16) & 1u);
+  p->bits = uint16_t((x != x ? 0x7FC00000u : rounded) >> 16);
 }
 
 // What a value becomes when it is rounded to T and read back.

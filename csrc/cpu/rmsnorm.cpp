@@ -16,7 +16,7 @@ struct Norm {
 };
 
 template <class T, class R>
-TW_CLONES void forward_rows(int64_t begin, int64_t end, const T* x, const R* residual, const float* w,
+void forward_rows(int64_t begin, int64_t end, const T* x, const R* residual, const float* w,
                             const float* bias, T* y, R* sum_out, float* rstd, Norm n) {
   const int64_t D = n.D;
   for (int64_t row = begin; row < end; ++row) {
@@ -63,7 +63,7 @@ TW_CLONES void forward_rows(int64_t begin, int64_t end, const T* x, const R* res
 
 // One chunk of rows: dx for each, and the chunk's own sums for dw [H, D] and db [D].
 template <class T, class R>
-TW_CLONES void backward_rows(int64_t begin, int64_t end, const T* dy, const R* dsum, const R* x, const float* rstd,
+void backward_rows(int64_t begin, int64_t end, const T* dy, const R* dsum, const R* x, const float* rstd,
                              const float* w, R* dx, float* dw, float* db, Norm n) {
   const int64_t D = n.D;
   for (int64_t row = begin; row < end; ++row) {
