@@ -1,9 +1,10 @@
 """RMSNorm and add + RMSNorm in Triton. The definition is tilewright/ops/rmsnorm.py.
 
 T = rows / H, H = heads (1 unless the weight is 2-D), D = columns. Row (t, h) lies at (t * H + h) * D.
-A program holds BLOCK_T rows of one head in registers while D <= 16,384; wider rows are walked in column blocks and read
-a second time, mostly from L2. Sums and the weight gradient are fp32. The weight gradient is accumulated per program and
-reduced by a second kernel in fixed order: no atomics, the same bits every run on one kind of device.
+A program holds BLOCK_T rows of one head in registers while D <= 16,384 (backward: 8,192); wider rows are
+walked in column blocks and read a second time, mostly from L2. Sums and the weight gradient are fp32. The
+weight gradient is accumulated per program and reduced by a second kernel in fixed order: no atomics, the same
+bits every run on one kind of device.
 """
 
 from __future__ import annotations
@@ -15,22 +16,29 @@ import triton.language as tl
 from tilewright.kernels.spec import KernelSpec
 
 WHOLE_ROW = 16384   # widest row kept in registers: 16,384 fp32 over 512 threads is 32 registers an operand
-WALK_BLOCK = 8192   # column block beyond that
+# The same in backward, which holds x, dy, w and the sum for dw (and db): at 16,384 columns ptxas spills up to
+# 1,336 bytes a thread for sm_90 to sm_120, whether w is kept or loaded again for every row; at 8,192 none.
+WHOLE_ROW_BACKWARD = 8192
+WALK_BLOCK = 8192   # column block beyond those
 
 
-def config(D: int) -> dict:
-    """Launch constants for a row of D columns. Aims at 16 to 32 elements a thread in one operand."""
-    block_d = min(triton.next_power_of_2(D), WHOLE_ROW) if D <= WHOLE_ROW else WALK_BLOCK
-    block_t = max(1, 1024 // block_d)   # narrow rows (QK norm) share a program, so that a warp's loads stay 512 B
-    warps = min(16, max(1, block_d * block_t // 512))
-    return {"BLOCK_D": block_d, "BLOCK_T": block_t if D <= WHOLE_ROW else 1, "WALK": D > WHOLE_ROW,
-            "num_warps": warps}
+def config(D: int, backward: bool = False) -> dict:
+    """Launch constants for rows of D columns. Aims at 16 to 32 elements a thread in one operand."""
+    whole_row = WHOLE_ROW_BACKWARD if backward else WHOLE_ROW
+    walk = whole_row < D
+    block_d = WALK_BLOCK if walk else triton.next_power_of_2(D)
+    block_t = max(1, 1024 // block_d)   # narrow rows (QK norm) share a program: a warp's loads stay 512 B
+    # For D=128 on sm_100 ptxas spills 8 bytes in the float32 forward with 16 elements a thread, and 24 bytes
+    # in the bf16 backward with 8; the other way round, nothing.
+    warp = 256 if block_t > 1 and not backward else 512
+    warps = min(16, max(1, block_d * block_t // warp))
+    return {"BLOCK_D": block_d, "BLOCK_T": block_t, "WALK": walk, "num_warps": warps}
 
 
 @triton.jit
 def _forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, T, eps, offset,
-             H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WALK: tl.constexpr,
-             ADD: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr):
+             H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+             WALK: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr):
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = tl.program_id(1)
     row = t * H + h
@@ -74,7 +82,7 @@ def _forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, T, eps
             c = start + cols
             mask = in_t[:, None] & (c < D)[None, :]
             at = row[:, None] * D + c[None, :]
-            if ADD:  # recomputed from the inputs: the stored sum may not be visible to other threads of this program
+            if ADD:  # recomputed from the inputs: this program's other threads may not see the stored sum yet
                 x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
                 x += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
                 x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
@@ -94,7 +102,7 @@ def _forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, T, eps
 def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, T, offset,
               H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
               DSUM: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr):
-    """dx, and this program's share of dw and db: rows p, p + P, p + 2P, ... of one head, whole rows in registers."""
+    """dx, and this program's share of dw and db: rows p, p + P, p + 2P, ... of one head, in registers."""
     p = tl.program_id(0)
     h = tl.program_id(1)
     P = tl.num_programs(0)
@@ -200,8 +208,8 @@ def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat):
     if T:
         c = config(D)
         grid = (triton.cdiv(T, c["BLOCK_T"]), H)
-        _forward[grid](x, residual, weight, bias, y, total, rstd, T, eps, offset, H=H, D=D, ADD=residual is not None,
-                       BIAS=bias is not None, ROUND_XHAT=round_xhat, **c)
+        _forward[grid](x, residual, weight, bias, y, total, rstd, T, eps, offset, H=H, D=D,
+                       ADD=residual is not None, BIAS=bias is not None, ROUND_XHAT=round_xhat, **c)
     return y, total, rstd
 
 
@@ -211,18 +219,20 @@ def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ep
     return y, rstd
 
 
-def add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float,
-                offset: float, round_xhat: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                eps: float, offset: float,
+                round_xhat: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _launch_forward(x, residual, weight, bias, eps, offset, round_xhat)
 
 
-def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor,
-             offset: float, round_xhat: bool, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd: torch.Tensor,
+             weight: torch.Tensor, offset: float, round_xhat: bool,
+             has_bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     T, H, D = _heads(x, weight)
     dx = torch.empty_like(x)
     if T == 0:
         return dx, torch.zeros_like(weight), weight.new_zeros(D if has_bias else 0)
-    c = config(D)
+    c = config(D, backward=True)
     block_t, block_d, warps = c["BLOCK_T"], c["BLOCK_D"], c["num_warps"]
     P = min(programs(x), triton.cdiv(T, block_t))
     dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
@@ -230,8 +240,8 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
     if c["WALK"]:
         _backward_walk[(T, H)](dy, dsum, x, rstd, weight, dx, T, offset, H=H, D=D, BLOCK_D=block_d,
                                DSUM=dsum is not None, num_warps=warps)
-        _weight_walk[(P, H, triton.cdiv(D, 1024))](dy, x, rstd, dw, db, T, H=H, D=D, BLOCK_D=1024, BIAS=has_bias,
-                                                   ROUND_XHAT=round_xhat, num_warps=4)
+        _weight_walk[(P, H, triton.cdiv(D, 1024))](dy, x, rstd, dw, db, T, H=H, D=D, BLOCK_D=1024,
+                                                   BIAS=has_bias, ROUND_XHAT=round_xhat, num_warps=4)
     else:
         _backward[(P, H)](dy, dsum, x, rstd, weight, dx, dw, db, T, offset, H=H, D=D, BLOCK_T=block_t,
                           BLOCK_D=block_d, DSUM=dsum is not None, BIAS=has_bias, ROUND_XHAT=round_xhat,
@@ -242,27 +252,31 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
 
 
 def specs() -> list[KernelSpec]:
-    """What the launchers above launch, for the compile gate: each block size, both cast policies, all options on."""
+    """What the launchers above launch, for the compile gate: each block size, few options and all of them."""
     found = []
     for D in (128, 1024, 4096, 8192, 16384, 65536):
-        c = dict(config(D))
-        warps = c.pop("num_warps")
-        types = {"x_ptr": "*bf16", "residual_ptr": "*bf16", "w_ptr": "*bf16", "b_ptr": "*bf16", "y_ptr": "*bf16",
-                 "sum_ptr": "*bf16", "rstd_ptr": "*fp32", "dy_ptr": "*bf16", "dsum_ptr": "*bf16", "dx_ptr": "*bf16",
-                 "dw_ptr": "*fp32", "db_ptr": "*fp32", "T": "i32", "eps": "fp32", "offset": "fp32"}
         shape = {"H": 8 if D == 128 else 1, "D": D}
+        c, b = config(D), config(D, backward=True)
+        warps, warps_backward = c.pop("num_warps"), b.pop("num_warps")
+        walk = b.pop("WALK")
+        # The usual training step; float32 weights, which cost most registers in forward; and all in float32.
+        for data, weight, bias, cast in (("bf16", "bf16", False, True), ("bf16", "fp32", True, True),
+                                         ("fp32", "fp32", True, False)):
+            types = {"T": "i32", "eps": "fp32", "offset": "fp32", "rstd_ptr": "*fp32", "dw_ptr": "*fp32",
+                     "db_ptr": "*fp32", "w_ptr": f"*{weight}", "b_ptr": f"*{weight}",
+                     **{f"{n}_ptr": f"*{data}" for n in ("x", "residual", "y", "sum", "dy", "dsum", "dx")}}
+            options = {"BIAS": bias, "ROUND_XHAT": cast}
+            tail = f"{data} weight={weight}{' bias' if bias else ''} D={D}"
 
-        def spec(kernel, label, constexprs, num_warps, D=D, types=types):
-            signature = {n: types[n] for n in kernel.arg_names if n in types}
-            found.append(KernelSpec(kernel, f"{label} bf16 D={D}", signature, constexprs, num_warps))
+            def spec(kernel, label, constexprs, warps, types=types, tail=tail, shape=shape):
+                signature = {n: types[n] for n in kernel.arg_names if n in types}
+                found.append(KernelSpec(kernel, f"{label} {tail}", signature, {**shape, **constexprs}, warps))
 
-        for add in (False, True):
-            spec(_forward, "add_forward" if add else "forward",
-                 {**shape, **c, "ADD": add, "BIAS": False, "ROUND_XHAT": True}, warps)
-        if c["WALK"]:
-            spec(_backward_walk, "backward_walk", {**shape, "BLOCK_D": c["BLOCK_D"], "DSUM": True}, warps)
-            spec(_weight_walk, "weight_walk", {**shape, "BLOCK_D": 1024, "BIAS": False, "ROUND_XHAT": True}, 4)
-        else:
-            spec(_backward, "backward", {**shape, "BLOCK_T": c["BLOCK_T"], "BLOCK_D": c["BLOCK_D"], "DSUM": True,
-                                         "BIAS": False, "ROUND_XHAT": True}, warps)
+            spec(_forward, "forward", {**c, **options, "ADD": False}, warps)
+            spec(_forward, "add_forward", {**c, **options, "ADD": True}, warps)
+            if walk:
+                spec(_backward_walk, "backward_walk", {"BLOCK_D": b["BLOCK_D"], "DSUM": True}, warps_backward)
+                spec(_weight_walk, "weight_walk", {**options, "BLOCK_D": 1024}, 4)
+            else:
+                spec(_backward, "backward", {**b, **options, "DSUM": True}, warps_backward)
     return found

@@ -1,0 +1,364 @@
+"""The compile gate: every GPU kernel of the registry, compiled for the GPUs it is meant for, without one.
+
+Each `Implementation.gate()` returns specs, and each spec is compiled for every architecture. Red are: a
+kernel that does not compile; spilled registers or any local memory; more shared memory than the GPU has;
+and anything worse than the committed budget: more registers or shared memory, narrower global loads or
+stores, a matrix or copy instruction no longer used, a kernel without a budget, a budget without a kernel. A
+budget belongs to one version of one compiler (budgets/triton-3.9.0.json); with a version that has no such
+file, only the rules that need none are checked.
+
+    python -m tilewright.bench compile-gate [--op OP] [--arch 90] [--update] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import pathlib
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tilewright import platform
+from tilewright.kernels.spec import KernelSpec
+from tilewright.registry import Op, operations
+
+BUDGETS = pathlib.Path(__file__).parent / "budgets"
+
+# Shared memory that one block may ask for, bytes (CUDA C++ programming guide, technical specifications per
+# compute capability). The compiler does not check it; a launch would.
+SHARED_LIMIT = {90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+ARCHS = tuple(SHARED_LIMIT)
+
+# What a kernel may have been written for, and how its PTX then begins an instruction.
+INSTRUCTIONS = {"wgmma": "wgmma.mma_async.", "tcgen05": "tcgen05.mma.", "mma": "mma.sync.",
+                "tma": "cp.async.bulk.tensor.", "cp.async": "cp.async.c"}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one compilation gave.
+
+    registers: a thread.   spill, local: bytes a thread spills, and bytes of stack and local memory it has.
+    shared: bytes a block.   load, store: bits of the widest access to global memory by a thread.
+    uses: keys of INSTRUCTIONS.
+    """
+
+    registers: int
+    spill: int
+    local: int
+    shared: int
+    load: int
+    store: int
+    uses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One kernel for one architecture: its facts, or why it did not compile."""
+
+    name: str
+    arch: int
+    facts: Facts | None
+    error: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} sm_{self.arch}"
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """What compiles one type of spec. Another type (CuTe DSL, CUDA C++) is one more entry of COMPILERS.
+
+    missing: None, or the sentence that says why this compiler cannot run.   version: names its budget file.
+    compile: (spec, arch) -> Facts; raises what the compiler raises.
+    identity: what makes two specs the same compilation.
+    """
+
+    name: str
+    missing: Callable[[], str | None]
+    version: Callable[[], str]
+    compile: Callable[[Any, int], Facts]
+    identity: Callable[[Any], str]
+
+    def budget_file(self) -> pathlib.Path:
+        return BUDGETS / f"{self.name}-{self.version()}.json"
+
+
+# ---- Triton
+
+def _triton_missing() -> str | None:
+    if platform.interpreting():
+        return "TRITON_INTERPRET is set: kernels are then Python functions, which nothing compiles; unset it"
+    return platform.no_module("triton")
+
+
+def _triton_version() -> str:
+    import triton
+
+    return triton.__version__.split("+")[0]
+
+
+def _triton_identity(spec: KernelSpec) -> str:
+    return repr((spec.kernel.fn.__module__, spec.kernel.fn.__qualname__, sorted(spec.signature.items()),
+                 sorted((n, repr(v)) for n, v in spec.constexprs.items()), spec.num_warps, spec.num_stages,
+                 sorted(spec.divisible), sorted(spec.options.items()), spec.min_arch))
+
+
+def _compile_triton(spec: KernelSpec, arch: int) -> Facts:
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = spec.kernel.arg_names
+    if wrong := set(names) ^ (set(spec.signature) | set(spec.constexprs)):
+        raise ValueError(f"signature and constexprs must name {names}; missing or unknown: {sorted(wrong)}")
+    signature = {name: spec.signature.get(name, "constexpr") for name in names}
+    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in spec.divisible]
+    source = ASTSource(spec.kernel, signature, dict(spec.constexprs),
+                       {(i,): [["tt.divisibility", 16]] for i in aligned})
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
+    # Triton runs `ptxas -v` and prints what it said only if asked, and only when it does compile. That is
+    # preferred to cuobjdump, which not every Triton has and which does not tell spills from local arrays.
+    knobs.nvidia.dump_ptxas_log = True
+    knobs.compilation.always_compile = True
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), warnings.catch_warnings():
+        # 3.9 announces another default of fp fusion; the launchers use the default, so the gate does.
+        warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    return Facts(*resources(said.getvalue()), compiled.metadata.shared, widest(ptx, "ld"), widest(ptx, "st"),
+                 tuple(name for name, prefix in INSTRUCTIONS.items()
+                       if re.search(rf"(?<![\w.]){re.escape(prefix)}", ptx)))
+
+
+def resources(log: str) -> tuple[int, int, int]:
+    """(registers, spilled bytes, bytes of stack and local memory) a thread, from what `ptxas -v` says."""
+    registers = re.findall(r"Used (\d+) registers", log)
+    if not registers:
+        raise RuntimeError(f"ptxas named no register count: {log.strip()[:300]!r}")
+
+    def most(pattern):
+        return max(map(int, re.findall(pattern, log)), default=0)
+
+    return (max(map(int, registers)), most(r"(\d+) bytes spill (?:stores|loads)"),
+            most(r"(\d+) bytes (?:stack frame|cumulative stack size)") + most(r"(\d+) bytes lmem"))
+
+
+def widest(ptx: str, op: str) -> int:
+    """Bits of the widest `ld.global` or `st.global` in PTX; asynchronous copies of 16 bytes are loads too."""
+    found = [0]
+    for modifiers in re.findall(rf"(?<![\w.]){op}\.(?:\w+\.)*global([.\w:]*)", ptx):
+        vector = re.search(r"\.v(\d)\b", modifiers)
+        element = re.search(r"\.[busf](\d+)$", modifiers)
+        found.append(int(element[1] if element else 0) * int(vector[1] if vector else 1))
+    if op == "ld":
+        copies = re.findall(r"cp\.async\.c\w\.shared\S*\s*\[[^]]*\],\s*\[[^]]*\],\s*(\w+)", ptx)
+        found += [8 * int(n, 0) for n in copies]
+    return max(found)
+
+
+COMPILERS: dict[type, Compiler] = {
+    KernelSpec: Compiler("triton", _triton_missing, _triton_version, _compile_triton, _triton_identity),
+}
+
+
+# ---- collecting and compiling
+
+def collect(ops: Iterable[Op]) -> dict[str, Any]:
+    """Specs by name, "op/label". What two ops share is compiled once, under the first one's name."""
+    found, seen = {}, set()
+    for op in ops:
+        for impl in op.implementations:
+            for spec in impl.gate():
+                if type(spec) not in COMPILERS:
+                    raise TypeError(f"{op.name}[{impl.name}]: gate() must return one of "
+                                    f"{[t.__name__ for t in COMPILERS]}, got {type(spec).__name__}")
+                identity = COMPILERS[type(spec)].identity(spec)
+                if identity in seen:
+                    continue
+                seen.add(identity)
+                name = f"{op.name}/{spec.label}"
+                if name in found:
+                    raise ValueError(f"{op.name}[{impl.name}]: two specs have the label {spec.label!r}")
+                found[name] = spec
+    return found
+
+
+_specs: dict[str, Any] = {}   # for the workers, which inherit it: kernels cannot be pickled
+
+
+def _work(task: tuple[str, int]) -> Result:
+    name, arch = task
+    spec = _specs[name]
+    try:
+        return Result(name, arch, COMPILERS[type(spec)].compile(spec, arch))
+    except Exception as error:  # compilers' failures have no common base class; each is a verdict
+        said = str(error).strip()
+        if len(said) > 1000:   # Triton puts the reason last, ptxas first
+            said = f"{said[:500]} [...] {said[-500:]}"
+        return Result(name, arch, None, f"{type(error).__name__}: {said}")
+
+
+def compile_all(specs: dict[str, Any], archs: Sequence[int], jobs: int) -> list[Result]:
+    """Compiles every spec for every architecture that launches it, in `jobs` processes."""
+    tasks = [(name, arch) for name, spec in specs.items() for arch in archs if arch >= spec.min_arch]
+    _specs.clear()
+    _specs.update(specs)
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork"))
+    try:
+        with pool:
+            return list(pool.map(_work, tasks))
+    except BrokenProcessPool:
+        raise SystemExit("compile-gate: a compiler crashed and took its process with it; "
+                         "run again with --jobs 1 and --op to find the kernel") from None
+
+
+# ---- the verdict
+
+BUDGETED = ("registers", "shared", "load", "store", "uses")
+
+
+def problems(result: Result) -> list[str]:
+    """What is wrong with a kernel whatever its budget."""
+    f = result.facts
+    if f is None:
+        return [f"does not compile: {result.error}"]
+    found = []
+    if f.spill or f.local:
+        found.append(f"spills {f.spill} bytes a thread, has {f.local} bytes of stack and local memory; "
+                     "accepted: 0")
+    limit = SHARED_LIMIT[result.arch]
+    if f.shared > limit:
+        found.append(f"needs {f.shared} bytes of shared memory, sm_{result.arch} has {limit}")
+    return found
+
+
+def over_budget(result: Result, budget: dict[str, Any] | None) -> list[str]:
+    """What is worse than the budget."""
+    f = result.facts
+    if f is None:
+        return []
+    if budget is None:
+        return ["has no budget; --update writes one"]
+    found = [f"{what}: {getattr(f, key)}, budget {budget[key]}"
+             for key, what in (("registers", "registers a thread"), ("shared", "bytes of shared memory"))
+             if getattr(f, key) > budget[key]]
+    found += [f"widest global {key}: {getattr(f, key)} bits, budget {budget[key]}"
+              for key in ("load", "store") if getattr(f, key) < budget[key]]
+    return found + [f"no longer uses {name}" for name in budget["uses"] if name not in f.uses]
+
+
+def judge(results: Sequence[Result], budgets: dict[str, Any] | None,
+          in_scope: Callable[[str], bool]) -> list[str]:
+    """One sentence a failure. budgets None: there are none for this compiler, and nothing is compared."""
+    found = [f"{r.key}: {p}" for r in results
+             for p in problems(r) + ([] if budgets is None else over_budget(r, budgets.get(r.key)))]
+    present = {r.key for r in results}
+    found += [f"{key}: has a budget but no kernel; --update removes it"
+              for key in budgets or () if key not in present and in_scope(key)]
+    return found
+
+
+def write_budgets(path: pathlib.Path, budgets: dict[str, Any]) -> None:
+    lines = [f"  {json.dumps(key)}: {json.dumps(budgets[key])}" for key in sorted(budgets)]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")   # a line a kernel, for a readable diff
+
+
+def table(results: Sequence[Result], archs: Sequence[int]) -> str:
+    """A line a kernel. Numbers for the architectures in turn, or one number if they agree."""
+    by_name: dict[str, list[Result]] = {}
+    for r in results:
+        by_name.setdefault(r.name, []).append(r)
+    width = max(map(len, by_name))
+    row = f"{{:<{width}}}  {{:<12}}{{:<13}}{{:<20}}{{:<17}}{{}}"
+    heads = "for " + ", ".join(f"sm_{a}" for a in archs)
+    lines = [row.format(heads, "registers", "spill+local", "shared", "load/store bits", "uses")]
+    for name, found in by_name.items():
+        def each(show, found=found):
+            values = [show(r.facts) if r.facts else "-" for r in found]
+            return values[0] if len(set(values)) == 1 else " ".join(values)
+
+        lines.append(row.format(
+            name, each(lambda f: str(f.registers)), each(lambda f: str(f.spill + f.local)),
+            each(lambda f: str(f.shared)), each(lambda f: f"{f.load}/{f.store}"),
+            each(lambda f: "+".join(f.uses) or "-")))
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0: green; 1: a failure; 2: the gate cannot run here, with the reason."""
+    ops = operations()
+    parser = argparse.ArgumentParser(prog="compile-gate", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--op", action="append", choices=list(ops), help="only this op's kernels (may be repeated)")
+    add("--arch", action="append", type=int, choices=ARCHS, help="only this one (may be repeated)")
+    add("--update", action="store_true", help="write the budgets instead of comparing with them")
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    add("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one a core)")
+    args = parser.parse_args(argv)
+    start = time.time()
+    for compiler in COMPILERS.values():
+        if reason := compiler.missing():
+            print(f"compile-gate: {reason}", file=sys.stderr)
+            return 2
+    archs = tuple(sorted(set(args.arch or ARCHS)))
+    specs = collect(ops.values())
+    if args.op:
+        specs = {name: spec for name, spec in specs.items() if name.split("/")[0] in args.op}
+    if not specs:
+        print(f"compile-gate: no kernels to compile for {', '.join(args.op or ops)}", file=sys.stderr)
+        return 2
+    results = compile_all(specs, archs, args.jobs)
+
+    def in_scope(key: str) -> bool:
+        return (not args.op or key.split("/")[0] in args.op) and int(key.rsplit("_", 1)[1]) in archs
+
+    failures, notes = [], []
+    for kind, compiler in COMPILERS.items():
+        path = compiler.budget_file()
+        mine = [r for r in results if type(specs[r.name]) is kind]
+        budgets = json.loads(path.read_text()) if path.exists() else None
+        if args.update:
+            budgets = {key: b for key, b in (budgets or {}).items() if not in_scope(key)}
+            budgets |= {r.key: {k: asdict(r.facts)[k] for k in BUDGETED} for r in mine if r.facts}
+            write_budgets(path, budgets)
+            notes.append(f"wrote {path.name}: {len(budgets)} budgets")
+        elif budgets is None:
+            have = ", ".join(sorted(p.stem for p in BUDGETS.glob("*.json"))) or "none"
+            notes.append(f"no budgets for {compiler.name} {compiler.version()} (there are: {have}): only "
+                         "compilation, spills, local memory and the GPUs' limits were checked")
+        failures += judge(mine, budgets, in_scope)
+
+    versions = {c.name: c.version() for c in COMPILERS.values()}
+    if args.json:
+        print(json.dumps({"compilers": versions, "results": [asdict(r) for r in results],
+                          "failures": failures, "notes": notes}, indent=1))
+        return 1 if failures else 0
+    print(table(results, archs))
+    for line in notes:
+        print(line)
+    for line in failures:
+        print(f"FAILED {line}")
+    by = ", ".join(f"{name} {version}" for name, version in versions.items())
+    print(f"{len(specs)} kernels, {len(results)} compilations by {by} in {time.time() - start:.0f} s: "
+          f"{len(failures) or 'no'} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
