@@ -85,6 +85,12 @@ TW_INLINE float exp_(float x) {
 }
 
 TW_INLINE float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
+// sigmoid(x) and sigmoid(-x), each to a few ulp: 1 - sigmoid(x) would cancel for large x.
+TW_INLINE void sigmoid_pair(float x, float& s, float& q) {
+  const float e = exp_(-std::fabs(x)), near = 1.0f / (1.0f + e), far = e * near;
+  s = x < 0 ? far : near;
+  q = x < 0 ? near : far;
+}
 TW_INLINE float tanh_(float x) { return 1.0f - 2.0f / (exp_(2.0f * x) + 1.0f); }
 
 // Long sums are taken in blocks of this many elements, each in float, and the blocks are added in double: the error

@@ -63,8 +63,9 @@ def convert(kwargs: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]
     new = {}
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            # copy=True: `to` would alias when the dtype is already right, and gradients would add up across runs.
-            new[name] = value.detach().to(dtype or value.dtype, copy=True).requires_grad_(value.requires_grad)
+            # Strides are part of a case, and `to` would pack a row-strided tensor.
+            fresh = torch.empty_strided(value.shape, value.stride(), dtype=dtype or value.dtype, device=value.device)
+            new[name] = fresh.copy_(value.detach()).requires_grad_(value.requires_grad)
         elif isinstance(value, torch.Tensor):
             new[name] = value.clone()
         else:

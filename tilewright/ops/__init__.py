@@ -1,7 +1,8 @@
 """The public functions, and `OPS`, the table of all ops."""
 
+from tilewright.ops.activation import GELU_MUL, SILU_MUL, gelu_mul, silu_mul
 from tilewright.ops.rmsnorm import ADD_RMSNORM, RMSNORM, add_rmsnorm, rmsnorm
 
-OPS = {op.name: op for op in (RMSNORM, ADD_RMSNORM)}
+OPS = {op.name: op for op in (RMSNORM, ADD_RMSNORM, SILU_MUL, GELU_MUL)}
 
-__all__ = ["OPS", "add_rmsnorm", "rmsnorm"]
+__all__ = ["OPS", "add_rmsnorm", "gelu_mul", "rmsnorm", "silu_mul"]

@@ -1,0 +1,211 @@
+"""Gated activations: silu(gate) * up (SwiGLU, Shazeer 2020, arXiv:2002.05202) and gelu(gate) * up (GeGLU).
+
+Shapes: I = inner width, the last dimension. float32 math, one rounding, on store.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tilewright import platform
+from tilewright.ops import _checks, cases
+from tilewright.ops._library import define, differentiate
+from tilewright.registry import Case, Cost, Implementation, Op
+
+SILU, GELU_TANH, GELU_ERF = 0, 1, 2
+APPROXIMATE = {"tanh": GELU_TANH, "none": GELU_ERF}
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor | None = None, *, implementation: str = "auto") -> torch.Tensor:
+    """silu(gate) * up, where silu(g) = g / (1 + exp(-g)).
+
+    gate, up: [..., I] fp32 | bf16 | fp16 (fp64 with eager and torch), one dtype, any strides; rows of a wider tensor
+        (contiguous last dimension) are read in place. With one argument, gate is packed: [..., 2 I] = [gate; up].
+    Returns [..., I] in gate's dtype. Differentiable in both; the backward recomputes the activation from the inputs,
+    and for a packed input writes one packed gradient.
+    Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
+    that cannot run here.
+    """
+    _validate(gate, up)
+    return SILU_MUL.pick(implementation, gate)(gate, up, SILU)
+
+
+def gelu_mul(gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: str = "tanh",
+             implementation: str = "auto") -> torch.Tensor:
+    """gelu(gate) * up, as in Gemma.
+
+    approximate: "tanh" for 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))), "none" for g Phi(g) with the normal
+        distribution function.
+    Shapes, dtypes, differentiability and errors as in `silu_mul`.
+    """
+    _validate(gate, up)
+    _checks.choice("approximate", approximate, tuple(APPROXIMATE))
+    return GELU_MUL.pick(implementation, gate)(gate, up, APPROXIMATE[approximate])
+
+
+def _validate(gate, up):
+    _checks.floating("gate", gate)
+    if gate.dim() == 0:
+        raise ValueError("gate must have at least one dimension, got a scalar")
+    if up is None:
+        if gate.shape[-1] % 2:
+            raise ValueError(f"a packed gate must have an even last dimension, got {list(gate.shape)}")
+        return
+    _checks.floating("up", up)
+    _checks.shape("up", up, tuple(gate.shape), "that of gate")
+    if up.dtype != gate.dtype:
+        raise TypeError(f"up must have gate's dtype {gate.dtype}, got {up.dtype}")
+    _checks.same_device(gate=gate, up=up)
+
+
+# ---- the definition
+
+def act_mul_eager(gate, up=None, kind=SILU):
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    acc = torch.promote_types(gate.dtype, torch.float32)
+    g = gate.to(acc)
+    a = F.silu(g) if kind == SILU else F.gelu(g, approximate="tanh" if kind == GELU_TANH else "none")
+    return (a * up.to(acc)).to(gate.dtype)
+
+
+# ---- PyTorch's own: its activation, then a product, each rounded
+
+def _torch():
+    def act_mul_torch(gate, up, kind):
+        if up is None:
+            gate, up = gate.chunk(2, -1)
+        return (F.silu(gate) if kind == SILU else F.gelu(gate, approximate="tanh" if kind == GELU_TANH else "none")) * up
+
+    return act_mul_torch
+
+
+# ---- fused implementations
+
+def _rows(t: torch.Tensor) -> torch.Tensor:
+    """[..., I] as [rows, I]: a view where the last dimension is contiguous and the others merge, else a copy."""
+    t = t.reshape(-1, t.shape[-1])
+    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
+
+
+_loaded: dict[str, object] = {}
+
+
+def _register(name, forward, backward):
+    """Two operators, split and packed: a packed one of its own, because slicing would pad and add two gradients."""
+
+    def split_forward(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
+        return forward(_rows(gate), _rows(up), kind).view(gate.shape)
+
+    def split_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor,
+                       kind: int) -> tuple[torch.Tensor, torch.Tensor]:
+        dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+        backward(_rows(dy), _rows(gate), _rows(up), _rows(dgate), _rows(dup), kind)
+        return dgate, dup
+
+    def packed_forward(packed: torch.Tensor, kind: int) -> torch.Tensor:
+        inner = packed.shape[-1] // 2
+        both = _rows(packed)
+        return forward(both[:, :inner], both[:, inner:], kind).view(*packed.shape[:-1], inner)
+
+    def packed_backward(dy: torch.Tensor, packed: torch.Tensor, kind: int) -> torch.Tensor:
+        inner = packed.shape[-1] // 2
+        both, d = _rows(packed), packed.new_empty(packed.shape)
+        flat = d.view(-1, 2 * inner) if d.numel() else d.reshape(0, 2 * inner)
+        backward(_rows(dy), both[:, :inner], both[:, inner:], flat[:, :inner], flat[:, inner:], kind)
+        return d
+
+    split = define(f"act_mul_{name}_split_forward", split_forward, lambda gate, up, kind: gate.new_empty(gate.shape))
+    split_bwd = define(f"act_mul_{name}_split_backward", split_backward,
+                       lambda dy, gate, up, kind: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
+    packed = define(f"act_mul_{name}_packed_forward", packed_forward,
+                    lambda packed, kind: packed.new_empty((*packed.shape[:-1], packed.shape[-1] // 2)))
+    packed_bwd = define(f"act_mul_{name}_packed_backward", packed_backward,
+                        lambda dy, packed, kind: packed.new_empty(packed.shape))
+
+    def setup(ctx, inputs, output):
+        *tensors, ctx.kind = inputs
+        ctx.save_for_backward(*tensors)
+
+    differentiate(split, lambda ctx, dy: (*split_bwd(dy, *ctx.saved_tensors, ctx.kind), None), setup)
+    differentiate(packed, lambda ctx, dy: (packed_bwd(dy, *ctx.saved_tensors, ctx.kind), None), setup)
+
+    def act_mul(gate, up, kind):
+        return packed(gate, kind) if up is None else split(gate, up, kind)
+
+    return act_mul
+
+
+def _triton():
+    if "triton" not in _loaded:
+        from tilewright.kernels import activation_triton as k
+
+        _loaded["triton"] = _register("triton", k.forward, k.backward)
+    return _loaded["triton"]
+
+
+def _cpp():
+    if "cpp" not in _loaded:
+        ops = torch.ops.tilewright
+        _loaded["cpp"] = _register("cpp", ops.act_mul_cpp_forward.default, ops.act_mul_cpp_backward.default)
+    return _loaded["cpp"]
+
+
+def _specs():
+    from tilewright.kernels import activation_triton
+
+    return activation_triton.specs()
+
+
+# ---- cases
+
+def _case(name, rows, inner, *, packed=False, strided=False, tags=cases.CONTRACT, **options):
+    n = inner
+    for r in rows:
+        n *= r
+
+    def make(device, dtype, seed):
+        new = {"device": device, "dtype": dtype, "gen": cases.generator(device, seed), "scale": 2.0}
+        if packed:
+            return {"gate": cases.randn(*rows, 2 * inner, **new), **options}
+        if strided:   # rows of wider tensors
+            wide = [cases.randn(*rows, 3 * inner, **new, requires_grad=False)[..., inner:2 * inner] for _ in range(2)]
+            return {"gate": wide[0].requires_grad_(), "up": wide[1].requires_grad_(), **options}
+        return {"gate": cases.randn(*rows, inner, **new), "up": cases.randn(*rows, inner, **new), **options}
+
+    def cost(itemsize):   # forward: 2 in, 1 out; backward: 3 in, 2 out
+        return Cost(3 * n * itemsize, 5 * n * itemsize, 5 * n, 12 * n)
+
+    return Case(name, make, cost, tags)
+
+
+def _all_cases(models, **options):
+    small = [
+        _case("ragged", (3, 7), 100, **options),
+        _case("packed", (5, 3), 77, packed=True, **options),
+        _case("strided", (4, 3), 36, strided=True, **options),
+        _case("no_rows", (0,), 64, packed=True, **options),
+        _case("one_row", (1,), 17, **options),
+        _case("wide", (2,), 2500, packed=True, **options),
+    ]
+    timed = [_case(name, (cases.TOKENS[device] * (8 if name == "qwen3-30b-a3b" else 1),), cases.MODELS[name].inner,
+                   packed=True, tags=tags, **options)
+             for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU)) for name in models]
+    return (*small, *timed, _case("big", (2**17 + 1,), 16384, tags=cases.BIG, **options))
+
+
+def _implementations():
+    return (
+        Implementation("triton", _triton, platform.no_triton, gate=_specs),
+        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        Implementation("torch", _torch, devices=("cuda", "cpu"),
+                       dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+    )
+
+
+SILU_MUL = Op("silu_mul", silu_mul, act_mul_eager, _implementations(),
+              _all_cases(("qwen3-8b", "qwen3-30b-a3b", "llama-3-8b", "deepseek-v3")))
+GELU_MUL = Op("gelu_mul", gelu_mul, act_mul_eager, _implementations(),
+              (*_all_cases(("gemma-3-4b",)), _case("erf", (3, 5), 200, approximate="none"),
+               _case("erf_packed", (3,), 33, packed=True, approximate="none")))
