@@ -1,0 +1,224 @@
+"""The compile gate goes red for what it is there for. Kernels are compiled in a process of their own, since this
+one may be running Triton's interpreter."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tilewright.bench import compile_gate
+
+ROOT = pathlib.Path(__file__).parents[1]
+pytest.importorskip("triton")
+
+PLANTED = '''
+import contextlib, io, json, pathlib, sys
+
+import triton
+import triton.language as tl
+
+from tilewright.bench import compile_gate
+from tilewright.kernels.spec import KernelSpec
+from tilewright.registry import Implementation, Op
+
+
+@triton.jit
+def copy(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def hold(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK))
+    tl.store(y_ptr + tl.arange(0, BLOCK), x / tl.sum(x))
+
+
+def spec(kernel, label, block, warps=4, **options):
+    types = {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32"}
+    signature = {n: types[n] for n in kernel.arg_names if n in types}
+    return KernelSpec(kernel, label, signature, {"BLOCK": block}, warps, **options)
+
+
+COPY = spec(copy, "copy", 1024, divisible=("n",))
+ODD = spec(copy, "odd n", 1024)                # masked by an odd length: no two elements share a load
+SPILL = spec(hold, "spill", 8192, warps=1)     # 256 float32 a thread, of which a thread can hold 255
+BROKEN = spec(copy, "broken", 1000)            # not a power of two
+BUDGETS = compile_gate.BUDGETS = pathlib.Path(sys.argv[1])
+FILE = compile_gate.COMPILERS[KernelSpec].budget_file()
+
+
+def gate(*specs, argv=(), budgets=None):
+    op = Op("planted", None, None, (Implementation("triton", None, gate=lambda: specs),))
+    compile_gate.operations = lambda: {"planted": op}
+    if budgets is not None:
+        FILE.write_text(json.dumps(budgets))
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = compile_gate.main(["--arch", "90", "--jobs", "1", *argv])
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+found = {"no file": gate(COPY), "update": gate(COPY, argv=["--update"])}
+written = json.loads(FILE.read_text())
+(key,) = written
+found["written"] = written
+found["green"] = gate(COPY)
+for name, value in [("registers", 4), ("shared", -1), ("load", 256), ("store", 256), ("uses", ["wgmma"])]:
+    found[name] = gate(COPY, budgets={key: {**written[key], name: value}})
+found["no budget"] = gate(COPY, budgets={})
+found["stale"] = gate(COPY, budgets={**written, "planted/gone sm_90": written[key]})
+found["stale, not asked for"] = gate(COPY, budgets={**written, "planted/gone sm_120": written[key]})
+found["spill"] = gate(SPILL, argv=["--update"])
+found["narrow"] = gate(ODD, argv=["--json"], budgets={})
+found["broken"] = gate(BROKEN, argv=["--update"])
+found["shared twice"] = gate(COPY, COPY, argv=["--json"], budgets=written)
+BLACKWELL = spec(copy, "blackwell", 1024, min_arch=100)
+found["not launched"] = gate(BLACKWELL, COPY, argv=["--json"], budgets=written)
+try:
+    gate(COPY, spec(copy, "copy", 512))
+except ValueError as error:
+    found["one label"] = str(error)
+print(json.dumps(found))
+'''
+
+
+def without_interpreter(**variables):
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return {**inherited, "PYTHONPATH": str(ROOT), **variables}
+
+
+def python(*args, **variables):
+    """A run of Python at the root, without the interpreter unless `variables` sets it."""
+    return subprocess.run([sys.executable, *map(str, args)], env=without_interpreter(**variables), cwd=ROOT,
+                          capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gate")
+    script = folder / "planted.py"   # a file, because Triton reads a kernel's source
+    script.write_text(PLANTED)
+    run = python(script, folder / "budgets")
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_without_a_budget_file_it_says_so_and_checks_the_rest(planted):
+    assert planted["no file"]["code"] == 0
+    assert "no budgets for triton" in planted["no file"]["out"]
+
+
+def test_update_writes_what_was_compiled_and_is_then_green(planted):
+    assert planted["update"]["code"] == 0
+    (budget,) = planted["written"].values()
+    assert 8 <= budget.pop("registers") <= 64
+    assert budget == {"shared": 0, "load": 128, "store": 128, "uses": []}
+    assert planted["green"]["code"] == 0 and "no failures" in planted["green"]["out"]
+
+
+@pytest.mark.parametrize("name, sentence", [
+    ("registers", "registers a thread: "), ("shared", "bytes of shared memory: 0, budget -1"),
+    ("load", "widest global load: 128 bits, budget 256"), ("store", "widest global store: 128 bits, budget 256"),
+    ("uses", "no longer uses wgmma"), ("no budget", "has no budget"),
+])
+def test_worse_than_the_budget_is_red(planted, name, sentence):
+    assert planted[name]["code"] == 1
+    assert f"FAILED planted/copy sm_90: {sentence}" in planted[name]["out"]
+
+
+def test_a_stale_budget_is_red_where_it_was_asked_about(planted):
+    assert planted["stale"]["code"] == 1
+    assert "FAILED planted/gone sm_90: has a budget but no kernel" in planted["stale"]["out"]
+    assert planted["stale, not asked for"]["code"] == 0
+
+
+def test_a_spill_is_red_and_no_update_excuses_it(planted):
+    assert planted["spill"]["code"] == 1
+    assert "FAILED planted/spill sm_90: spills " in planted["spill"]["out"]
+
+
+def test_an_access_that_stays_narrow_is_seen(planted):
+    (result,) = json.loads(planted["narrow"]["out"])["results"]
+    assert (result["facts"]["load"], result["facts"]["store"]) == (32, 32)
+
+
+def test_a_kernel_that_does_not_compile_is_red_with_the_compilers_reason(planted):
+    assert planted["broken"]["code"] == 1
+    assert "planted/broken sm_90: does not compile" in planted["broken"]["out"]
+    assert "power of 2" in planted["broken"]["out"]
+
+
+def test_a_shared_spec_is_compiled_once_and_an_unlaunched_one_not_at_all(planted):
+    for name in ("shared twice", "not launched"):
+        (result,) = json.loads(planted[name]["out"])["results"]
+        assert result["name"] == "planted/copy"
+    assert "label 'copy'" in planted["one label"]
+
+
+def facts(**changes):
+    green = {"registers": 32, "spill": 0, "local": 0, "shared": 0, "load": 128, "store": 128, "uses": ()}
+    return compile_gate.Facts(**{**green, **changes})
+
+
+@pytest.mark.parametrize("changes, sentence", [
+    ({"local": 8}, "8 bytes of stack and local memory"), ({"spill": 8}, "spills 8 bytes"),
+    ({"shared": 100 * 1024}, "sm_120 has 101376"), ({}, None),
+])
+def test_some_facts_need_no_budget_to_be_wrong(changes, sentence):
+    found = compile_gate.problems(compile_gate.Result("op/kernel", 120, facts(**changes)))
+    assert (sentence in found[0]) if sentence else not found
+
+
+@pytest.mark.parametrize("ptx, load", [
+    ("@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];", 128),
+    ("ld.global.L1::evict_last.v2.b64 { %rd4, %rd5 }, [%rd1];", 128),
+    ("ld.global.nc.b16 %rs1, [%rd1];", 16), ("ld.volatile.global.f32 %f1, [%rd1];", 32),
+    ("ld.global.v8.b32 {%r1}, [%rd1];", 256), ("ld.shared.v4.b32 {%r1}, [%r2];", 0),
+    ("ld.param.b64 %rd1, [p];", 0),
+    ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;", 128),
+])
+def test_the_width_of_a_load_is_read_from_ptx(ptx, load):
+    assert compile_gate.widest(ptx, "ld") == load
+
+
+def test_spills_and_stack_are_read_from_what_ptxas_says():
+    log = ("ptxas info    : Function properties for kernel\n"
+           "    88 bytes stack frame, 120 bytes spill stores, 160 bytes spill loads\n"
+           "ptxas info    : Used 128 registers, 88 bytes cumulative stack size, 16 bytes lmem\n")
+    assert compile_gate.resources(log) == (128, 160, 104)
+    with pytest.raises(RuntimeError, match="no register count"):
+        compile_gate.resources("nothing of the kind")
+
+
+def test_the_interpreter_is_refused_with_a_sentence():
+    run = python("-m", "tilewright.bench.compile_gate", TRITON_INTERPRET="1")
+    assert run.returncode == 2
+    assert "TRITON_INTERPRET is set" in run.stderr
+
+
+COLLECTED = """
+import json
+from tilewright.bench import compile_gate as gate
+
+specs = gate.collect(gate.operations().values())
+print(json.dumps([gate.COMPILERS[gate.KernelSpec].budget_file().name,
+                  sorted({s.kernel.fn.__module__ for s in specs.values()}),
+                  [f"{n} sm_{a}" for n, s in specs.items() for a in gate.ARCHS if a >= s.min_arch]]))
+"""
+
+
+def test_every_triton_module_is_in_the_gate_and_every_kernel_has_a_budget():
+    run = python("-c", COLLECTED)
+    assert run.returncode == 0, run.stderr[-3000:]
+    name, modules, keys = json.loads(run.stdout.splitlines()[-1])
+    written = {f"tilewright.kernels.{p.stem}" for p in (ROOT / "tilewright/kernels").glob("*_triton.py")}
+    assert set(modules) == written, "no op's gate= compiles these modules"
+    path = compile_gate.BUDGETS / name
+    if not path.exists():
+        pytest.skip(f"no budgets for {path.stem}")
+    differ = set(json.loads(path.read_text())) ^ set(keys)
+    assert not differ, f"run `python -m tilewright.bench compile-gate --update`: {sorted(differ)}"
