@@ -1,5 +1,5 @@
-"""The compile gate goes red for what it is there for. Kernels are compiled in a process of their own, since this
-one may be running Triton's interpreter."""
+"""The compile gate goes red for what it is there for. Kernels are compiled in a process of their own, since
+this one may be running Triton's interpreter."""
 
 import json
 import os

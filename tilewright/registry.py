@@ -142,7 +142,10 @@ class Op:
         if reason := impl.why_not(device_type, dtype):
             raise ImplementationUnavailable(
                 f"{self.name}[{impl.name}]: {reason} (usable here: {self.usable(device_type, dtype)})")
-        return impl.load()
+        try:
+            return impl.load()
+        except ImportError as error:   # installed, so not `missing`, but broken: even auto must not hide that
+            raise ImplementationUnavailable(f"{self.name}[{impl.name}]: does not import: {error}") from error
 
     def pick(self, name: str, tensor: torch.Tensor) -> Callable:
         """`resolve` for a call: by the tensor's device type and dtype, remembered."""
