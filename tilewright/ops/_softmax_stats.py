@@ -1,0 +1,289 @@
+"""Five statistics of each row of logits, from which every softmax loss here follows. Shared by cross_entropy
+and linear_cross_entropy.
+
+T = rows, V = columns, y = target; z = softcap * tanh(logits / softcap), or logits where softcap is 0. For
+each row
+
+    lse      = log sum_c exp z_c
+    target   = z_y, or 0 where y is outside [0, V): an ignored row, or a row of another vocabulary shard
+    weighted = sum_c w_c z_c, w = class weights or ones     (for label smoothing)
+    mean     = sum_c p_c z_c, p = softmax z                 (entropy = lse - mean)
+    argmax   = first index of the largest logit
+
+and a loss with gradients g in these has, with respect to the logits,
+
+    dlogits_c = (g_lse p_c + g_target [c = y] + g_weighted w_c + g_mean p_c (1 + z_c - mean))
+                * (1 - (z_c / softcap)^2)
+
+so one kernel that computes the statistics and one that turns their gradients into dlogits serve all losses;
+the rest is arithmetic on [T] vectors, in plain PyTorch. Statistics are float32 (float64 for float64 logits,
+eager only). A class that is masked out by a logit of -inf contributes nothing to lse and mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+
+from tilewright.ops._library import adopt, define, differentiate
+
+
+class Stats(NamedTuple):
+    """See the module's docstring. Each is [T]; the last three are None where they were not asked for."""
+
+    lse: torch.Tensor
+    target: torch.Tensor
+    weighted: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
+
+
+# ---- the definition
+
+def stats_eager(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
+                smooth: bool, entropy: bool, argmax: bool) -> Stats:
+    """logits: [T, V].   target: [T] int64.   class_weight: [V] or None, read if `smooth`.
+    softcap: 0.0 for none.   smooth, entropy, argmax: whether weighted, mean and argmax are wanted.
+    Differentiable in logits."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    inside = (target >= 0) & (target < z.shape[-1])
+    picked = z.gather(-1, target.where(inside, 0)[:, None])[:, 0].where(inside, 0)
+    weighted = mean = None
+    if smooth:
+        weighted = z.sum(-1) if class_weight is None else (z * class_weight.to(z.dtype)).sum(-1)
+    if entropy:   # p = 0 where z = -inf, and 0 * -inf would be NaN
+        mean = (z.softmax(-1) * z.masked_fill(z == float("-inf"), 0)).sum(-1)
+    return Stats(z.logsumexp(-1), picked, weighted, mean, logits.detach().argmax(-1) if argmax else None)
+
+
+# ---- arithmetic on [T] vectors, the same for all implementations
+
+def combine(stats: Stats, presence: torch.Tensor, y_weight: torch.Tensor | None, *, V: int,
+            label_smoothing: float = 0.0, z_loss: float = 0.0,
+            weight_sum: torch.Tensor | None = None) -> torch.Tensor:
+    """Loss of each row, before token weights and reduction; 0 for ignored rows:
+
+        (1 - e) w_y (lse - z_y) + e / V * sum_c w_c (lse - z_c) + z_loss * lse^2,   e = label_smoothing
+
+    stats: of whole rows, with `weighted` where label_smoothing is not 0.   presence: [T], as `presence` gives
+        it.
+    y_weight: [T], the class weight of each row's target, or None for ones.   V: size of the whole vocabulary.
+    weight_sum: scalar tensor, sum of the class weights; None for V. Differentiable in the statistics.
+    """
+    loss = stats.lse - stats.target
+    if y_weight is not None:
+        loss = loss * y_weight
+    if label_smoothing:
+        total = V if weight_sum is None else weight_sum
+        loss = (1 - label_smoothing) * loss + (label_smoothing / V) * (total * stats.lse - stats.weighted)
+    if z_loss:
+        loss = loss + z_loss * stats.lse.square()
+    return torch.where(presence == 0, 0.0, loss * presence)
+
+
+def entropy(stats: Stats) -> torch.Tensor:
+    """Entropy of softmax z in nats, [T]. `stats` must hold `mean`."""
+    return stats.lse - stats.mean
+
+
+# ---- targets
+
+def _presence(target: torch.Tensor, V: int, ignore_index: int) -> torch.Tensor:
+    ignored = target == ignore_index
+    outside = ((target < 0) | (target >= V)) & ~ignored
+    presence = (~ignored).to(torch.float32)
+    if target.is_cuda and torch.cuda.is_current_stream_capturing():   # no value can be looked at then
+        return presence.masked_fill_(outside, float("nan"))
+    if outside.any():
+        first = outside.nonzero()[0].tolist()
+        raise IndexError(f"target{first or ''} is {int(target[tuple(first)])}; accepted are 0 to {V - 1} and "
+                         f"ignore_index ({ignore_index})")
+    return presence
+
+
+def _fake_presence(target, V, ignore_index):
+    return torch.empty_like(target, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+
+# An operator, so that torch.compile leaves its look at the values for run time, and one whose result is used,
+# so that it is not removed.
+presence = define("target_presence", _presence, _fake_presence)
+"""presence(target int64 [...], V, ignore_index) -> float32 [...]: 1 for a row to learn from, 0 where target
+is ignore_index. Raises IndexError at the first target that is neither that nor in [0, V); on a CUDA device
+the look costs one synchronisation. While a CUDA graph is recorded nothing can be looked at: NaN stands for
+such a target then, and makes the loss NaN."""
+
+
+# ---- a vocabulary in shards
+
+class _Across(torch.autograd.Function):
+    """Statistics of whole rows from those of this rank's shard. Every rank computes the same loss from the
+    result and differentiates it by itself, so gradients are those of the local shard and need no
+    communication."""
+
+    @staticmethod
+    def forward(ctx, group, lse, target, weighted, mean):
+        reduce = torch.distributed.all_reduce
+        op = torch.distributed.ReduceOp
+        peak = lse.clone()
+        reduce(peak, op.MAX, group)
+        share = torch.where(lse == float("-inf"), 0.0, torch.exp(lse - peak))
+        parts = [share, target]
+        if weighted is not None:
+            parts.append(weighted)
+        if mean is not None:   # a shard that is masked out has no mean
+            parts.append(torch.where(share == 0, 0.0, share * mean))
+        parts = torch.stack(parts)
+        reduce(parts, op.SUM, group)
+        share = share / parts[0]   # of the whole row's probability
+        whole_mean = None if mean is None else parts[-1] / parts[0]
+        ctx.save_for_backward(share, mean, whole_mean)
+        ctx.set_materialize_grads(False)
+        return (peak + parts[0].log(), parts[1].clone(), None if weighted is None else parts[2].clone(),
+                whole_mean)
+
+    @staticmethod
+    def backward(ctx, g_lse, g_target, g_weighted, g_mean):
+        share, mean, whole_mean = ctx.saved_tensors
+        g = None if g_lse is None else g_lse * share
+        if g_mean is not None:
+            through = g_mean * torch.where(share == 0, 0.0, share * (mean - whole_mean))
+            g = through if g is None else g + through
+            g_mean = g_mean * share
+        return None, g, g_target, g_weighted, g_mean
+
+
+def across(stats: Stats, logits: torch.Tensor, group: torch.distributed.ProcessGroup) -> Stats:
+    """Statistics of whole rows, on every rank, from those of equal shards of the vocabulary, one a rank of
+    `group` in rank order. Two all-reduces of at most [4, T] (four with argmax). Differentiable in this rank's
+    statistics.
+
+    stats: of this rank's shard, its targets counted from the shard's first column.   logits: [T, V / world],
+        the shard.
+    """
+    lse, target, weighted, mean = _Across.apply(group, stats.lse, stats.target, stats.weighted, stats.mean)
+    argmax = None
+    if stats.argmax is not None:
+        op = torch.distributed.ReduceOp
+        with torch.no_grad():
+            value = logits.gather(-1, stats.argmax[:, None])[:, 0].to(stats.lse.dtype)
+            largest = value.clone()
+            torch.distributed.all_reduce(largest, op.MAX, group)
+            first = stats.argmax + torch.distributed.get_rank(group) * logits.shape[-1]
+            argmax = first.where(value == largest, torch.iinfo(torch.int64).max)
+            torch.distributed.all_reduce(argmax, op.MIN, group)
+    return Stats(lse, target, weighted, mean, argmax)
+
+
+# ---- fused implementations: two kernels each, one autograd formula for all
+
+def _fake_forward(logits, target, class_weight, softcap, smooth, entropy, argmax, overwrite):
+    T = logits.shape[0]
+
+    def new(wanted, dtype=torch.float32):
+        return logits.new_empty(T if wanted else 0, dtype=dtype)
+
+    return new(True), new(True), new(smooth), new(entropy), new(argmax, torch.int64)
+
+
+def _fake_backward(logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean):
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _fake_backward_(logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean):
+    return None
+
+
+def _setup(ctx, inputs, output):
+    logits, target, class_weight, softcap, smooth, entropy, _, overwrite = inputs
+    lse, _, _, mean, argmax = output
+    ctx.save_for_backward(logits, target, class_weight if smooth else None, lse, mean if entropy else None)
+    ctx.softcap, ctx.overwrite = softcap, overwrite
+    ctx.mark_non_differentiable(argmax)
+    ctx.set_materialize_grads(False)
+
+
+def _register(forward: Callable, backward: Callable, backward_: Callable) -> SimpleNamespace:
+    def raw_backward(logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean,
+                     inplace):
+        """Gradient of the logits from the gradients of the statistics; None stands for zeros. inplace: it
+        overwrites the logits' memory, and is returned as a view of it."""
+        def vector(g):
+            return torch.zeros_like(lse) if g is None else g.contiguous()
+
+        args = (logits, target, class_weight if g_weighted is not None else None, softcap, lse,
+                mean if g_mean is not None else None, vector(g_lse), vector(g_target),
+                None if g_weighted is None else g_weighted.contiguous(),
+                None if g_mean is None else g_mean.contiguous())
+        if not inplace:
+            return backward(*args)
+        backward_(*args)
+        return logits.detach()
+
+    def formula(ctx, g_lse, g_target, g_weighted, g_mean, g_argmax):
+        if g_lse is None and g_target is None and g_weighted is None and g_mean is None:
+            return (None,) * 8
+        logits, target, class_weight, lse, mean = ctx.saved_tensors
+        if ctx.overwrite and not torch.compiler.is_compiling():
+            # Writes by a custom operator are not counted by themselves; counted, they make a second backward
+            # an error.
+            torch.autograd.graph.increment_version(logits)
+        dlogits = raw_backward(logits, target, class_weight, ctx.softcap, lse, mean,
+                               g_lse, g_target, g_weighted, g_mean, ctx.overwrite)
+        return (dlogits, *(None,) * 7)
+
+    differentiate(forward, formula, _setup)
+
+    def differentiable(logits, target, class_weight, softcap, smooth, entropy, argmax,
+                       overwrite=False) -> Stats:
+        """`stats_eager` with an autograd formula. overwrite: the gradient replaces the logits in memory."""
+        if logits.stride(-1) != 1:
+            logits = logits.contiguous()
+        class_weight = class_weight.float().contiguous() if smooth and class_weight is not None else None
+        lse, picked, weighted, mean, best = forward(logits, target.contiguous(), class_weight, softcap,
+                                                    smooth, entropy, argmax, overwrite)
+        return Stats(lse, picked, weighted if smooth else None, mean if entropy else None,
+                     best if argmax else None)
+
+    def raw_forward(logits, target, class_weight, softcap, smooth, entropy, argmax) -> Stats:
+        """Without autograd, for use inside another operator's launcher."""
+        with torch.no_grad():
+            return differentiable(logits, target, class_weight, softcap, smooth, entropy, argmax)
+
+    return SimpleNamespace(forward=raw_forward, backward=raw_backward, differentiable=differentiable,
+                           operators=(forward, backward, backward_))
+
+
+_loaded: dict[str, SimpleNamespace] = {}
+
+
+def triton() -> SimpleNamespace:
+    """forward, backward and differentiable, in Triton."""
+    if "triton" not in _loaded:
+        from tilewright.kernels import softmax_stats_triton as k
+
+        _loaded["triton"] = _register(define("softmax_stats_triton_forward", k.forward, _fake_forward),
+                                      define("softmax_stats_triton_backward", k.backward, _fake_backward),
+                                      define("softmax_stats_triton_backward_", k.backward_, _fake_backward_,
+                                             mutates=("logits",)))
+    return _loaded["triton"]
+
+
+def cpp() -> SimpleNamespace:
+    """forward, backward and differentiable, in C++ for the CPU (float32 and bfloat16)."""
+    if "cpp" not in _loaded:
+        _loaded["cpp"] = _register(adopt("softmax_stats_cpp_forward", _fake_forward),
+                                   adopt("softmax_stats_cpp_backward", _fake_backward),
+                                   adopt("softmax_stats_cpp_backward_", _fake_backward_))
+    return _loaded["cpp"]
+
+
+def specs() -> list:
+    from tilewright.kernels import softmax_stats_triton
+
+    return softmax_stats_triton.specs()
