@@ -1,0 +1,196 @@
+"""Every op and implementation of the registry under torch.compile, activation checkpointing and
+torch.library.opcheck."""
+
+import functools
+
+import pytest
+import torch
+from helpers import DEVICE, skip_unless_usable
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from tilewright.bench import contract
+from tilewright.ops import OPS
+from tilewright.registry import Implementation, Op, use
+
+EVERY_IMPLEMENTATION = pytest.mark.parametrize(
+    "op, name", [pytest.param(op, i.name, id=f"{op.name}-{i.name}")
+                 for op in OPS.values() for i in op.implementations])
+LARGE = 5000   # elements; more add nothing here, and Triton's interpreter takes seconds for them
+
+
+def tensors(kwargs):
+    return [v for v in kwargs.values() if isinstance(v, torch.Tensor)]
+
+
+@functools.cache
+def small_cases(op):
+    """Contract cases by the number of their elements, smallest first; those without elements last."""
+    sizes = {}
+    for case in op.cases:
+        if "contract" in case.tags:
+            made = tensors(case.make(DEVICE, torch.float32, 0))
+            size = sum(t.numel() for t in made)
+            if size <= LARGE:
+                sizes[case] = (any(t.numel() == 0 for t in made), size)
+    assert sizes, f"{op.name} has no contract case of at most {LARGE} elements"
+    return sorted(sizes, key=sizes.get)
+
+
+def inputs(case):
+    return contract.convert(case.make(DEVICE, torch.float32, 0), None)
+
+
+def differentiate(fn, kwargs):
+    """Results and gradients of fn(**kwargs)."""
+    outs = contract.leaves(fn(**kwargs))
+    wanted = [o for o in outs if o.requires_grad]
+    leaves = [t for t in tensors(kwargs) if t.requires_grad]
+    if not wanted:
+        return [o.detach() for o in outs]
+    grads = torch.autograd.grad(wanted, leaves, contract.upstream(wanted, "contiguous"), allow_unused=True)
+    return [*(o.detach() for o in outs), *grads]
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f, e, rtol=0, atol=0, equal_nan=True)
+
+
+# ---- torch.compile
+
+@EVERY_IMPLEMENTATION
+def test_compiles_as_one_graph_and_gives_the_same(op, name):
+    """The graph is traced whole and split into forward and backward, then run as it is: equal bits."""
+    skip_unless_usable(op, name, torch.float32)
+    fn = functools.partial(op.public, implementation=name)
+    for case in small_cases(op)[:2]:
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+        assert_same(differentiate(compiled, inputs(case)), differentiate(fn, inputs(case)))
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+def test_auto_compiles_through_inductor(op):
+    """Inductor may reorder eager arithmetic; an operator it calls as it is, in its fake's strides."""
+    torch._dynamo.reset()
+    case = small_cases(op)[0]
+    compiled = torch.compile(op.public, fullgraph=True)
+    for f, e in zip(differentiate(compiled, inputs(case)), differentiate(op.public, inputs(case)), strict=True):
+        torch.testing.assert_close(f, e)
+
+
+def test_a_pin_reaches_compiled_code(monkeypatch):
+    """Changing the pin recompiles; going back does not."""
+    def times(name, factor):
+        return Implementation(name, lambda: lambda x: x * factor, devices=(DEVICE,))
+
+    op = Op("probe", None, lambda x: x * 1, (times("two", 2), times("three", 3)))
+    monkeypatch.setitem(OPS, "probe", op)
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: op.pick("auto", x)(x) + 1, fullgraph=True, backend=backend)
+    x = torch.ones(3, device=DEVICE)
+    assert compiled(x)[0] == 3
+    for pin, expected in [("three", 4), ("eager", 2), ("three", 4), ("two", 3)]:
+        with use(probe=pin):
+            assert compiled(x)[0] == expected, f"pinned to {pin}"
+        assert compiled(x)[0] == 3, "the pin outlived its block"
+    assert len(graphs) == 4, "unpinned, and one for each pin"
+
+
+# ---- activation checkpointing
+
+@EVERY_IMPLEMENTATION
+def test_recomputes_the_same_under_checkpointing(op, name):
+    skip_unless_usable(op, name, torch.float32)
+
+    def twice(**kwargs):
+        scaled = {n: v * 0.5 if isinstance(v, torch.Tensor) and v.requires_grad else v
+                  for n, v in kwargs.items()}
+        first = contract.leaves(op.public(**kwargs, implementation=name))
+        second = contract.leaves(op.public(**scaled, implementation=name))
+        return tuple(a + b if a.is_floating_point() else a for a, b in zip(first, second, strict=True))
+
+    def checkpointed(**kwargs):
+        return checkpoint(twice, use_reentrant=False, **kwargs)
+
+    for case in small_cases(op)[:2]:
+        assert_same(differentiate(checkpointed, inputs(case)), differentiate(twice, inputs(case)))
+
+
+# ---- torch.library.opcheck
+
+class Calls(dict):
+    """One call of each of this package's operators, for each set of options that it was called with."""
+
+    def keep(self, func, args, kwargs):
+        if getattr(func, "namespace", None) == "tilewright":
+            options = tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in args)
+            kept = [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
+                    for a in args]
+            self.setdefault((func, options), (kept, dict(kwargs or {})))
+
+
+class AboveAutograd(TorchFunctionMode):
+    """Sees which arguments of a forward operator require a gradient, so that opcheck checks its formula."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls.keep(func, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+class BelowAutograd(TorchDispatchMode):
+    """Sees backward operators too, which a formula calls."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.keep(func, [a.detach() if isinstance(a, torch.Tensor) else a for a in args], kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def record(op, name):
+    calls = Calls()
+    with BelowAutograd(calls), AboveAutograd(calls):
+        for case in small_cases(op):
+            differentiate(functools.partial(op.public, implementation=name), inputs(case))
+    return calls
+
+
+@EVERY_IMPLEMENTATION
+def test_operators_pass_opcheck(op, name):
+    skip_unless_usable(op, name, torch.float32)
+    calls = record(op, name)
+    assert calls or name in ("eager", "torch"), f"{op.name}[{name}] calls no operator of torch.ops.tilewright"
+    differentiable = any(t.requires_grad for case in small_cases(op) for t in tensors(inputs(case)))
+    seen = any(isinstance(a, torch.Tensor) and a.requires_grad for args, _ in calls.values() for a in args)
+    assert seen or not (calls and differentiable), "no formula would be checked"
+    for (func, _), (args, kwargs) in calls.items():
+        torch.library.opcheck(func, args, kwargs)
+
+
+def test_no_operator_escapes_opcheck():
+    """Every operator that can stand in a graph (it has a fake) is called by some case."""
+    called = set()
+    for op in OPS.values():
+        for impl in op.implementations:
+            if impl.why_not(DEVICE, torch.float32) is None:
+                called |= {func.name().split(".")[0] for func, _ in record(op, impl.name)}
+    there = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tilewright::")}
+    fakes = {n for n in there if torch._C._dispatch_has_kernel_for_dispatch_key(n, "Meta")}
+    assert fakes, "no operator was found: the test looks in the wrong place"
+    assert fakes <= called, f"no small contract case calls {sorted(fakes - called)}"
