@@ -78,7 +78,8 @@ def test_auto_compiles_through_inductor(op):
     torch._dynamo.reset()
     case = small_cases(op)[0]
     compiled = torch.compile(op.public, fullgraph=True)
-    for f, e in zip(differentiate(compiled, inputs(case)), differentiate(op.public, inputs(case)), strict=True):
+    found, expected = differentiate(compiled, inputs(case)), differentiate(op.public, inputs(case))
+    for f, e in zip(found, expected, strict=True):
         torch.testing.assert_close(f, e)
 
 
