@@ -160,13 +160,17 @@ class Op:
         return found
 
 
-@torch.compiler.assume_constant_result
 def _resolve_constant(op: Op, name: str, device_type: str, dtype: torch.dtype) -> str:
     # torch.compile runs this once while it traces, instead of tracing imports and probes. It must return a constant,
     # so the callable is left in a dictionary, under a key that is written once and never changes.
     key = f"{name} {device_type} {short(dtype)}"
     op._by_key.setdefault(key, op.resolve(name, device_type, dtype))
     return key
+
+
+# What torch.compiler.assume_constant_result does; but that imports torch._dynamo, and with it Triton: a second and a
+# half on every `import tilewright`, compiled code or not.
+_resolve_constant._dynamo_marked_constant = True
 
 
 def short(dtype: torch.dtype) -> str:
