@@ -2,7 +2,8 @@
 
 from tilewright.ops.activation import GELU_MUL, SILU_MUL, gelu_mul, silu_mul
 from tilewright.ops.rmsnorm import ADD_RMSNORM, RMSNORM, add_rmsnorm, rmsnorm
+from tilewright.ops.rope import ROPE, rope
 
-OPS = {op.name: op for op in (RMSNORM, ADD_RMSNORM, SILU_MUL, GELU_MUL)}
+OPS = {op.name: op for op in (RMSNORM, ADD_RMSNORM, SILU_MUL, GELU_MUL, ROPE)}
 
-__all__ = ["OPS", "add_rmsnorm", "gelu_mul", "rmsnorm", "silu_mul"]
+__all__ = ["OPS", "add_rmsnorm", "gelu_mul", "rmsnorm", "rope", "silu_mul"]

@@ -1,0 +1,109 @@
+"""Rotary position embedding in Triton. The definition is tilewright/ops/rope.py.
+
+A program rotates one token: all heads of q, then all heads of k, so that the table row is read once. Inputs are
+[B, H, S, D] with any strides but a contiguous last dimension; the output may be the input.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels.spec import KernelSpec
+
+
+@triton.jit
+def _heads(x_ptr, y_ptr, x_head, y_head, cos, sin, H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+           BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+           COPY: tl.constexpr):
+    i = tl.arange(0, BLOCK_R)
+    for first in range(0, H, BLOCK_H):
+        h = first + tl.arange(0, BLOCK_H)
+        x = x_ptr + (h * x_head)[:, None]
+        y = y_ptr + (h * y_head)[:, None]
+        mask = (h < H)[:, None] & (i < HALF)[None, :]
+        if INTERLEAVED:   # one contiguous read, taken apart in registers
+            both = tl.arange(0, 2 * BLOCK_R)
+            wide = (h < H)[:, None] & (both < 2 * HALF)[None, :]
+            pair = tl.load(x + both[None, :], mask=wide, other=0.0).to(tl.float32)
+            a, b = tl.split(tl.reshape(pair, (BLOCK_H, BLOCK_R, 2)))
+            out = tl.join(a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :])
+            tl.store(y + both[None, :], tl.reshape(out, (BLOCK_H, 2 * BLOCK_R)).to(y_ptr.dtype.element_ty), mask=wide)
+        else:
+            a = tl.load(x + i[None, :], mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(x + (HALF + i)[None, :], mask=mask, other=0.0).to(tl.float32)
+            tl.store(y + i[None, :], (a * cos[None, :] - b * sin[None, :]).to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(y + (HALF + i)[None, :], (b * cos[None, :] + a * sin[None, :]).to(y_ptr.dtype.element_ty),
+                     mask=mask)
+        if COPY:   # the features that are not rotated
+            d = 2 * HALF + tl.arange(0, BLOCK_D)
+            rest = (h < H)[:, None] & (d < D)[None, :]
+            tl.store(y + d[None, :], tl.load(x + d[None, :], mask=rest), mask=rest)
+
+
+@triton.jit
+def _rotate(q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, pos_ptr, S, P,
+            q_b, q_h, q_s, k_b, k_h, k_s, qo_b, qo_h, qo_s, ko_b, ko_h, ko_s,
+            HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+            BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+            HAS_POS: tl.constexpr, COPY: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    b = t // S
+    s = t % S
+    p = s
+    if HAS_POS:
+        p = tl.load(pos_ptr + t)
+    i = tl.arange(0, BLOCK_R)
+    row = p + tl.zeros([BLOCK_R], tl.int64)
+    inside = (i < HALF) & (row >= 0) & (row < P)   # an id outside the tables reads nothing and rotates to NaN
+    at = row * HALF + i
+    cos = tl.load(cos_ptr + at, mask=inside, other=float("nan")).to(tl.float32)
+    sin = tl.load(sin_ptr + at, mask=inside, other=float("nan")).to(tl.float32)
+    if INVERSE:
+        sin = -sin
+    _heads(q_ptr + b * q_b + s * q_s, q_out_ptr + b * qo_b + s * qo_s, q_h, qo_h, cos, sin, HQ, D, HALF, BLOCK_H,
+           BLOCK_R, BLOCK_D, INTERLEAVED, COPY)
+    if HK > 0:
+        _heads(k_ptr + b * k_b + s * k_s, k_out_ptr + b * ko_b + s * ko_s, k_h, ko_h, cos, sin, HK, D, HALF, BLOCK_H,
+               BLOCK_R, BLOCK_D, INTERLEAVED, COPY)
+
+
+def config(half: int) -> dict:
+    """About 1,024 pairs in flight a program: 8 a thread, a 128-bit load of 16-bit elements."""
+    block_r = triton.next_power_of_2(half)
+    return {"BLOCK_R": block_r, "BLOCK_H": max(1, 1024 // block_r), "num_warps": 4}
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor | None, q_out: torch.Tensor, k_out: torch.Tensor | None,
+           cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, interleaved: bool,
+           inverse: bool) -> None:
+    B, HQ, S, D = q.shape
+    half = cos.shape[1]
+    if B * S == 0:
+        return
+    kk, ko = (q, q_out) if k is None else (k, k_out)
+    c = config(half)
+    rest = D - 2 * half
+    _rotate[(B * S,)](q, kk, q_out, ko, cos, sin, positions, S, cos.shape[0],
+                      *q.stride()[:3], *kk.stride()[:3], *q_out.stride()[:3], *ko.stride()[:3],
+                      HQ=HQ, HK=0 if k is None else k.shape[1], D=D, HALF=half,
+                      BLOCK_D=triton.next_power_of_2(rest) if rest else 1, INTERLEAVED=interleaved, INVERSE=inverse,
+                      HAS_POS=positions is not None, COPY=rest > 0 and q.data_ptr() != q_out.data_ptr(), **c)
+
+
+def specs() -> list[KernelSpec]:
+    found = []
+    strides = [f"{t}_{d}" for t in ("q", "k", "qo", "ko") for d in "bhs"]
+    types = {**{f"{n}_ptr": "*bf16" for n in ("q", "k", "q_out", "k_out")}, "cos_ptr": "*fp32", "sin_ptr": "*fp32",
+             "pos_ptr": "*i64", "S": "i32", "P": "i32", **dict.fromkeys(strides, "i32")}
+    for label, hq, hk, d, half, interleaved in (("half-split D=128", 32, 8, 128, 64, False),
+                                                ("half-split D=256", 8, 4, 256, 128, False),
+                                                ("interleaved D=192 R=64", 128, 128, 192, 32, True)):
+        c = config(half)
+        warps = c.pop("num_warps")
+        rest = d - 2 * half
+        constexprs = {"HQ": hq, "HK": hk, "D": d, "HALF": half, "BLOCK_D": triton.next_power_of_2(rest) if rest else 1,
+                      "INTERLEAVED": interleaved, "INVERSE": False, "HAS_POS": True, "COPY": rest > 0, **c}
+        found.append(KernelSpec(_rotate, f"rotate {label} bf16", types, constexprs, warps, divisible=tuple(strides)))
+    return found

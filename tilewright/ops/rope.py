@@ -1,0 +1,311 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): feature pairs turn by an angle that grows with position.
+
+    (a, b) -> (a cos - b sin, b cos + a sin)
+
+Shapes: B = batch, H = heads, S = sequence, D = head width, R = rotated features (the first R of D), P = table rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright import platform
+from tilewright.ops import _checks, cases
+from tilewright.ops._library import define, differentiate
+from tilewright.registry import Case, Cost, Implementation, Op
+
+
+def rope(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False,
+         rotary_dim: int | None = None, position_ids: torch.Tensor | None = None,
+         cu_seqlens: torch.Tensor | None = None, inplace: bool = False,
+         implementation: str = "auto") -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotates q and k, in one launch.
+
+    q: [B, Hq, S, D], k: [B, Hk, S, D] or None (then None is returned for it); fp32 | bf16 | fp16 (fp64 with eager).
+        Any strides; a contiguous last dimension is read in place, and the result has q's own strides, so that a
+        transposed view of [B, S, H, D] stays one.
+    cos, sin: [P, R / 2], or [P, R] with the same values in both halves, as transformers makes them; also [B, S, ...]
+        with a row for each token (then without position_ids). Any float dtype. Not differentiable.
+    interleaved: pairs are neighbours (2 i, 2 i + 1), as in GPT-J; default (i, R / 2 + i), as in NeoX and Llama.
+    rotary_dim: R; default D. Features from R on pass through.
+    position_ids: integers [S] or [B, S], rows of the tables; default 0 .. S - 1.
+    cu_seqlens: int32 or int64 [n + 1], where packed documents begin (and the last ends) in the B * S tokens; positions
+        restart at each. Not together with position_ids.
+    inplace: overwrite q and k, which then must not be needed by the backward of what made them; the backward overwrites
+        the arriving gradients' copies only. Not under torch.compile, which reuses buffers itself.
+    Returns (q, k) in the inputs' dtypes. float32 math, one rounding. Differentiable in q and k (the backward is the
+    rotation by the opposite angle).
+    Raises TypeError or ValueError for arguments that do not fit, IndexError for a position outside the tables (on a CUDA
+    device a synchronising check is not made: such a token becomes NaN, and nothing is read out of bounds).
+    """
+    R = _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens)
+    B, _, S, _ = q.shape
+    if cos.dim() == 3:
+        if position_ids is not None or cu_seqlens is not None:
+            raise ValueError("cos and sin with a row for each token take neither position_ids nor cu_seqlens")
+        if cos.shape[0] > 1:   # with one row for all sequences, token s takes row s, which is the default
+            position_ids = torch.arange(B * S, device=q.device).view(B, S)
+        cos, sin = cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1])
+    elif cu_seqlens is not None:
+        position_ids = document_positions(cu_seqlens, B * S).view(B, S)
+    elif position_ids is not None and position_ids.dim() == 1:
+        position_ids = position_ids.expand(B, S)
+    cos, sin = cos[:, :R // 2], sin[:, :R // 2]
+    if position_ids is not None:
+        position_ids = position_ids.to(torch.int64).contiguous()
+        if not position_ids.is_cuda and not torch.compiler.is_compiling() and position_ids.numel():
+            _check_positions(position_ids, cos.shape[0])
+    elif S > cos.shape[0]:
+        raise IndexError(f"position {cos.shape[0]} is outside the tables, which have {cos.shape[0]} rows; S is {S}")
+    if inplace:
+        if torch.compiler.is_compiling():
+            raise ValueError("inplace=True does not work under torch.compile, which reuses buffers itself")
+        return _InPlace.apply(q, k, cos, sin, position_ids, interleaved, ROPE.pick(implementation, q))
+    return ROPE.pick(implementation, q)(q, k, cos, sin, position_ids, interleaved)
+
+
+def document_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Position within its document of each of `tokens` packed tokens, int64."""
+    index = torch.arange(tokens, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens.to(torch.int64), index, right=True) - 1
+    return index - cu_seqlens.to(torch.int64)[document]
+
+
+def _check_positions(ids, rows):
+    wrong = ((ids < 0) | (ids >= rows)).nonzero()
+    if len(wrong):
+        b, s = wrong[0].tolist()
+        raise IndexError(f"position_ids[{b}, {s}] is {int(ids[b, s])}; the tables have {rows} rows")
+
+
+def _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens):
+    for name, t in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
+        if t is not None:
+            _checks.floating(name, t)
+    if q.dim() != 4:
+        raise ValueError(f"q must have shape [B, H, S, D], got {list(q.shape)}")
+    B, _, S, D = q.shape
+    if k is not None:
+        if k.dim() != 4 or (k.shape[0], k.shape[2], k.shape[3]) != (B, S, D):
+            raise ValueError(f"k must have shape [{B}, heads, {S}, {D}] to go with q, got {list(k.shape)}")
+        if k.dtype != q.dtype:
+            raise TypeError(f"k must have q's dtype {q.dtype}, got {k.dtype}")
+    R = D if rotary_dim is None else rotary_dim
+    if R % 2 or not 0 < R <= D:
+        raise ValueError(f"rotary_dim must be even and 2 to {D} (head width), got {R}")
+    if cos.shape != sin.shape:
+        raise ValueError(f"sin must have cos's shape {list(cos.shape)}, got {list(sin.shape)}")
+    if cos.dim() not in (2, 3) or cos.shape[-1] not in (R, R // 2):
+        raise ValueError(f"cos must have shape [P, {R // 2}] or [P, {R}] for rotary_dim {R}, got {list(cos.shape)}")
+    if cos.dim() == 3 and (cos.shape[1] != S or cos.shape[0] not in (1, B)):
+        raise ValueError(f"cos with three dimensions must be [{B}, {S}, ...], got {list(cos.shape)}")
+    if position_ids is not None:
+        if cu_seqlens is not None:
+            raise ValueError("position_ids and cu_seqlens exclude each other; got both")
+        if position_ids.is_floating_point() or tuple(position_ids.shape) not in ((S,), (B, S)):
+            raise ValueError(f"position_ids must be integers of shape [{S}] or [{B}, {S}], got "
+                             f"{position_ids.dtype} {list(position_ids.shape)}")
+    if cu_seqlens is not None and (cu_seqlens.is_floating_point() or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2):
+        raise ValueError(f"cu_seqlens must be integers of shape [documents + 1], got {cu_seqlens.dtype} "
+                         f"{list(cu_seqlens.shape)}")
+    _checks.same_device(q=q, k=k, cos=cos, sin=sin, position_ids=position_ids, cu_seqlens=cu_seqlens)
+    return R
+
+
+# ---- the definition
+
+def rope_eager(q, k, cos, sin, position_ids=None, interleaved=False):
+    acc = torch.promote_types(q.dtype, torch.float32)
+    S, R = q.shape[2], 2 * cos.shape[1]
+    rows = torch.arange(S, device=q.device) if position_ids is None else position_ids
+    c, s = (t.to(acc)[rows].unsqueeze(-3) for t in (cos, sin))   # [(B,) 1, S, R / 2]
+
+    def rotate(x):
+        if x is None:
+            return None
+        turn, rest = x[..., :R].to(acc), x[..., R:]
+        a, b = (turn[..., ::2], turn[..., 1::2]) if interleaved else turn.chunk(2, -1)
+        pair = (a * c - b * s, b * c + a * s)
+        turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+        return torch.cat((turned.to(x.dtype), rest), -1)
+
+    return rotate(q), rotate(k)
+
+
+# ---- fused implementations
+
+def _dense_like(x: torch.Tensor) -> torch.Tensor:
+    """Uninitialised, with x's order of dimensions in memory."""
+    return torch.empty_like(x, memory_format=torch.preserve_format)
+
+
+def _last_contiguous(x):
+    return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _register(name, rotate):
+    def turn(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
+             positions: torch.Tensor | None, interleaved: bool, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = _last_contiguous(q), _last_contiguous(k)
+        q_out = _dense_like(q)
+        k_out = None if k is None else _dense_like(k)
+        rotate(q, k, q_out, k_out, cos, sin, positions, interleaved, inverse)
+        return q_out, q.new_empty(0) if k_out is None else k_out
+
+    def fake(q, k, cos, sin, positions, interleaved, inverse):
+        return _dense_like(_last_contiguous(q)), q.new_empty(0) if k is None else _dense_like(_last_contiguous(k))
+
+    op = define(f"rope_{name}", turn, fake)
+
+    def setup(ctx, inputs, output):
+        q, k, cos, sin, positions, ctx.interleaved, ctx.inverse = inputs
+        ctx.has_k, ctx.shapes = k is not None, (q.shape, None if k is None else k.shape)
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.set_materialize_grads(False)
+
+    def formula(ctx, dq, dk):
+        cos, sin, positions = ctx.saved_tensors
+        dk = dk if ctx.has_k else None
+        if dq is None and dk is None:
+            return (None,) * 7
+        first, second = (dq, dk) if dq is not None else (dk, None)
+        first, second = op(first, second, cos, sin, positions, ctx.interleaved, not ctx.inverse)
+        if dq is None:
+            first, second = None, first
+        return first, second if dk is not None else None, None, None, None, None, None
+
+    differentiate(op, formula, setup)
+
+    def rope_fused(q, k, cos, sin, position_ids, interleaved):
+        q_out, k_out = op(q, k, cos.float().contiguous(), sin.float().contiguous(), position_ids, interleaved, False)
+        return q_out, None if k is None else k_out
+
+    rope_fused.rotate = rotate   # what inplace=True writes with
+    return rope_fused
+
+
+class _InPlace(torch.autograd.Function):
+    """Overwrites q and k. Nothing of them is kept: the backward needs only the angles."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, position_ids, interleaved, fn):
+        cos, sin = cos.float().contiguous(), sin.float().contiguous()
+        ctx.save_for_backward(cos, sin, position_ids)
+        ctx.interleaved, ctx.fn = interleaved, fn
+        _InPlace.turn(fn, q, k, cos, sin, position_ids, interleaved, False)
+        ctx.mark_dirty(*(t for t in (q, k) if t is not None))
+        ctx.set_materialize_grads(False)
+        return q, k
+
+    @staticmethod
+    def turn(fn, q, k, cos, sin, positions, interleaved, inverse):
+        bad = next((n for n, t in (("q", q), ("k", k)) if t is not None and t.stride(-1) != 1), None)
+        if bad:
+            raise ValueError(f"inplace=True needs {bad} with a contiguous last dimension")
+        if hasattr(fn, "rotate"):
+            fn.rotate(q, k, q, k, cos, sin, positions, interleaved, inverse)
+            return
+        for x in (q, k):
+            if x is not None:
+                x.copy_(fn(x, None, cos, -sin if inverse else sin, positions, interleaved)[0])
+
+    @staticmethod
+    def backward(ctx, dq, dk):
+        cos, sin, positions = ctx.saved_tensors
+        dq, dk = (None if d is None else d.clone(memory_format=torch.contiguous_format) for d in (dq, dk))
+        if dq is not None or dk is not None:
+            first, second = (dq, dk) if dq is not None else (dk, None)
+            _InPlace.turn(ctx.fn, first, second, cos, sin, positions, ctx.interleaved, True)
+        return dq, dk, None, None, None, None, None
+
+
+_loaded: dict[str, object] = {}
+
+
+def _triton():
+    if "triton" not in _loaded:
+        from tilewright.kernels import rope_triton
+
+        _loaded["triton"] = _register("triton", rope_triton.rotate)
+    return _loaded["triton"]
+
+
+def _cpp():
+    if "cpp" not in _loaded:
+        _loaded["cpp"] = _register("cpp", torch.ops.tilewright.rope_cpp_rotate.default)
+    return _loaded["cpp"]
+
+
+def _specs():
+    from tilewright.kernels import rope_triton
+
+    return rope_triton.specs()
+
+
+# ---- cases
+
+def _case(name, B, hq, hk, S, D, *, R=None, full=False, ids=None, documents=None, transposed=True, per_token=False,
+          no_k=False, tags=cases.CONTRACT, **options):
+    R = R or D
+    if R != D:
+        options["rotary_dim"] = R
+    rows = S if ids is None else 3 * S
+
+    def make(device, dtype, seed):
+        g = cases.generator(device, seed)
+        new = {"device": device, "dtype": dtype, "gen": g, "requires_grad": False}
+        # As projections give them: [B, S, H, D] seen as [B, H, S, D].
+        q, k = (cases.randn(B, S, h, D, **new).transpose(1, 2) if transposed else cases.randn(B, h, S, D, **new)
+                for h in (hq, hk))
+        angle = torch.outer(torch.arange(rows, device=device).float(),
+                            10000.0 ** (-torch.arange(0, R, 2, device=device).float() / R))
+        if full:
+            angle = torch.cat((angle, angle), -1)
+        cos, sin = angle.cos(), angle.sin()
+        if per_token:
+            cos, sin = (t.expand(B, S, -1).contiguous() for t in (cos, sin))
+        kw = {"q": q.requires_grad_(), "k": None if no_k else k.requires_grad_(), "cos": cos, "sin": sin, **options}
+        if ids is not None:
+            kw["position_ids"] = torch.randint(0, rows, (B, S) if ids == 2 else (S,), device=device, generator=g)
+        if documents:
+            kw["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32, device=device)
+        return kw
+
+    def cost(itemsize):   # q and k in and out, each way
+        n = B * S * (hq + (0 if no_k else hk)) * D * itemsize
+        return Cost(2 * n, 2 * n, 0, 0)
+
+    return Case(name, make, cost, tags)
+
+
+def _all_cases():
+    small = [
+        _case("gqa", 2, 4, 2, 7, 16),
+        _case("full_tables", 1, 3, 1, 5, 20, full=True, transposed=False),
+        _case("per_token", 2, 2, 2, 3, 8, full=True, per_token=True),
+        _case("interleaved", 2, 3, 1, 6, 12, interleaved=True),
+        _case("partial", 1, 2, 2, 5, 24, R=10),
+        _case("partial_interleaved", 2, 2, 1, 4, 24, R=8, interleaved=True),
+        _case("positions", 2, 2, 1, 9, 16, ids=2),
+        _case("positions_shared", 2, 2, 1, 9, 16, ids=1),
+        _case("documents", 1, 2, 1, 11, 16, documents=(0, 4, 5, 11)),
+        _case("no_k", 1, 2, 1, 4, 16, no_k=True),
+        _case("no_tokens", 1, 2, 1, 0, 16),
+    ]
+    timed = []
+    for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU)):
+        for name in ("qwen3-8b", "llama-3-8b", "gemma-3-4b", "deepseek-v3"):
+            m = cases.MODELS[name]
+            partial = {"R": 64, "interleaved": True} if name == "deepseek-v3" else {}
+            timed.append(_case(name, 1, m.heads, m.kv_heads, cases.TOKENS[device], m.head_dim, tags=tags, **partial))
+    return (*small, *timed, _case("big", 1, 64, 8, 2**18 + 1, 128, tags=cases.BIG))
+
+
+ROPE = Op(
+    "rope", rope, rope_eager,
+    (
+        Implementation("triton", _triton, platform.no_triton, gate=_specs),
+        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+    ),
+    _all_cases(),
+)
