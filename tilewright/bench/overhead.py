@@ -1,0 +1,99 @@
+"""What the dispatch above a kernel costs: the same tiny call at four depths, in microseconds.
+
+public: the op's function, with its argument checks.
+resolved: what `Op.resolve` returns, with the arguments that the public function passes on.
+operator: the first registered torch operator that it calls, alone.
+pick: `Op.pick` alone, the look-up between public and resolved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilewright.bench import timing
+from tilewright.registry import Op, short
+
+LEVELS = ("public", "resolved", "operator", "pick")
+
+
+class _FirstOperator(TorchDispatchMode):
+    """Remembers the first operator of tilewright that is called, and its arguments."""
+
+    found: tuple | None = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.found is None and func.namespace == "tilewright":
+            self.found = func, args, kwargs or {}
+        return func(*args, **(kwargs or {}))
+
+
+def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], object]]:
+    """A callable for each depth; "operator" is absent if the implementation calls none of tilewright's.
+
+    The arguments at each depth are those that the public call passes down, recorded from one call.
+    """
+    first = next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
+    resolved = op.resolve(name, first.device.type, first.dtype)
+    passed: list[tuple] = []
+
+    def spy(*args, **options):
+        passed.append((args, options))
+        return resolved(*args, **options)
+
+    with mock.patch.object(op, "pick", lambda name, tensor: spy), _FirstOperator() as recorder:
+        op.public(**kwargs, implementation=name)
+    args, options = passed[0]
+    found = {"public": lambda: op.public(**kwargs, implementation=name),
+             "resolved": lambda: resolved(*args, **options), "pick": lambda: op.pick(name, first)}
+    if recorder.found is not None:
+        operator, inner, inner_options = recorder.found
+        found["operator"] = lambda: operator(*inner, **inner_options)
+    return found
+
+
+def overhead(ops: Iterable[Op], device: str, dtype: torch.dtype, *, rounds: int = 30,
+             sample_seconds: float = 0.004) -> list[dict[str, Any]]:
+    """A row for each op, with and without a graph being recorded: interleaved medians in microseconds.
+
+    The input is the op's first contract case, tiny, so that the kernel itself takes next to nothing. This is
+    host time on both device types: on CUDA the calls are queued and not waited for.
+    """
+    rows = []
+    timer = timing.CpuClock(sample_seconds)
+    for op in ops:
+        case = next((c for c in op.cases if "contract" in c.tags), None)
+        if case is None:
+            continue
+        name = op.choose(device, dtype)
+        made = case.make(device, dtype, 0)
+        for grad in (False, True):
+            kwargs = {k: v.detach().requires_grad_(grad and v.requires_grad)
+                      if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+            timings, errors = timing.interleave(levels(op, name, kwargs), timer, rounds=rounds)
+            row = {"op": op.name, "implementation": name, "case": case.name, "dtype": short(dtype),
+                   "grad": grad, "errors": errors, "us": {}}
+            for level in LEVELS:
+                t = timings.get(level)
+                row["us"][level] = t and {"median": t.median * 1e6, "p20": t.p20 * 1e6,
+                                          "p80": t.p80 * 1e6}
+            public, operator = row["us"]["public"], row["us"]["operator"]
+            row["overhead_us"] = public["median"] - operator["median"] if public and operator else None
+            rows.append(row)
+    return rows
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    out = [f"{'op':<22} {'implementation':<14} {'grad':<5} "
+           + " ".join(f"{level + ' us':>12}" for level in LEVELS) + f" {'public - operator':>18}"]
+    for r in rows:
+        cells = [f"{r['us'][level]['median']:12.2f}" if r["us"][level] else f"{'-':>12}" for level in LEVELS]
+        over = "-" if r["overhead_us"] is None else f"{r['overhead_us']:.2f} us"
+        out.append(f"{r['op']:<22} {r['implementation']:<14} {'yes' if r['grad'] else 'no':<5} "
+                   + " ".join(cells) + f" {over:>18}")
+        out += [f"  {level}: {reason}" for level, reason in r["errors"].items()]
+    return "\n".join(out)

@@ -1,0 +1,261 @@
+"""Times every provider of every op on its timed cases. A row has a time only if its contract held."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import pathlib
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from tilewright import platform
+from tilewright.bench import contract, report, timing
+from tilewright.bench.providers import BASELINES, Provider, Unsupported, gate, providers
+from tilewright.registry import Case, Op, short
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    rounds, min_seconds, max_seconds: of one case (see timing.interleave).
+    sample_seconds: shortest sample on a CPU.
+    baseline_slack: a baseline within so many times the contract's budget is timed, and marked. At 1 the
+        contract is the same for all. Never applied to tilewright's own implementations.
+    """
+
+    rounds: int = 15
+    min_seconds: float = 0.0
+    max_seconds: float = 60.0
+    sample_seconds: float = 0.008
+    baseline_slack: float = 1.0
+
+
+# ---- one case
+
+def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[], object]]:
+    """The timed callables: "forward" records no graph; "forward_backward" is a training step's use of the op.
+
+    The upstream gradient is drawn here, and only an op with something to differentiate has a backward.
+    """
+    plain = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    inputs = [v for v in kwargs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
+    call = provider.call
+
+    def forward():
+        with torch.no_grad():
+            return call(**plain)
+
+    outs = contract.leaves(call(**kwargs)) if inputs else []
+    which = [i for i, o in enumerate(outs) if o.requires_grad]
+    if not which:
+        return {"forward": forward}
+    grads = contract.upstream([outs[i] for i in which], "contiguous")
+    del outs   # it would keep its graph alive
+
+    def forward_backward():
+        for t in inputs:
+            t.grad = None
+        found = contract.leaves(call(**kwargs))
+        torch.autograd.backward([found[i] for i in which], grads)
+
+    return {"forward": forward, "forward_backward": forward_backward}
+
+
+def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timing.Roofline,
+            clock: timing.CpuClock | timing.CudaClock, settings: Settings,
+            only: Iterable[str] | None = None) -> list[dict]:
+    """The rows of one (op, case, dtype): the gate, then interleaved rounds over the providers that passed."""
+    kwargs = case.make(device, dtype, SEED)
+    auto = op.choose(device, dtype)
+    rows, tasks = {}, {}
+    for provider in providers(op, device, dtype):
+        if only is not None and provider.name not in only:
+            continue
+        row = rows[provider.name] = report.row(op.name, case.name, short(dtype), provider.name,
+                                               auto=provider.name == auto)
+        if provider.reason:
+            row.update(status="unavailable", reason=provider.reason)
+            continue
+        try:
+            broken = gate(op, provider, kwargs, dtype)
+            row["contract"] = "; ".join(map(str, broken)) or (
+                "definition" if provider.name == "eager" else "holds")
+            slack = settings.baseline_slack if provider.name in BASELINES else 1.0
+            if any(not finding.error <= slack * finding.budget for finding in broken):
+                row.update(status="failed", reason=row["contract"])
+                continue
+            mine = contract.convert(kwargs, None) if provider.consumes or kwargs.get("inplace") else kwargs
+            for name, fn in passes(provider, mine).items():
+                tasks[provider.name, name] = fn
+            row["status"] = "ok"
+        except Unsupported as error:
+            row.update(status="unavailable", reason=str(error))
+        except Exception as error:   # one provider's failure must not lose the others
+            row.update(status="error", reason=timing.first_line(error))
+    timings, errors = timing.interleave(
+        tasks, clock, rounds=settings.rounds, min_seconds=settings.min_seconds,
+        max_seconds=settings.max_seconds, seed=SEED)
+    for (name, _), reason in errors.items():
+        rows[name].update(status="error", reason=reason)
+    cost = case.cost(dtype.itemsize)
+    floors = dict(zip(report.PASSES, roofline.step_seconds(cost, short(dtype)), strict=True))
+    work = {"forward": (cost.forward_bytes, cost.forward_flops),
+            "forward_backward": (cost.forward_bytes + cost.backward_bytes,
+                                 cost.forward_flops + cost.backward_flops)}
+    for (name, which), found in timings.items():
+        if rows[name]["status"] == "ok":
+            rows[name][which] = report.figures(found, *work[which], floors[which])
+    if device == "cuda":
+        for (name, which), fn in tasks.items():
+            if which == "forward_backward" and rows[name]["status"] == "ok":
+                rows[name]["peak_mib"] = _peak_mib(fn)
+    report.compare_with_baselines(list(rows.values()))
+    return list(rows.values())
+
+
+def _peak_mib(fn) -> float:
+    """Memory that a call takes beside what is held already, inputs and upstream gradients among it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fn()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def free(device: str) -> None:
+    """Gives back what a case held: cached memory, and compiled graphs, whose number dynamo limits."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+# ---- where and with what
+
+def _git(*args: str) -> str | None:
+    """Output of git in the checkout that tracks this file; None if there is none."""
+    here = pathlib.Path(__file__)
+    try:
+        # An installed package may lie inside somebody else's checkout.
+        tracked = subprocess.run(["git", "ls-files", "--error-unmatch", here.name], cwd=here.parent,
+                                 capture_output=True)
+        if tracked.returncode:
+            return None
+        done = subprocess.run(["git", *args], cwd=here.parent, capture_output=True, text=True)
+    except OSError:   # git is not installed
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def metadata(device: str, settings: Settings, argv: list[str]) -> dict[str, Any]:
+    """Device, versions, commit, date and settings: what a number means nothing without."""
+    versions = platform.describe()
+    try:
+        versions["liger-kernel"] = version("liger-kernel")
+    except PackageNotFoundError:
+        versions["liger-kernel"] = "not installed"
+    commit = _git("rev-parse", "HEAD")
+    return {
+        "device_type": device,
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.cpu_name(),
+        "versions": versions,
+        "commit": commit,
+        "dirty": None if commit is None else bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "threads": torch.get_num_threads(),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "argv": argv,
+        "settings": {**vars(settings), "seed": SEED},
+    }
+
+
+def default_folder(meta: dict[str, Any]) -> pathlib.Path:
+    name = "".join(c if c.isalnum() else "-" for c in meta["device"].lower())
+    return pathlib.Path("bench_results") / ("-".join(filter(None, name.split("-"))) + "-" + meta["date"][:10])
+
+
+# ---- the whole
+
+def timed(op: Op, device: str, names: Iterable[str] | None = None) -> list[Case]:
+    return [c for c in op.cases if device in c.tags and (names is None or c.name in names)]
+
+
+def run(ops: Iterable[Op], device: str, dtypes: list[torch.dtype], settings: Settings, *,
+        cases: Iterable[str] | None = None, only: Iterable[str] | None = None,
+        out: pathlib.Path | None = None, argv: Sequence[str] = (),
+        roofline: Callable[..., timing.Roofline] = timing.measure_roofline) -> tuple[dict, pathlib.Path]:
+    """Measures, writing the results after each case, so that an interrupt loses only the case it hits.
+
+    Returns the document (see report.check) and its folder. KeyboardInterrupt ends the run early: the document
+    then says that it is not complete.
+    """
+    say = functools.partial(print, flush=True)
+    meta = metadata(device, settings, list(argv))
+    out = default_folder(meta) if out is None else out
+    roof = roofline(device, dtypes)
+    document = {"schema": report.SCHEMA, "meta": meta, "roofline": roof.asdict(), "rows": [], "summary": None,
+                "complete": False}
+    say(f"{meta['device']}, {meta['threads']} threads, commit {report.commit(meta)}")
+    say(f"measured: {report.roofline_text(roof.asdict())}")
+    path = out / "results.json"
+    clock = timing.clock(device, settings.sample_seconds)
+    try:
+        for op in ops:
+            for case in timed(op, device, cases):
+                for dtype in dtypes:
+                    say(f"\n{op.name} {case.name} {short(dtype)}")
+                    try:
+                        rows = measure(op, case, device, dtype, roof, clock, settings, only)
+                    except Exception as error:   # inputs that do not fit in memory: the others are kept
+                        rows = [report.row(op.name, case.name, short(dtype), "eager", status="error",
+                                           reason=timing.first_line(error))]
+                    for row in rows:
+                        say("  " + report.line(row))
+                    document["rows"] += rows
+                    document["summary"] = report.summary(document["rows"])
+                    report.write_json(path, document)
+                    free(device)
+        document["complete"] = True
+    except KeyboardInterrupt:
+        say("\ninterrupted: what was measured is kept")
+    document["summary"] = report.summary(document["rows"])
+    if hasattr(os, "getloadavg"):
+        meta["load_average_at_end"] = list(os.getloadavg())
+    report.write_json(path, document)
+    (out / "results.md").write_text(report.markdown(document))
+    if reason := platform.no_module("matplotlib"):
+        say(f"no picture: {reason}")
+    elif report.plotted(document["rows"]):
+        report.plot(document, out / "speedup.png")
+    return document, out
+
+
+def listing(ops: Iterable[Op], device: str, dtypes: list[torch.dtype]) -> str:
+    """Ops, their cases that are timed on the device, and providers: usable, or the reason why not."""
+    lines = []
+    for op in ops:
+        cases = ", ".join(c.name for c in timed(op, device)) or "none"
+        lines.append(f"{op.name}: cases timed on {device}: {cases}")
+        reasons: dict[str, dict[str, str]] = {}
+        for dtype in dtypes:
+            for provider in providers(op, device, dtype):
+                reasons.setdefault(provider.name, {})[short(dtype)] = provider.reason or "usable"
+        for name, by_dtype in reasons.items():
+            if len(set(by_dtype.values())) == 1:
+                lines.append(f"  {name:<8} {next(iter(by_dtype.values()))}")
+            else:
+                lines.append(f"  {name:<8} " + "; ".join(f"{d}: {r}" for d, r in by_dtype.items()))
+        lines.append("")
+    return "\n".join(lines)

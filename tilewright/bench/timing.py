@@ -1,0 +1,262 @@
+"""Timing: samples on a CPU or CUDA clock, interleaved rounds, quantiles, and the device's measured roofline.
+
+docs/benchmarking.md has the protocol and the reasons for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import random
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+from tilewright.registry import Cost, short
+
+CALLS_AT_MOST = 20_000   # in one sample
+CUDA_CALLS = 5           # each flushed and timed by itself; a sample is their median
+
+
+def quantile(values: Iterable[float], q: float) -> float:
+    """The q-quantile, linear between neighbours. Raises ValueError for no values or q outside [0, 1]."""
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("values must not be empty")
+    if not 0 <= q <= 1:
+        raise ValueError(f"q must be in [0, 1], got {q}")
+    at = q * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def geomean(values: Iterable[float]) -> float | None:
+    """Geometric mean; None for no values."""
+    logs = [math.log(v) for v in values]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call: quantiles over rounds.
+
+    calls: in each sample.   host: seconds until a call returns (CUDA only).
+    """
+
+    median: float
+    p20: float
+    p80: float
+    samples: tuple[float, ...]
+    calls: int
+    host: float | None = None
+
+    @classmethod
+    def of(cls, samples: Iterable[float], calls: int = 1, host: float | None = None) -> Timing:
+        samples = tuple(samples)
+        p20, median, p80 = (quantile(samples, q) for q in (0.2, 0.5, 0.8))
+        return cls(median, p20, p80, samples, calls, host)
+
+
+class CpuClock:
+    """Wall-clock time of a loop of calls, long enough that the timer's grain does not show."""
+
+    def __init__(self, sample_seconds: float = 0.008):
+        self.sample_seconds = sample_seconds
+
+    def prepare(self, fn: Callable[[], object]) -> int:
+        """Warms `fn` up; returns how many calls make one sample."""
+        fn()   # compiles, fills caches
+        took = min(self._loop(fn, 1) for _ in range(2))
+        return max(1, min(CALLS_AT_MOST, math.ceil(self.sample_seconds / max(took, 1e-9))))
+
+    def sample(self, fn: Callable[[], object], calls: int) -> float:
+        return self._loop(fn, calls) / calls
+
+    def host(self, fn: Callable[[], object]) -> None:
+        return None
+
+    @staticmethod
+    def _loop(fn, calls) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        return time.perf_counter() - start
+
+
+class CudaClock:
+    """Device time between two events, with a cold L2 cache and the host ahead of the device.
+
+    Before each timed call a buffer larger than L2 is overwritten, so often that the device is busy for longer
+    than the host needs to launch the call. So the events measure the kernels and not the gaps between
+    launches, as in a training step whose queue is full; the host's own time is a figure of its own.
+    """
+
+    def __init__(self):
+        l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        self._buffer = torch.empty(max(4 * l2, 256 * 2**20), dtype=torch.int8, device="cuda")
+        self._flushes: dict[int, int] = {}
+        self._buffer.zero_()
+        self._flush_seconds = quantile((self._events(self._buffer.zero_) for _ in range(5)), 0.5)
+
+    def prepare(self, fn: Callable[[], object]) -> int:
+        for _ in range(3):
+            fn()
+        torch.cuda.synchronize()
+        # 1.5: room for a launch that takes longer than the fastest one seen.
+        self._flushes[id(fn)] = min(50, 1 + math.ceil(1.5 * self.host(fn) / self._flush_seconds))
+        return CUDA_CALLS
+
+    def sample(self, fn: Callable[[], object], calls: int) -> float:
+        pairs = []
+        for _ in range(calls):
+            for _ in range(self._flushes.get(id(fn), 1)):
+                self._buffer.zero_()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            fn()
+            end.record()
+            pairs.append((start, end))
+        torch.cuda.synchronize()
+        return quantile((s.elapsed_time(e) / 1e3 for s, e in pairs), 0.5)
+
+    def host(self, fn: Callable[[], object]) -> float:
+        found = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            fn()
+            found.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+        return min(found)
+
+    @staticmethod
+    def _events(fn) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        fn()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+def clock(device: str, sample_seconds: float = 0.008) -> CpuClock | CudaClock:
+    """The clock of a device type."""
+    if device == "cuda":
+        return CudaClock()
+    if device == "cpu":
+        return CpuClock(sample_seconds)
+    raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line, for a row."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def interleave(tasks: Mapping[Hashable, Callable[[], object]], clock: CpuClock | CudaClock, *, rounds: int,
+               min_seconds: float = 0.0, max_seconds: float = math.inf,
+               seed: int = 0) -> tuple[dict[Hashable, Timing], dict[Hashable, str]]:
+    """Times every task once a round, in an order drawn anew each round: drift of the machine hits all alike.
+
+    rounds: at least so many, and until `min_seconds` have passed. After `max_seconds` no further round is
+        begun, but three are always done (if so many are asked for), since quantiles of fewer say nothing.
+    Returns the timings, and the first line of the exception for each task that raised one.
+    Raises ValueError if rounds < 1.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    errors: dict[Hashable, str] = {}
+    calls: dict[Hashable, int] = {}
+    samples: dict[Hashable, list[float]] = {}
+
+    def attempt(key, step):
+        try:
+            return step()
+        except Exception as error:   # one provider's failure must not lose the others
+            errors[key] = first_line(error)
+            return None
+
+    for key, fn in tasks.items():
+        found = attempt(key, lambda fn=fn: clock.prepare(fn))
+        if found is not None:
+            calls[key], samples[key] = found, []
+    order = random.Random(seed)
+    begun, done = time.perf_counter(), 0
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        while True:
+            keys = [k for k in calls if k not in errors]
+            order.shuffle(keys)
+            for key in keys:
+                value = attempt(key, lambda key=key: clock.sample(tasks[key], calls[key]))
+                if value is not None:
+                    samples[key].append(value)
+            done += 1
+            passed = time.perf_counter() - begun
+            if done >= rounds and passed >= min_seconds:
+                break
+            if done >= min(3, rounds) and passed >= max_seconds:
+                break
+    finally:
+        if collecting:
+            gc.enable()
+    timings = {k: Timing.of(samples[k], calls[k], clock.host(tasks[k])) for k in calls if k not in errors}
+    return timings, errors
+
+
+# ---- the roofline
+
+@dataclass(frozen=True)
+class Roofline:
+    """What the device was measured to do: bytes a second of a copy, read + written; FLOP/s of a matmul."""
+
+    copy_bytes_per_second: float
+    flops_per_second: dict[str, float]
+
+    def seconds(self, bytes_: float, flops: float, dtype: str) -> float | None:
+        """The least time for so much traffic and arithmetic; None if neither is known."""
+        bound = bytes_ / self.copy_bytes_per_second
+        if dtype in self.flops_per_second:
+            bound = max(bound, flops / self.flops_per_second[dtype])
+        return bound or None
+
+    def step_seconds(self, cost: Cost, dtype: str) -> tuple[float | None, float | None]:
+        """(forward, forward + backward). The two passes follow each other, so their bounds add."""
+        forward = self.seconds(cost.forward_bytes, cost.forward_flops, dtype)
+        backward = self.seconds(cost.backward_bytes, cost.backward_flops, dtype)
+        return forward, None if forward is None else forward + (backward or 0.0)
+
+    def asdict(self) -> dict:
+        return asdict(self)
+
+
+def measure_roofline(device: str, dtypes: Iterable[torch.dtype], *, copy_bytes: int = 256 * 2**20,
+                     matmul: int | None = None, samples: int = 12) -> Roofline:
+    """The fastest of several samples of each: a roof is what the device can do, not what it did on average.
+
+    copy_bytes: of the tensor that is copied; beyond any cache. matmul: side of the square matrices.
+    """
+    timer = clock(device, 0.02)
+    # Large enough for full speed on a GPU; small enough that two CPU cores do it in tens of milliseconds.
+    side = matmul or (8192 if device == "cuda" else 1024)
+
+    def fastest(fn):
+        calls = timer.prepare(fn)
+        return min(timer.sample(fn, calls) for _ in range(samples))
+
+    source = torch.ones(copy_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.numel() * 4 / fastest(functools.partial(target.copy_, source))
+    del source, target
+    flops = {}
+    for dtype in dtypes:
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        flops[short(dtype)] = 2 * side**3 / fastest(functools.partial(torch.mm, a, b, out=out))
+    return Roofline(bandwidth, flops)
