@@ -122,7 +122,8 @@ def test_update_writes_what_was_compiled_and_is_then_green(planted):
 
 @pytest.mark.parametrize("name, sentence", [
     ("registers", "registers a thread: "), ("shared", "bytes of shared memory: 0, budget -1"),
-    ("load", "widest global load: 128 bits, budget 256"), ("store", "widest global store: 128 bits, budget 256"),
+    ("load", "widest global load: 128 bits, budget 256"),
+    ("store", "widest global store: 128 bits, budget 256"),
     ("uses", "no longer uses wgmma"), ("no budget", "has no budget"),
 ])
 def test_worse_than_the_budget_is_red(planted, name, sentence):

@@ -1,4 +1,4 @@
-"""Selection, over the whole registry: what a name means, what `auto` chooses, what is said when there is none."""
+"""Selection, over the whole registry: what a name means, what `auto` chooses, what a refusal says."""
 
 import pathlib
 import subprocess
@@ -146,7 +146,7 @@ def test_auto_depends_on_device_and_dtype(monkeypatch):
     assert op.choose("cpu", torch.float64) == "eager"
     assert op.choose("mps", torch.float32) == "eager"
     assert op.public(torch.ones(1)) == 5
-    assert op.public(torch.ones(1, dtype=torch.bfloat16)) == 2, "a remembered choice must not leak across dtypes"
+    assert op.public(torch.ones(1, dtype=torch.bfloat16)) == 2, "a choice is remembered for one dtype"
 
 
 # ---- pins
