@@ -1,0 +1,269 @@
+// Statistics of rows of logits, and the logits' gradient from theirs, on the CPU. The definition, and the formulas,
+// are in tilewright/ops/_softmax_stats.py.
+//
+// T = rows, V = columns. Rows are contiguous and may lie further apart than V. A row is walked once, in blocks of
+// SUM_BLOCK that stay in the first-level cache: z of the block and its maximum, then its sums relative to the largest
+// z so far. Block sums are in float, and are added, and rescaled when the maximum grows, in double.
+#include <algorithm>
+#include <limits>
+
+#include "cpu/common.h"
+
+namespace tw {
+namespace {
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr float LOWEST = std::numeric_limits<float>::lowest();
+
+// tanh to 2 ulp. Below 0.625 an odd polynomial (least maximum relative error, 4e-9, fitted to tanh(x) / x):
+// 1 - 2 / (exp(2x) + 1) would lose the low bits of a small x.
+TW_INLINE float tanh_accurate(float x) {
+  float u = x * x;
+  float p = -5.704986862838268e-3f;
+  p = std::fmaf(p, u, 2.063908614218235e-2f);
+  p = std::fmaf(p, u, -5.373971536755562e-2f);
+  p = std::fmaf(p, u, 1.3331441581249237e-1f);
+  p = std::fmaf(p, u, -3.333328068256378e-1f);
+  float near = std::fmaf(x * u, p, x);
+  float far = tanh_(x);
+  return std::fabs(x) < 0.625f ? near : far;
+}
+
+struct Cap {
+  float cap, inverse;  // of softcap
+};
+
+template <bool CAPPED>
+TW_INLINE float capped(float x, Cap c) {
+  return CAPPED ? c.cap * tanh_accurate(x * c.inverse) : x;
+}
+
+struct Rows {
+  int64_t T, V, stride;
+};
+
+struct Outputs {
+  float *lse, *target, *weighted, *mean;  // the last two null where not wanted
+  int64_t* argmax;                        // null where not wanted
+};
+
+template <class T, bool CAPPED>
+void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* target, const float* w, Cap cap, Rows n,
+                  Outputs o) {
+  float z[SUM_BLOCK];
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = logits + row * n.stride;
+    float largest_logit = -INF, peak = -INF;
+    int64_t best = 0;
+    double sum = 0, sum_z = 0, weighted = 0;
+    for (int64_t first = 0; first < n.V; first += SUM_BLOCK) {
+      const int64_t size = std::min(SUM_BLOCK, n.V - first);
+      const T* xb = x + first;
+      float top = -INF;
+      TW_SIMD_MAX(top)
+      for (int64_t i = 0; i < size; ++i) {
+        float v = load(xb[i]);
+        z[i] = capped<CAPPED>(v, cap);
+        top = v > top ? v : top;
+      }
+      if (top > largest_logit) {
+        largest_logit = top;
+        if (o.argmax != nullptr) {
+          int64_t i = 0;
+          while (load(xb[i]) != top) ++i;
+          best = first + i;
+        }
+        // The cap is monotone up to rounding, and the peak need not be the exact maximum of z.
+        const float higher = capped<CAPPED>(top, cap);
+        const double shrink = std::exp(double(peak) - (std::isinf(higher) ? 0.0 : double(higher)));
+        sum *= shrink;
+        sum_z *= shrink;
+        peak = higher;
+      }
+      const float shift = std::isinf(peak) ? 0.0f : peak;  // inf - inf is NaN
+      if (o.mean == nullptr) {
+        float s = 0;
+        TW_SIMD_SUM(s)
+        for (int64_t i = 0; i < size; ++i) s += exp_(z[i] - shift);
+        sum += s;
+      } else {
+        float s = 0, sz = 0;
+        TW_SIMD_SUM2(s, sz)
+        for (int64_t i = 0; i < size; ++i) {
+          float e = exp_(z[i] - shift);
+          s += e;
+          sz += e * (z[i] < LOWEST ? LOWEST : z[i]);  // 0 * -inf is NaN
+        }
+        sum += s;
+        sum_z += sz;
+      }
+      if (o.weighted != nullptr) {
+        float s = 0;
+        if (w == nullptr) {
+          TW_SIMD_SUM(s)
+          for (int64_t i = 0; i < size; ++i) s += z[i];
+        } else {
+          const float* wb = w + first;
+          TW_SIMD_SUM(s)
+          for (int64_t i = 0; i < size; ++i) s += wb[i] * z[i];
+        }
+        weighted += s;
+      }
+    }
+    const int64_t y = target[row];
+    o.lse[row] = float((std::isinf(peak) ? 0.0 : double(peak)) + std::log(sum));
+    o.target[row] = y >= 0 && y < n.V ? capped<CAPPED>(load(x[y]), cap) : 0.0f;
+    if (o.weighted != nullptr) o.weighted[row] = float(weighted);
+    if (o.mean != nullptr) o.mean[row] = float(sum_z / sum);
+    if (o.argmax != nullptr) o.argmax[row] = best;
+  }
+}
+
+struct Gradients {
+  const float *lse, *mean, *g_lse, *g_target, *g_weighted, *g_mean;  // mean and the last two may be null
+};
+
+// g = p (in_p + g_mean (z - mean)) + g_weighted w + [c = y] g_target, times dz / dlogit.
+struct RowGradient {
+  float lse, in_p, mean, g_mean, g_weighted;
+};
+
+template <bool CAPPED, bool WEIGHTS, bool MEAN>
+TW_INLINE float gradient(float x, float w, float extra, Cap cap, RowGradient r) {
+  float t = CAPPED ? tanh_accurate(x * cap.inverse) : 0;
+  float z = CAPPED ? cap.cap * t : x;
+  float in_p = MEAN ? std::fmaf(r.g_mean, (z < LOWEST ? LOWEST : z) - r.mean, r.in_p) : r.in_p;
+  float g = std::fmaf(exp_(z - r.lse), in_p, (WEIGHTS ? r.g_weighted * w : r.g_weighted) + extra);
+  return CAPPED ? g * (1.0f - t * t) : g;
+}
+
+// dlogits may be logits: every element is read before it is written.
+template <class T, bool CAPPED, bool WEIGHTS, bool MEAN>
+void backward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* target, const float* w, Cap cap, Rows n,
+                   Gradients g, T* dlogits, int64_t stride) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = logits + row * n.stride;
+    T* d = dlogits + row * stride;
+    const float g_mean = MEAN ? g.g_mean[row] : 0, g_weighted = g.g_weighted == nullptr ? 0 : g.g_weighted[row];
+    if (g.g_lse[row] == 0 && g.g_target[row] == 0 && g_weighted == 0 && g_mean == 0) {  // an ignored row
+      std::memset(d, 0, size_t(n.V) * sizeof(T));
+      continue;
+    }
+    const RowGradient r{g.lse[row], g.g_lse[row] + g_mean, MEAN ? g.mean[row] : 0, g_mean, g_weighted};
+    const int64_t y = target[row];
+    const bool inside = y >= 0 && y < n.V;
+    T at_target{};
+    if (inside)
+      store(&at_target, gradient<CAPPED, WEIGHTS, MEAN>(load(x[y]), WEIGHTS ? w[y] : 0, g.g_target[row], cap, r));
+    TW_SIMD
+    for (int64_t i = 0; i < n.V; ++i)
+      store(d + i, gradient<CAPPED, WEIGHTS, MEAN>(load(x[i]), WEIGHTS ? w[i] : 0, 0, cap, r));
+    if (inside) d[y] = at_target;
+  }
+}
+
+Rows describe(const Tensor& logits, const Tensor& target) {
+  STD_TORCH_CHECK(logits.is_cpu() && logits.dim() == 2 && (logits.stride(1) == 1 || logits.size(1) == 1),
+                  "tilewright: logits must be a 2-D CPU tensor with contiguous rows");
+  check_row_major("target", target);
+  STD_TORCH_CHECK(target.scalar_type() == ScalarType::Long && target.numel() == logits.size(0),
+                  "tilewright: target must be int64, one for each row of logits");
+  return {logits.size(0), logits.size(1), logits.stride(0)};
+}
+
+const float* vector(const char* name, const std::optional<Tensor>& t, int64_t size) {
+  if (!t.has_value()) return nullptr;
+  check_row_major(name, *t);
+  STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && t->numel() == size, "tilewright: ", name,
+                  " must be float32 of the size that the logits give");
+  return in<float>(t);
+}
+
+Cap cap_of(double softcap) { return {float(softcap), softcap == 0 ? 0.0f : float(1 / softcap)}; }
+
+// overwrite is for the autograd formula.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> softmax_stats_forward(Tensor logits, Tensor target,
+                                                                         std::optional<Tensor> class_weight,
+                                                                         double softcap, bool smooth, bool entropy,
+                                                                         bool argmax, bool) {
+  const Rows n = describe(logits, target);
+  auto make = [&](bool wanted, ScalarType type) {
+    return torch::stable::new_empty(logits, {wanted ? n.T : 0}, type);
+  };
+  Tensor lse = make(true, ScalarType::Float), picked = make(true, ScalarType::Float);
+  Tensor weighted = make(smooth, ScalarType::Float), mean = make(entropy, ScalarType::Float);
+  Tensor best = make(argmax, ScalarType::Long);
+  const float* w = vector("class_weight", class_weight, n.V);
+  const Outputs o{out<float>(lse), out<float>(picked), smooth ? out<float>(weighted) : nullptr,
+                  entropy ? out<float>(mean) : nullptr, argmax ? out<int64_t>(best) : nullptr};
+  dispatch(logits, [&](auto t) {
+    using T = decltype(t);
+    const auto rows = softcap != 0 ? &forward_rows<T, true> : &forward_rows<T, false>;
+    torch::stable::parallel_for(0, n.T, grain(n.V), [&](int64_t lo, int64_t hi) {
+      rows(lo, hi, in<T>(logits), in<int64_t>(target), w, cap_of(softcap), n, o);
+    });
+  });
+  return {lse, picked, weighted, mean, best};
+}
+
+template <class T, bool CAPPED, bool WEIGHTS>
+auto choose_mean(bool mean) {
+  return mean ? &backward_rows<T, CAPPED, WEIGHTS, true> : &backward_rows<T, CAPPED, WEIGHTS, false>;
+}
+
+template <class T>
+auto choose(bool is_capped, bool weights, bool mean) {
+  if (is_capped) return weights ? choose_mean<T, true, true>(mean) : choose_mean<T, true, false>(mean);
+  return weights ? choose_mean<T, false, true>(mean) : choose_mean<T, false, false>(mean);
+}
+
+void backward_into(const Tensor& dlogits, const Tensor& logits, const Tensor& target,
+                   const std::optional<Tensor>& class_weight, double softcap, const Tensor& lse,
+                   const std::optional<Tensor>& mean, const Tensor& g_lse, const Tensor& g_target,
+                   const std::optional<Tensor>& g_weighted, const std::optional<Tensor>& g_mean) {
+  const Rows n = describe(logits, target);
+  const float* w = g_weighted.has_value() ? vector("class_weight", class_weight, n.V) : nullptr;
+  const Gradients g{vector("lse", lse, n.T),           vector("mean", mean, n.T),
+                    vector("g_lse", g_lse, n.T),       vector("g_target", g_target, n.T),
+                    vector("g_weighted", g_weighted, n.T), vector("g_mean", g_mean, n.T)};
+  STD_TORCH_CHECK(g.g_mean == nullptr || g.mean != nullptr, "tilewright: g_mean needs mean");
+  dispatch(logits, [&](auto t) {
+    using T = decltype(t);
+    const auto rows = choose<T>(softcap != 0, w != nullptr, g.g_mean != nullptr);
+    torch::stable::parallel_for(0, n.T, grain(n.V), [&](int64_t lo, int64_t hi) {
+      rows(lo, hi, in<T>(logits), in<int64_t>(target), w, cap_of(softcap), n, g, out<T>(dlogits), dlogits.stride(0));
+    });
+  });
+}
+
+Tensor softmax_stats_backward(Tensor logits, Tensor target, std::optional<Tensor> class_weight, double softcap,
+                              Tensor lse, std::optional<Tensor> mean, Tensor g_lse, Tensor g_target,
+                              std::optional<Tensor> g_weighted, std::optional<Tensor> g_mean) {
+  Tensor dlogits = torch::stable::new_empty(logits, {logits.size(0), logits.size(1)});
+  backward_into(dlogits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean);
+  return dlogits;
+}
+
+void softmax_stats_backward_(Tensor logits, Tensor target, std::optional<Tensor> class_weight, double softcap,
+                             Tensor lse, std::optional<Tensor> mean, Tensor g_lse, Tensor g_target,
+                             std::optional<Tensor> g_weighted, std::optional<Tensor> g_mean) {
+  backward_into(logits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean);
+}
+
+}  // namespace
+}  // namespace tw
+
+STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
+  m.def("softmax_stats_cpp_forward(Tensor logits, Tensor target, Tensor? class_weight, float softcap, bool smooth,"
+        " bool entropy, bool argmax, bool overwrite) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("softmax_stats_cpp_backward(Tensor logits, Tensor target, Tensor? class_weight, float softcap, Tensor lse,"
+        " Tensor? mean, Tensor g_lse, Tensor g_target, Tensor? g_weighted, Tensor? g_mean) -> Tensor");
+  m.def("softmax_stats_cpp_backward_(Tensor(a!) logits, Tensor target, Tensor? class_weight, float softcap,"
+        " Tensor lse, Tensor? mean, Tensor g_lse, Tensor g_target, Tensor? g_weighted, Tensor? g_mean) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
+  m.impl("softmax_stats_cpp_forward", TORCH_BOX(&tw::softmax_stats_forward));
+  m.impl("softmax_stats_cpp_backward", TORCH_BOX(&tw::softmax_stats_backward));
+  m.impl("softmax_stats_cpp_backward_", TORCH_BOX(&tw::softmax_stats_backward_));
+}
