@@ -1,0 +1,113 @@
+"""Scaled dot-product attention over one sequence or over packed documents:  softmax(scale q k^T + mask) v
+
+Shapes: B = batch, Hq / Hk = query / key heads (Hq a multiple of Hk), S = sequence, D = head width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tilewright.ops import _checks, cases
+from tilewright.registry import Case, Cost, Implementation, Op
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None,
+              causal: bool = True, scale: float | None = None, implementation: str = "auto") -> torch.Tensor:
+    """Attention with grouped queries.
+
+    q: [B, Hq, S, D]; k, v: [B, Hk, S, D]; fp32 | bf16 | fp16 (fp64 too).
+    cu_seqlens: integers [n + 1], 0 .. S: packed documents of a sequence with B = 1, which never see each other.
+    causal: position i sees positions up to i of its own document.   scale: default D ** -0.5.
+    Returns [B, Hq, S, D] in q's dtype. The softmax is in float32. Differentiable in q, k and v.
+    Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
+    that cannot run here.
+    """
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        _checks.floating(name, t)
+        if t.dim() != 4:
+            raise ValueError(f"{name} must have shape [B, H, S, D], got {list(t.shape)}")
+        if t.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {t.dtype}")
+    B, H, S, D = q.shape
+    if (k.shape[0], k.shape[2], k.shape[3]) != (B, S, D) or k.shape[1] == 0 or H % k.shape[1]:
+        raise ValueError(f"k must have shape [{B}, a divisor of {H}, {S}, {D}] to go with q, got {list(k.shape)}")
+    _checks.shape("v", v, tuple(k.shape), "that of k")
+    if cu_seqlens is not None:
+        if cu_seqlens.is_floating_point() or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+            raise ValueError(f"cu_seqlens must be integers of shape [documents + 1], got {cu_seqlens.dtype} "
+                             f"{list(cu_seqlens.shape)}")
+        if B != 1:
+            raise ValueError(f"packed documents need B = 1, got q of shape {list(q.shape)}")
+    return ATTENTION.pick(implementation, q)(q, k, v, cu_seqlens, causal, D ** -0.5 if scale is None else scale)
+
+
+# ---- the definition
+
+def attention_eager(q, k, v, cu_seqlens=None, causal=True, scale=1.0):
+    acc = torch.promote_types(q.dtype, torch.float32)
+    S, groups = q.shape[2], q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(groups, 1).to(acc) for t in (k, v))
+    index = torch.arange(S, device=q.device)
+    allowed = index[:, None] >= index[None, :] if causal else index[:, None] >= 0 * index[None, :]
+    if cu_seqlens is not None:
+        document = torch.searchsorted(cu_seqlens.to(torch.int64), index, right=True)
+        allowed = allowed & (document[:, None] == document[None, :])
+    scores = (q.to(acc) @ k.transpose(-1, -2) * scale).masked_fill(~allowed, float("-inf"))
+    return (scores.softmax(-1) @ v).to(q.dtype)
+
+
+# ---- PyTorch's fused attention: one call a document, so no mask is built and no document can see another
+
+def _sdpa():
+    def attention_sdpa(q, k, v, cu_seqlens, causal, scale):
+        def call(q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+        if cu_seqlens is None:
+            return call(q, k, v)
+        ends = cu_seqlens.tolist()
+        if ends[0] != 0 or ends[-1] != q.shape[2]:
+            raise ValueError(f"cu_seqlens must run from 0 to {q.shape[2]}, got {ends[0]} to {ends[-1]}")
+        parts = [call(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for a, b in zip(ends, ends[1:], strict=False) if a < b]
+        return torch.cat(parts, 2) if parts else torch.empty_like(q)
+
+    return attention_sdpa
+
+
+# ---- cases
+
+def _case(name, B, hq, hk, S, D, *, documents=None, tags=cases.CONTRACT, **options):
+    def make(device, dtype, seed):
+        g = cases.generator(device, seed)
+        q, k, v = (cases.randn(B, S, h, D, device=device, dtype=dtype, gen=g, requires_grad=False).transpose(1, 2)
+                   .requires_grad_() for h in (hq, hk, hk))
+        kw = {"q": q, "k": k, "v": v, **options}
+        if documents:
+            kw["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32, device=device)
+        return kw
+
+    def cost(itemsize):   # causal: half the score matrix; two products forward, five backward
+        flops = 2 * B * hq * S * S * D
+        return Cost(itemsize * B * S * D * 2 * (hq + hk), itemsize * B * S * D * 4 * (hq + hk), flops, 5 * flops // 2)
+
+    return Case(name, make, cost, tags)
+
+
+ATTENTION = Op(
+    "attention", attention, attention_eager,
+    (Implementation("sdpa", _sdpa, devices=("cuda", "cpu"),
+                    dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)),),
+    (
+        _case("gqa", 2, 4, 2, 9, 8),
+        _case("full", 1, 2, 2, 7, 16, causal=False),
+        _case("scaled", 2, 2, 1, 5, 8, scale=0.3),
+        _case("documents", 1, 4, 2, 17, 8, documents=(0, 1, 6, 17)),
+        _case("qwen3-8b", 1, 32, 8, 4096, 128, tags=cases.CUDA),
+        _case("qwen3-8b", 1, 32, 8, 512, 128, tags=cases.CPU),
+    ),
+    # PyTorch's backward recomputes the probabilities from the log-sum-exp and takes sum(p dp) from the rounded output:
+    # two more roundings of terms that then cancel, where the twin keeps float32.
+    atol={torch.float32: 8 * torch.finfo(torch.float32).eps, torch.bfloat16: 2 * torch.finfo(torch.bfloat16).eps,
+          torch.float16: 2 * torch.finfo(torch.float16).eps},
+)

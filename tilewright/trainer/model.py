@@ -1,0 +1,392 @@
+"""Decoder-only transformers, written on tilewright's ops: Llama, Qwen3 (QK norm) and Qwen3-MoE.
+
+Parameter names are Hugging Face's, except what is fused: qkv_proj [q; k; v], gate_up_proj [gate; up], and the experts'
+gate_up_proj [E, 2 I, H] and down_proj [E, H, I]; `hf.py` converts. Shape suffixes: B batch, S sequence, T = B S tokens,
+H hidden, V vocabulary, E experts, K experts a token, I inner width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tilewright import ops as tw
+from tilewright.ops.rope import document_positions
+from tilewright.registry import operations
+
+MODEL_TYPES = ("llama", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model's shape. `from_hf` reads Hugging Face's config.json."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: tuple[tuple[str, Any], ...] = ()   # items of Hugging Face's dictionary, without rope_theta
+    max_position_embeddings: int = 4096
+    tie_word_embeddings: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
+        """Raises ValueError, naming the field, for a model or feature that is not built here."""
+        if hf.get("model_type") not in MODEL_TYPES:
+            raise ValueError(f"model_type must be one of {list(MODEL_TYPES)}, got {hf.get('model_type')!r}")
+        moe = hf["model_type"] == "qwen3_moe"
+        for key, neutral in (("attention_bias", False), ("mlp_bias", False), ("use_sliding_window", False),
+                             ("attention_dropout", 0.0), ("hidden_act", "silu")):
+            if hf.get(key, neutral) not in (neutral, None):
+                raise ValueError(f"config.json: {key} = {hf[key]!r} is not supported; accepted: {neutral!r}")
+        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+        theta = rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
+        kind = rope.setdefault("rope_type", rope.pop("type", "default"))
+        if kind not in ROPE_TYPES:
+            raise ValueError(f"config.json: rope type {kind!r} is not supported; accepted: {list(ROPE_TYPES)}")
+        heads = hf["num_attention_heads"]
+        known = {f.name for f in fields(cls)}
+        given = {k: v for k, v in hf.items() if k in known and v is not None}
+        if not moe:
+            given = {k: v for k, v in given.items() if "expert" not in k and not k.startswith("moe")}
+        given |= {
+            "rope_theta": float(theta), "rope_scaling": tuple(sorted(rope.items())) if kind != "default" else (),
+            "num_key_value_heads": hf.get("num_key_value_heads") or heads,
+            "head_dim": hf.get("head_dim") or hf["hidden_size"] // heads,
+            "mlp_only_layers": tuple(hf.get("mlp_only_layers") or ()),
+        }
+        return cls(**given)
+
+    def to_hf(self) -> dict[str, Any]:
+        """config.json as transformers reads it."""
+        names = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+        out = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("rope_theta", "rope_scaling")}
+        if self.model_type != "qwen3_moe":
+            out = {k: v for k, v in out.items()
+                   if "expert" not in k and not k.startswith("moe")
+                   and k not in ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")}
+        else:
+            out["mlp_only_layers"] = list(self.mlp_only_layers)
+        rope = dict(self.rope_scaling) or {"rope_type": "default"}
+        # transformers 5 reads rope_parameters, 4 the other two.
+        out |= {"rope_theta": self.rope_theta, "rope_parameters": {**rope, "rope_theta": self.rope_theta},
+                "architectures": [f"{names[self.model_type]}ForCausalLM"], "hidden_act": "silu",
+                "attention_bias": False}
+        if self.rope_scaling:
+            out["rope_scaling"] = rope
+        return out
+
+    def is_moe(self, layer: int) -> bool:
+        return (self.num_experts > 0 and layer not in self.mlp_only_layers
+                and (layer + 1) % self.decoder_sparse_step == 0)
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Which implementation of each op the model calls. Every name is checked when this is built."""
+
+    attention: str
+    rmsnorm: str
+    add_rmsnorm: str
+    silu_mul: str
+    rope: str
+    linear_cross_entropy: str
+    moe: str = "eager"
+
+    @classmethod
+    def resolve(cls, attn_implementation: str = "auto", moe_implementation: str | None = None, *,
+                device_type: str = "cpu", dtype: torch.dtype = torch.float32, **names: str) -> Ops:
+        """Raises ValueError for an unknown name and ImplementationUnavailable for one that cannot run here."""
+        if moe_implementation not in (None, "eager"):
+            raise ValueError(f"model.moe_implementation: {moe_implementation!r} is not registered; have ['eager']")
+        table, chosen = operations(), {}
+        asked = {"attention": attn_implementation, **names}
+        for field in fields(cls):
+            if field.name == "moe":
+                continue
+            name = asked.pop(field.name, "auto")
+            table[field.name].resolve(name, device_type, dtype)
+            chosen[field.name] = table[field.name].choose(device_type, dtype) if name == "auto" else name
+        if asked:
+            raise ValueError(f"unknown ops {sorted(asked)}; have {[f.name for f in fields(cls)]}")
+        return cls(**chosen)
+
+    def names(self) -> dict[str, str]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+# ---- positions
+
+def _default(inv_freq, scaling):
+    return inv_freq
+
+
+def _linear(inv_freq, scaling):
+    return inv_freq / scaling["factor"]
+
+
+def _llama3(inv_freq, scaling):
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
+    factor, low, high = (scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inv_freq
+    smooth = ((context / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * inv_freq / factor + smooth * inv_freq
+
+
+ROPE_TYPES = {"default": _default, "linear": _linear, "llama3": _llama3}
+
+
+def rope_tables(config: ModelConfig, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, [positions, head_dim / 2], float32."""
+    scaling = dict(config.rope_scaling)
+    exponent = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.int64).float() / config.head_dim
+    inv_freq = ROPE_TYPES[scaling.get("rope_type", "default")](1.0 / config.rope_theta ** exponent, scaling)
+    angle = torch.outer(torch.arange(positions, device=device).float(), inv_freq)
+    return angle.cos(), angle.sin()
+
+
+# ---- layers
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float, implementation: str):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps, self.implementation = eps, implementation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return tw.rmsnorm(x, self.weight, self.eps, implementation=self.implementation)
+
+
+class AddRMSNorm(RMSNorm):
+    """Adds to the residual stream and normalises the sum: (normalised, sum). A residual of None is zero."""
+
+    def __init__(self, size: int, eps: float, ops: Ops):
+        super().__init__(size, eps, ops.rmsnorm)
+        self.add_implementation = ops.add_rmsnorm
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            return super().forward(x), x
+        return tw.add_rmsnorm(x, residual, self.weight, self.eps, implementation=self.add_implementation)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, ops: Ops, merge_qkv: bool):
+        super().__init__()
+        H, D = config.hidden_size, config.head_dim
+        self.heads, self.kv_heads, self.head_dim, self.ops = (config.num_attention_heads, config.num_key_value_heads,
+                                                              D, ops)
+        widths = (self.heads * D, self.kv_heads * D, self.kv_heads * D)
+        self.widths, self.merge_qkv = widths, merge_qkv
+        if merge_qkv:
+            self.qkv_proj = nn.Linear(H, sum(widths), bias=False)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(H, n, bias=False) for n in widths)
+        self.o_proj = nn.Linear(widths[0], H, bias=False)
+        self.qk_norm = config.model_type != "llama"
+        if self.qk_norm:
+            self.q_norm = RMSNorm(D, config.rms_norm_eps, ops.rmsnorm)
+            self.k_norm = RMSNorm(D, config.rms_norm_eps, ops.rmsnorm)
+
+    def forward(self, x, cos, sin, position_ids, cu_seqlens):
+        B, S, _ = x.shape
+        if self.merge_qkv:
+            q, k, v = self.qkv_proj(x).split(self.widths, -1)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        q, k = tw.rope(q, k, cos, sin, position_ids=position_ids, implementation=self.ops.rope)
+        out = tw.attention(q, k, v, cu_seqlens=cu_seqlens, implementation=self.ops.attention)
+        return self.o_proj(out.transpose(1, 2).reshape(B, S, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig, ops: Ops):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.ops = ops
+
+    def forward(self, x):
+        return self.down_proj(tw.silu_mul(self.gate_up_proj(x), implementation=self.ops.silu_mul))
+
+
+class Experts(nn.Module):
+    """A loop over the experts that got tokens."""
+
+    def __init__(self, config: ModelConfig, ops: Ops):
+        super().__init__()
+        E, H, I = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, H))
+        self.down_proj = nn.Parameter(torch.empty(E, H, I))
+        self.ops = ops
+
+    def forward(self, x_TH, index_TK, weight_TK):
+        out = torch.zeros_like(x_TH)
+        for e in range(self.gate_up_proj.shape[0]):
+            token, slot = (index_TK == e).nonzero(as_tuple=True)
+            # An expert without tokens still takes part, on zero rows, so that every rank has a gradient for it.
+            inner = tw.silu_mul(F.linear(x_TH[token], self.gate_up_proj[e]), implementation=self.ops.silu_mul)
+            y = F.linear(inner, self.down_proj[e]) * weight_TK[token, slot, None].to(x_TH.dtype)
+            out = out.index_add(0, token, y.to(out.dtype))
+        return out
+
+
+class MoE(nn.Module):
+    def __init__(self, config: ModelConfig, ops: Ops):
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config, ops)
+        self.top_k, self.renormalise = config.num_experts_per_tok, config.norm_topk_prob
+
+    def forward(self, x):
+        x_TH = x.reshape(-1, x.shape[-1])
+        probability_TE = self.gate(x_TH).float().softmax(-1)   # the choice of experts is made in float32
+        weight_TK, index_TK = probability_TE.topk(self.top_k, -1)
+        if self.renormalise:
+            weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+        return self.experts(x_TH, index_TK, weight_TK).view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, ops: Ops, layer: int, merge_qkv: bool):
+        super().__init__()
+        self.input_layernorm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.self_attn = Attention(config, ops, merge_qkv)
+        self.post_attention_layernorm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.mlp = MoE(config, ops) if config.is_moe(layer) else MLP(config, ops)
+        self.recompute: tuple[str, ...] = ()
+        self.reentrant = False
+
+    def _run(self, name, *args):
+        module = getattr(self, name)
+        if name in self.recompute and torch.is_grad_enabled():
+            return checkpoint(module, *args, use_reentrant=self.reentrant)
+        return module(*args)
+
+    def _layer(self, x, residual, cos, sin, position_ids, cu_seqlens):
+        x, residual = self.input_layernorm(x, residual)
+        x = self._run("self_attn", x, cos, sin, position_ids, cu_seqlens)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self._run("mlp", x), residual
+
+    def forward(self, *args):
+        if "layer" in self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._layer, *args, use_reentrant=self.reentrant)
+        return self._layer(*args)
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: ModelConfig, ops: Ops, merge_qkv: bool):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, ops, i, merge_qkv) for i in range(config.num_hidden_layers))
+        self.norm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.config = config
+
+    def forward(self, input_ids, position_ids, cu_seqlens):
+        x, residual = self.embed_tokens(input_ids), None
+        if cu_seqlens is not None and position_ids is None:
+            position_ids = document_positions(cu_seqlens, input_ids.numel()).view_as(input_ids)
+        # Made for each call rather than kept: a buffer would have to survive meta-device construction, and this costs
+        # less than one row of one matrix product.
+        cos, sin = rope_tables(self.config, max(input_ids.shape[1], self.config.max_position_embeddings
+                                                if position_ids is not None else 0), input_ids.device)
+        for layer in self.layers:
+            x, residual = layer(x, residual, cos, sin, position_ids, cu_seqlens)
+        return self.norm(x, residual)[0]
+
+
+class Transformer(nn.Module):
+    """A causal language model. Build it under torch.device("meta") for FSDP2, then `to_empty` and `init_weights`."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, merge_qkv: bool = True):
+        super().__init__()
+        self.config, self.ops = config, ops
+        self.model = Decoder(config, ops, merge_qkv)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Shares the embedding with the head again; call it after `to_empty`, which separates them."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, std: float = 0.02) -> None:
+        """Normal weights, norms of one. Each parameter has a generator of its own, so that the values depend on the
+        seed and the parameter's name only, not on how the model is sharded."""
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        for i, (name, p) in enumerate(self.named_parameters()):
+            if name.endswith("norm.weight"):
+                p.fill_(1.0)
+                continue
+            generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + i)
+            full = torch.randn(p.shape, generator=generator) * std
+            if isinstance(p, DTensor):
+                p.copy_(distribute_tensor(full.to(p.device, p.dtype), p.device_mesh, p.placements))
+            else:
+                p.copy_(full)
+
+    def recompute_activations(self, modules: list[str] | None = None, reentrant: bool = False) -> None:
+        """Recompute in the backward: whole layers (None), or only "self_attn" and/or "mlp" of each."""
+        if unknown := set(modules or ()) - {"self_attn", "mlp"}:
+            raise ValueError(f"recompute_modules accepts self_attn and mlp, got {sorted(unknown)}")
+        for block in self.model.layers:
+            block.recompute, block.reentrant = tuple(modules or ("layer",)), reentrant
+
+    def forward(self, input_ids: torch.Tensor, *, labels: torch.Tensor | None = None,
+                position_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+                num_tokens: torch.Tensor | float | None = None) -> torch.Tensor:
+        """Logits [B, S, V], or the loss if labels are given.
+
+        input_ids: [B, S]; with cu_seqlens [n + 1], packed documents and B = 1.
+        labels: [B, S], already shifted: labels[t] is the token that follows t; -100 is ignored.
+        num_tokens: what the summed token losses are divided by; default: the labels that count.
+        """
+        hidden = self.model(input_ids, position_ids, cu_seqlens)
+        if labels is None:
+            return self.lm_head(hidden)
+        weight = self.lm_head.weight
+        if torch.is_autocast_enabled(hidden.device.type):   # custom operators are not autocast, matrix products are
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        return tw.linear_cross_entropy(hidden, weight, labels, num_tokens=num_tokens,
+                                       implementation=self.ops.linear_cross_entropy)
+
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, sequence: int) -> float:
+        """Floating-point operations of forward and backward for one token, experts counted as routed."""
+        c = self.config
+        attention = c.hidden_size * c.head_dim * 2 * (c.num_attention_heads + c.num_key_value_heads)
+        score = c.num_attention_heads * c.head_dim * sequence   # causal: half of 2 S for each of two products
+        dense = 3 * c.hidden_size * c.intermediate_size
+        sparse = 3 * c.hidden_size * c.moe_intermediate_size * c.num_experts_per_tok + c.hidden_size * c.num_experts
+        mlp = sum(sparse if c.is_moe(i) else dense for i in range(c.num_hidden_layers))
+        matrix = c.num_hidden_layers * (attention + score) + mlp + c.hidden_size * c.vocab_size
+        return 6.0 * matrix
