@@ -1,0 +1,186 @@
+"""The trainer's models against transformers, on the same weights, in float32."""
+
+import pathlib
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from tilewright.trainer import hf  # noqa: E402
+from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
+
+SMOLLM2 = pathlib.Path(__file__).parent.parent / ".cache/smollm2"
+SMALL = {"vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+         "rms_norm_eps": 1e-6, "initializer_range": 0.2}
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}
+SHAPES = {
+    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
+    "llama3-rope": (transformers.LlamaConfig, {"rope_parameters": LLAMA3}),
+    "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": False}),
+    "qwen3-tied": (transformers.Qwen3Config, {"tie_word_embeddings": True}),
+    "qwen3-moe": (transformers.Qwen3MoeConfig, MOE),
+    "qwen3-moe-mixed": (transformers.Qwen3MoeConfig, {**MOE, "mlp_only_layers": [1], "norm_topk_prob": False}),
+}
+
+
+def theirs(name, tmp_path):
+    kind, extra = SHAPES[name]
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(kind(**SMALL, **extra), attn_implementation="eager").eval()
+    with torch.no_grad():   # norms of exactly one would hide a norm that is not applied
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.add_(0.3 * torch.randn_like(p))
+    model.save_pretrained(tmp_path / "theirs")
+    return model
+
+
+def ours(folder, merge_qkv=True, **ops):
+    model = Transformer(hf.load_config(folder), Ops.resolve(**ops), merge_qkv)
+    hf.load_weights(model, folder)
+    return model
+
+
+def close(a, b):
+    assert (a - b).abs().max() <= 1e-4 * b.abs().max()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("merge_qkv", [True, False])
+def test_logits_loss_and_gradients_equal_transformers(name, merge_qkv, tmp_path):
+    reference = theirs(name, tmp_path)
+    model = ours(tmp_path / "theirs", merge_qkv)
+    ids = torch.randint(0, 211, (2, 40))
+    close(model(ids), reference(ids).logits)
+    labels = torch.cat((ids[:, 1:], torch.full((2, 1), -100)), 1)
+    loss = model(ids, labels=labels)
+    expected = reference(ids, labels=ids).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    loss.backward()
+    expected.backward()
+    wanted = dict(reference.named_parameters())
+    compared = 0
+    for param, p in model.named_parameters():
+        if "experts" in param:
+            want = wanted[param].grad
+        else:
+            want = torch.cat([wanted[n].grad for n in hf.sources(param, model.config)])
+        assert (p.grad - want).abs().max() <= 1e-4 * want.abs().max(), param
+        compared += 1
+    assert compared == len(list(model.parameters()))
+
+
+def test_smollm2_logits_equal_transformers_on_the_real_weights():
+    if not (SMOLLM2 / "config.json").is_file():
+        pytest.skip("no .cache/smollm2; `make .cache/smollm2/config.json` makes it")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM2)
+    ids = tokenizer("The capital of France is Paris, and the sea around Brittany is cold in winter.",
+                    return_tensors="pt").input_ids
+    with torch.no_grad():
+        logits = ours(SMOLLM2)(ids)
+        close(logits, reference(ids).logits)
+    after_is = tokenizer("The capital of France is", return_tensors="pt").input_ids.shape[1] - 1
+    assert tokenizer.decode(logits[0, after_is].argmax()) == " Paris"
+
+
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_packed_documents_equal_separate_ones(name, attn, tmp_path):
+    theirs(name, tmp_path)
+    model = ours(tmp_path / "theirs", attn_implementation=attn)
+    documents = [torch.randint(0, 211, (n,)) for n in (5, 1, 17)]
+    packed = model(torch.cat(documents)[None], cu_seqlens=torch.tensor([0, 5, 6, 23], dtype=torch.int32))
+    alone = torch.cat([model(d[None])[0] for d in documents])
+    torch.testing.assert_close(packed[0], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_recomputed_activations_give_the_same_gradients(tmp_path):
+    theirs("qwen3", tmp_path)
+    ids = torch.randint(0, 211, (1, 20))
+    found = []
+    for modules in ("off", None, ["self_attn"], ["mlp"], ["self_attn", "mlp"]):
+        model = ours(tmp_path / "theirs")
+        if modules != "off":
+            model.recompute_activations(modules)
+        model(ids, labels=ids).backward()
+        found.append([p.grad for p in model.parameters()])
+    for grads in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], grads, strict=True))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_folders_round_trip_bit_for_bit_and_load_in_transformers(name, tmp_path):
+    reference = theirs(name, tmp_path)
+    hf.save_weights(ours(tmp_path / "theirs"), tmp_path / "ours", max_shard_bytes=100_000)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    for (n, a), (_, b) in zip(reference.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(a, b), n
+    ids = torch.randint(0, 211, (1, 12))
+    torch.testing.assert_close(again(ids).logits, reference(ids).logits, rtol=0, atol=0)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_meta_construction_and_initialisation_depend_on_the_seed_alone():
+    config = ModelConfig.from_hf({"model_type": "qwen3", **SMALL, "tie_word_embeddings": True})
+    models = []
+    for meta, seed in ((True, 3), (False, 3), (False, 4)):
+        with torch.device("meta" if meta else "cpu"):
+            model = Transformer(config, Ops.resolve())
+        if meta:
+            model.to_empty(device="cpu")
+            model.tie()
+        model.init_weights(seed)
+        models.append(model)
+    a, b, c = (torch.cat([p.flatten() for p in m.parameters()]) for m in models)
+    assert torch.equal(a, b) and not torch.equal(a, c)
+    assert models[0].lm_head.weight is models[0].model.embed_tokens.weight
+    assert 0.015 < models[0].model.layers[0].self_attn.qkv_proj.weight.std() < 0.025
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"model_type": "mamba"}, "model_type must be one of .*'mamba'"),
+    ({"attention_bias": True}, "attention_bias = True is not supported"),
+    ({"use_sliding_window": True}, "use_sliding_window = True"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+])
+def test_what_is_not_built_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf({"model_type": "llama", **SMALL, **change})
+
+
+def test_unknown_and_unusable_implementations_are_refused_before_anything_is_built():
+    from tilewright.registry import ImplementationUnavailable
+
+    with pytest.raises(ValueError, match=r"attention: unknown implementation 'flash_attention_9'; have"):
+        Ops.resolve("flash_attention_9")
+    with pytest.raises(ValueError, match="moe_implementation: 'triton' is not registered"):
+        Ops.resolve(moe_implementation="triton")
+    with pytest.raises(ImplementationUnavailable, match="rmsnorm.triton."):
+        Ops.resolve(rmsnorm="triton", device_type="cuda") if not torch.cuda.is_available() else Ops.resolve(
+            rmsnorm="triton", device_type="xpu")
+
+
+def test_a_checkpoint_that_does_not_fit_reports_everything_at_once(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    theirs("qwen3", tmp_path)
+    file = tmp_path / "theirs/model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.self_attn.k_proj.weight"]
+    tensors["model.norm.weight"] = torch.ones(3)
+    tensors["model.layers.9.extra"] = torch.ones(1)
+    save_file(tensors, file)
+    with pytest.raises(ValueError) as caught:
+        ours(tmp_path / "theirs")
+    for part in ("missing model.layers.0.self_attn.k_proj.weight", "model.norm.weight give shape [3]",
+                 "unexpected model.layers.9.extra"):
+        assert part in str(caught.value)
+    with pytest.raises(FileNotFoundError, match="no model.safetensors"):
+        hf.load_weights(ours.__wrapped__ if hasattr(ours, "__wrapped__") else Transformer(
+            hf.load_config(tmp_path / "theirs"), Ops.resolve()), tmp_path)
