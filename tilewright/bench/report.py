@@ -245,7 +245,10 @@ def plotted(rows: Iterable[dict]) -> list[dict]:
 
 
 def plot(document: dict, path: pathlib.Path) -> None:
-    """Speed-up over eager as bars: a panel for each dtype, a block for each op, its geometric mean on top."""
+    """Speed-up over eager as bars: a panel for each dtype, a block for each op, its geometric mean on top.
+
+    The mean over all ops is drawn for providers that have every op in that dtype.
+    """
     import math
 
     from matplotlib.figure import Figure
@@ -259,10 +262,22 @@ def plot(document: dict, path: pathlib.Path) -> None:
     order += [n for n in names if n not in BASELINES]
     extra = iter(MORE_COLOURS * 5)
     colour = {n: COLOURS.get(n) or next(extra) for n in order}
-    value = {key(r): speedup(r, "eager") for r in rows}
-    labels = []   # (op, case); case None: the op's geometric mean
-    for op in dict.fromkeys(r["op"] for r in rows):
-        labels += [(op, None), *((op, c) for c in dict.fromkeys(r["case"] for r in rows if r["op"] == op))]
+    hatched = {key(r) for r in rows if beyond(r)}
+    ops: dict[str, list[str]] = {}
+    for r in rows:
+        if r["case"] not in ops.setdefault(r["op"], []):
+            ops[r["op"]].append(r["case"])
+    value: dict[tuple, float | None] = {key(r): speedup(r, "eager") for r in rows}
+    labels = [("all ops", None)] if len(ops) > 1 else []   # (op, case); case None: a geometric mean
+    for op, cases in ops.items():
+        labels += [(op, None), *((op, case) for case in cases)]
+    for dtype in dtypes:
+        for name in order:
+            for op, cases in ops.items():
+                found = [value.get((op, case, dtype, name)) for case in cases]
+                value[op, None, dtype, name] = geomean(v for v in found if v)
+            means = [value[op, None, dtype, name] for op in ops]
+            value["all ops", None, dtype, name] = geomean(means) if all(means) else None
 
     bar = 0.8 / len(order)
     places, y = {}, 0.0
@@ -270,7 +285,8 @@ def plot(document: dict, path: pathlib.Path) -> None:
         y += 0.55 if label[1] is None and places else 0.0   # air between ops
         places[label] = y
         y += 1.0
-    low, high = min(0.8, *value.values()), max(1.25, *value.values())
+    found = [v for v in value.values() if v]
+    low, high = min(0.8, *found), max(1.25, *found)
     left, right = math.log2(low) - 0.15, math.log2(high) + 0.7
 
     size = 2.6 + 4.6 * len(dtypes), 1.9 + (0.17 * len(order) + 0.10) * y
@@ -279,14 +295,12 @@ def plot(document: dict, path: pathlib.Path) -> None:
     for panel, dtype in zip(panels, dtypes, strict=True):
         for (op, case), place in places.items():
             for i, name in enumerate(order):
-                if case is None:
-                    v = geomean(v for (o, _, d, p), v in value.items() if (o, d, p) == (op, dtype, name))
-                else:
-                    v = value.get((op, case, dtype, name))
+                v = value.get((op, case, dtype, name))
                 if v is None:
                     continue
                 at = place + (i - (len(order) - 1) / 2) * bar
-                panel.barh(at, math.log2(v), height=0.92 * bar, color=colour[name], linewidth=0, zorder=2)
+                panel.barh(at, math.log2(v), height=0.92 * bar, color=colour[name], linewidth=0, zorder=2,
+                           edgecolor="white", hatch="////" if (op, case, dtype, name) in hatched else None)
                 panel.text(max(math.log2(v), 0) + 0.04, at, f"{v:.2f}", va="center", fontsize=7,
                            weight="bold" if case is None else "normal", zorder=3)
             if case is None:
@@ -304,7 +318,7 @@ def plot(document: dict, path: pathlib.Path) -> None:
         for side in ("top", "right", "left"):
             panel.spines[side].set_visible(False)
     panels[0].set_yticks(list(places.values()),
-                         [f"{op} (geometric mean)" if c is None else c for op, c in places])
+                         [f"{op}: geometric mean" if c is None else c for op, c in places])
     for text, (_, case) in zip(panels[0].get_yticklabels(), places, strict=True):
         text.set_fontsize(9 if case is None else 8)
         text.set_fontweight("bold" if case is None else "normal")
@@ -314,6 +328,9 @@ def plot(document: dict, path: pathlib.Path) -> None:
     shown = {"compile": "torch.compile", "torch": "torch's fused op", "liger": "Liger-Kernel"}
     handles = [Patch(color=colour[n], label=shown.get(n, f"tilewright {n}")) for n in order]
     handles.append(Line2D([], [], color="black", linewidth=1, label="eager = 1"))
+    if hatched:
+        handles.append(Patch(facecolor="#8c8c8c", edgecolor="white", hatch="////", linewidth=0,
+                             label="beyond the numerics contract"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
