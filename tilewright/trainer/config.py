@@ -1,471 +1,288 @@
-"""The training configuration: every field, what it means, what is refused and why.
+"""The trainer's configuration: every field, what it means, and which values this version refuses.
 
-YAML with the sections model, data, train and lora; `--section.field value` overrides it. Nothing is ignored: an unknown
-key, a value of the wrong kind and a value that cannot work in this version are errors, all reported at once.
+A field that is accepted does what its description says. What cannot work is refused with one sentence (REFUSED and
+`problems`), never ignored. Names, types and meanings follow xorl's local training configuration; DIFFERENCES lists
+where a default or a meaning departs from it, and why. Reading files and command lines is in `overrides.py`.
+
+    python -m tilewright.trainer.config check config.yaml --train.lr 2e-5     # prints the resolved YAML, or the errors
+    python -m tilewright.trainer.config docs docs/configuration.md            # writes the reference
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-import pathlib
-import re
 import sys
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from tilewright import platform
+from tilewright.trainer import overrides as reading
+from tilewright.trainer.overrides import ConfigError
+
+__all__ = ["Config", "ConfigError", "Data", "DatasetEntry", "Lora", "Model", "Train", "from_command_line", "load",
+           "resolved", "to_yaml"]
 
 
-class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, a line each."""
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False,
+                              coerce_numbers_to_str=True, protected_namespaces=())
 
-    def __init__(self, problems: list[str]):
-        self.problems = problems
-        super().__init__("\n".join(problems))
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python's True is an int: `micro_batch_size: true` would mean 1."""
+        annotation = cls.model_fields[info.field_name].annotation
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
+            raise ValueError("a boolean does not fit here")
+        return value
 
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
-
-
-def field(default: Any, description: str, **limits: Any) -> Any:
-    return Field(default, description=description, **limits)
-
-
-Ratio = {"ge": 0.0, "le": 1.0}
-
-
-class Model(_Section):
-    model_path: str | None = field(None, "Folder with config.json and safetensors, or a Hugging Face Hub id. Null: random weights.")
-    config_path: str | None = field(None, "Folder with config.json. Default: model_path.")
-    tokenizer_path: str | None = field(None, "Folder with the tokenizer. Default: config_path.")
-    attn_implementation: str = field("auto", "Attention implementation, a name of `tilewright explain attention`, or auto.")
-    moe_implementation: str | None = field(None, "Expert implementation; null lets the registry choose.")
-    ep_dispatch: Literal["alltoall", "deepep"] = field("alltoall", "Expert-parallel dispatch.")
-    deepep_buffer_size_gb: float = field(2.0, "DeepEP buffer a GPU, GB.")
-    deepep_num_sms: int = field(20, "Multiprocessors for DeepEP's kernels; even.")
-    deepep_async_combine: bool = field(False, "Overlap DeepEP's combine with the next layer.")
-    merge_qkv: bool = field(True, "One projection for q, k and v.")
-    basic_modules: list[str] = field([], "Class or attribute names of further modules that FSDP2 shards as units.")
-    foundation: dict[str, Any] = field({}, "Extra foundation-model configuration.")
-    encoders: dict[str, Any] = field({}, "Multimodal encoders.")
+    def _fill(self, **values: Any) -> None:
+        # Only from validators, while the model is being built: afterwards it is frozen.
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
 
-class Dataset(_Section):
-    path: str = field(..., "Folder, file, Hugging Face Hub id or URL; `dummy` for synthetic tokens.")
-    type: Literal["tokenized", "text"] = field("tokenized", "tokenized: input_ids (and labels). text: raw text, tokenised with tokenizer_path; a file is a document.")
-    name: str | None = field(None, "Hub configuration (subset).")
-    split: str | None = field(None, "Split; default train.")
-    revision: str | None = field(None, "Hub commit or tag.")
-    trust_remote_code: bool = field(False, "Run a data set's own code.")
-    data_files: str | list[str] | None = field(None, "Files to load; needs ds_type.")
-    ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = field(None, "Format of data_files.")
-    max_seq_len: int | None = field(None, "Longest sample, tokens: longer tokenized samples are cut, longer texts are split.", ge=2)
-    shards: int | None = field(None, "Split into this many pieces and take one.", ge=1)
-    shards_idx: int | None = field(None, "The piece to take, from 0.", ge=0)
-    preprocess_shards: int | None = field(None, "Tokenise in this many pieces, to bound memory.", ge=1)
+class Model(Section):
+    model_path: str | None = Field(None, description="Folder (or Hub id) with weights; null: random weights.")
+    config_path: str | None = Field(None, description="Folder with config.json, or the file; null: as model_path.")
+    tokenizer_path: str | None = Field(None, description="Folder with the tokenizer; null: as config_path.")
+    attn_implementation: str = Field("auto", description="Attention: auto, or a name of `tilewright explain attention`.")
+    moe_implementation: str | None = Field(None, description="Experts: null (automatic), or an implementation's name.")
+    ep_dispatch: Literal["alltoall", "deepep"] = Field("alltoall", description="Expert-parallel dispatch.")
+    deepep_buffer_size_gb: float = Field(2.0, gt=0, description="DeepEP's buffer per GPU, in GB.")
+    deepep_num_sms: int = Field(20, gt=0, description="Streaming multiprocessors that DeepEP uses.")
+    deepep_async_combine: bool = Field(False, description="Overlap DeepEP's combine with the next layer.")
+    merge_qkv: bool = Field(True, description="Keep the query, key and value projections as one qkv_proj.")
+    basic_modules: list[str] = Field([], description="Further module names to shard as FSDP units of their own.")
+    foundation: dict[str, Any] = Field({}, description="Further configuration of a foundation model.")
+    encoders: dict[str, Any] = Field({}, description="Multimodal encoders by kind (image, video, audio).")
 
     @model_validator(mode="after")
-    def _together(self):
-        if self.data_files is not None and self.ds_type is None:
-            raise ValueError("data_files needs ds_type")
-        if self.shards_idx is not None and self.shards is None:
-            raise ValueError("shards_idx needs shards")
-        if self.shards is not None and (self.shards_idx or 0) >= self.shards:
-            raise ValueError(f"shards_idx must be below shards = {self.shards}, got {self.shards_idx}")
-        if self.shards is not None and self.preprocess_shards is not None:
-            raise ValueError("shards and preprocess_shards exclude each other")
+    def _paths(self) -> Model:
+        self._fill(config_path=self.config_path or self.model_path)
+        folder = self.config_path
+        if folder is not None and folder.endswith(".json"):
+            folder = folder.rpartition("/")[0] or "."
+        self._fill(tokenizer_path=self.tokenizer_path or folder)
         return self
 
 
-class Data(_Section):
-    datasets: list[Dataset] = field(..., "Training data.", min_length=1)
-    test_datasets: list[Dataset] = field([], "Evaluation data.")
-    dataset_prepared_path: str | None = field("last_prepared_dataset", "Where tokenised data is cached, by content.")
-    select_columns: list[str] | None = field(None, "Columns to keep; default input_ids and labels.")
-    sample_packing_method: Literal["sequential", "multipack"] = field("sequential", "sequential: in order. multipack: first-fit decreasing in groups.")
-    sample_packing_sequence_len: int = field(32000, "Length of a bin, tokens.", ge=2)
-    sample_packing_group_size: int = field(100000, "Samples packed together by multipack.", ge=1)
-    sample_packing_sequentially: bool | None = field(None, "True: sequential whatever the method.")
-    sample_packing_mp_start_method: Literal["fork", "spawn", "forkserver"] | None = field(None, "Start method of packing processes.")
-    eval_sample_packing: bool | None = field(None, "False: one document a bin in evaluation.")
-    dataloader_num_workers: int = field(0, "Loader processes.", ge=0)
-    dataloader_prefetch_factor: int | None = field(None, "Batches prefetched by a worker; null with no workers.", ge=1)
-    dataloader_pin_memory: bool = field(True, "Pin host memory where there is a GPU.")
-    dataloader_drop_last: bool = field(True, "Drop the last incomplete step of an epoch.")
-    pad_to_multiple_of: int = field(128, "Pad a packed batch to a multiple of this many tokens.", ge=1)
-    val_set_size: int | float | None = field(None, "Held-out samples: a count, or a fraction below 1.", gt=0)
-    shuffle_merged_datasets: bool = field(True, "Shuffle after merging.")
-    shuffle_before_merging_datasets: bool = field(True, "Shuffle each data set first.")
-    dataset_num_proc: int | None = field(None, "Tokenising processes; default: one.", ge=1)
-    dataset_shard_num: int | None = field(None, "Split each data set into this many shards.", ge=1)
-    dataset_shard_idx: int | None = field(None, "The shard to take.", ge=0)
-    num_dataset_shards_to_save: int | None = field(None, "Files that the prepared data set is saved as.", ge=1)
-    skip_prepare_dataset: bool = field(False, "Load dataset_prepared_path as it is.")
-    push_dataset_to_hub: str | None = field(None, "Hub repository to push the prepared data set to.")
-    hf_use_auth_token: bool | None = field(None, "Use the stored Hub token.")
+class DatasetEntry(Section):
+    path: str = Field(description="File, folder, Hub id, s3://, gs://, abfs:// or https:// address, or dummy.")
+    type: Literal["tokenized", "text"] = Field(
+        "tokenized", description="tokenized: rows with input_ids and, if there, labels; text: tokenised on preparation.")
+    name: str | None = Field(None, description="Configuration (subset) of a Hub dataset.")
+    split: str | None = Field(None, description="Split, such as train or train[:10%]; null: the only one.")
+    revision: str | None = Field(None, description="Commit or tag of a Hub dataset.")
+    trust_remote_code: bool = Field(False, description="Run a dataset's own code.")
+    data_files: str | list[str] | None = Field(None, description="Files or patterns within path; needs ds_type.")
+    ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = Field(
+        None, description="Format of the files; null: by their suffix.")
+    max_seq_len: int | None = Field(
+        None, ge=2, description="Tokens kept of a longer sample (tokenized), or tokens of a piece of a document (text).")
+    shards: int | None = Field(None, ge=1, description="Take one of this many parts of the dataset.")
+    shards_idx: int | None = Field(None, ge=0, description="Which part, from 0.")
+    preprocess_shards: int | None = Field(None, ge=1, description="Prepare in this many chunks, one after the other.")
 
 
-class Train(_Section):
-    output_dir: str = field(..., "Checkpoints, logs and the resolved configuration.")
-    data_parallel_mode: Literal["none", "ddp", "fsdp2"] = field("fsdp2", "none, ddp, or fsdp2 (ZeRO).")
-    data_parallel_shard_size: int = field(-1, "Ranks of a shard group; -1: all.", ge=-1)
-    data_parallel_replicate_size: int = field(-1, "Replicas (HSDP); -1: as many as shard groups.", ge=-1)
-    tensor_parallel_size: int = field(1, "Tensor-parallel ranks.")
-    pipeline_parallel_size: int = field(1, "Pipeline stages.")
-    pipeline_parallel_schedule: Literal["1F1B", "GPipe"] = field("1F1B", "Pipeline schedule.")
-    pp_variable_seq_lengths: bool = field(True, "Agree on a sequence length each pipeline step.")
-    expert_parallel_size: int = field(1, "Expert-parallel ranks.")
-    ulysses_parallel_size: int = field(1, "Ulysses ranks.")
-    ringattn_parallel_size: int = field(1, "Ring-attention ranks.")
-    cp_fsdp_mode: Literal["all", "ulysses_only", "ring_only", "none"] = field("all", "Which context-parallel ranks FSDP shards over.")
-    reshard_after_forward: bool | None = field(None, "FSDP2: free gathered weights after the forward; null: as enable_full_shard says.")
-    ep_outside: bool = field(False, "Expert parallelism outside the FSDP mesh.")
-    optimizer: Literal["adamw", "anyprecision_adamw", "sgd", "muon"] = field("adamw", "Optimizer.")
-    optimizer_dtype: Literal["fp32", "bf16"] = field("bf16", "State dtype of anyprecision_adamw and muon; adamw keeps the parameters' dtype.")
-    lr: float = field(5e-5, "Peak learning rate.", ge=0)
-    lr_min: float = field(1e-7, "Learning rate at the end of the decay.", ge=0)
-    lr_start: float = field(0.0, "Learning rate at the first warm-up step.", ge=0)
-    lr_warmup_ratio: float = field(0.0, "Fraction of all steps that warm up.", **Ratio)
-    lr_decay_style: Literal["constant", "linear", "cosine"] = field("constant", "After the warm-up.")
-    lr_decay_ratio: float = field(1.0, "Fraction of all steps at which the decay ends.", **Ratio)
-    weight_decay: float = field(0.0, "Decoupled weight decay.", ge=0)
-    no_decay_modules: list[str] = field([], "Substrings of module names without weight decay.")
-    no_decay_params: list[str] = field([], "Substrings of parameter names without weight decay.")
-    max_grad_norm: float = field(1.0, "Clip the global gradient norm; 0: off.", ge=0)
-    muon_lr: float = field(0.02, "Learning rate of Muon's matrices.")
-    muon_momentum: float = field(0.95, "Muon's momentum.")
-    muon_nesterov: bool = field(True, "Nesterov momentum in Muon.")
-    muon_ns_steps: int = field(5, "Newton-Schulz steps.")
-    muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = field(None, "Muon's scaling of the learning rate.")
-    micro_batch_size: int = field(1, "Bins a rank and forward.", ge=1)
-    gradient_accumulation_steps: int = field(1, "Forwards an optimizer step.", ge=1)
-    num_train_epochs: int = field(1, "Passes over the data.", ge=1)
-    max_steps: int | None = field(None, "Optimizer steps; overrides epochs.", ge=1)
-    enable_mixed_precision: bool = field(True, "bfloat16 compute, float32 weights and gradient sums.")
-    enable_gradient_checkpointing: bool = field(True, "Recompute activations in the backward.")
-    enable_reentrant: bool = field(False, "Reentrant checkpointing.")
-    recompute_modules: list[Literal["self_attn", "mlp"]] | None = field(None, "Only these; null: whole layers.")
-    moe_checkpoint_method: Literal["moe_act"] | None = field(None, "moe_act: recompute expert activations only.")
-    enable_full_shard: bool = field(True, "FSDP2: True ZeRO-3, False ZeRO-2.")
-    enable_forward_prefetch: bool = field(True, "FSDP2: gather the next layer's weights during this one.")
-    enable_activation_offload: bool = field(False, "Keep activations in host memory.")
-    activation_gpu_limit: float = field(0.0, "GB of activations to keep on the GPU.")
-    enable_compile: bool = field(False, "torch.compile each layer.")
-    init_device: Literal["auto", "cpu", "cuda", "meta", "npu"] = field("auto", "Where weights are made; auto: meta for fsdp2, else the training device.")
-    load_weights_mode: Literal["broadcast", "all_ranks"] = field("broadcast", "Rank 0 reads and sends, or every rank reads.")
-    enable_full_determinism: bool = field(False, "Deterministic algorithms only.")
-    allow_cuda_launch_blocking: bool = field(False, "Permit CUDA_LAUNCH_BLOCKING=1.")
-    empty_cache_steps: int = field(500, "torch.cuda.empty_cache() every so many steps; 0: never.", ge=0)
-    gc_steps: int = field(500, "gc.collect() every so many steps, off between; 0: leave Python's collector on.", ge=0)
-    ckpt_manager: Literal["dcp"] = field("dcp", "Checkpoint format.")
-    save_steps: int = field(0, "Checkpoint every so many steps; 0: off.", ge=0)
-    save_epochs: float = field(1, "Checkpoint every so many epochs, fractions allowed; 0: off.", ge=0)
-    save_async: bool = field(False, "Write checkpoints while training goes on.")
-    save_hf_weights: bool = field(True, "Write Hugging Face weights into the last checkpoint.")
-    load_checkpoint_path: str | None = field(None, "Checkpoint to resume from; auto: the newest in output_dir.")
-    log_format: Literal["progress_bar", "structured"] = field("progress_bar", "tqdm, or key=value lines.")
-    use_wandb: bool = field(False, "Log to Weights & Biases.")
-    wandb_project: str = field("tilewright", "W&B project.")
-    wandb_name: str | None = field(None, "W&B run name.")
-    wandb_tags: list[str] | None = field(None, "W&B tags.")
-    wandb_log_interval: int = field(1, "Steps between W&B rows.", ge=1)
-    enable_profiling: bool = field(False, "Run torch.profiler.")
-    profile_start_step: int = field(1, "First profiled step.", ge=0)
-    profile_end_step: int = field(2, "Profiling stops before this step.", ge=1)
-    profile_trace_dir: str = field("./trace", "Folder for traces.")
-    profile_record_shapes: bool = field(True, "Record shapes.")
-    profile_profile_memory: bool = field(True, "Record memory.")
-    profile_with_stack: bool = field(True, "Record Python stacks.")
-    profile_rank0_only: bool = field(True, "Profile rank 0 only.")
-    seed: int = field(42, "Seed of everything random.")
+class Data(Section):
+    datasets: list[DatasetEntry] = Field(min_length=1, description="What to train on.")
+    test_datasets: list[DatasetEntry] = Field([], description="What to evaluate on.")
+    dataset_prepared_path: str = Field("last_prepared_dataset", description="Folder for prepared datasets.")
+    select_columns: list[str] | None = Field(None, description="Columns to read; null: all.")
+    sample_packing_method: Literal["sequential", "multipack"] = Field(
+        "sequential", description="sequential: in order; multipack: first-fit decreasing within a group.")
+    sample_packing_sequence_len: int = Field(32000, ge=2, description="Tokens of a packed bin, at most.")
+    sample_packing_group_size: int = Field(100000, ge=1, description="Samples that multipack packs together.")
+    sample_packing_sequentially: bool | None = Field(None, description="true: sequential whatever the method.")
+    sample_packing_mp_start_method: Literal["fork", "spawn", "forkserver"] | None = Field(
+        None, description="Start method of packing processes.")
+    eval_sample_packing: bool | None = Field(None, description="false: one document a bin in evaluation.")
+    dataloader_num_workers: int = Field(0, ge=0, description="Worker processes that read batches; 0: none.")
+    dataloader_prefetch_factor: int | None = Field(
+        None, ge=1, description="Batches read ahead by each worker; null: 2 with workers.")
+    dataloader_pin_memory: bool = Field(True, description="Pin batches in memory where there is a CUDA device.")
+    dataloader_drop_last: bool = Field(
+        True, description="Drop the last incomplete global batch of an epoch; false: fill it with empty bins.")
+    pad_to_multiple_of: int = Field(128, ge=1, description="Micro-batches are padded to a multiple of this many tokens.")
+    val_set_size: int | float | None = Field(
+        None, description="Held out of datasets for evaluation: a number of samples, or a fraction below 1.")
+    shuffle_merged_datasets: bool = Field(True, description="Shuffle all samples, and the bins in every epoch.")
+    shuffle_before_merging_datasets: bool = Field(True, description="Shuffle each dataset before merging.")
+    dataset_num_proc: int | None = Field(None, ge=1, description="Processes for preparation; null: one per processor.")
+    dataset_shard_num: int | None = Field(None, ge=1, description="Split the merged dataset into this many shards.")
+    dataset_shard_idx: int | None = Field(None, ge=0, description="Which of those shards to use, from 0.")
+    num_dataset_shards_to_save: int | None = Field(None, ge=1, description="Files of a prepared dataset; null: one.")
+    skip_prepare_dataset: bool = Field(False, description="Load dataset_prepared_path as it is.")
+    push_dataset_to_hub: str | None = Field(None, description="Push the prepared dataset to this Hub repository.")
+    hf_use_auth_token: bool | None = Field(None, description="Send the Hub token.")
+
+    @model_validator(mode="after")
+    def _prefetch(self) -> Data:
+        if self.dataloader_num_workers and self.dataloader_prefetch_factor is None:
+            self._fill(dataloader_prefetch_factor=2)
+        return self
 
 
-class Lora(_Section):
-    enable_lora: bool = field(False, "Train adapters.")
-    lora_rank: int = field(16, "Rank.")
-    lora_alpha: int = field(16, "Scale is alpha / rank.")
-    lora_target_modules: list[str] | None = field(None, "Modules to adapt.")
-    save_lora_only: bool = field(False, "Save adapters only.")
-    enable_qlora: bool = field(False, "Quantise the base.")
-    quant_format: Literal["nvfp4", "block_fp8", "nf4"] = field("nvfp4", "Format.")
-    quant_group_size: int = field(16, "Group size.")
-    exclude_modules: list[str] | None = field(None, "Modules not quantised.")
-    merge_lora_interval: int = field(0, "Merge every so many steps.")
-    reset_optimizer_on_merge: bool = field(False, "Reset the optimizer after a merge.")
-    enable_aqn: bool = field(False, "Adaptive quantisation noise.")
-    aqn_alpha: float = field(1.0, "Its magnitude.")
+class Train(Section):
+    # parallelism
+    data_parallel_mode: Literal["none", "ddp", "fsdp2"] = Field(
+        "fsdp2", description="none: one process; ddp: replicas; fsdp2: sharded parameters.")
+    data_parallel_shard_size: int = Field(-1, description="Processes of a shard group; -1: all that remain.")
+    data_parallel_replicate_size: int = Field(-1, description="Replicas of shard groups (HSDP); -1: automatic.")
+    tensor_parallel_size: int = Field(1, ge=1, description="Tensor parallelism.")
+    pipeline_parallel_size: int = Field(1, ge=1, description="Pipeline stages.")
+    pipeline_parallel_schedule: Literal["1F1B", "GPipe"] = Field("1F1B", description="Pipeline schedule.")
+    pp_variable_seq_lengths: bool = Field(True, description="Agree on sequence lengths at each pipeline step.")
+    expert_parallel_size: int = Field(1, ge=1, description="Expert parallelism.")
+    ulysses_parallel_size: int = Field(1, ge=1, description="Ulysses context parallelism.")
+    ringattn_parallel_size: int = Field(1, ge=1, description="Ring attention.")
+    cp_fsdp_mode: Literal["all", "ulysses_only", "ring_only", "none"] = Field(
+        "all", description="Which context-parallel ranks shard parameters.")
+    reshard_after_forward: bool | None = Field(
+        None, description="Free gathered parameters after the forward pass; null: as enable_full_shard.")
+    ep_outside: bool = Field(False, description="Place expert parallelism outside the FSDP mesh.")
+    # optimizer
+    optimizer: Literal["adamw", "anyprecision_adamw", "sgd", "muon"] = Field("adamw", description="Optimizer.")
+    optimizer_dtype: Literal["fp32", "bf16"] = Field(
+        "bf16", description="Dtype of the states of anyprecision_adamw and muon; adamw's are of the parameters' dtype.")
+    lr: float = Field(5e-5, gt=0, description="Peak learning rate.")
+    lr_min: float = Field(1e-7, ge=0, description="Learning rate at the end of the decay.")
+    lr_start: float = Field(0.0, ge=0, description="Learning rate at the start of the warmup.")
+    lr_warmup_ratio: float = Field(0.0, ge=0, le=1, description="Fraction of all steps for the linear warmup.")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warmup.")
+    lr_decay_ratio: float = Field(1.0, ge=0, le=1, description="Fraction of all steps after which the decay has ended.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay (adamw), L2 term (sgd).")
+    no_decay_modules: list[str] = Field([], description="No weight decay where a module's name contains one of these.")
+    no_decay_params: list[str] = Field([], description="No weight decay where a parameter's name contains one of these.")
+    max_grad_norm: float = Field(1.0, ge=0, description="Gradients are clipped to this global norm; 0: not clipped.")
+    muon_lr: float = Field(0.02, gt=0, description="Muon: learning rate of matrices.")
+    muon_momentum: float = Field(0.95, ge=0, lt=1, description="Muon: momentum.")
+    muon_nesterov: bool = Field(True, description="Muon: Nesterov momentum.")
+    muon_ns_steps: int = Field(5, ge=1, description="Muon: Newton-Schulz iterations.")
+    muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = Field(None, description="Muon: scaling of lr.")
+    # batches
+    micro_batch_size: int = Field(1, ge=1, description="Bins a process takes in one forward pass.")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Forward passes before an optimizer step.")
+    num_train_epochs: int = Field(1, ge=1, description="Passes over the data.")
+    max_steps: int | None = Field(None, ge=1, description="Optimizer steps in all; overrides epochs.")
+    # memory and speed
+    enable_mixed_precision: bool = Field(True, description="Compute in bfloat16, keep parameters in float32.")
+    enable_gradient_checkpointing: bool = Field(True, description="Recompute activations in the backward pass.")
+    enable_reentrant: bool = Field(False, description="Reentrant checkpointing.")
+    recompute_modules: list[Literal["self_attn", "mlp"]] | None = Field(
+        None, min_length=1, description="Recompute only these in each layer; null: whole layers.")
+    moe_checkpoint_method: Literal["moe_act"] | None = Field(None, description="Checkpointing of experts.")
+    enable_full_shard: bool = Field(True, description="FSDP2: shard parameters too (ZeRO-3); false: ZeRO-2.")
+    enable_forward_prefetch: bool = Field(True, description="FSDP2: gather the next unit during the forward pass.")
+    enable_activation_offload: bool = Field(False, description="Keep activations in CPU memory.")
+    activation_gpu_limit: float = Field(0.0, ge=0, description="GB of activations that stay on the GPU.")
+    enable_compile: bool = Field(False, description="torch.compile the layers.")
+    init_device: Literal["auto", "cpu", "cuda", "meta", "npu"] = Field(
+        "auto", description="Where the model is built; auto: meta for fsdp2, else cuda, or cpu where there is none.")
+    load_weights_mode: Literal["broadcast", "all_ranks"] = Field(
+        "broadcast", description="broadcast: rank 0 reads the weights and sends them; all_ranks: each reads.")
+    enable_full_determinism: bool = Field(False, description="Deterministic algorithms only; slow.")
+    allow_cuda_launch_blocking: bool = Field(False, description="Run although CUDA_LAUNCH_BLOCKING is set.")
+    empty_cache_steps: int = Field(500, ge=0, description="torch.cuda.empty_cache() every so many steps; 0: never.")
+    gc_steps: int = Field(500, ge=0, description="Collect garbage every so many steps only; 0: when Python likes.")
+    # checkpoints
+    output_dir: str = Field(description="Folder for checkpoints, logs and the resolved configuration.")
+    ckpt_manager: Literal["dcp"] = Field("dcp", description="dcp: torch.distributed.checkpoint.")
+    save_steps: int = Field(0, ge=0, description="Save every so many optimizer steps; 0: not by steps.")
+    save_epochs: float = Field(1.0, ge=0, description="Save every so many epochs, fractions too; 0: not by epochs.")
+    save_async: bool = Field(False, description="Write checkpoints while training goes on.")
+    save_hf_weights: bool = Field(True, description="Write Hugging Face safetensors with the last checkpoint.")
+    load_checkpoint_path: str | None = Field(None, description="Checkpoint to resume from; auto: the latest, if any.")
+    # logging
+    log_format: Literal["progress_bar", "structured"] = Field(
+        "progress_bar", description="progress_bar, or structured: key=value lines.")
+    use_wandb: bool = Field(False, description="Log to Weights & Biases.")
+    wandb_project: str = Field("tilewright", description="W&B project.")
+    wandb_name: str | None = Field(None, description="W&B run name.")
+    wandb_tags: list[str] | None = Field(None, description="W&B tags.")
+    wandb_log_interval: int = Field(1, ge=1, description="Log to W&B every so many steps.")
+    # profiling
+    enable_profiling: bool = Field(False, description="Run PyTorch's profiler.")
+    profile_start_step: int = Field(1, ge=0, description="First step that is profiled.")
+    profile_end_step: int = Field(2, ge=1, description="Step at which profiling ends.")
+    profile_trace_dir: str = Field("./trace", description="Folder for traces.")
+    profile_record_shapes: bool = Field(True, description="Record input shapes.")
+    profile_profile_memory: bool = Field(True, description="Record memory.")
+    profile_with_stack: bool = Field(True, description="Record Python stacks.")
+    profile_rank0_only: bool = Field(True, description="Profile rank 0 only; false: every rank.")
+    seed: int = Field(42, ge=0, description="Seed of weights and shuffling.")
+
+    @field_validator("load_checkpoint_path")
+    @classmethod
+    def _empty_is_none(cls, value: str | None) -> str | None:
+        return value or None
+
+    @model_validator(mode="after")
+    def _device(self) -> Train:
+        if self.init_device == "auto":
+            here = "cpu" if platform.no_cuda() else "cuda"
+            self._fill(init_device="meta" if self.data_parallel_mode == "fsdp2" else here)
+        return self
+
+    @property
+    def reshard(self) -> bool:
+        """FSDP2's reshard_after_forward: ZeRO-3 if true, ZeRO-2 if false."""
+        return self.enable_full_shard if self.reshard_after_forward is None else self.reshard_after_forward
+
+    def mesh(self, world_size: int) -> tuple[int, int]:
+        """(replicas, shards), whose product is world_size. Raises ConfigError if the sizes do not fit."""
+        if self.data_parallel_mode == "none" and world_size > 1:
+            raise ConfigError([f"train.data_parallel_mode = none: trains one process, but {world_size} were started"])
+        if self.data_parallel_mode != "fsdp2":
+            return world_size, 1
+        replicas, shards = self.data_parallel_replicate_size, self.data_parallel_shard_size
+        if shards == -1:
+            shards = world_size // max(1, replicas)
+        if replicas == -1:
+            replicas = world_size // shards
+        if replicas * shards != world_size:
+            raise ConfigError([f"train.data_parallel_shard_size = {self.data_parallel_shard_size}, train.data_parallel_"
+                               f"replicate_size = {self.data_parallel_replicate_size}: do not make {world_size} processes"])
+        return replicas, shards
 
 
-# Fields that this version cannot honour: what they must be left at, and the sentence that says why.
-_PARALLEL = "this version trains data-parallel only"
-_MUON = "muon is not in this version"
-_LORA = "adapters and quantised weights are not in this version"
-_EP = "expert parallelism is not in this version"
-REFUSED: dict[str, str] = {
-    "model.ep_dispatch": _EP, "model.deepep_buffer_size_gb": _EP, "model.deepep_num_sms": _EP,
-    "model.deepep_async_combine": _EP, "model.foundation": "no model takes it", "model.encoders": "models are text-only",
-    "train.tensor_parallel_size": _PARALLEL, "train.pipeline_parallel_size": _PARALLEL,
-    "train.pipeline_parallel_schedule": _PARALLEL, "train.pp_variable_seq_lengths": _PARALLEL,
-    "train.expert_parallel_size": _EP, "train.ep_outside": _EP, "train.ulysses_parallel_size": _PARALLEL,
-    "train.ringattn_parallel_size": _PARALLEL, "train.cp_fsdp_mode": _PARALLEL, "train.moe_checkpoint_method": _EP,
-    "train.muon_lr": _MUON, "train.muon_momentum": _MUON, "train.muon_nesterov": _MUON, "train.muon_ns_steps": _MUON,
-    "train.muon_adjust_lr_fn": _MUON, "train.optimizer_dtype": "neither optimizer that reads it is in this version",
-    "train.enable_activation_offload": "activation offload is not in this version",
-    "train.activation_gpu_limit": "activation offload is not in this version",
-    "data.sample_packing_mp_start_method": "packing is one vectorised pass in one process",
-    **{f"lora.{name}": _LORA for name in Lora.model_fields},
-}
-REFUSED_VALUES = {
-    ("train.optimizer", "muon"): _MUON, ("train.optimizer", "anyprecision_adamw"): "use adamw; it is the one here",
-    ("train.init_device", "npu"): "only cpu, cuda and meta tensors are trained on",
-}
+class Lora(Section):
+    enable_lora: bool = Field(False, description="Train low-rank adapters.")
+    lora_rank: int = Field(16, ge=1, description="Rank of the adapters.")
+    lora_alpha: float = Field(16, gt=0, description="Scale; the adapters are scaled by alpha / rank.")
+    lora_target_modules: list[str] | None = Field(None, description="Modules with adapters; null: all projections.")
+    save_lora_only: bool = Field(False, description="Write only the adapters to Hugging Face checkpoints.")
+    enable_qlora: bool = Field(False, description="Quantise the base weights; implies enable_lora.")
+    quant_format: Literal["nvfp4", "block_fp8", "nf4"] = Field("nvfp4", description="Quantised format.")
+    quant_group_size: int = Field(16, ge=1, description="Elements that share a scale.")
+    exclude_modules: list[str] | None = Field(None, description="Modules that stay bfloat16.")
+    merge_lora_interval: int = Field(0, ge=0, description="Merge adapters every so many steps; 0: never.")
+    reset_optimizer_on_merge: bool = Field(False, description="Forget optimizer states at each merge.")
+    enable_aqn: bool = Field(False, description="Adaptive quantisation noise.")
+    aqn_alpha: float = Field(1.0, ge=0, description="Scale of that noise.")
 
-# Where a default differs from the reference configuration, and why.
-DIFFERENCES = {
-    "model.attn_implementation": ("flash_attention_3", "auto runs on any machine and says what it chose"),
-    "train.use_wandb": ("true", "nothing leaves the machine unasked"),
-    "train.wandb_project": ("Xorl", "our name"),
-    "train.init_device": ("cuda", "auto makes what the data-parallel mode needs, with or without a GPU"),
-    "data.dataloader_num_workers": ("8", "batches are ready token arrays; a worker process costs more than it saves"),
-    "data.dataloader_prefetch_factor": ("2", "means nothing without workers"),
-    "data.dataset_num_proc": ("CPU count", "one process is deterministic and fast enough for what fits a machine"),
-}
+    @model_validator(mode="after")
+    def _implied(self) -> Lora:
+        if self.enable_qlora and "enable_lora" not in self.model_fields_set:
+            self._fill(enable_lora=True)
+        return self
 
 
-class Config(_Section):
-    """The whole configuration."""
+class Config(Section):
+    model: Model = Field(Model(), description="What is trained.")
+    data: Data = Field(description="On what.")
+    train: Train = Field(description="How.")
+    lora: Lora = Field(Lora(), description="Adapters.")
 
-    model: Model = Model()
-    data: Data
-    train: Train
-    lora: Lora = Lora()
-
-    def problems(self) -> list[str]:
-        """Values that are well-formed but cannot work, alone or together."""
-        found = []
-        for path, reason in REFUSED.items():
-            section, name = path.split(".")
-            neutral = type(getattr(self, section)).model_fields[name].get_default(call_default_factory=True)
-            value = getattr(getattr(self, section), name)
-            if value != neutral:
-                found.append(f"{path} = {show(value)} is not supported: {reason}; leave it at {show(neutral)}")
-        for (path, value), reason in REFUSED_VALUES.items():
-            section, name = path.split(".")
-            if getattr(getattr(self, section), name) == value:
-                found.append(f"{path} = {show(value)} is not supported: {reason}")
-        m, d, t = self.model, self.data, self.train
-        if m.model_path is None and m.config_path is None:
-            found.append("model.model_path and model.config_path are both null; one must say what to train")
-        if t.data_parallel_mode == "fsdp2" and t.init_device not in ("auto", "meta"):
-            found.append(f"train.init_device = {t.init_device}: fsdp2 shards weights before they exist; use meta or auto")
-        if t.data_parallel_mode != "fsdp2" and t.init_device == "meta":
-            found.append(f"train.init_device = meta needs data_parallel_mode fsdp2, got {t.data_parallel_mode}")
-        if t.lr_decay_style != "constant" and t.lr_min > t.lr:
-            found.append(f"train.lr_min = {t.lr_min} must not be above train.lr = {t.lr}")
-        if t.lr_warmup_ratio > t.lr_decay_ratio:
-            found.append(f"train.lr_warmup_ratio = {t.lr_warmup_ratio} must not be above train.lr_decay_ratio = {t.lr_decay_ratio}")
-        if t.recompute_modules is not None and not t.enable_gradient_checkpointing:
-            found.append("train.recompute_modules needs enable_gradient_checkpointing: true")
-        if t.profile_end_step <= t.profile_start_step:
-            found.append(f"train.profile_end_step = {t.profile_end_step} must be above profile_start_step = {t.profile_start_step}")
-        if t.use_wandb and (reason := platform.no_module("wandb")):
-            found.append(f"train.use_wandb: {reason}")
-        if platform.env_flag("CUDA_LAUNCH_BLOCKING") and not t.allow_cuda_launch_blocking:
-            found.append("CUDA_LAUNCH_BLOCKING is set, which makes training slow; unset it or set train.allow_cuda_launch_blocking: true")
-        if t.enable_full_determinism and not t.allow_cuda_launch_blocking:
-            found.append("train.enable_full_determinism needs allow_cuda_launch_blocking: true")
-        if d.dataloader_num_workers == 0 and d.dataloader_prefetch_factor is not None:
-            found.append("data.dataloader_prefetch_factor needs dataloader_num_workers above 0")
-        if isinstance(d.val_set_size, float) and d.val_set_size >= 1 and not d.val_set_size.is_integer():
-            found.append(f"data.val_set_size = {d.val_set_size} must be a count or a fraction below 1")
-        if (d.dataset_shard_num is None) != (d.dataset_shard_idx is None):
-            found.append("data.dataset_shard_num and data.dataset_shard_idx go together")
-        elif d.dataset_shard_num is not None and d.dataset_shard_idx >= d.dataset_shard_num:
-            found.append(f"data.dataset_shard_idx = {d.dataset_shard_idx} must be below dataset_shard_num = {d.dataset_shard_num}")
-        if d.push_dataset_to_hub and not d.hf_use_auth_token:
-            found.append("data.push_dataset_to_hub needs hf_use_auth_token: true")
-        if (d.push_dataset_to_hub or d.skip_prepare_dataset) and d.dataset_prepared_path is None:
-            found.append("data.push_dataset_to_hub and data.skip_prepare_dataset need dataset_prepared_path")
-        for i, s in enumerate((*d.datasets, *d.test_datasets)):
-            if s.trust_remote_code:
-                found.append(f"data.datasets[{i}].trust_remote_code = true is not supported: the datasets library no longer runs code from data sets")
-            if s.type == "text" and s.path != "dummy" and not (m.tokenizer_path or m.config_path or m.model_path):
-                found.append(f"data.datasets[{i}].type = text needs model.tokenizer_path")
-        return found
-
-
-def show(value: Any) -> str:
-    return json.dumps(value) if not isinstance(value, str) else value
-
-
-# ---- loading
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-5 as a string; this reads it as a number, as everyone means it."""
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(
-    r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$"), list("-+0123456789."))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][\d_]*)$"), list("-+0123456789"))
-# Implicit resolvers are tried in the order they were added: integers must come before the float pattern above.
-for _first, _resolvers in _Loader.yaml_implicit_resolvers.items():
-    _Loader.yaml_implicit_resolvers[_first] = sorted(_resolvers, key=lambda r: not r[0].endswith(":int"))
-
-SECTIONS: dict[str, type[_Section]] = {"model": Model, "data": Data, "train": Train, "lora": Lora}
-
-
-def parse_overrides(arguments: list[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """`--section.field value` and `--section.field=value` as nested dictionaries, and what is wrong with them."""
-    found: dict[str, dict[str, Any]] = {}
-    problems = []
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        key, equals, value = word.partition("=")
-        if not key.startswith("--") or key.count(".") != 1:
-            problems.append(f"{word}: overrides look like --section.field value")
-            continue
-        if not equals:
-            if not rest or re.match(r"--\w+\.", rest[0]):
-                problems.append(f"{key}: no value given")
-                continue
-            value = rest.pop(0)
-        section, name = key[2:].replace("-", "_").split(".")
-        try:
-            found.setdefault(section, {})[name] = yaml.load(value, _Loader)
-        except yaml.YAMLError:
-            problems.append(f"{key}: cannot read {value!r}")
-    return found, problems
-
-
-def _unknown(path: str, name: str, section: str | None) -> str:
-    """The message for a key that does not exist: another section's, or a near spelling, if there is one."""
-    for other, kind in SECTIONS.items():
-        if other != section and name in kind.model_fields:
-            return f"{path}: unknown key; {name} belongs under {other}"
-    every = {f"{s}.{n}": n for s, kind in SECTIONS.items() for n in kind.model_fields}
-    here = list(SECTIONS[section].model_fields) if section else list(SECTIONS)
-    near = difflib.get_close_matches(name.replace("-", "_"), here, 1, 0.6)
-    if near:
-        return f"{path}: unknown key; did you mean {section + '.' if section else ''}{near[0]}?"
-    far = difflib.get_close_matches(name, list(every.values()), 1, 0.7)
-    target = next((k for k, n in every.items() if far and n == far[0]), None)
-    return f"{path}: unknown key; did you mean {target}?" if target else f"{path}: unknown key; have {', '.join(sorted(here))}"
-
-
-def _explain(error: dict[str, Any]) -> str:
-    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in error["loc"]).lstrip(".")
-    if error["type"] == "extra_forbidden":
-        parts = [p for p in error["loc"] if isinstance(p, str)]
-        if len(error["loc"]) > 2:   # inside a dataset entry
-            near = difflib.get_close_matches(str(parts[-1]), list(Dataset.model_fields), 1, 0.6)
-            return f"{path}: unknown key" + (f"; did you mean {near[0]}?" if near else f"; have {', '.join(Dataset.model_fields)}")
-        return _unknown(path, parts[-1], parts[0] if len(parts) > 1 else None)
-    if error["type"] == "missing":
-        return f"{path}: required"
-    message = error["msg"].removeprefix("Value error, ")
-    value = error.get("input")
-    return f"{path}: {message}" + (f", got {show(value)}" if not isinstance(value, dict) else "")
-
-
-def build(tree: dict[str, Any]) -> Config:
-    """A configuration from nested dictionaries. Raises ConfigError with every problem."""
-    problems: list[str] = []
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        # Union members report one error each; a line a path is enough.
-        lines = {tuple(p for p in e["loc"] if p not in ("int", "float", "str")): _explain(e) for e in error.errors(include_url=False)}
-        problems = list(lines.values())
-        # Refusals of what is well-formed are worth knowing in the same run.
-        for path, reason in {**REFUSED}.items():
-            section, name = path.split(".")
-            given = (tree.get(section) or {}) if isinstance(tree.get(section), dict) else {}
-            neutral = SECTIONS[section].model_fields[name].get_default(call_default_factory=True)
-            if name in given and given[name] != neutral and not any(p.startswith(path) for p in problems):
-                problems.append(f"{path} = {show(given[name])} is not supported: {reason}; leave it at {show(neutral)}")
-        raise ConfigError(problems) from None
-    if found := config.problems():
-        raise ConfigError(found)
-    return config
-
-
-def load(path: str | pathlib.Path, overrides: list[str] = ()) -> Config:
-    """Reads a YAML file and applies overrides. Raises ConfigError with every problem at once."""
-    try:
-        tree = yaml.load(pathlib.Path(path).read_text(), _Loader) or {}
-    except OSError as error:
-        raise ConfigError([f"{path}: {error.strerror}"]) from None
-    except yaml.YAMLError as error:
-        raise ConfigError([f"{path}: not YAML: {' '.join(str(error).split())}"]) from None
-    if not isinstance(tree, dict):
-        raise ConfigError([f"{path}: must hold the sections {', '.join(SECTIONS)}, got {type(tree).__name__}"])
-    changes, problems = parse_overrides(list(overrides))
-    for section, values in changes.items():
-        given = tree.setdefault(section, {})
-        if given is None:
-            given = tree[section] = {}
-        if isinstance(given, dict):
-            given.update(values)
-    try:
-        config = build(tree)
-    except ConfigError as error:
-        raise ConfigError(problems + error.problems) from None
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
-def resolved(config: Config) -> str:
-    """The whole configuration as YAML. Loading it again gives the same configuration."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-# ---- documentation
-
-def documentation() -> str:
-    """docs/configuration.md."""
-    lines = ["# Configuration", "",
-             "Generated by `python -m tilewright.trainer.config docs`. A YAML file has the sections below; any field can be "
-             "overridden on the command line: `--train.lr 1e-4`. Unknown keys, wrong values and fields that this version "
-             "cannot honour are errors, reported together, with exit code 2.", ""]
-    for name, kind in {"model": Model, "data": Data, "data.datasets[i]": Dataset, "train": Train, "lora": Lora}.items():
-        lines += [f"## {name}", "", "| field | default | meaning |", "|---|---|---|"]
-        for key, info in kind.model_fields.items():
-            default = "required" if info.is_required() else show(info.get_default(call_default_factory=True))
-            refused = REFUSED.get(f"{name}.{key}")
-            lines.append(f"| {key} | {default} | {info.description}"
-                         + (f" *Must stay at its default: {refused}.*" if refused else "") + " |")
-        lines.append("")
-    lines += ["## Where a default differs from the reference", "",
-              "| field | reference | here | why |", "|---|---|---|---|"]
-    for path, (theirs, why) in DIFFERENCES.items():
-        section, key = path.split(".")
-        ours = show(SECTIONS[section].model_fields[key].get_default(call_default_factory=True))
-        lines.append(f"| {path} | {theirs} | {ours} | {why} |")
-    lines += ["", "Refused values: " + "; ".join(f"`{p}: {v}` ({why})" for (p, v), why in REFUSED_VALUES.items()) + ".", ""]
-    return "\n".join(lines)
-
-
-def main(argv: list[str]) -> int:
-    """`docs` writes docs/configuration.md; `check FILE [overrides]` prints the resolved configuration."""
-    if argv[:1] == ["docs"]:
-        pathlib.Path("docs/configuration.md").write_text(documentation())
-        return 0
-    if len(argv) >= 2 and argv[0] == "check":
-        try:
-            print(resolved(load(argv[1], argv[2:])), end="")
-        except ConfigError as error:
-            print(error, file=sys.stderr)
-            return 2
-        return 0
-    print("usage: python -m tilewright.trainer.config {docs | check FILE [--section.field value ...]}", file=sys.stderr)
-    return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    @model_validator(mode="after")
+    def _rules(self, info: ValidationInfo) -> Config:
+        found = list(problems(self))
+        if isinstance(info.context, list):   # `load` reports them together with every other error
+            info.context.extend(found)
+        elif found:
+            raise ValueError("\n".join(p.line(self) for p in found))
+        return self

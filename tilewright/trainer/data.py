@@ -1,0 +1,311 @@
+"""From files or the Hub to packed batches: load, tokenise, cache, split, pack, and hand out by rank.
+
+A sample has input_ids and labels (default: the same; -100 is not trained on). A batch is one packed row:
+    input_ids [1, T], labels [1, T] (shifted: labels[t] follows token t of the same document; the last is -100),
+    position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilewright.trainer import packing
+from tilewright.trainer.config import Config, Data, Dataset
+
+log = logging.getLogger("tilewright")
+IGNORE = -100
+FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
+DUMMY_SAMPLES = 512
+
+
+# ---- loading
+
+def _files(path: pathlib.Path) -> tuple[str, list[str]]:
+    """(format, files) of a local file or folder."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in FORMATS)
+    kinds = {FORMATS.get(p.suffix) for p in files}
+    if len(kinds) != 1 or None in kinds:
+        raise ValueError(f"{path}: needs files of one kind ({', '.join(FORMATS)}), found {sorted(map(str, kinds))}")
+    return kinds.pop(), list(map(str, files))
+
+
+def _raw(entry: Dataset, data: Data):
+    import datasets
+
+    token = True if data.hf_use_auth_token else None
+    path = pathlib.Path(entry.path)
+    split = entry.split or "train"
+    options: dict[str, Any] = {}
+    if entry.data_files is not None:
+        files = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
+        kind, found = entry.ds_type, [str(path / f) if path.is_dir() else f for f in files]
+    elif path.exists():
+        if (path / "dataset_info.json").is_file():
+            return datasets.load_from_disk(str(path))
+        kind, found = _files(path)
+        kind = entry.ds_type or kind
+    elif "://" in entry.path:
+        kind, found = entry.ds_type or FORMATS.get(pathlib.PurePath(entry.path).suffix, "json"), [entry.path]
+    else:
+        return datasets.load_dataset(entry.path, entry.name, split=split, revision=entry.revision, token=token)
+    if kind == "text":   # a file is a document; the library's default would make every line one
+        options["sample_by"] = "document"
+    return datasets.load_dataset(kind, data_files={split: found}, split=split, token=token, **options)
+
+
+def _dummy(data: Data, vocab: int, seed: int):
+    """Random documents of random lengths."""
+    import datasets
+
+    rng = np.random.default_rng(seed)
+    longest = data.sample_packing_sequence_len
+    rows = [rng.integers(0, vocab, rng.integers(max(2, longest // 8), longest + 1)).tolist()
+            for _ in range(DUMMY_SAMPLES)]
+    return datasets.Dataset.from_dict({"input_ids": rows, "labels": rows})
+
+
+def _tokenise(raw, entry: Dataset, data: Data, tokenizer) -> Any:
+    """Text to pieces of at most max_seq_len (default: a bin), with the end token after each document."""
+    if "text" not in raw.column_names:
+        raise ValueError(f"{entry.path}: type text needs a column `text`, have {raw.column_names}")
+    longest = min(entry.max_seq_len or data.sample_packing_sequence_len, data.sample_packing_sequence_len)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def pieces(batch):
+        out = []
+        for text in batch["text"]:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"] + end
+            out += [ids[i:i + longest] for i in range(0, len(ids), longest)]
+        out = [p for p in out if len(p) > 1]   # one token predicts nothing
+        return {"input_ids": out, "labels": out}
+
+    return raw.map(pieces, batched=True, remove_columns=raw.column_names, num_proc=data.dataset_num_proc)
+
+
+def _tokenised(raw, entry: Dataset, data: Data) -> Any:
+    """Checks and cuts samples that are tokens already."""
+    if "input_ids" not in raw.column_names:
+        raise ValueError(f"{entry.path}: type tokenized needs a column `input_ids`, have {raw.column_names}")
+    keep = [c for c in (data.select_columns or ("input_ids", "labels")) if c in raw.column_names]
+    if absent := [c for c in (data.select_columns or ()) if c not in raw.column_names]:
+        raise ValueError(f"data.select_columns: {absent} not in {entry.path}, which has {raw.column_names}")
+    raw = raw.select_columns(keep)
+    longest = min(entry.max_seq_len or data.sample_packing_sequence_len, data.sample_packing_sequence_len)
+
+    def cut(row):
+        ids = row["input_ids"][:longest]
+        labels = (row.get("labels") if row.get("labels") is not None else row["input_ids"])[:longest]
+        if len(labels) != len(ids):
+            raise ValueError(f"{entry.path}: a sample has {len(row['input_ids'])} input_ids and {len(labels)} labels")
+        return {"input_ids": ids, "labels": labels}
+
+    before = sum(len(x) > longest for x in raw["input_ids"])
+    if before:
+        log.warning("%s: %d of %d samples were longer than %d tokens and were cut", entry.path, before, len(raw), longest)
+    raw = raw.map(cut, num_proc=data.dataset_num_proc)
+    return raw.select_columns(["input_ids", "labels"]).filter(lambda row: len(row["input_ids"]) > 1)
+
+
+def _build(entries: list[Dataset], config: Config, tokenizer: Callable[[], Any], vocab: int, shuffle: bool):
+    import datasets
+
+    data, seed, parts = config.data, config.train.seed, []
+    for i, entry in enumerate(entries):
+        if entry.path == "dummy":
+            part = _dummy(data, vocab, seed + i)
+        else:
+            raw = _raw(entry, data)
+            if entry.shards is not None:
+                raw = raw.shard(entry.shards, entry.shards_idx or 0)
+            if data.dataset_shard_num is not None:
+                raw = raw.shard(data.dataset_shard_num, data.dataset_shard_idx)
+            pieces = [raw.shard(entry.preprocess_shards, j, contiguous=True) for j in range(entry.preprocess_shards)] \
+                if entry.preprocess_shards else [raw]
+            make = (lambda r, e=entry: _tokenise(r, e, data, tokenizer())) if entry.type == "text" else (
+                lambda r, e=entry: _tokenised(r, e, data))
+            part = datasets.concatenate_datasets([make(p) for p in pieces])
+        if shuffle and data.shuffle_before_merging_datasets:
+            part = part.shuffle(seed=seed)
+        parts.append(part)
+    merged = datasets.concatenate_datasets(parts)
+    if not len(merged):
+        raise ValueError("the data sets hold no sample of two tokens or more")
+    return merged.shuffle(seed=seed) if shuffle and data.shuffle_merged_datasets else merged
+
+
+def _fingerprint(entries: list[Dataset], config: Config, vocab: int, shuffle: bool) -> str:
+    """Changes whenever the prepared data would: the settings, and size and time of every local file."""
+    keys = ("select_columns", "sample_packing_sequence_len", "shuffle_merged_datasets", "dataset_shard_num",
+            "shuffle_before_merging_datasets", "dataset_shard_idx")
+    local = []
+    for entry in entries:
+        path = pathlib.Path(entry.path)
+        files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
+        local += [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+    what = [[e.model_dump() for e in entries], {k: getattr(config.data, k) for k in keys}, local, vocab, shuffle,
+            config.train.seed, config.model.tokenizer_path or config.model.config_path or config.model.model_path]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def prepare(entries: list[Dataset], config: Config, tokenizer: Callable[[], Any], vocab: int, *, shuffle: bool = True,
+            main: bool = True, barrier: Callable[[], None] = lambda: None):
+    """The merged, tokenised data set with columns input_ids and labels, from the cache if it is there.
+
+    main: this process builds and saves (rank 0); the others wait at `barrier` and read what it saved.
+    """
+    import datasets
+
+    data = config.data
+    if data.dataset_prepared_path is None:
+        return _build(entries, config, tokenizer, vocab, shuffle)
+    root = pathlib.Path(data.dataset_prepared_path)
+    if data.skip_prepare_dataset and (root / "dataset_info.json").is_file():
+        return datasets.load_from_disk(str(root))
+    folder = root / _fingerprint(entries, config, vocab, shuffle)
+    if data.skip_prepare_dataset and not folder.is_dir():
+        raise FileNotFoundError(f"data.skip_prepare_dataset: no prepared data set at {root} or {folder}")
+    if main and not folder.is_dir():
+        built = _build(entries, config, tokenizer, vocab, shuffle)
+        aside = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        built.save_to_disk(str(aside), num_shards=data.num_dataset_shards_to_save or 1)
+        aside.rename(folder)
+        if data.push_dataset_to_hub:
+            built.push_to_hub(data.push_dataset_to_hub, token=True, private=True)
+    barrier()
+    return datasets.load_from_disk(str(folder))
+
+
+def split_validation(dataset, size: int | float | None, seed: int):
+    """(training, validation or None). size: a count, or a fraction below 1."""
+    if size is None:
+        return dataset, None
+    count = int(size) if size >= 1 else max(1, round(len(dataset) * size))
+    if count >= len(dataset):
+        raise ValueError(f"data.val_set_size = {size} leaves no training sample of {len(dataset)}")
+    parts = dataset.train_test_split(test_size=count, seed=seed)
+    return parts["train"], parts["test"]
+
+
+# ---- batches
+
+class Bins(torch.utils.data.Dataset):
+    """A data set packed into bins. bins[i] is a list of (input_ids, labels)."""
+
+    def __init__(self, dataset, data: Data, *, packed: bool = True):
+        self.dataset = dataset.with_format("numpy")
+        lengths = np.array([len(x) for x in dataset["input_ids"]], dtype=np.int64)
+        self.tokens = int(lengths.sum())
+        if packed:
+            method = "sequential" if data.sample_packing_sequentially else data.sample_packing_method
+            self.bins = packing.pack(lengths, data.sample_packing_sequence_len, method, data.sample_packing_group_size)
+        else:
+            self.bins = [np.array([i]) for i in range(len(lengths))]
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __getitem__(self, i: int | None) -> list[tuple[np.ndarray, np.ndarray]]:
+        if i is None:   # filler, so that every rank has a batch
+            return [(np.zeros(2, np.int64), np.full(2, IGNORE, np.int64))]
+        rows = self.dataset[self.bins[i]]
+        return list(zip(rows["input_ids"], rows["labels"], strict=True))
+
+
+def collate(bins: list[list[tuple[np.ndarray, np.ndarray]]], multiple: int) -> dict[str, torch.Tensor]:
+    """Bins into one packed row. Padding is a document of its own, with every label ignored."""
+    documents = [d for b in bins for d in b]
+    lengths = [len(ids) for ids, _ in documents]
+    total = sum(lengths)
+    if pad := -total % multiple:
+        documents.append((np.zeros(pad, np.int64), np.full(pad, IGNORE, np.int64)))
+        lengths.append(pad)
+    ids = np.concatenate([ids for ids, _ in documents])
+    shifted = np.concatenate([np.append(labels[1:], IGNORE) for _, labels in documents])
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    return {"input_ids": torch.from_numpy(ids).long()[None], "labels": torch.from_numpy(shifted).long()[None],
+            "position_ids": torch.from_numpy(positions).long()[None],
+            "cu_seqlens": torch.from_numpy(np.cumsum([0, *lengths])).int()}
+
+
+class Batches:
+    """Micro-batches of one rank, optimizer step by optimizer step, resumable anywhere.
+
+    A step takes world_size * micro_batch_size * accumulation bins. Where training stands is an epoch and the number of
+    its bins that are used up, whatever the number of ranks, so a run may go on with another one.
+    """
+
+    def __init__(self, bins: Bins, config: Config, *, rank: int = 0, world_size: int = 1, pin: bool = False):
+        train, self.data = config.train, config.data
+        self.bins, self.rank, self.world, self.pin = bins, rank, world_size, pin
+        self.micro, self.accumulation, self.seed = train.micro_batch_size, train.gradient_accumulation_steps, train.seed
+        self.per_step = world_size * self.micro * self.accumulation
+        whole, rest = divmod(len(bins), self.per_step)
+        self.steps_per_epoch = whole + (rest > 0 and not self.data.dataloader_drop_last)
+        if self.steps_per_epoch == 0:
+            raise ValueError(f"an optimizer step takes {self.per_step} bins (ranks x micro_batch_size x "
+                             f"gradient_accumulation_steps) and the data fill {len(bins)}; use smaller bins or steps")
+        self.epoch, self.used = 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "used": self.used}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.used = state["epoch"], state["used"]
+
+    def _order(self) -> np.ndarray:
+        if not self.data.shuffle_merged_datasets:
+            return np.arange(len(self.bins))
+        return np.random.default_rng((self.seed, self.epoch)).permutation(len(self.bins))
+
+    def _mine(self) -> Iterator[list[int | None]]:
+        """Indices of this rank's micro-batches from here to the end of the epoch."""
+        order = self._order()
+        for first in range(self.used, len(order), self.per_step):
+            step = list(map(int, order[first:first + self.per_step]))
+            if len(step) < self.per_step:
+                if self.data.dataloader_drop_last:
+                    return
+                step += [None] * (self.per_step - len(step))
+            for a in range(self.accumulation):
+                start = (a * self.world + self.rank) * self.micro
+                yield step[start:start + self.micro]
+
+    def steps(self) -> Iterator[list[dict[str, torch.Tensor]]]:
+        """The micro-batches of each following step, epoch after epoch, for ever."""
+        while True:
+            loader = _loader(self.bins, list(self._mine()), self.data, self.pin)
+            step = []
+            for batch in loader:
+                step.append(batch)
+                if len(step) == self.accumulation:
+                    # Where training stands once this step is done: set before it is handed out, since a checkpoint
+                    # is written after the step, before the next is asked for.
+                    self.used = min(self.used + self.per_step, len(self.bins))
+                    yield step
+                    step = []
+            self.epoch, self.used = self.epoch + 1, 0
+
+
+def _loader(bins: Bins, indices: list[list[int | None]], data: Data, pin: bool):
+    return torch.utils.data.DataLoader(
+        bins, batch_sampler=indices, collate_fn=lambda b: collate(b, data.pad_to_multiple_of),
+        num_workers=data.dataloader_num_workers, prefetch_factor=data.dataloader_prefetch_factor,
+        pin_memory=pin and data.dataloader_pin_memory)
+
+
+def evaluation_batches(bins: Bins, config: Config, rank: int, world_size: int, pin: bool = False):
+    """Every bin once over all ranks; each rank gets the same number of batches, filled up with empty ones."""
+    size = config.train.micro_batch_size
+    groups: list[list[int | None]] = [list(range(i, min(i + size, len(bins)))) for i in range(0, len(bins), size)]
+    groups += [[None]] * (-len(groups) % world_size)
+    return _loader(bins, groups[rank::world_size], config.data, pin)
