@@ -97,3 +97,11 @@ def cpu_name() -> str:
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{names[0] if names else 'unknown'} ({capability})"
+
+
+def launched() -> tuple[int, int, int] | None:
+    """(rank, world size, local rank) if torchrun, or another launcher of its kind, started this process."""
+    try:
+        return tuple(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    except KeyError:
+        return None

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
-import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -286,3 +285,186 @@ class Config(Section):
         elif found:
             raise ValueError("\n".join(p.line(self) for p in found))
         return self
+
+
+class Problem(NamedTuple):
+    """A value that is refused: the fields it is about, the first of them at fault, and one sentence."""
+
+    paths: tuple[str, ...]
+    message: str
+
+    def line(self, config: Config) -> str:
+        return f"{', '.join(f'{p} = {reading.show(reading.get(config, p))}' for p in self.paths)}: {self.message}"
+
+
+_TP, _PP, _EP, _CP, _MUON, _LORA, _OFFLOAD = (f"{what} not in this version" for what in (
+    "tensor parallelism is", "pipeline parallelism is", "expert parallelism is", "context parallelism is",
+    "muon and anyprecision_adamw are", "LoRA is", "activation offload is"))
+# path -> the values that are accepted, and why no others.
+REFUSED: dict[str, tuple[tuple, str]] = {
+    "model.ep_dispatch": (("alltoall",), _EP), "model.deepep_buffer_size_gb": ((2.0,), _EP),
+    "model.deepep_num_sms": ((20,), _EP), "model.deepep_async_combine": ((False,), _EP),
+    "model.foundation": (({},), "only text models are in this version, configured by config.json alone"),
+    "model.encoders": (({},), "only text models are in this version"),
+    "data.sample_packing_mp_start_method": ((None,), "packing runs in the main process, so nothing would use it"),
+    "train.tensor_parallel_size": ((1,), _TP),
+    "train.pipeline_parallel_size": ((1,), _PP), "train.pipeline_parallel_schedule": (("1F1B",), _PP),
+    "train.pp_variable_seq_lengths": ((True,), _PP),
+    "train.expert_parallel_size": ((1,), _EP), "train.ep_outside": ((False,), _EP),
+    "train.ulysses_parallel_size": ((1,), _CP), "train.ringattn_parallel_size": ((1,), _CP),
+    "train.cp_fsdp_mode": (("all",), _CP),
+    "train.optimizer": (("adamw", "sgd"), _MUON),
+    **{f"train.{name}": ((Train.model_fields[name].default,), _MUON) for name in (
+        "optimizer_dtype", "muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_adjust_lr_fn")},
+    "train.moe_checkpoint_method": ((None,), "recomputing only the experts' activations is not in this version"),
+    "train.enable_activation_offload": ((False,), _OFFLOAD), "train.activation_gpu_limit": ((0.0,), _OFFLOAD),
+    "train.init_device": (("auto", "cpu", "cuda", "meta"), "NPU devices are not supported"),
+    **{f"lora.{name}": ((field.default,), _LORA) for name, field in Lora.model_fields.items()},
+}
+# Fields that only FSDP2 reads, with the values that ask for nothing.
+_FSDP2_ONLY = {"train.data_parallel_shard_size": (-1, 1), "train.data_parallel_replicate_size": (-1, 1),
+               "train.reshard_after_forward": (None,), "train.enable_full_shard": (True,),
+               "train.enable_forward_prefetch": (True,), "model.basic_modules": ([],)}
+
+
+def problems(config: Config) -> Iterator[Problem]:
+    """Everything that is refused in a configuration whose fields are valid one by one."""
+    model, data, train, lora = config.model, config.data, config.train, config.lora
+    get = reading.get
+    for path, (accepted, why) in REFUSED.items():
+        if get(config, path) not in accepted:
+            yield Problem((path,), why)
+    for path, neutral in _FSDP2_ONLY.items():
+        if train.data_parallel_mode != "fsdp2" and get(config, path) not in neutral:
+            yield Problem((path, "train.data_parallel_mode"), "this has an effect with fsdp2 only")
+    for kind in ("datasets", "test_datasets"):
+        for i, entry in enumerate(getattr(data, kind)):
+            yield from _dataset_problems(f"data.{kind}.{i}.", entry, model)
+
+    def rule(broken: bool, paths: str, message: str) -> Iterator[Problem]:
+        if broken:
+            yield Problem(tuple(paths.split()), message)
+
+    cuda, wandb = platform.no_cuda(), platform.no_module("wandb")
+    decays = train.lr_decay_style != "constant"
+    val, held = data.val_set_size, data.test_datasets
+    yield from rule(model.config_path is None, "model.model_path model.config_path", "one of them must be given")
+    yield from rule(train.data_parallel_mode == "fsdp2" and train.init_device in ("cpu", "cuda"),
+                    "train.init_device train.data_parallel_mode", "fsdp2 builds the model on meta: leave it at auto")
+    yield from rule(train.init_device == "cuda" and cuda is not None, "train.init_device", str(cuda))
+    for name in ("data_parallel_shard_size", "data_parallel_replicate_size"):
+        yield from rule(getattr(train, name) != -1 and getattr(train, name) < 1, f"train.{name}", "must be -1, or 1 or more")
+    yield from rule(not train.enable_full_shard and train.reshard_after_forward is True,
+                    "train.reshard_after_forward train.enable_full_shard", "ZeRO-2 keeps parameters after the forward pass")
+    yield from rule(decays and train.lr_min > train.lr, "train.lr_min train.lr", "the decay would rise")
+    yield from rule(train.lr_warmup_ratio > 0 and train.lr_start > train.lr, "train.lr_start train.lr", "the warmup would fall")
+    yield from rule(decays and train.lr_decay_ratio < train.lr_warmup_ratio, "train.lr_decay_ratio train.lr_warmup_ratio",
+                    "the decay would end before the warmup")
+    for name, neutral in (("enable_reentrant", False), ("recompute_modules", None)):
+        yield from rule(not train.enable_gradient_checkpointing and getattr(train, name) != neutral,
+                        f"train.{name} train.enable_gradient_checkpointing", "nothing is recomputed")
+    yield from rule(train.enable_full_determinism and not train.allow_cuda_launch_blocking,
+                    "train.enable_full_determinism train.allow_cuda_launch_blocking",
+                    "full determinism needs allow_cuda_launch_blocking: true")
+    yield from rule(platform.env_flag("CUDA_LAUNCH_BLOCKING") and not train.allow_cuda_launch_blocking,
+                    "train.allow_cuda_launch_blocking", "CUDA_LAUNCH_BLOCKING is set, which slows training down; unset it")
+    yield from rule(train.use_wandb and wandb is not None, "train.use_wandb", str(wandb))
+    yield from rule(train.profile_end_step <= train.profile_start_step, "train.profile_end_step train.profile_start_step",
+                    "profiling must end after it starts")
+    yield from rule(not data.dataloader_num_workers and data.dataloader_prefetch_factor is not None,
+                    "data.dataloader_prefetch_factor data.dataloader_num_workers", "without workers it must be null")
+    yield from rule(val is not None and not (0 < val < 1 if isinstance(val, float) else val >= 1), "data.val_set_size",
+                    "must be a number of samples (1 or more) or a fraction between 0 and 1")
+    yield from rule(val is not None and bool(held), "data.val_set_size data.test_datasets", "give one of them")
+    yield from _pair("data.dataset_shard_num", "data.dataset_shard_idx", data.dataset_shard_num, data.dataset_shard_idx)
+    yield from rule(bool(data.push_dataset_to_hub) and not data.hf_use_auth_token,
+                    "data.push_dataset_to_hub data.hf_use_auth_token", "pushing needs hf_use_auth_token: true")
+    yield from rule(lora.enable_qlora and not lora.enable_lora, "lora.enable_lora lora.enable_qlora", "QLoRA implies LoRA")
+    yield from rule(lora.reset_optimizer_on_merge and not lora.merge_lora_interval,
+                    "lora.reset_optimizer_on_merge lora.merge_lora_interval", "there is no merge to reset at")
+
+
+def _pair(num_path: str, index_path: str, num: int | None, index: int | None) -> Iterator[Problem]:
+    if (num is None) != (index is None):
+        yield Problem((num_path, index_path), "give both, or neither")
+    elif num is not None and index >= num:
+        yield Problem((index_path, num_path), "indices start at 0 and end below the number")
+
+
+def _dataset_problems(at: str, entry: DatasetEntry, model: Model) -> Iterator[Problem]:
+    if entry.trust_remote_code:
+        yield Problem((f"{at}trust_remote_code",), "the package datasets no longer runs a dataset's own code")
+    if entry.data_files is not None and entry.ds_type is None:
+        yield Problem((f"{at}data_files", f"{at}ds_type"), "data_files needs ds_type")
+    if entry.preprocess_shards is not None and entry.shards is not None:
+        yield Problem((f"{at}preprocess_shards", f"{at}shards"), "give one of them")
+    yield from _pair(f"{at}shards", f"{at}shards_idx", entry.shards, entry.shards_idx)
+    if entry.type == "text" and entry.path == "dummy":
+        yield Problem((f"{at}type", f"{at}path"), "dummy data is tokenized already")
+
+
+def load(path: str | None, overrides: list[str] | None = None) -> Config:
+    """The configuration in a YAML file, changed by `--section.field value` (or `=value`) arguments.
+
+    Raises ConfigError with every misspelt key, wrong type, refused value and contradiction, one line each.
+    """
+    return reading.build(Config, path, overrides or [])
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """Every field with its value. Loading it gives the same configuration."""
+    return config.model_dump(mode="json")
+
+
+def to_yaml(config: Config) -> str:
+    return yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
+
+
+def from_command_line(argv: list[str] | None = None, program: str = "python -m tilewright.trainer.train") -> Config:
+    """`config.yaml [--section.field value ...]`. Prints all errors and exits with 2, or prints the help and exits."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or {"-h", "--help"} & set(argv):
+        print(f"usage: {program} config.yaml [--section.field value ...]\n\n{reading.help_text(Config, REFUSED)}")
+        sys.exit(0 if argv else 2)
+    path = None if argv[0].startswith("--") else argv[0]
+    try:
+        return load(path, argv[1 if path else 0:])
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+# field -> the default or meaning in xorl's documentation, and why it is different here. `docs` prints it.
+DIFFERENCES: dict[str, tuple[str, str]] = {
+    "model.attn_implementation": ("flash_attention_3", "needs one kind of GPU; auto takes the best that runs here"),
+    "data.datasets.type": ("tokenized only", "text is ours: raw text, tokenised on preparation with tokenizer_path"),
+    "data.datasets.max_seq_len": ("truncate and filter", "samples are truncated, with a count in the log, none is dropped"),
+    "data.dataloader_num_workers": ("8", "batches are slices of a memory-mapped file; processes must earn their memory"),
+    "data.dataloader_prefetch_factor": ("2", "it must be null without workers; 2 with them, as there"),
+    "data.dataset_num_proc": ("XORL_DATASET_NUM_PROC, or the processors", "no environment variable changes a run here"),
+    "data.sample_packing_mp_start_method": ("a start method", "packing takes seconds in one process"),
+    "train.init_device": ("cuda", "fsdp2, the default, needs meta; auto takes the device that fits"),
+    "train.enable_mixed_precision": ("BF16", "the same; stated in full: parameters and optimizer states stay float32"),
+    "train.save_epochs": ("1", "the same; 0 switches it off, for runs that are counted in steps"),
+    "train.empty_cache_steps": ("500", "the same; 0 switches it off"),
+    "train.gc_steps": ("500", "the same; 0 leaves garbage collection to Python"),
+    "train.use_wandb": ("true", "needs an account and a network: opt in"),
+    "train.wandb_project": ("Xorl", "the project's own name"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["docs"] and len(argv) == 2:
+        with open(argv[1], "w", encoding="utf-8") as file:
+            file.write(reading.markdown(Config, REFUSED, DIFFERENCES))
+        return 0
+    if argv[:1] == ["check"]:
+        print(to_yaml(from_command_line(argv[1:], "python -m tilewright.trainer.config check")), end="")
+        return 0
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

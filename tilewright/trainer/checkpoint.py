@@ -1,0 +1,116 @@
+"""Training checkpoints: PyTorch's distributed format, written aside and renamed, found again, and resumed from.
+
+{output_dir}/checkpoints/global_step_N/ holds the model and optimizer (DCP, resharded on load as needed), state.json (step,
+position in the data, model shape, op choices), each rank's random state, and, in the last one, hf/.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pathlib
+import re
+import shutil
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from tilewright.trainer.parallel import World
+
+log = logging.getLogger("tilewright")
+
+
+def find(output_dir: str, wanted: str | None) -> pathlib.Path | None:
+    """The folder to resume from. "auto": the newest complete one of output_dir, or None if there is none.
+
+    Raises FileNotFoundError for a path without a checkpoint.
+    """
+    if not wanted:
+        return None
+    if wanted == "auto":
+        found = [(int(m[1]), p) for p in pathlib.Path(output_dir, "checkpoints").glob("global_step_*")
+                 if (m := re.fullmatch(r"global_step_(\d+)", p.name)) and (p / "state.json").is_file()]
+        return max(found)[1] if found else None
+    folder = pathlib.Path(wanted)
+    if not (folder / "state.json").is_file():
+        raise FileNotFoundError(f"train.load_checkpoint_path = {wanted}: no checkpoint there (it would have a state.json)")
+    return folder
+
+
+class Saver:
+    """Writes checkpoints; with save_async, one may still be under way while training goes on."""
+
+    def __init__(self, output_dir: str, world: World, asynchronous: bool):
+        self.root, self.world, self.asynchronous = pathlib.Path(output_dir, "checkpoints"), world, asynchronous
+        self.pending: tuple[Any, pathlib.Path, pathlib.Path] | None = None
+
+    def folder(self, step: int) -> pathlib.Path:
+        return self.root / f"global_step_{step}"
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> pathlib.Path:
+        """state: JSON. Every rank must call it. The folder has its final name only once it is complete."""
+        self.finish()
+        target, aside = self.folder(step), self.root / f".global_step_{step}.partial"
+        if self.world.main:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        self.world.barrier()
+        weights, moments = get_state_dict(model, optimizer)
+        tensors = {"model": weights, "optimizer": moments}
+        random = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            random["cuda"] = torch.cuda.get_rng_state()
+        save_file(random, aside / f"random_{self.world.rank}.safetensors")
+        if self.world.main:
+            (aside / "state.json").write_text(json.dumps({"step": step, **state}, indent=1) + "\n")
+        if self.asynchronous:
+            self.pending = (dcp.async_save(tensors, checkpoint_id=aside / "dcp"), aside, target)
+        else:
+            dcp.save(tensors, checkpoint_id=aside / "dcp")
+            self._publish(aside, target)
+        return target
+
+    def finish(self) -> None:
+        """Waits for a checkpoint under way and gives it its name."""
+        if self.pending is not None:
+            future, aside, target = self.pending
+            future.result()
+            self.pending = None
+            self._publish(aside, target)
+
+    def _publish(self, aside: pathlib.Path, target: pathlib.Path) -> None:
+        self.world.barrier()
+        if self.world.main:
+            shutil.rmtree(target, ignore_errors=True)
+            aside.rename(target)
+            log.info("checkpoint %s", target)
+        self.world.barrier()
+
+
+def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, *,
+            shape: dict[str, Any], ops: dict[str, str]) -> dict[str, Any]:
+    """Fills model and optimizer and returns the saved state.
+
+    Raises ValueError if the checkpoint is of another model; warns if ops were computed by other implementations.
+    """
+    state = json.loads((folder / "state.json").read_text())
+    if state["model"] != json.loads(json.dumps(shape)):
+        differ = {k: (state["model"].get(k), v) for k, v in shape.items() if state["model"].get(k) != v}
+        raise ValueError(f"{folder} holds another model: {differ} (checkpoint, configuration)")
+    if changed := {k: (v, ops.get(k)) for k, v in state["ops"].items() if ops.get(k) != v}:
+        log.warning("ops are computed differently from when %s was written: %s (then, now)", folder, changed)
+    weights, moments = get_state_dict(model, optimizer)
+    tensors = {"model": weights, "optimizer": moments}
+    dcp.load(tensors, checkpoint_id=folder / "dcp")
+    set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
+    file = folder / f"random_{world.rank}.safetensors"
+    if file.is_file():   # a rank that did not exist then starts from its seed
+        random = load_file(file)
+        torch.set_rng_state(random["cpu"])
+        if "cuda" in random and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random["cuda"])
+    return state

@@ -1,0 +1,92 @@
+"""What a run says about itself: a progress bar or key=value lines, metrics.jsonl always, Weights & Biases if asked."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from tilewright.trainer.config import Config, resolved
+
+# Dense bf16 peak, FLOP/s, of NVIDIA's data sheets (without sparsity): what MFU is a fraction of.
+PEAK = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
+
+
+def _show(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+class Metrics:
+    """Rank 0 writes; the other ranks' calls do nothing."""
+
+    def __init__(self, config: Config, main: bool, total: int, start: int, flops_per_token: float, world_size: int):
+        self.train, self.main, self.flops, self.world = config.train, main, flops_per_token, world_size
+        self.last, self.tokens = time.perf_counter(), 0
+        if not main:
+            return
+        folder = pathlib.Path(self.train.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "metrics.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if start and path.is_file() else []
+        kept = [r for r in rows if r["step"] <= start]   # what a resumed run will do again is not told twice
+        path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        self.tokens = max((r.get("tokens", 0) for r in kept), default=0)
+        self.file = path.open("a", buffering=1)
+        bar = self.train.log_format == "progress_bar"
+        self.bar = tqdm(total=total, initial=start, unit="step", disable=not (bar and sys.stderr.isatty()))
+        self.every = 1 if not bar else max(1, total // 20)   # without a terminal a bar becomes some twenty lines
+        self.wandb = None
+        if self.train.use_wandb:
+            import wandb
+            import yaml
+
+            self.wandb = wandb.init(project=self.train.wandb_project, name=self.train.wandb_name,
+                                    tags=self.train.wandb_tags, config=yaml.safe_load(resolved(config)))
+
+    def step(self, step: int, tokens: int, **values: float) -> None:
+        """After optimizer step `step` (from 1), which trained on `tokens` labels over all ranks."""
+        if not self.main:
+            return
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        self.tokens += tokens
+        row = {"step": step, **values, "tokens": self.tokens, "tokens_per_second": tokens / seconds, "seconds": seconds}
+        if torch.cuda.is_available():
+            row["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            peak = next((p for name, p in PEAK.items() if name in torch.cuda.get_device_name()), None)
+            if peak:
+                row["mfu"] = tokens * self.flops / seconds / (peak * self.world)
+        self.write(row)
+        if not self.bar.disable:
+            self.bar.set_postfix({k: _show(row[k]) for k in ("loss", "lr", "grad_norm", "tokens_per_second")})
+            self.bar.update()
+        elif self.train.log_format == "structured" or step % self.every == 0 or step == 1:
+            self.say(" ".join(f"{k}={_show(v)}" for k, v in row.items()))
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self.last = time.perf_counter()   # the next step is not charged with it
+        if self.main:
+            self.write({"step": step, "eval_loss": loss})
+            self.say(f"step={step} eval_loss={loss:.5g}")
+
+    def write(self, row: dict[str, Any]) -> None:
+        self.file.write(json.dumps(row) + "\n")
+        if self.wandb is not None and row["step"] % self.train.wandb_log_interval == 0:
+            self.wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+
+    def say(self, line: str) -> None:
+        if self.main:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if self.main:
+            self.bar.close()
+            self.file.close()
+            if self.wandb is not None:
+                self.wandb.finish()

@@ -1,0 +1,249 @@
+"""The trainer: torchrun -m tilewright.trainer.train config.yaml [--section.field value ...]
+
+Plain `python -m tilewright.trainer.train` trains in one process.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import pathlib
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tilewright.registry import ImplementationUnavailable
+from tilewright.trainer import checkpoint, hf
+from tilewright.trainer.config import Config, ConfigError, load, resolved
+from tilewright.trainer.data import Batches, Bins, evaluation_batches, prepare, split_validation
+from tilewright.trainer.metrics import Metrics
+from tilewright.trainer.model import Ops, Transformer
+from tilewright.trainer.optim import build_optimizer, lr_at, set_lr
+from tilewright.trainer.parallel import (
+    World,
+    clip_gradients,
+    init_distributed,
+    parallelize,
+    precision,
+    synchronise,
+    unwrap,
+    wrap_ddp,
+)
+
+log = logging.getLogger("tilewright")
+
+
+def local_folder(path: str) -> str:
+    """A folder as it is; a Hugging Face Hub id downloaded."""
+    if pathlib.Path(path).exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+
+
+def seed_everything(config: Config, world: World) -> None:
+    torch.manual_seed(config.train.seed + world.rank)
+    if config.train.enable_full_determinism:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def build_model(config: Config, world: World, ops: Ops) -> torch.nn.Module:
+    """The model with its weights, spread over the ranks."""
+    m, t = config.model, config.train
+    shape = hf.load_config(local_folder(m.config_path or m.model_path))
+    meta = t.data_parallel_mode == "fsdp2"
+    made_on = "meta" if meta else world.device.type if t.init_device == "auto" else t.init_device
+    with torch.device(made_on):
+        model = Transformer(shape, ops, m.merge_qkv)
+    if not meta:
+        model.to(world.device)
+    model = parallelize(model, config, world)
+    if meta:
+        model.to_empty(device=world.device)
+        model.tie()
+    if m.model_path is None:
+        model.init_weights(t.seed)
+    else:
+        hf.load_weights(model, local_folder(m.model_path), mode=t.load_weights_mode)
+    return wrap_ddp(model, config, world)
+
+
+def build_data(config: Config, world: World, vocab: int) -> tuple[Batches, Bins | None]:
+    """Training batches, and the evaluation bins if there is anything to evaluate on."""
+    d = config.data
+
+    def tokenizer():
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(config.model.tokenizer_path or config.model.config_path or config.model.model_path)
+
+    options: dict[str, Any] = {"main": world.main, "barrier": world.barrier}
+    training, held = split_validation(prepare(d.datasets, config, tokenizer, vocab, **options), d.val_set_size,
+                                      config.train.seed)
+    if d.test_datasets:
+        import datasets
+
+        test = prepare(d.test_datasets, config, tokenizer, vocab, shuffle=False, **options)
+        held = test if held is None else datasets.concatenate_datasets([held, test])
+    pin = world.device.type == "cuda"
+    batches = Batches(Bins(training, d), config, rank=world.rank, world_size=world.size, pin=pin)
+    return batches, None if held is None else Bins(held, d, packed=d.eval_sample_packing is not False)
+
+
+def to_device(batch: dict[str, torch.Tensor], world: World) -> dict[str, torch.Tensor]:
+    return {k: v.to(world.device, non_blocking=True) for k, v in batch.items()}
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, bins: Bins, config: Config, world: World) -> float:
+    """Mean loss a token over the evaluation data, nats."""
+    total, count = torch.zeros((), device=world.device, dtype=torch.float64), 0
+    model.eval()
+    for batch in evaluation_batches(bins, config, world.rank, world.size):
+        count += int((batch["labels"] != -100).sum())
+        with precision(config, world):
+            total += model(**to_device(batch, world), num_tokens=1).double()
+    model.train()
+    total, count = world.sum(float(total), count)
+    return total / max(1, count)
+
+
+def train_step(model: torch.nn.Module, step: list[dict[str, torch.Tensor]], config: Config,
+               world: World) -> tuple[float, int]:
+    """Gradients of one optimizer step. Returns the mean loss a token and the tokens, both over all ranks."""
+    # The divisor is every label of the step, on all ranks and in all micro-batches: each token weighs the same however
+    # the step is cut up. DDP and FSDP2 average over ranks, hence the factor world.size.
+    [tokens] = world.sum(sum(int((b["labels"] != -100).sum()) for b in step))
+    divisor = torch.tensor(max(1.0, tokens) / world.size, device=world.device)
+    loss = torch.zeros((), device=world.device)
+    for i, batch in enumerate(step):
+        with synchronise(model, last=i == len(step) - 1):
+            with precision(config, world):
+                part = model(**to_device(batch, world), num_tokens=divisor)
+            part.backward()
+            loss += part.detach()
+    [mean] = world.sum(float(loss) / world.size)
+    return mean, int(tokens)
+
+
+def profiler(config: Config, world: World):
+    t = config.train
+    if not t.enable_profiling or (t.profile_rank0_only and not world.main):
+        return None
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=t.profile_start_step, warmup=0,
+                                         active=t.profile_end_step - t.profile_start_step, repeat=1),
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(t.profile_trace_dir, f"rank{world.rank}"),
+        record_shapes=t.profile_record_shapes, profile_memory=t.profile_profile_memory, with_stack=t.profile_with_stack)
+
+
+def train(config: Config, world: World) -> None:
+    t = config.train
+    seed_everything(config, world)
+    shape = hf.load_config(local_folder(config.model.config_path or config.model.model_path))
+    dtype = torch.bfloat16 if t.enable_mixed_precision else torch.float32
+    ops = Ops.resolve(config.model.attn_implementation, config.model.moe_implementation, device_type=world.device.type,
+                      dtype=dtype)   # raises before any weight is made
+    batches, held = build_data(config, world, shape.vocab_size)
+    model = build_model(config, world, ops)
+    parameters = list(model.parameters())
+    optimizer = build_optimizer(unwrap(model), t)
+    total = t.max_steps or t.num_train_epochs * batches.steps_per_epoch
+    save_every = round(t.save_epochs * batches.steps_per_epoch) if t.save_epochs else 0
+
+    start = 0
+    if (folder := checkpoint.find(t.output_dir, t.load_checkpoint_path)) is not None:
+        state = checkpoint.restore(folder, unwrap(model), optimizer, world, shape=asdict(shape), ops=ops.names())
+        start = state["step"]
+        batches.load_state_dict(state["data"])
+    if world.main:
+        pathlib.Path(t.output_dir).mkdir(parents=True, exist_ok=True)
+        pathlib.Path(t.output_dir, "resolved_config.yaml").write_text(resolved(config))
+    sequence = config.data.sample_packing_sequence_len
+    metrics = Metrics(config, world.main, total, start, unwrap(model).flops_per_token(sequence), world.size)
+    metrics.say(f"{sum(p.numel() for p in parameters) / 1e6:.1f} M parameters on {world.size} x {world.device.type}, "
+                f"{total} steps, {batches.steps_per_epoch} an epoch, {batches.bins.tokens} tokens of data")
+    metrics.say("ops: " + " ".join(f"{k}={v}" for k, v in ops.names().items()))
+    saver = checkpoint.Saver(t.output_dir, world, t.save_async)
+
+    def save(step):
+        saver.save(step, unwrap(model), optimizer,
+                   {"data": batches.state_dict(), "model": asdict(shape), "ops": ops.names()})
+
+    def report(step):
+        if held is not None:
+            metrics.evaluation(step, evaluate(model, held, config, world))
+
+    if start == 0:
+        report(0)
+    if t.gc_steps:
+        gc.collect()
+        gc.disable()   # collected between steps instead, at the same time on all ranks
+    profile = profiler(config, world)
+    if profile:
+        profile.start()
+    steps = batches.steps()
+    for step in range(start, total):
+        loss, tokens = train_step(model, next(steps), config, world)
+        norm = clip_gradients(parameters, t.max_grad_norm)
+        lr = lr_at(step, total, t)
+        set_lr(optimizer, lr)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        done = step + 1
+        metrics.step(done, tokens, loss=loss, lr=lr, grad_norm=norm)
+        if profile:
+            profile.step()
+        if t.gc_steps and done % t.gc_steps == 0:
+            gc.collect()
+        if t.empty_cache_steps and done % t.empty_cache_steps == 0 and world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        due = (t.save_steps and done % t.save_steps == 0) or (save_every and done % save_every == 0)
+        if done == total or due or done % batches.steps_per_epoch == 0:
+            report(done)
+        if due and done < total:
+            save(done)
+    if profile:
+        profile.stop()
+    gc.enable()
+    if start < total:
+        save(total)
+    saver.finish()
+    if t.save_hf_weights:
+        source = config.model.tokenizer_path or config.model.config_path or config.model.model_path
+        hf.save_weights(unwrap(model), saver.folder(total) / "hf", tokenizer_path=local_folder(source))
+    metrics.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__ + "\nEvery field is described in docs/configuration.md.")
+        return 0 if argv else 2
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    try:
+        config = load(argv[0], argv[1:])
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
+        world = init_distributed(config.train.data_parallel_mode)
+        train(config, world)
+    except (ImplementationUnavailable, FileNotFoundError, ValueError) as error:
+        # What a user can mend is one sentence; anything else keeps its traceback.
+        print(f"error: {error}", file=sys.stderr)
+        log.debug("", exc_info=True)
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
