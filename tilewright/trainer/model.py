@@ -62,6 +62,8 @@ class ModelConfig:
         kind = rope.setdefault("rope_type", rope.pop("type", "default"))
         if kind not in ROPE_TYPES:
             raise ValueError(f"config.json: rope type {kind!r} is not supported; accepted: {list(ROPE_TYPES)}")
+        if moe and "num_experts" not in hf:
+            hf = {**hf, "num_experts": hf.get("num_local_experts")}   # transformers 5 writes this name
         heads = hf["num_attention_heads"]
         known = {f.name for f in fields(cls)}
         given = {k: v for k, v in hf.items() if k in known and v is not None}
@@ -84,7 +86,7 @@ class ModelConfig:
                    if "expert" not in k and not k.startswith("moe")
                    and k not in ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")}
         else:
-            out["mlp_only_layers"] = list(self.mlp_only_layers)
+            out |= {"mlp_only_layers": list(self.mlp_only_layers), "num_local_experts": self.num_experts}
         rope = dict(self.rope_scaling) or {"rope_type": "default"}
         # transformers 5 reads rope_parameters, 4 the other two.
         out |= {"rope_theta": self.rope_theta, "rope_parameters": {**rope, "rope_theta": self.rope_theta},
