@@ -203,7 +203,7 @@ def _setup(ctx, inputs, output):
     logits, target, class_weight, softcap, smooth, entropy, _, overwrite = inputs
     lse, _, _, mean, argmax = output
     ctx.save_for_backward(logits, target, class_weight if smooth else None, lse, mean if entropy else None)
-    ctx.softcap, ctx.overwrite = softcap, overwrite
+    ctx.softcap, ctx.smooth, ctx.entropy, ctx.overwrite = softcap, smooth, entropy, overwrite
     ctx.mark_non_differentiable(argmax)
     ctx.set_materialize_grads(False)
 
@@ -226,6 +226,7 @@ def _register(forward: Callable, backward: Callable, backward_: Callable) -> Sim
         return logits.detach()
 
     def formula(ctx, g_lse, g_target, g_weighted, g_mean, g_argmax):
+        g_weighted, g_mean = g_weighted if ctx.smooth else None, g_mean if ctx.entropy else None
         if g_lse is None and g_target is None and g_weighted is None and g_mean is None:
             return (None,) * 8
         logits, target, class_weight, lse, mean = ctx.saved_tensors

@@ -1,0 +1,307 @@
+"""Statistics of rows of logits, and the logits' gradient from theirs, in Triton. The definition, and the
+formulas, are in tilewright/ops/_softmax_stats.py.
+
+T = rows, V = columns; rows are contiguous and may lie further apart than V. Forward: a program walks one row
+once, in column blocks, and keeps a running maximum (a scalar) and running sums (a lane of the block each,
+reduced at the end). Backward: a program an output block; one read, one write, in place if asked. Exponentials
+are base 2. Rows whose gradients are all 0 are written without being read.
+
+A row that does not start at a multiple of 16 bytes (V odd, say) is walked from the multiple of 16 bytes below
+its start, so that all loads but those of its first and last block stay 128 bits wide.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels.spec import KernelSpec
+
+# Forward: 16 elements a thread, as many running sums beside them, 48 registers (bf16, sm_90); its loop copies
+# two blocks ahead, 80 KiB in flight a multiprocessor. Backward keeps no sums: 32 elements a thread, so 64
+# bytes of bf16 in flight, 53 registers. (There 8 warps make ptxas spill 32 bytes in fp32 for sm_120.) Not
+# tuned on a GPU.
+BLOCK = 4096
+WARPS = 8
+BACKWARD_WARPS = 4
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def _tanh(x):
+    """tanh to 2 ulp. Below 0.625 an odd polynomial (least maximum relative error, 4e-9, fitted to tanh(x) /
+    x):
+    1 - 2 / (exp(2x) + 1) would lose the low bits of a small x."""
+    u = x * x
+    p = -5.704986862838268e-3
+    p = p * u + 2.063908614218235e-2
+    p = p * u - 5.373971536755762e-2
+    p = p * u + 1.3331441581249237e-1
+    p = p * u - 3.333328068256378e-1
+    near = x + x * u * p
+    far = 1.0 - 2.0 / (tl.exp2(2.0 * 1.4426950408889634 * x) + 1.0)
+    return tl.where(tl.abs(x) < 0.625, near, far)
+
+
+@triton.jit
+def _capped(x, softcap, CAPPED: tl.constexpr):
+    if CAPPED:
+        x = softcap * _tanh(x / softcap)
+    return x
+
+
+@triton.jit
+def _row_start(row, stride, VECTOR: tl.constexpr, PEEL: tl.constexpr):
+    """Offset from which a row is walked, and how many elements before the row's own first one that is."""
+    own = row * stride
+    start = own
+    if PEEL:
+        start = own // VECTOR * VECTOR
+    return start, (own - start).to(tl.int32)
+
+
+@triton.jit
+def _forward(logits_ptr, target_ptr, weight_ptr, lse_ptr, picked_ptr, weighted_ptr, mean_ptr, argmax_ptr,
+             V, stride, softcap, BLOCK: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr,
+             CAPPED: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr,
+             ARGMAX: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    start, before = _row_start(row, stride, VECTOR, PEEL)
+    lanes = tl.arange(0, BLOCK)
+    extent = V + before   # columns to walk, those before the row's first included
+    full = extent // BLOCK * BLOCK
+    x_ptr = logits_ptr + start + lanes
+    top = float("-inf")   # largest logit so far; peak is its z
+    peak = float("-inf")
+    best = 0
+    s = tl.zeros([BLOCK], tl.float32)
+    sz = tl.zeros([BLOCK], tl.float32)
+    sw = tl.zeros([BLOCK], tl.float32)
+
+    # Only the first block (if it starts before the row) and the last are masked: a mask that is not constant
+    # over 16 bytes would split their loads. Blocks 0 to `edge` and `full` to the end are those; one body
+    # serves all three.
+    edge = 0
+    if PEEL:
+        edge = BLOCK
+    for at in range(0, edge, BLOCK):
+        c = at + lanes - before
+        mask = (c >= 0) & (c < V)
+        x = tl.load(x_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
+        top, peak, best, s, sz, sw = _step(x, c, mask, top, peak, best, s, sz, sw, weight_ptr, softcap, True,
+                                           CAPPED, SMOOTH, WEIGHTS, MEAN, ARGMAX)
+    for at in tl.range(edge, full, BLOCK, num_stages=3):
+        c = at + lanes - before
+        x = tl.load(x_ptr + at).to(tl.float32)
+        top, peak, best, s, sz, sw = _step(x, c, c >= 0, top, peak, best, s, sz, sw, weight_ptr, softcap,
+                                           False, CAPPED, SMOOTH, WEIGHTS, MEAN, ARGMAX)
+    for at in range(tl.maximum(full, edge), extent, BLOCK):
+        c = at + lanes - before
+        mask = c < V
+        x = tl.load(x_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
+        top, peak, best, s, sz, sw = _step(x, c, mask, top, peak, best, s, sz, sw, weight_ptr, softcap, True,
+                                           CAPPED, SMOOTH, WEIGHTS, MEAN, ARGMAX)
+
+    total = tl.sum(s, axis=0)
+    shift = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+    tl.store(lse_ptr + row, shift + LN2 * tl.log2(total))
+    y = tl.load(target_ptr + row)
+    inside = (y >= 0) & (y < V)
+    x = tl.load(logits_ptr + row * stride + y, mask=inside, other=0.0).to(tl.float32)
+    tl.store(picked_ptr + row, _capped(x, softcap, CAPPED))
+    if SMOOTH:
+        tl.store(weighted_ptr + row, tl.sum(sw, axis=0))
+    if MEAN:
+        tl.store(mean_ptr + row, tl.sum(sz, axis=0) / total)
+    if ARGMAX:
+        tl.store(argmax_ptr + row, best)
+
+
+@triton.jit
+def _step(x, c, mask, top, peak, best, s, sz, sw, weight_ptr, softcap, MASKED: tl.constexpr,
+          CAPPED: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr,
+          ARGMAX: tl.constexpr):
+    """Takes one block x (masked lanes: -inf) into the running maximum and sums."""
+    here = tl.max(x, axis=0)
+    if ARGMAX:
+        first = tl.min(tl.where(x == here, c, 0x7FFFFFFF), axis=0)
+        best = tl.where(here > top, first, best)
+    top = tl.maximum(top, here)
+    z = _capped(x, softcap, CAPPED)
+    if CAPPED and MASKED:
+        z = tl.where(mask, z, float("-inf"))
+    higher = _capped(top, softcap, CAPPED)   # the largest z but for rounding, which does not matter
+    shift = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)   # inf - inf is NaN
+    shrink = tl.exp2((peak - shift) * LOG2E)
+    e = tl.exp2((z - shift) * LOG2E)   # folded into one FMA, a large shift would cost its rounding
+    s = s * shrink + e
+    if MEAN:   # 0 * -inf is NaN
+        sz = sz * shrink + e * tl.maximum(z, LOWEST)
+    if SMOOTH:
+        if WEIGHTS:
+            w = tl.load(weight_ptr + c, mask=mask, other=0.0)
+            z = z * w
+        sw += tl.where(mask, z, 0.0) if MASKED else z
+    return top, higher, best, s, sz, sw
+
+
+@triton.jit
+def _backward(logits_ptr, target_ptr, weight_ptr, lse_ptr, mean_ptr, g_lse_ptr, g_target_ptr, g_weighted_ptr,
+              g_mean_ptr, out_ptr, V, stride, out_stride, softcap, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+              PEEL: tl.constexpr, CAPPED: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr,
+              MEAN: tl.constexpr):
+    """dlogits = (p (g_lse + g_mean + g_mean (z - mean)) + g_weighted w + [c = y] g_target) (1 - tanh^2)"""
+    row = tl.program_id(0).to(tl.int64)
+    start, before = _row_start(row, stride, VECTOR, PEEL)
+    out_start, _ = _row_start(row, out_stride, VECTOR, PEEL)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    c = at - before
+    lse = tl.load(lse_ptr + row)
+    y = tl.load(target_ptr + row)
+    g_lse = tl.load(g_lse_ptr + row)
+    g_target = tl.load(g_target_ptr + row)
+    mean = 0.0
+    g_mean = 0.0
+    g_weighted = 0.0
+    learn = (g_lse != 0.0) | (g_target != 0.0)
+    if MEAN:
+        mean = tl.load(mean_ptr + row)
+        g_mean = tl.load(g_mean_ptr + row)
+        learn |= g_mean != 0.0
+    if SMOOTH:
+        g_weighted = tl.load(g_weighted_ptr + row)
+        learn |= g_weighted != 0.0
+
+    first = tl.program_id(1) * BLOCK
+    inner = (first >= before) & (first + BLOCK <= V + before)   # needs no mask: loads and stores stay wide
+    if learn & inner:
+        x = tl.load(logits_ptr + start + at).to(tl.float32)
+        d = _gradient(x, c, c >= 0, y, lse, mean, g_lse, g_target, g_weighted, g_mean, weight_ptr, softcap,
+                      CAPPED, SMOOTH, WEIGHTS, MEAN)
+        tl.store(out_ptr + out_start + at, d.to(out_ptr.dtype.element_ty))
+    else:
+        mask = (c >= 0) & (c < V)
+        d = tl.zeros([BLOCK], tl.float32)
+        if learn:
+            x = tl.load(logits_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
+            d = _gradient(x, c, mask, y, lse, mean, g_lse, g_target, g_weighted, g_mean, weight_ptr, softcap,
+                          CAPPED, SMOOTH, WEIGHTS, MEAN)
+        tl.store(out_ptr + out_start + at, d.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gradient(x, c, mask, y, lse, mean, g_lse, g_target, g_weighted, g_mean, weight_ptr, softcap,
+              CAPPED: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr):
+    z = x
+    t = x
+    if CAPPED:
+        t = _tanh(x / softcap)
+        z = softcap * t
+    p = tl.exp2((z - lse) * LOG2E)
+    if MEAN:
+        d = p * (g_lse + g_mean + g_mean * (tl.maximum(z, LOWEST) - mean))
+    else:
+        d = p * g_lse
+    if SMOOTH:
+        if WEIGHTS:
+            d += g_weighted * tl.load(weight_ptr + c, mask=mask, other=0.0)
+        else:
+            d += g_weighted
+    d += tl.where(c == y, g_target, 0.0)
+    if CAPPED:
+        d *= 1.0 - t * t
+    return d
+
+
+def vector(t: torch.Tensor) -> int:
+    """Elements in 16 bytes."""
+    return 16 // t.element_size()
+
+
+def peels(V: int, *tensors: torch.Tensor) -> bool:
+    """Whether rows start off a multiple of 16 bytes, all tensors' alike, so that walking them from the
+    multiple below helps. Where their row strides differ it cannot be had for both, and where memory itself is
+    off 16 bytes (a view into the middle of something) not at all."""
+    strides = {t.stride(0) for t in tensors}
+    return len(strides) == 1 and strides.pop() % vector(tensors[0]) != 0 and V > 0
+
+
+def forward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
+            smooth: bool, entropy: bool, argmax: bool,
+            overwrite: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """overwrite is for the autograd formula. Results that were not asked for are empty."""
+    T, V = logits.shape
+
+    def new(wanted, dtype=torch.float32):
+        return logits.new_empty(T if wanted else 0, dtype=dtype)
+
+    lse, picked, weighted, mean = new(True), new(True), new(smooth), new(entropy)
+    best = new(argmax, torch.int64)
+    if T:
+        _forward[(T,)](logits, target, class_weight, lse, picked, weighted, mean, best, V, logits.stride(0),
+                       softcap, BLOCK=BLOCK, VECTOR=vector(logits), PEEL=peels(V, logits),
+                       CAPPED=softcap != 0, SMOOTH=smooth, WEIGHTS=smooth and class_weight is not None,
+                       MEAN=entropy, ARGMAX=argmax, num_warps=WARPS)
+    return lse, picked, weighted, mean, best
+
+
+def _launch_backward(out, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted,
+                     g_mean):
+    T, V = logits.shape
+    if T == 0:
+        return
+    peel = peels(V, logits, out)
+    blocks = triton.cdiv(V + (vector(logits) - 1 if peel else 0), BLOCK)
+    _backward[(T, blocks)](logits, target, class_weight, lse, mean, g_lse, g_target, g_weighted, g_mean, out,
+                           V, logits.stride(0), out.stride(0), softcap, BLOCK=BLOCK, VECTOR=vector(logits),
+                           PEEL=peel, CAPPED=softcap != 0, SMOOTH=g_weighted is not None,
+                           WEIGHTS=g_weighted is not None and class_weight is not None,
+                           MEAN=g_mean is not None, num_warps=BACKWARD_WARPS)
+
+
+def backward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
+             lse: torch.Tensor, mean: torch.Tensor | None, g_lse: torch.Tensor, g_target: torch.Tensor,
+             g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None) -> torch.Tensor:
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    _launch_backward(dlogits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted,
+                     g_mean)
+    return dlogits
+
+
+def backward_(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
+              lse: torch.Tensor, mean: torch.Tensor | None, g_lse: torch.Tensor, g_target: torch.Tensor,
+              g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None) -> None:
+    _launch_backward(logits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted,
+                     g_mean)
+
+
+def specs() -> list[KernelSpec]:
+    """What the launchers above launch, for the compile gate: no option and all of them, whole and odd row
+    strides."""
+    types = {"target_ptr": "*i64", "argmax_ptr": "*i64", "V": "i32", "stride": "i32", "out_stride": "i32",
+             "softcap": "fp32",
+             **{f"{n}_ptr": "*fp32" for n in ("weight", "lse", "picked", "weighted", "mean", "g_lse",
+                                              "g_target", "g_weighted", "g_mean")}}
+    found = []
+    for data in ("bf16", "fp32"):
+        for all_options in (False, True):
+            for peel in (False, True):
+                label = f"{data}{' all options' if all_options else ''}{' odd' if peel else ''}"
+                shared = {"BLOCK": BLOCK, "VECTOR": 8 if data == "bf16" else 4, "PEEL": peel,
+                          "CAPPED": all_options, "SMOOTH": all_options, "WEIGHTS": all_options,
+                          "MEAN": all_options}
+
+                def spec(kernel, name, constexprs, warps, data=data, label=label, peel=peel):
+                    known = {**types, "logits_ptr": f"*{data}", "out_ptr": f"*{data}"}
+                    signature = {n: known[n] for n in kernel.arg_names if n in known}
+                    divisible = tuple(n for n in ("V", "stride", "out_stride") if n in signature and not peel)
+                    found.append(KernelSpec(kernel, f"{name} {label}", signature, constexprs, warps,
+                                            divisible=divisible))
+
+                spec(_forward, "forward", {**shared, "ARGMAX": all_options}, WARPS)
+                spec(_backward, "backward", shared, BACKWARD_WARPS)
+    return found
