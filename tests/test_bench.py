@@ -62,11 +62,21 @@ def test_quantiles_and_means():
     assert t.samples == (5.0, 1.0, 2.0, 4.0, 3.0)
 
 
-def test_a_cpu_sample_lasts_as_long_as_asked():
-    clock = timing.CpuClock(sample_seconds=0.01)
-    calls = clock.prepare(lambda: time.sleep(0.001))
-    assert 3 <= calls <= 10   # sleep oversleeps
-    assert clock.sample(lambda: time.sleep(0.001), calls) >= 0.001
+@pytest.fixture
+def pass_time(monkeypatch):
+    """A function that makes time pass, and nothing else does: a loaded machine changes no test."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
+
+
+def test_a_cpu_sample_lasts_as_long_as_asked(pass_time):
+    clock = timing.CpuClock(sample_seconds=0.0095)
+    calls = clock.prepare(lambda: pass_time(0.001))
+    assert calls == 10
+    assert clock.sample(lambda: pass_time(0.001), calls) == pytest.approx(0.001)
+    assert clock.prepare(lambda: pass_time(1.0)) == 1
+    assert clock.prepare(int) == timing.CALLS_AT_MOST   # faster than the timer can tell
 
 
 class Recorder:
@@ -110,11 +120,19 @@ def test_one_failure_loses_only_itself():
     assert list(timings) == ["good"] and len(timings["good"].samples) == 4
 
 
-def test_limits_of_time():
-    timings, _ = timing.interleave({"a": int}, Recorder(), rounds=50, max_seconds=0.0)
-    assert len(timings["a"].samples) == 3
-    timings, _ = timing.interleave({"a": lambda: time.sleep(0.002)}, Recorder(), rounds=1, min_seconds=0.01)
-    assert len(timings["a"].samples) >= 2
+@pytest.mark.parametrize("limits, rounds", [
+    ({"rounds": 50, "max_seconds": 0.0}, 3),
+    ({"rounds": 50, "max_seconds": 10.0}, 10),
+    ({"rounds": 2, "max_seconds": 0.0}, 2),
+    ({"rounds": 1, "min_seconds": 7.0}, 7),
+    ({"rounds": 9, "min_seconds": 7.0}, 9),
+])
+def test_limits_of_time(limits, rounds, pass_time):
+    timings, _ = timing.interleave({"a": lambda: pass_time(1.0)}, Recorder(), **limits)
+    assert len(timings["a"].samples) == rounds
+
+
+def test_no_rounds_is_an_error():
     with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
         timing.interleave({"a": int}, Recorder(), rounds=0)
 
@@ -409,6 +427,13 @@ def test_overhead_counts_down_the_layers(tmp_path, capsys):
         assert timed == {"public", "resolved", "pick", *(["operator"] if fused else [])}
         assert (r["overhead_us"] is not None) == fused
     assert "public - operator" in capsys.readouterr().out
+
+
+def test_overhead_is_of_calls_with_and_without_a_graph(monkeypatch):
+    given = []
+    monkeypatch.setattr(overhead, "levels", lambda op, name, kwargs: given.append(kwargs) or {"public": int})
+    overhead.overhead([RMSNORM], "cpu", torch.float32, rounds=1, sample_seconds=0.0)
+    assert [kw["x"].requires_grad for kw in given] == [False, True]
 
 
 def test_overhead_calls_the_operator_with_what_the_op_passes():

@@ -25,7 +25,7 @@ def grid():
                                        id=f"{op.name}-{case.name}-{short(dtype)}-{name}")
 
 
-@pytest.mark.parametrize("op, case, dtype, name", grid())
+@pytest.mark.parametrize("op, case, dtype, name", list(grid()))
 def test_speed(op, case, dtype, name, benchmark):
     provider = next(p for p in providers(op, DEVICE, dtype) if p.name == name)
     if provider.reason:
