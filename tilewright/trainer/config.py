@@ -1,18 +1,17 @@
 """The trainer's configuration: every field, what it means, and which values this version refuses.
 
-A field that is accepted does what its description says. What cannot work is refused with one sentence (REFUSED and
-`problems`), never ignored. Names, types and meanings follow xorl's local training configuration; DIFFERENCES lists
-where a default or a meaning departs from it, and why. Reading files and command lines is in `overrides.py`.
+A field that is accepted does what its description says. What cannot work is refused with one sentence
+(`rules.py`), never ignored. Names, types and meanings follow xorl's local training configuration; DIFFERENCES
+lists where a default or a meaning departs from it, and why. `overrides.py` reads files and command lines.
 
-    python -m tilewright.trainer.config check config.yaml --train.lr 2e-5     # prints the resolved YAML, or the errors
-    python -m tilewright.trainer.config docs docs/configuration.md            # writes the reference
+    python -m tilewright.trainer.config check config.yaml --train.lr 2e-5   # the resolved YAML, or the errors
+    python -m tilewright.trainer.config docs docs/configuration.md          # writes the reference
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -20,9 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from tilewright import platform
 from tilewright.trainer import overrides as reading
 from tilewright.trainer.overrides import ConfigError
+from tilewright.trainer.rules import REFUSED, problems
 
-__all__ = ["Config", "ConfigError", "Data", "DatasetEntry", "Lora", "Model", "Train", "from_command_line", "load",
-           "resolved", "to_yaml"]
+__all__ = ["Config", "ConfigError", "Data", "Dataset", "Lora", "Model", "Train", "from_command_line",
+           "load", "resolved"]
 
 
 class Section(BaseModel):
@@ -44,20 +44,24 @@ class Section(BaseModel):
             object.__setattr__(self, name, value)
 
 
+def field(default: Any, description: str, **limits: Any) -> Any:
+    return Field(default, description=description, **limits)
+
+
 class Model(Section):
-    model_path: str | None = Field(None, description="Folder (or Hub id) with weights; null: random weights.")
-    config_path: str | None = Field(None, description="Folder with config.json, or the file; null: as model_path.")
-    tokenizer_path: str | None = Field(None, description="Folder with the tokenizer; null: as config_path.")
-    attn_implementation: str = Field("auto", description="Attention: auto, or a name of `tilewright explain attention`.")
-    moe_implementation: str | None = Field(None, description="Experts: null (automatic), or an implementation's name.")
-    ep_dispatch: Literal["alltoall", "deepep"] = Field("alltoall", description="Expert-parallel dispatch.")
-    deepep_buffer_size_gb: float = Field(2.0, gt=0, description="DeepEP's buffer per GPU, in GB.")
-    deepep_num_sms: int = Field(20, gt=0, description="Streaming multiprocessors that DeepEP uses.")
-    deepep_async_combine: bool = Field(False, description="Overlap DeepEP's combine with the next layer.")
-    merge_qkv: bool = Field(True, description="Keep the query, key and value projections as one qkv_proj.")
-    basic_modules: list[str] = Field([], description="Further module names to shard as FSDP units of their own.")
-    foundation: dict[str, Any] = Field({}, description="Further configuration of a foundation model.")
-    encoders: dict[str, Any] = Field({}, description="Multimodal encoders by kind (image, video, audio).")
+    model_path: str | None = field(None, "Folder (or Hub id) with weights; null: random weights.")
+    config_path: str | None = field(None, "Folder with config.json, or the file; null: as model_path.")
+    tokenizer_path: str | None = field(None, "Folder with the tokenizer; null: as config_path.")
+    attn_implementation: str = field("auto", "Attention: auto, or a name of `tilewright explain attention`.")
+    moe_implementation: str | None = field(None, "Experts: null (automatic), or an implementation's name.")
+    ep_dispatch: Literal["alltoall", "deepep"] = field("alltoall", "Expert-parallel dispatch.")
+    deepep_buffer_size_gb: float = field(2.0, "DeepEP's buffer per GPU, in GB.", gt=0)
+    deepep_num_sms: int = field(20, "Streaming multiprocessors that DeepEP uses.", gt=0)
+    deepep_async_combine: bool = field(False, "Overlap DeepEP's combine with the next layer.")
+    merge_qkv: bool = field(True, "Keep the query, key and value projections as one qkv_proj.")
+    basic_modules: list[str] = field([], "Further module names to shard as FSDP units of their own.")
+    foundation: dict[str, Any] = field({}, "Further configuration of a foundation model.")
+    encoders: dict[str, Any] = field({}, "Multimodal encoders by kind (image, video, audio).")
 
     @model_validator(mode="after")
     def _paths(self) -> Model:
@@ -69,55 +73,55 @@ class Model(Section):
         return self
 
 
-class DatasetEntry(Section):
-    path: str = Field(description="File, folder, Hub id, s3://, gs://, abfs:// or https:// address, or dummy.")
-    type: Literal["tokenized", "text"] = Field(
-        "tokenized", description="tokenized: rows with input_ids and, if there, labels; text: tokenised on preparation.")
-    name: str | None = Field(None, description="Configuration (subset) of a Hub dataset.")
-    split: str | None = Field(None, description="Split, such as train or train[:10%]; null: the only one.")
-    revision: str | None = Field(None, description="Commit or tag of a Hub dataset.")
-    trust_remote_code: bool = Field(False, description="Run a dataset's own code.")
-    data_files: str | list[str] | None = Field(None, description="Files or patterns within path; needs ds_type.")
-    ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = Field(
-        None, description="Format of the files; null: by their suffix.")
-    max_seq_len: int | None = Field(
-        None, ge=2, description="Tokens kept of a longer sample (tokenized), or tokens of a piece of a document (text).")
-    shards: int | None = Field(None, ge=1, description="Take one of this many parts of the dataset.")
-    shards_idx: int | None = Field(None, ge=0, description="Which part, from 0.")
-    preprocess_shards: int | None = Field(None, ge=1, description="Prepare in this many chunks, one after the other.")
+class Dataset(Section):
+    path: str = field(..., "File, folder, Hub id, s3://, gs://, abfs:// or https:// address, or dummy.")
+    type: Literal["tokenized", "text"] = field(
+        "tokenized", "tokenized: rows with input_ids and, if there, labels; text: tokenised on preparation.")
+    name: str | None = field(None, "Configuration (subset) of a Hub dataset.")
+    split: str | None = field(None, "Split, such as train or train[:10%]; null: the only one.")
+    revision: str | None = field(None, "Commit or tag of a Hub dataset.")
+    trust_remote_code: bool = field(False, "Run a dataset's own code.")
+    data_files: str | list[str] | None = field(None, "Files or patterns within path; needs ds_type.")
+    ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = field(
+        None, "Format of the files; null: by their suffix.")
+    max_seq_len: int | None = field(
+        None, "Tokens kept of a longer sample (tokenized), or tokens of a piece of a document (text).", ge=2)
+    shards: int | None = field(None, "Take one of this many parts of the dataset.", ge=1)
+    shards_idx: int | None = field(None, "Which part, from 0.", ge=0)
+    preprocess_shards: int | None = field(None, "Prepare in this many chunks, one after the other.", ge=1)
 
 
 class Data(Section):
-    datasets: list[DatasetEntry] = Field(min_length=1, description="What to train on.")
-    test_datasets: list[DatasetEntry] = Field([], description="What to evaluate on.")
-    dataset_prepared_path: str = Field("last_prepared_dataset", description="Folder for prepared datasets.")
-    select_columns: list[str] | None = Field(None, description="Columns to read; null: all.")
-    sample_packing_method: Literal["sequential", "multipack"] = Field(
-        "sequential", description="sequential: in order; multipack: first-fit decreasing within a group.")
-    sample_packing_sequence_len: int = Field(32000, ge=2, description="Tokens of a packed bin, at most.")
-    sample_packing_group_size: int = Field(100000, ge=1, description="Samples that multipack packs together.")
-    sample_packing_sequentially: bool | None = Field(None, description="true: sequential whatever the method.")
-    sample_packing_mp_start_method: Literal["fork", "spawn", "forkserver"] | None = Field(
-        None, description="Start method of packing processes.")
-    eval_sample_packing: bool | None = Field(None, description="false: one document a bin in evaluation.")
-    dataloader_num_workers: int = Field(0, ge=0, description="Worker processes that read batches; 0: none.")
-    dataloader_prefetch_factor: int | None = Field(
-        None, ge=1, description="Batches read ahead by each worker; null: 2 with workers.")
-    dataloader_pin_memory: bool = Field(True, description="Pin batches in memory where there is a CUDA device.")
-    dataloader_drop_last: bool = Field(
-        True, description="Drop the last incomplete global batch of an epoch; false: fill it with empty bins.")
-    pad_to_multiple_of: int = Field(128, ge=1, description="Micro-batches are padded to a multiple of this many tokens.")
-    val_set_size: int | float | None = Field(
-        None, description="Held out of datasets for evaluation: a number of samples, or a fraction below 1.")
-    shuffle_merged_datasets: bool = Field(True, description="Shuffle all samples, and the bins in every epoch.")
-    shuffle_before_merging_datasets: bool = Field(True, description="Shuffle each dataset before merging.")
-    dataset_num_proc: int | None = Field(None, ge=1, description="Processes for preparation; null: one per processor.")
-    dataset_shard_num: int | None = Field(None, ge=1, description="Split the merged dataset into this many shards.")
-    dataset_shard_idx: int | None = Field(None, ge=0, description="Which of those shards to use, from 0.")
-    num_dataset_shards_to_save: int | None = Field(None, ge=1, description="Files of a prepared dataset; null: one.")
-    skip_prepare_dataset: bool = Field(False, description="Load dataset_prepared_path as it is.")
-    push_dataset_to_hub: str | None = Field(None, description="Push the prepared dataset to this Hub repository.")
-    hf_use_auth_token: bool | None = Field(None, description="Send the Hub token.")
+    datasets: list[Dataset] = field(..., "What to train on.", min_length=1)
+    test_datasets: list[Dataset] = field([], "What to evaluate on.")
+    dataset_prepared_path: str = field("last_prepared_dataset", "Folder for prepared datasets.")
+    select_columns: list[str] | None = field(None, "Columns to read; null: all.")
+    sample_packing_method: Literal["sequential", "multipack"] = field(
+        "sequential", "sequential: in order; multipack: first-fit decreasing within a group.")
+    sample_packing_sequence_len: int = field(32000, "Tokens of a packed bin, at most.", ge=2)
+    sample_packing_group_size: int = field(100000, "Samples that multipack packs together.", ge=1)
+    sample_packing_sequentially: bool | None = field(None, "true: sequential whatever the method.")
+    sample_packing_mp_start_method: Literal["fork", "spawn", "forkserver"] | None = field(
+        None, "Start method of packing processes.")
+    eval_sample_packing: bool | None = field(None, "false: one document a bin in evaluation.")
+    dataloader_num_workers: int = field(0, "Worker processes that read batches; 0: none.", ge=0)
+    dataloader_prefetch_factor: int | None = field(
+        None, "Batches read ahead by each worker; null: 2 with workers.", ge=1)
+    dataloader_pin_memory: bool = field(True, "Pin batches in memory where there is a CUDA device.")
+    dataloader_drop_last: bool = field(
+        True, "Drop the last incomplete global batch of an epoch; false: fill it with empty bins.")
+    pad_to_multiple_of: int = field(128, "Micro-batches are padded to a multiple of this many tokens.", ge=1)
+    val_set_size: int | float | None = field(
+        None, "Held out of datasets for evaluation: a number of samples, or a fraction below 1.")
+    shuffle_merged_datasets: bool = field(True, "Shuffle all samples, and the bins in every epoch.")
+    shuffle_before_merging_datasets: bool = field(True, "Shuffle each dataset before merging.")
+    dataset_num_proc: int | None = field(None, "Processes for preparation; null: one per processor.", ge=1)
+    dataset_shard_num: int | None = field(None, "Split the merged dataset into this many shards.", ge=1)
+    dataset_shard_idx: int | None = field(None, "Which of those shards to use, from 0.", ge=0)
+    num_dataset_shards_to_save: int | None = field(None, "Files of a prepared dataset; null: one.", ge=1)
+    skip_prepare_dataset: bool = field(False, "Load dataset_prepared_path as it is.")
+    push_dataset_to_hub: str | None = field(None, "Push the prepared dataset to this Hub repository.")
+    hf_use_auth_token: bool | None = field(None, "Send the Hub token.")
 
     @model_validator(mode="after")
     def _prefetch(self) -> Data:
@@ -128,92 +132,92 @@ class Data(Section):
 
 class Train(Section):
     # parallelism
-    data_parallel_mode: Literal["none", "ddp", "fsdp2"] = Field(
-        "fsdp2", description="none: one process; ddp: replicas; fsdp2: sharded parameters.")
-    data_parallel_shard_size: int = Field(-1, description="Processes of a shard group; -1: all that remain.")
-    data_parallel_replicate_size: int = Field(-1, description="Replicas of shard groups (HSDP); -1: automatic.")
-    tensor_parallel_size: int = Field(1, ge=1, description="Tensor parallelism.")
-    pipeline_parallel_size: int = Field(1, ge=1, description="Pipeline stages.")
-    pipeline_parallel_schedule: Literal["1F1B", "GPipe"] = Field("1F1B", description="Pipeline schedule.")
-    pp_variable_seq_lengths: bool = Field(True, description="Agree on sequence lengths at each pipeline step.")
-    expert_parallel_size: int = Field(1, ge=1, description="Expert parallelism.")
-    ulysses_parallel_size: int = Field(1, ge=1, description="Ulysses context parallelism.")
-    ringattn_parallel_size: int = Field(1, ge=1, description="Ring attention.")
-    cp_fsdp_mode: Literal["all", "ulysses_only", "ring_only", "none"] = Field(
-        "all", description="Which context-parallel ranks shard parameters.")
-    reshard_after_forward: bool | None = Field(
-        None, description="Free gathered parameters after the forward pass; null: as enable_full_shard.")
-    ep_outside: bool = Field(False, description="Place expert parallelism outside the FSDP mesh.")
+    data_parallel_mode: Literal["none", "ddp", "fsdp2"] = field(
+        "fsdp2", "none: one process; ddp: replicas; fsdp2: sharded parameters.")
+    data_parallel_shard_size: int = field(-1, "Processes of a shard group; -1: all that remain.")
+    data_parallel_replicate_size: int = field(-1, "Replicas of shard groups (HSDP); -1: automatic.")
+    tensor_parallel_size: int = field(1, "Tensor parallelism.", ge=1)
+    pipeline_parallel_size: int = field(1, "Pipeline stages.", ge=1)
+    pipeline_parallel_schedule: Literal["1F1B", "GPipe"] = field("1F1B", "Pipeline schedule.")
+    pp_variable_seq_lengths: bool = field(True, "Agree on sequence lengths at each pipeline step.")
+    expert_parallel_size: int = field(1, "Expert parallelism.", ge=1)
+    ulysses_parallel_size: int = field(1, "Ulysses context parallelism.", ge=1)
+    ringattn_parallel_size: int = field(1, "Ring attention.", ge=1)
+    cp_fsdp_mode: Literal["all", "ulysses_only", "ring_only", "none"] = field(
+        "all", "Which context-parallel ranks shard parameters.")
+    reshard_after_forward: bool | None = field(
+        None, "Free gathered parameters after the forward pass; null: as enable_full_shard.")
+    ep_outside: bool = field(False, "Place expert parallelism outside the FSDP mesh.")
     # optimizer
-    optimizer: Literal["adamw", "anyprecision_adamw", "sgd", "muon"] = Field("adamw", description="Optimizer.")
-    optimizer_dtype: Literal["fp32", "bf16"] = Field(
-        "bf16", description="Dtype of the states of anyprecision_adamw and muon; adamw's are of the parameters' dtype.")
-    lr: float = Field(5e-5, gt=0, description="Peak learning rate.")
-    lr_min: float = Field(1e-7, ge=0, description="Learning rate at the end of the decay.")
-    lr_start: float = Field(0.0, ge=0, description="Learning rate at the start of the warmup.")
-    lr_warmup_ratio: float = Field(0.0, ge=0, le=1, description="Fraction of all steps for the linear warmup.")
-    lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warmup.")
-    lr_decay_ratio: float = Field(1.0, ge=0, le=1, description="Fraction of all steps after which the decay has ended.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay (adamw), L2 term (sgd).")
-    no_decay_modules: list[str] = Field([], description="No weight decay where a module's name contains one of these.")
-    no_decay_params: list[str] = Field([], description="No weight decay where a parameter's name contains one of these.")
-    max_grad_norm: float = Field(1.0, ge=0, description="Gradients are clipped to this global norm; 0: not clipped.")
-    muon_lr: float = Field(0.02, gt=0, description="Muon: learning rate of matrices.")
-    muon_momentum: float = Field(0.95, ge=0, lt=1, description="Muon: momentum.")
-    muon_nesterov: bool = Field(True, description="Muon: Nesterov momentum.")
-    muon_ns_steps: int = Field(5, ge=1, description="Muon: Newton-Schulz iterations.")
-    muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = Field(None, description="Muon: scaling of lr.")
+    optimizer: Literal["adamw", "anyprecision_adamw", "sgd", "muon"] = field("adamw", "Optimizer.")
+    optimizer_dtype: Literal["fp32", "bf16"] = field(
+        "bf16", "Dtype of the states of anyprecision_adamw and muon; adamw's are of the parameters' dtype.")
+    lr: float = field(5e-5, "Peak learning rate.", gt=0)
+    lr_min: float = field(1e-7, "Learning rate at the end of the decay.", ge=0)
+    lr_start: float = field(0.0, "Learning rate at the start of the warmup.", ge=0)
+    lr_warmup_ratio: float = field(0.0, "Fraction of all steps for the linear warmup.", ge=0, le=1)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = field("constant", "After the warmup.")
+    lr_decay_ratio: float = field(1.0, "Fraction of all steps after which the decay has ended.", ge=0, le=1)
+    weight_decay: float = field(0.0, "Decoupled weight decay (adamw), L2 term (sgd).", ge=0)
+    no_decay_modules: list[str] = field([], "No weight decay where a module's name contains one of these.")
+    no_decay_params: list[str] = field([], "No weight decay where a parameter's name contains one of these.")
+    max_grad_norm: float = field(1.0, "Gradients are clipped to this global norm; 0: not clipped.", ge=0)
+    muon_lr: float = field(0.02, "Muon: learning rate of matrices.", gt=0)
+    muon_momentum: float = field(0.95, "Muon: momentum.", ge=0, lt=1)
+    muon_nesterov: bool = field(True, "Muon: Nesterov momentum.")
+    muon_ns_steps: int = field(5, "Muon: Newton-Schulz iterations.", ge=1)
+    muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = field(None, "Muon: scaling of lr.")
     # batches
-    micro_batch_size: int = Field(1, ge=1, description="Bins a process takes in one forward pass.")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="Forward passes before an optimizer step.")
-    num_train_epochs: int = Field(1, ge=1, description="Passes over the data.")
-    max_steps: int | None = Field(None, ge=1, description="Optimizer steps in all; overrides epochs.")
+    micro_batch_size: int = field(1, "Bins a process takes in one forward pass.", ge=1)
+    gradient_accumulation_steps: int = field(1, "Forward passes before an optimizer step.", ge=1)
+    num_train_epochs: int = field(1, "Passes over the data.", ge=1)
+    max_steps: int | None = field(None, "Optimizer steps in all; overrides epochs.", ge=1)
     # memory and speed
-    enable_mixed_precision: bool = Field(True, description="Compute in bfloat16, keep parameters in float32.")
-    enable_gradient_checkpointing: bool = Field(True, description="Recompute activations in the backward pass.")
-    enable_reentrant: bool = Field(False, description="Reentrant checkpointing.")
-    recompute_modules: list[Literal["self_attn", "mlp"]] | None = Field(
-        None, min_length=1, description="Recompute only these in each layer; null: whole layers.")
-    moe_checkpoint_method: Literal["moe_act"] | None = Field(None, description="Checkpointing of experts.")
-    enable_full_shard: bool = Field(True, description="FSDP2: shard parameters too (ZeRO-3); false: ZeRO-2.")
-    enable_forward_prefetch: bool = Field(True, description="FSDP2: gather the next unit during the forward pass.")
-    enable_activation_offload: bool = Field(False, description="Keep activations in CPU memory.")
-    activation_gpu_limit: float = Field(0.0, ge=0, description="GB of activations that stay on the GPU.")
-    enable_compile: bool = Field(False, description="torch.compile the layers.")
-    init_device: Literal["auto", "cpu", "cuda", "meta", "npu"] = Field(
-        "auto", description="Where the model is built; auto: meta for fsdp2, else cuda, or cpu where there is none.")
-    load_weights_mode: Literal["broadcast", "all_ranks"] = Field(
-        "broadcast", description="broadcast: rank 0 reads the weights and sends them; all_ranks: each reads.")
-    enable_full_determinism: bool = Field(False, description="Deterministic algorithms only; slow.")
-    allow_cuda_launch_blocking: bool = Field(False, description="Run although CUDA_LAUNCH_BLOCKING is set.")
-    empty_cache_steps: int = Field(500, ge=0, description="torch.cuda.empty_cache() every so many steps; 0: never.")
-    gc_steps: int = Field(500, ge=0, description="Collect garbage every so many steps only; 0: when Python likes.")
+    enable_mixed_precision: bool = field(True, "Compute in bfloat16, keep parameters in float32.")
+    enable_gradient_checkpointing: bool = field(True, "Recompute activations in the backward pass.")
+    enable_reentrant: bool = field(False, "Reentrant checkpointing.")
+    recompute_modules: list[Literal["self_attn", "mlp"]] | None = field(
+        None, "Recompute only these in each layer; null: whole layers.", min_length=1)
+    moe_checkpoint_method: Literal["moe_act"] | None = field(None, "Checkpointing of experts.")
+    enable_full_shard: bool = field(True, "FSDP2: shard parameters too (ZeRO-3); false: ZeRO-2.")
+    enable_forward_prefetch: bool = field(True, "FSDP2: gather the next unit during the forward pass.")
+    enable_activation_offload: bool = field(False, "Keep activations in CPU memory.")
+    activation_gpu_limit: float = field(0.0, "GB of activations that stay on the GPU.", ge=0)
+    enable_compile: bool = field(False, "torch.compile the layers.")
+    init_device: Literal["auto", "cpu", "cuda", "meta", "npu"] = field(
+        "auto", "Where the model is built; auto: meta for fsdp2, else cuda, or cpu where there is none.")
+    load_weights_mode: Literal["broadcast", "all_ranks"] = field(
+        "broadcast", "broadcast: rank 0 reads the weights and sends them; all_ranks: each reads.")
+    enable_full_determinism: bool = field(False, "Deterministic algorithms only; slow.")
+    allow_cuda_launch_blocking: bool = field(False, "Run although CUDA_LAUNCH_BLOCKING is set.")
+    empty_cache_steps: int = field(500, "torch.cuda.empty_cache() every so many steps; 0: never.", ge=0)
+    gc_steps: int = field(500, "Collect garbage every so many steps only; 0: when Python likes.", ge=0)
     # checkpoints
-    output_dir: str = Field(description="Folder for checkpoints, logs and the resolved configuration.")
-    ckpt_manager: Literal["dcp"] = Field("dcp", description="dcp: torch.distributed.checkpoint.")
-    save_steps: int = Field(0, ge=0, description="Save every so many optimizer steps; 0: not by steps.")
-    save_epochs: float = Field(1.0, ge=0, description="Save every so many epochs, fractions too; 0: not by epochs.")
-    save_async: bool = Field(False, description="Write checkpoints while training goes on.")
-    save_hf_weights: bool = Field(True, description="Write Hugging Face safetensors with the last checkpoint.")
-    load_checkpoint_path: str | None = Field(None, description="Checkpoint to resume from; auto: the latest, if any.")
+    output_dir: str = field(..., "Folder for checkpoints, logs and the resolved configuration.")
+    ckpt_manager: Literal["dcp"] = field("dcp", "dcp: torch.distributed.checkpoint.")
+    save_steps: int = field(0, "Save every so many optimizer steps; 0: not by steps.", ge=0)
+    save_epochs: float = field(1.0, "Save every so many epochs, fractions too; 0: not by epochs.", ge=0)
+    save_async: bool = field(False, "Write checkpoints while training goes on.")
+    save_hf_weights: bool = field(True, "Write Hugging Face safetensors with the last checkpoint.")
+    load_checkpoint_path: str | None = field(None, "Checkpoint to resume from; auto: the latest, if any.")
     # logging
-    log_format: Literal["progress_bar", "structured"] = Field(
-        "progress_bar", description="progress_bar, or structured: key=value lines.")
-    use_wandb: bool = Field(False, description="Log to Weights & Biases.")
-    wandb_project: str = Field("tilewright", description="W&B project.")
-    wandb_name: str | None = Field(None, description="W&B run name.")
-    wandb_tags: list[str] | None = Field(None, description="W&B tags.")
-    wandb_log_interval: int = Field(1, ge=1, description="Log to W&B every so many steps.")
+    log_format: Literal["progress_bar", "structured"] = field(
+        "progress_bar", "progress_bar, or structured: key=value lines.")
+    use_wandb: bool = field(False, "Log to Weights & Biases.")
+    wandb_project: str = field("tilewright", "W&B project.")
+    wandb_name: str | None = field(None, "W&B run name.")
+    wandb_tags: list[str] | None = field(None, "W&B tags.")
+    wandb_log_interval: int = field(1, "Log to W&B every so many steps.", ge=1)
     # profiling
-    enable_profiling: bool = Field(False, description="Run PyTorch's profiler.")
-    profile_start_step: int = Field(1, ge=0, description="First step that is profiled.")
-    profile_end_step: int = Field(2, ge=1, description="Step at which profiling ends.")
-    profile_trace_dir: str = Field("./trace", description="Folder for traces.")
-    profile_record_shapes: bool = Field(True, description="Record input shapes.")
-    profile_profile_memory: bool = Field(True, description="Record memory.")
-    profile_with_stack: bool = Field(True, description="Record Python stacks.")
-    profile_rank0_only: bool = Field(True, description="Profile rank 0 only; false: every rank.")
-    seed: int = Field(42, ge=0, description="Seed of weights and shuffling.")
+    enable_profiling: bool = field(False, "Run PyTorch's profiler.")
+    profile_start_step: int = field(1, "First step that is profiled.", ge=0)
+    profile_end_step: int = field(2, "Step at which profiling ends.", ge=1)
+    profile_trace_dir: str = field("./trace", "Folder for traces.")
+    profile_record_shapes: bool = field(True, "Record input shapes.")
+    profile_profile_memory: bool = field(True, "Record memory.")
+    profile_with_stack: bool = field(True, "Record Python stacks.")
+    profile_rank0_only: bool = field(True, "Profile rank 0 only; false: every rank.")
+    seed: int = field(42, "Seed of weights and shuffling.", ge=0)
 
     @field_validator("load_checkpoint_path")
     @classmethod
@@ -250,19 +254,19 @@ class Train(Section):
 
 
 class Lora(Section):
-    enable_lora: bool = Field(False, description="Train low-rank adapters.")
-    lora_rank: int = Field(16, ge=1, description="Rank of the adapters.")
-    lora_alpha: float = Field(16, gt=0, description="Scale; the adapters are scaled by alpha / rank.")
-    lora_target_modules: list[str] | None = Field(None, description="Modules with adapters; null: all projections.")
-    save_lora_only: bool = Field(False, description="Write only the adapters to Hugging Face checkpoints.")
-    enable_qlora: bool = Field(False, description="Quantise the base weights; implies enable_lora.")
-    quant_format: Literal["nvfp4", "block_fp8", "nf4"] = Field("nvfp4", description="Quantised format.")
-    quant_group_size: int = Field(16, ge=1, description="Elements that share a scale.")
-    exclude_modules: list[str] | None = Field(None, description="Modules that stay bfloat16.")
-    merge_lora_interval: int = Field(0, ge=0, description="Merge adapters every so many steps; 0: never.")
-    reset_optimizer_on_merge: bool = Field(False, description="Forget optimizer states at each merge.")
-    enable_aqn: bool = Field(False, description="Adaptive quantisation noise.")
-    aqn_alpha: float = Field(1.0, ge=0, description="Scale of that noise.")
+    enable_lora: bool = field(False, "Train low-rank adapters.")
+    lora_rank: int = field(16, "Rank of the adapters.", ge=1)
+    lora_alpha: float = field(16, "Scale; the adapters are scaled by alpha / rank.", gt=0)
+    lora_target_modules: list[str] | None = field(None, "Modules with adapters; null: all projections.")
+    save_lora_only: bool = field(False, "Write only the adapters to Hugging Face checkpoints.")
+    enable_qlora: bool = field(False, "Quantise the base weights; implies enable_lora.")
+    quant_format: Literal["nvfp4", "block_fp8", "nf4"] = field("nvfp4", "Quantised format.")
+    quant_group_size: int = field(16, "Elements that share a scale.", ge=1)
+    exclude_modules: list[str] | None = field(None, "Modules that stay bfloat16.")
+    merge_lora_interval: int = field(0, "Merge adapters every so many steps; 0: never.", ge=0)
+    reset_optimizer_on_merge: bool = field(False, "Forget optimizer states at each merge.")
+    enable_aqn: bool = field(False, "Adaptive quantisation noise.")
+    aqn_alpha: float = field(1.0, "Scale of that noise.", ge=0)
 
     @model_validator(mode="after")
     def _implied(self) -> Lora:
@@ -272,10 +276,10 @@ class Lora(Section):
 
 
 class Config(Section):
-    model: Model = Field(Model(), description="What is trained.")
-    data: Data = Field(description="On what.")
-    train: Train = Field(description="How.")
-    lora: Lora = Field(Lora(), description="Adapters.")
+    model: Model = field(Model(), "What is trained.")
+    data: Data = field(..., "On what.")
+    train: Train = field(..., "How.")
+    lora: Lora = field(Lora(), "Adapters.")
 
     @model_validator(mode="after")
     def _rules(self, info: ValidationInfo) -> Config:
@@ -287,122 +291,6 @@ class Config(Section):
         return self
 
 
-class Problem(NamedTuple):
-    """A value that is refused: the fields it is about, the first of them at fault, and one sentence."""
-
-    paths: tuple[str, ...]
-    message: str
-
-    def line(self, config: Config) -> str:
-        return f"{', '.join(f'{p} = {reading.show(reading.get(config, p))}' for p in self.paths)}: {self.message}"
-
-
-_TP, _PP, _EP, _CP, _MUON, _LORA, _OFFLOAD = (f"{what} not in this version" for what in (
-    "tensor parallelism is", "pipeline parallelism is", "expert parallelism is", "context parallelism is",
-    "muon and anyprecision_adamw are", "LoRA is", "activation offload is"))
-# path -> the values that are accepted, and why no others.
-REFUSED: dict[str, tuple[tuple, str]] = {
-    "model.ep_dispatch": (("alltoall",), _EP), "model.deepep_buffer_size_gb": ((2.0,), _EP),
-    "model.deepep_num_sms": ((20,), _EP), "model.deepep_async_combine": ((False,), _EP),
-    "model.foundation": (({},), "only text models are in this version, configured by config.json alone"),
-    "model.encoders": (({},), "only text models are in this version"),
-    "data.sample_packing_mp_start_method": ((None,), "packing runs in the main process, so nothing would use it"),
-    "train.tensor_parallel_size": ((1,), _TP),
-    "train.pipeline_parallel_size": ((1,), _PP), "train.pipeline_parallel_schedule": (("1F1B",), _PP),
-    "train.pp_variable_seq_lengths": ((True,), _PP),
-    "train.expert_parallel_size": ((1,), _EP), "train.ep_outside": ((False,), _EP),
-    "train.ulysses_parallel_size": ((1,), _CP), "train.ringattn_parallel_size": ((1,), _CP),
-    "train.cp_fsdp_mode": (("all",), _CP),
-    "train.optimizer": (("adamw", "sgd"), _MUON),
-    **{f"train.{name}": ((Train.model_fields[name].default,), _MUON) for name in (
-        "optimizer_dtype", "muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_adjust_lr_fn")},
-    "train.moe_checkpoint_method": ((None,), "recomputing only the experts' activations is not in this version"),
-    "train.enable_activation_offload": ((False,), _OFFLOAD), "train.activation_gpu_limit": ((0.0,), _OFFLOAD),
-    "train.init_device": (("auto", "cpu", "cuda", "meta"), "NPU devices are not supported"),
-    **{f"lora.{name}": ((field.default,), _LORA) for name, field in Lora.model_fields.items()},
-}
-# Fields that only FSDP2 reads, with the values that ask for nothing.
-_FSDP2_ONLY = {"train.data_parallel_shard_size": (-1, 1), "train.data_parallel_replicate_size": (-1, 1),
-               "train.reshard_after_forward": (None,), "train.enable_full_shard": (True,),
-               "train.enable_forward_prefetch": (True,), "model.basic_modules": ([],)}
-
-
-def problems(config: Config) -> Iterator[Problem]:
-    """Everything that is refused in a configuration whose fields are valid one by one."""
-    model, data, train, lora = config.model, config.data, config.train, config.lora
-    get = reading.get
-    for path, (accepted, why) in REFUSED.items():
-        if get(config, path) not in accepted:
-            yield Problem((path,), why)
-    for path, neutral in _FSDP2_ONLY.items():
-        if train.data_parallel_mode != "fsdp2" and get(config, path) not in neutral:
-            yield Problem((path, "train.data_parallel_mode"), "this has an effect with fsdp2 only")
-    for kind in ("datasets", "test_datasets"):
-        for i, entry in enumerate(getattr(data, kind)):
-            yield from _dataset_problems(f"data.{kind}.{i}.", entry, model)
-
-    def rule(broken: bool, paths: str, message: str) -> Iterator[Problem]:
-        if broken:
-            yield Problem(tuple(paths.split()), message)
-
-    cuda, wandb = platform.no_cuda(), platform.no_module("wandb")
-    decays = train.lr_decay_style != "constant"
-    val, held = data.val_set_size, data.test_datasets
-    yield from rule(model.config_path is None, "model.model_path model.config_path", "one of them must be given")
-    yield from rule(train.data_parallel_mode == "fsdp2" and train.init_device in ("cpu", "cuda"),
-                    "train.init_device train.data_parallel_mode", "fsdp2 builds the model on meta: leave it at auto")
-    yield from rule(train.init_device == "cuda" and cuda is not None, "train.init_device", str(cuda))
-    for name in ("data_parallel_shard_size", "data_parallel_replicate_size"):
-        yield from rule(getattr(train, name) != -1 and getattr(train, name) < 1, f"train.{name}", "must be -1, or 1 or more")
-    yield from rule(not train.enable_full_shard and train.reshard_after_forward is True,
-                    "train.reshard_after_forward train.enable_full_shard", "ZeRO-2 keeps parameters after the forward pass")
-    yield from rule(decays and train.lr_min > train.lr, "train.lr_min train.lr", "the decay would rise")
-    yield from rule(train.lr_warmup_ratio > 0 and train.lr_start > train.lr, "train.lr_start train.lr", "the warmup would fall")
-    yield from rule(decays and train.lr_decay_ratio < train.lr_warmup_ratio, "train.lr_decay_ratio train.lr_warmup_ratio",
-                    "the decay would end before the warmup")
-    for name, neutral in (("enable_reentrant", False), ("recompute_modules", None)):
-        yield from rule(not train.enable_gradient_checkpointing and getattr(train, name) != neutral,
-                        f"train.{name} train.enable_gradient_checkpointing", "nothing is recomputed")
-    yield from rule(train.enable_full_determinism and not train.allow_cuda_launch_blocking,
-                    "train.enable_full_determinism train.allow_cuda_launch_blocking",
-                    "full determinism needs allow_cuda_launch_blocking: true")
-    yield from rule(platform.env_flag("CUDA_LAUNCH_BLOCKING") and not train.allow_cuda_launch_blocking,
-                    "train.allow_cuda_launch_blocking", "CUDA_LAUNCH_BLOCKING is set, which slows training down; unset it")
-    yield from rule(train.use_wandb and wandb is not None, "train.use_wandb", str(wandb))
-    yield from rule(train.profile_end_step <= train.profile_start_step, "train.profile_end_step train.profile_start_step",
-                    "profiling must end after it starts")
-    yield from rule(not data.dataloader_num_workers and data.dataloader_prefetch_factor is not None,
-                    "data.dataloader_prefetch_factor data.dataloader_num_workers", "without workers it must be null")
-    yield from rule(val is not None and not (0 < val < 1 if isinstance(val, float) else val >= 1), "data.val_set_size",
-                    "must be a number of samples (1 or more) or a fraction between 0 and 1")
-    yield from rule(val is not None and bool(held), "data.val_set_size data.test_datasets", "give one of them")
-    yield from _pair("data.dataset_shard_num", "data.dataset_shard_idx", data.dataset_shard_num, data.dataset_shard_idx)
-    yield from rule(bool(data.push_dataset_to_hub) and not data.hf_use_auth_token,
-                    "data.push_dataset_to_hub data.hf_use_auth_token", "pushing needs hf_use_auth_token: true")
-    yield from rule(lora.enable_qlora and not lora.enable_lora, "lora.enable_lora lora.enable_qlora", "QLoRA implies LoRA")
-    yield from rule(lora.reset_optimizer_on_merge and not lora.merge_lora_interval,
-                    "lora.reset_optimizer_on_merge lora.merge_lora_interval", "there is no merge to reset at")
-
-
-def _pair(num_path: str, index_path: str, num: int | None, index: int | None) -> Iterator[Problem]:
-    if (num is None) != (index is None):
-        yield Problem((num_path, index_path), "give both, or neither")
-    elif num is not None and index >= num:
-        yield Problem((index_path, num_path), "indices start at 0 and end below the number")
-
-
-def _dataset_problems(at: str, entry: DatasetEntry, model: Model) -> Iterator[Problem]:
-    if entry.trust_remote_code:
-        yield Problem((f"{at}trust_remote_code",), "the package datasets no longer runs a dataset's own code")
-    if entry.data_files is not None and entry.ds_type is None:
-        yield Problem((f"{at}data_files", f"{at}ds_type"), "data_files needs ds_type")
-    if entry.preprocess_shards is not None and entry.shards is not None:
-        yield Problem((f"{at}preprocess_shards", f"{at}shards"), "give one of them")
-    yield from _pair(f"{at}shards", f"{at}shards_idx", entry.shards, entry.shards_idx)
-    if entry.type == "text" and entry.path == "dummy":
-        yield Problem((f"{at}type", f"{at}path"), "dummy data is tokenized already")
-
-
 def load(path: str | None, overrides: list[str] | None = None) -> Config:
     """The configuration in a YAML file, changed by `--section.field value` (or `=value`) arguments.
 
@@ -411,13 +299,9 @@ def load(path: str | None, overrides: list[str] | None = None) -> Config:
     return reading.build(Config, path, overrides or [])
 
 
-def resolved(config: Config) -> dict[str, Any]:
-    """Every field with its value. Loading it gives the same configuration."""
-    return config.model_dump(mode="json")
-
-
-def to_yaml(config: Config) -> str:
-    return yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
+def resolved(config: Config) -> str:
+    """Every field with its value, as YAML. Loading it gives the same configuration."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def from_command_line(argv: list[str] | None = None, program: str = "python -m tilewright.trainer.train") -> Config:
@@ -453,14 +337,25 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
 }
 
 
+TITLE = """
+# Configuration
+
+Written by `python -m tilewright.trainer.config docs docs/configuration.md` from the fields in
+`tilewright/trainer/config.py`. A configuration is a YAML file with the sections `model`, `data`, `train` and `lora`,
+then any number of `--section.field value` or `--section.field=value` (hyphens and underscores are the same; lists and
+mappings as JSON). All errors are reported at once, and the command ends with exit code 2. The resolved configuration
+is written to `train.output_dir`; `python -m tilewright.trainer.config check config.yaml` prints it.
+"""
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["docs"] and len(argv) == 2:
         with open(argv[1], "w", encoding="utf-8") as file:
-            file.write(reading.markdown(Config, REFUSED, DIFFERENCES))
+            file.write(reading.markdown(Config, TITLE, REFUSED, DIFFERENCES))
         return 0
     if argv[:1] == ["check"]:
-        print(to_yaml(from_command_line(argv[1:], "python -m tilewright.trainer.config check")), end="")
+        print(resolved(from_command_line(argv[1:], "python -m tilewright.trainer.config check")), end="")
         return 0
     print(__doc__, file=sys.stderr)
     return 2

@@ -1,0 +1,316 @@
+"""YAML and `--section.field value` into a pydantic model, with every error reported at once; help and reference text.
+
+Knows nothing of what the fields mean: `config.py` and `rules.py` do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+import typing
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration; `problems` holds a line each."""
+
+    def __init__(self, lines: list[str]):
+        super().__init__("\n".join(lines))
+        self.problems = lines
+
+
+# ---- the tree of fields
+
+def submodel(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """(the model behind an annotation, whether it is a list of them)."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    inner = typing.get_args(annotation)
+    if typing.get_origin(annotation) is list and isinstance(inner[0], type) and issubclass(inner[0], BaseModel):
+        return inner[0], True
+    return None, False
+
+
+def leaves(model: type[BaseModel], at: str = "") -> dict[str, Any]:
+    """Dotted path -> FieldInfo of every field that is not a section, in order. Entries of a list have no index."""
+    out = {}
+    for name, field in model.model_fields.items():
+        inner, listed = submodel(field.annotation)
+        if inner is None or listed:
+            out[at + name] = field
+        if inner is not None:
+            out |= leaves(inner, f"{at}{name}.")
+    return out
+
+
+def get(config: Any, path: str) -> Any:
+    for part in path.split("."):
+        config = config[int(part)] if isinstance(config, list) else getattr(config, part)
+    return config
+
+
+def default_of(model: type[BaseModel], path: str) -> Any:
+    return leaves(model)[path].default
+
+
+def show(value: Any) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value, default=str)
+
+
+def kind(annotation: Any) -> str:
+    """An annotation as a reader of YAML would say it."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return " | ".join(map(show, inner))
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(kind, inner))
+    if origin is list:
+        return "list" if submodel(annotation)[0] else f"list of {kind(inner[0])}"
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "mapping", type(None): "null"}
+    return names.get(origin or annotation, str(annotation))
+
+
+# ---- unknown keys
+
+def _without_index(path: str) -> str:
+    return ".".join(p for p in path.split(".") if not p.isdigit())
+
+
+def unknown(model: type[BaseModel], path: str) -> str:
+    """What to say about a key that does not exist: where it belongs, or what it resembles anywhere in the tree."""
+    at, _, name = _without_index(path).rpartition(".")
+    known = leaves(model)
+    sections = [*model.model_fields]
+    if "." not in path:
+        known |= dict.fromkeys(sections)
+    by_name: dict[str, list[str]] = {}
+    for p in known:
+        by_name.setdefault(p.rpartition(".")[2], []).append(p)
+    if name in by_name:
+        return f"unknown key; {name} belongs under {' or '.join(p.rpartition('.')[0] for p in by_name[name])}"
+    # A section's name may be what is misspelt: then the whole path resembles one more than the last part does.
+    def likeness(p: str) -> float:
+        last = difflib.SequenceMatcher(None, name, p.rpartition(".")[2]).ratio()
+        return last + 0.1 * difflib.SequenceMatcher(None, at, p.rpartition(".")[0]).ratio()
+    best = max(known, key=likeness)
+    return f"unknown key; did you mean {best}?" if likeness(best) > 0.6 else "unknown key"
+
+
+# ---- reading
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice: YAML would keep the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            name = self.construct_object(key, deep=True)
+            if not isinstance(name, str):
+                raise yaml.constructor.ConstructorError(None, None, f"key {name!r} is not a string", key.start_mark)
+            if name.replace("-", "_") in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {name!r} is given twice", key.start_mark)
+            seen.add(name.replace("-", "_"))
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str) -> dict:
+    try:
+        with open(path, encoding="utf-8") as file:
+            data = yaml.load(file, _Loader)   # a SafeLoader: plain data only
+    except OSError as error:
+        raise ConfigError([f"{path}: {error.strerror or error}"]) from error
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{path}: {' '.join(str(error).split())}"]) from error
+    if not isinstance(data, dict | None):
+        raise ConfigError([f"{path}: holds {kind(type(data))}, not sections"])
+    return data or {}
+
+
+def _underscored(data: Any, model: type[BaseModel]) -> Any:
+    """Keys with hyphens as keys with underscores, where the model has such a field; empty sections as {}."""
+    if isinstance(data, list):
+        return [_underscored(item, model) for item in data]
+    if not isinstance(data, dict):
+        return data
+    out = {}
+    for key, value in data.items():
+        plain = key.replace("-", "_")
+        field = model.model_fields.get(plain)
+        inner, listed = submodel(field.annotation) if field else (None, False)
+        if inner is not None:
+            value = {} if value is None and not listed else _underscored(value, inner)
+        out[plain if field else key] = value
+    return out
+
+
+def _value(text: str) -> Any:
+    """null, lists, mappings and quoted strings are parsed; the field's type decides on the rest, such as 1e-5."""
+    if text == "null":
+        return None
+    return yaml.load(text, _Loader) if text[:1] in ("[", "{", '"') else text
+
+
+def apply(data: dict, model: type[BaseModel], arguments: list[str]) -> list[str]:
+    """Writes `--a.b value` and `--a.b=value` into `data`. Returns what is wrong with them."""
+    errors, rest = [], list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            errors.append(f"{word}: not an override; write --section.field value")
+            continue
+        key, equals, text = word[2:].partition("=")
+        path = key.replace("-", "_")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                errors.append(f"--{key}: no value given")
+                continue
+            text = rest.pop(0)
+        if _without_index(path) not in leaves(model):
+            whole = path in model.model_fields
+            errors.append(f"--{key} = {text}: " + ("a section; give its fields" if whole else unknown(model, path)))
+            continue
+        try:
+            value = _value(text)
+        except yaml.YAMLError as error:
+            errors.append(f"{path} = {text}: not JSON: {' '.join(str(error).split())}")
+            continue
+        if not _write(data, path.split("."), value):
+            errors.append(f"{path} = {text}: there is nothing at {path.rpartition('.')[0]} to change")
+    return errors
+
+
+def _write(data: Any, parts: list[str], value: Any) -> bool:
+    for i, part in enumerate(parts):
+        last = i == len(parts) - 1
+        if isinstance(data, list):
+            if not part.isdigit() or int(part) >= len(data):
+                return False
+            key: Any = int(part)
+        elif isinstance(data, dict) and not part.isdigit():
+            key = part
+        else:
+            return False
+        if last:
+            data[key] = value
+        elif isinstance(data, dict):
+            data = data.setdefault(key, {})
+        else:
+            data = data[key]
+    return True
+
+
+# ---- validation
+
+# Stand in for what is missing or wrong, so that the rules can look at the rest in the same run.
+_STAND_INS = {"data.datasets": [{"path": "dummy"}], "train.output_dir": "-", "path": "dummy"}
+
+
+def build(model: type[BaseModel], path: str | None, arguments: list[str]) -> Any:
+    """The validated model. Raises ConfigError with everything that is wrong."""
+    data = _underscored(read_yaml(path) if path is not None else {}, model)
+    for section in model.model_fields:
+        data.setdefault(section, {})
+    errors = apply(data, model, arguments)
+    invalid: set[str] = set()
+    while True:
+        found: list[Any] = []
+        try:
+            config = model.model_validate(data, context=found)
+            break
+        except ValidationError as error:
+            errors += _explain(model, data, error, invalid)
+    errors += [p.line(config) for p in found if not invalid & set(p.paths)]
+    if errors:
+        raise ConfigError(list(dict.fromkeys(errors)))
+    return config
+
+
+def _explain(model: type[BaseModel], data: dict, error: ValidationError, invalid: set[str]) -> list[str]:
+    """One line for each place that is wrong; takes that place out of `data`."""
+    messages: dict[tuple, list[str]] = {}
+    for e in error.errors():
+        at = _existing(data, e["loc"], e["type"] == "missing")
+        messages.setdefault(at, []).append((e["type"], e["msg"], e["input"]))
+    lines = []
+    # Later list entries first, so that taking one out does not move the others.
+    for at in sorted(messages, key=lambda at: [(isinstance(p, int), p) for p in at], reverse=True):
+        path, (reason, message, value) = ".".join(map(str, at)), messages[at][0]
+        if reason == "missing":
+            lines.append(f"{path}: required")
+        elif reason == "extra_forbidden":
+            lines.append(f"{path} = {show(value)}: {unknown(model, path)}")
+        else:
+            field = leaves(model).get(_without_index(path))
+            wanted = f"; expected {kind(field.annotation)}" if field else ""
+            text = message.removeprefix("Value error, ")
+            lines.append(f"{path} = {show(value)}: {text[:1].lower()}{text[1:]}{wanted}")
+        invalid.add(path)
+        _take_out(data, at)
+    return lines[::-1]
+
+
+def _existing(data: Any, location: tuple, missing: bool) -> tuple:
+    """A location without the names of union members that pydantic adds at its end."""
+    out = []
+    for part in location:
+        inside = (isinstance(data, dict) and part in data) or (
+            isinstance(data, list) and isinstance(part, int) and part < len(data))
+        if not inside:
+            return (*out, part) if missing else tuple(out)
+        data = data[part]
+        out.append(part)
+    return tuple(out)
+
+
+def _take_out(data: Any, at: tuple) -> None:
+    *parents, last = at
+    for part in parents:
+        data = data[part]
+    path = _without_index(".".join(map(str, at)))
+    stand_in = _STAND_INS.get(path, _STAND_INS.get(str(last)) if path.startswith("data.") else None)
+    if stand_in is not None:
+        data[last] = stand_in
+    elif isinstance(data, list) or last in data:
+        del data[last]
+
+
+# ---- help and reference
+
+def _default(field: Any) -> str:
+    return "required" if field.default is PydanticUndefined else json.dumps(field.default)
+
+
+def help_text(model: type[BaseModel], refused: dict[str, str]) -> str:
+    lines = []
+    for path, field in leaves(model).items():
+        note = f" [only the default: {refused[path]}]" if path in refused else ""
+        lines.append(f"--{path} ({kind(field.annotation)}; {_default(field)})\n    {field.description}{note}")
+    return "\n".join(lines)
+
+
+def markdown(model: type[BaseModel], title: str, refused: dict[str, str],
+             differences: dict[str, tuple[str, str]]) -> str:
+    """The reference: a table for each section, and what differs from the documentation that it follows."""
+    def cell(text: str) -> str:
+        return text.replace("|", "\\|")
+
+    tables: dict[str, list[str]] = {}
+    for path, field in leaves(model).items():
+        section, _, name = path.rpartition(".")
+        note = f" **Refused unless default:** {refused[path]}." if path in refused else ""
+        tables.setdefault(section, []).append(
+            f"| `{name}` | {cell(kind(field.annotation))} | `{_default(field)}` | {cell(field.description + note)} |")
+    out = [title.strip()]
+    for section, rows in tables.items():
+        entries = " (each entry of it, and of `data.test_datasets`)" if section == "data.datasets" else ""
+        if section == "data.test_datasets":
+            continue   # the same fields
+        out.append(f"\n## {section}{entries}\n\n| field | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows))
+    out.append("\n## Differences from xorl's documentation\n\n| field | there | here, and why |\n|---|---|---|")
+    out += [f"| `{path}` | {cell(there)} | {cell(why)} |" for path, (there, why) in differences.items()]
+    return "\n".join(out) + "\n"

@@ -1,0 +1,150 @@
+"""Which configurations are refused although each value is valid on its own, and why: one sentence each.
+
+No field is read in vain: what this version cannot do is refused at any other value than the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from tilewright import platform
+from tilewright.trainer.overrides import default_of, get, show
+
+if TYPE_CHECKING:
+    from tilewright.trainer.config import Config, Dataset
+
+
+class Problem(NamedTuple):
+    """The fields that it is about, the first of them at fault, and one sentence."""
+
+    paths: tuple[str, ...]
+    message: str
+
+    def line(self, config: Config) -> str:
+        return f"{', '.join(f'{p} = {show(get(config, p))}' for p in self.paths)}: {self.message}"
+
+
+_TP, _PP, _EP, _CP, _MUON, _LORA, _OFFLOAD = (f"{what} not in this version" for what in (
+    "tensor parallelism is", "pipeline parallelism is", "expert parallelism is", "context parallelism is",
+    "muon and anyprecision_adamw are", "LoRA is", "activation offload is"))
+# path -> why only the default, or what ACCEPTED lists, is accepted.
+REFUSED: dict[str, str] = {
+    **{f"model.{name}": _EP for name in (
+        "ep_dispatch", "deepep_buffer_size_gb", "deepep_num_sms", "deepep_async_combine")},
+    "model.foundation": "only text models are in this version, configured by config.json alone",
+    "model.encoders": "only text models are in this version",
+    "data.sample_packing_mp_start_method": "packing runs in the main process, so nothing would use it",
+    "train.tensor_parallel_size": _TP,
+    **{f"train.{name}": _PP for name in (
+        "pipeline_parallel_size", "pipeline_parallel_schedule", "pp_variable_seq_lengths")},
+    "train.expert_parallel_size": _EP, "train.ep_outside": _EP,
+    **{f"train.{name}": _CP for name in ("ulysses_parallel_size", "ringattn_parallel_size", "cp_fsdp_mode")},
+    **{f"train.{name}": _MUON for name in (
+        "optimizer", "optimizer_dtype", "muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps",
+        "muon_adjust_lr_fn")},
+    "train.moe_checkpoint_method": "recomputing only the experts' activations is not in this version",
+    "train.enable_activation_offload": _OFFLOAD, "train.activation_gpu_limit": _OFFLOAD,
+    "train.init_device": "NPU devices are not supported",
+    **{f"lora.{name}": _LORA for name in (
+        "enable_lora", "lora_rank", "lora_alpha", "lora_target_modules", "save_lora_only", "enable_qlora",
+        "quant_format", "quant_group_size", "exclude_modules", "merge_lora_interval", "reset_optimizer_on_merge",
+        "enable_aqn", "aqn_alpha")},
+}
+ACCEPTED = {"train.optimizer": ("adamw", "sgd"), "train.init_device": ("auto", "cpu", "cuda", "meta")}
+# Fields that only FSDP2 reads, with the values that ask for nothing.
+FSDP2_ONLY = {"train.data_parallel_shard_size": (-1, 1), "train.data_parallel_replicate_size": (-1, 1),
+              "train.reshard_after_forward": (None,), "train.enable_full_shard": (True,),
+              "train.enable_forward_prefetch": (True,), "model.basic_modules": ([],)}
+
+
+def problems(config: Config) -> Iterator[Problem]:
+    for path, why in REFUSED.items():
+        if get(config, path) not in ACCEPTED.get(path, (default_of(type(config), path),)):
+            yield Problem((path,), why)
+    for path, neutral in FSDP2_ONLY.items():
+        if config.train.data_parallel_mode != "fsdp2" and get(config, path) not in neutral:
+            yield Problem((path, "train.data_parallel_mode"), "only fsdp2 reads this")
+    for kind in ("datasets", "test_datasets"):
+        for i, entry in enumerate(getattr(config.data, kind)):
+            yield from _dataset(f"data.{kind}.{i}.", entry)
+    for broken, paths, message in (*_model_and_data(config), *_train(config), *_lora(config)):
+        if broken:
+            yield Problem(tuple(paths.split()), message)
+
+
+def _dataset(at: str, entry: Dataset) -> Iterator[Problem]:
+    if entry.trust_remote_code:
+        yield Problem((f"{at}trust_remote_code",), "the package datasets no longer runs a dataset's own code")
+    if entry.data_files is not None and entry.ds_type is None:
+        yield Problem((f"{at}data_files", f"{at}ds_type"), "data_files needs ds_type")
+    if entry.preprocess_shards is not None and entry.shards is not None:
+        yield Problem((f"{at}preprocess_shards", f"{at}shards"), "give one of them")
+    if (entry.shards is None) != (entry.shards_idx is None):
+        yield Problem((f"{at}shards", f"{at}shards_idx"), "give both, or neither")
+    elif entry.shards is not None and entry.shards_idx >= entry.shards:
+        yield Problem((f"{at}shards_idx", f"{at}shards"), "indices run from 0 to one below the number")
+    if entry.path == "dummy":
+        for name in ("name", "split", "revision", "data_files"):
+            if getattr(entry, name) is not None:
+                yield Problem((f"{at}{name}", f"{at}path"), "dummy data is not read from anywhere")
+        if entry.type == "text":
+            yield Problem((f"{at}type", f"{at}path"), "dummy data is tokenized already")
+
+
+def _model_and_data(config: Config) -> Iterator[tuple[bool, str, str]]:
+    model, data = config.model, config.data
+    yield model.config_path is None, "model.model_path model.config_path", "one of them must be given"
+    yield (not data.dataloader_num_workers and data.dataloader_prefetch_factor is not None,
+           "data.dataloader_prefetch_factor data.dataloader_num_workers", "without workers it must be null")
+    size = data.val_set_size
+    yield (size is not None and not (0 < size < 1 if isinstance(size, float) else size >= 1),
+           "data.val_set_size", "must be a number of samples (1 or more) or a fraction between 0 and 1")
+    yield size is not None and bool(data.test_datasets), "data.val_set_size data.test_datasets", "give one of them"
+    num, index = data.dataset_shard_num, data.dataset_shard_idx
+    yield ((num is None) != (index is None), "data.dataset_shard_num data.dataset_shard_idx", "give both, or neither")
+    yield (None not in (num, index) and index >= num, "data.dataset_shard_idx data.dataset_shard_num",
+           "indices run from 0 to one below the number")
+    yield (bool(data.push_dataset_to_hub) and not data.hf_use_auth_token,
+           "data.push_dataset_to_hub data.hf_use_auth_token", "pushing needs hf_use_auth_token: true")
+    yield (data.skip_prepare_dataset and bool(data.push_dataset_to_hub),
+           "data.push_dataset_to_hub data.skip_prepare_dataset", "nothing is prepared, so nothing can be pushed")
+
+
+def _train(config: Config) -> Iterator[tuple[bool, str, str]]:
+    t = config.train
+    for name in ("data_parallel_shard_size", "data_parallel_replicate_size"):
+        size = getattr(t, name)
+        yield size != -1 and size < 1, f"train.{name}", "must be -1, or 1 or more"
+    cuda = platform.no_cuda()
+    yield (t.data_parallel_mode == "fsdp2" and t.init_device in ("cpu", "cuda"),
+           "train.init_device train.data_parallel_mode", "fsdp2 builds the model on meta; leave it at auto")
+    yield (t.data_parallel_mode != "fsdp2" and t.init_device == "meta",
+           "train.init_device train.data_parallel_mode", "only fsdp2 builds the model on meta; leave it at auto")
+    yield t.init_device == "cuda" and cuda is not None, "train.init_device", str(cuda)
+    yield (not t.enable_full_shard and t.reshard_after_forward is True,
+           "train.reshard_after_forward train.enable_full_shard", "ZeRO-2 keeps parameters after the forward pass")
+    decays = t.lr_decay_style != "constant"
+    yield decays and t.lr_min > t.lr, "train.lr_min train.lr", "the decay would rise"
+    yield t.lr_warmup_ratio > 0 and t.lr_start > t.lr, "train.lr_start train.lr", "the warmup would fall"
+    yield (decays and t.lr_decay_ratio < t.lr_warmup_ratio, "train.lr_decay_ratio train.lr_warmup_ratio",
+           "the decay would end before the warmup")
+    for name, neutral in (("enable_reentrant", False), ("recompute_modules", None)):
+        yield (not t.enable_gradient_checkpointing and getattr(t, name) != neutral,
+               f"train.{name} train.enable_gradient_checkpointing", "nothing is recomputed")
+    yield (t.enable_full_determinism and not t.allow_cuda_launch_blocking,
+           "train.enable_full_determinism train.allow_cuda_launch_blocking",
+           "full determinism needs allow_cuda_launch_blocking: true")
+    yield (platform.env_flag("CUDA_LAUNCH_BLOCKING") and not t.allow_cuda_launch_blocking,
+           "train.allow_cuda_launch_blocking", "CUDA_LAUNCH_BLOCKING is set, which slows training down; unset it")
+    wandb = platform.no_module("wandb")
+    yield t.use_wandb and wandb is not None, "train.use_wandb", str(wandb)
+    yield (t.profile_end_step <= t.profile_start_step, "train.profile_end_step train.profile_start_step",
+           "profiling must end after it starts")
+
+
+def _lora(config: Config) -> Iterator[tuple[bool, str, str]]:
+    lora = config.lora
+    yield lora.enable_qlora and not lora.enable_lora, "lora.enable_lora lora.enable_qlora", "QLoRA implies LoRA"
+    yield (lora.reset_optimizer_on_merge and not lora.merge_lora_interval,
+           "lora.reset_optimizer_on_merge lora.merge_lora_interval", "there is no merge to reset at")
