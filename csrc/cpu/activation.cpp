@@ -11,23 +11,31 @@ namespace {
 
 enum Kind { SILU = 0, GELU_TANH = 1, GELU_ERF = 2 };
 
-// Phi(x) = erfc(-x / sqrt 2) / 2, with erfc(z) = t exp(-z^2 + P(t)), t = 1 / (1 + z / 2) for z >= 0: the Chebyshev fit of
-// Numerical Recipes (erfcc), relative error below 1.2e-7 everywhere, so the negative tail keeps its digits.
-TW_INLINE float normal_cdf(float x) {
-  const float z = std::fabs(x) * 0.70710678118654752f;
-  const float t = 1.0f / (1.0f + 0.5f * z);
-  float p = 0.17087277f;
-  p = std::fmaf(p, t, -0.82215223f);
-  p = std::fmaf(p, t, 1.48851587f);
-  p = std::fmaf(p, t, -1.13520398f);
-  p = std::fmaf(p, t, 0.27886807f);
-  p = std::fmaf(p, t, -0.18628806f);
-  p = std::fmaf(p, t, 0.09678418f);
-  p = std::fmaf(p, t, 0.37409196f);
-  p = std::fmaf(p, t, 1.00002368f);
-  p = std::fmaf(p, t, -1.26551223f);
-  const float tail = 0.5f * t * exp_(p - 0.5f * x * x);
-  return x < 0 ? tail : 1.0f - tail;
+// The normal distribution's Phi(x) and density phi(x). With z = |x| and t = 1 / (1 + 0.345 z),
+//   Phi(-z) = exp(-z^2 / 2) t Q(t),
+// where exp(z^2 / 2) Phi(-z) is a smooth function (Mills' ratio over sqrt(2 pi)), and Q is the degree-8 polynomial of
+// least relative error (2.3e-8 for z up to 14.5, fitted by reweighted least squares in 40 digits). Since the tail is a
+// product, it keeps its digits, where 1 + erf(x / sqrt 2) would cancel: evaluated in float the relative error is below
+// 3.2e-7 down to the smallest normal number. z^2 / 2 is up to 100, so that its rounding would be a relative error of
+// 4e-6 in the exponential: fma recovers what the product lost, and to first order it is put back.
+TW_INLINE void normal(float x, float& cdf, float& density) {
+  float z = std::fabs(x);
+  z = z > 15.0f ? 15.0f : z;  // both are 0 there; and the square of a larger z could overflow
+  const float square = z * z, lost = std::fmaf(z, z, -square);
+  const float e = exp_(-0.5f * square) * (1.0f - 0.5f * lost);
+  const float t = 1.0f / std::fmaf(z, 0.345f, 1.0f);
+  float q = -0.0281518623f;
+  q = std::fmaf(q, t, 0.144233868f);
+  q = std::fmaf(q, t, -0.269154072f);
+  q = std::fmaf(q, t, 0.185055152f);
+  q = std::fmaf(q, t, -0.0362382308f);
+  q = std::fmaf(q, t, 0.111267827f);
+  q = std::fmaf(q, t, 0.11736197f);
+  q = std::fmaf(q, t, 0.138005242f);
+  q = std::fmaf(q, t, 0.137620106f);
+  const float tail = e * t * q;
+  cdf = x < 0 ? tail : 1.0f - tail;
+  density = 0.3989422804014327f * e;
 }
 
 // act(g), and its derivative.
@@ -46,9 +54,10 @@ TW_INLINE void activate(float g, float& a, float& da) {
     a = g * s;
     da = s * (1.0f + g * q * 2.0f * c * (1.0f + 3.0f * k * g * g));
   } else {
-    const float cdf = normal_cdf(g);
+    float cdf, density;
+    normal(g, cdf, density);
     a = g * cdf;
-    da = cdf + g * 0.3989422804014327f * exp_(-0.5f * g * g);
+    da = cdf + g * density;
   }
 }
 
@@ -86,17 +95,43 @@ void check(const Tensor& t) {
                   "tilewright: gate and up must be CPU matrices with contiguous rows");
 }
 
+// Calls f(row, first column, columns) for every row in pieces of at most PIECE columns, in parallel.
+constexpr int64_t PIECE = 8192;
+
+template <class F>
+void for_pieces(int64_t rows, int64_t columns, F&& f) {
+  const int64_t pieces = (columns + PIECE - 1) / PIECE;
+  torch::stable::parallel_for(0, rows * pieces, grain(std::min(columns, PIECE)), [&](int64_t lo, int64_t hi) {
+    for (int64_t p = lo; p < hi; ++p) {
+      const int64_t first = p % pieces * PIECE;
+      f(p / pieces, first, std::min(PIECE, columns - first));
+    }
+  });
+}
+
+// The address of element (row, column); data pointers are fetched once, not for each row.
+template <class T>
+struct Rows {
+  T* data;
+  int64_t stride;
+  T* at(int64_t row, int64_t column) const { return data + row * stride + column; }
+};
+template <class T>
+Rows<const T> read(const Tensor& t) { return {in<T>(t), t.stride(0)}; }
+template <class T>
+Rows<T> write(const Tensor& t) { return {out<T>(t), t.stride(0)}; }
+
 Tensor act_mul_forward(Tensor gate, Tensor up, int64_t kind) {
   check(gate);
   check(up);
-  const int64_t rows = gate.size(0), n = gate.size(1), sg = gate.stride(0), su = up.stride(0);
-  Tensor y = torch::stable::new_empty(gate, {rows, n});
+  Tensor y = torch::stable::new_empty(gate, {gate.size(0), gate.size(1)});
   dispatch(gate, [&](auto e) {
     using T = decltype(e);
+    const auto g = read<T>(gate), u = read<T>(up);
+    const auto to = write<T>(y);
     with_kind(kind, [&](auto k) {
-      torch::stable::parallel_for(0, rows, grain(n), [&](int64_t lo, int64_t hi) {
-        for (int64_t r = lo; r < hi; ++r)
-          forward_row<k.value, T>(in<T>(gate) + r * sg, in<T>(up) + r * su, out<T>(y) + r * n, n);
+      for_pieces(gate.size(0), gate.size(1), [&](int64_t r, int64_t c, int64_t n) {
+        forward_row<k.value, T>(g.at(r, c), u.at(r, c), to.at(r, c), n);
       });
     });
   });
@@ -106,15 +141,13 @@ Tensor act_mul_forward(Tensor gate, Tensor up, int64_t kind) {
 // Writes dgate and dup, which may be the halves of one tensor.
 void act_mul_backward(Tensor dy, Tensor gate, Tensor up, Tensor dgate, Tensor dup, int64_t kind) {
   for (const Tensor& t : {dy, gate, up, dgate, dup}) check(t);
-  const int64_t rows = gate.size(0), n = gate.size(1);
   dispatch(gate, [&](auto e) {
     using T = decltype(e);
+    const auto d = read<T>(dy), g = read<T>(gate), u = read<T>(up);
+    const auto dg = write<T>(dgate), du = write<T>(dup);
     with_kind(kind, [&](auto k) {
-      torch::stable::parallel_for(0, rows, grain(n), [&](int64_t lo, int64_t hi) {
-        for (int64_t r = lo; r < hi; ++r)
-          backward_row<k.value, T>(in<T>(dy) + r * dy.stride(0), in<T>(gate) + r * gate.stride(0),
-                                   in<T>(up) + r * up.stride(0), out<T>(dgate) + r * dgate.stride(0),
-                                   out<T>(dup) + r * dup.stride(0), n);
+      for_pieces(gate.size(0), gate.size(1), [&](int64_t r, int64_t c, int64_t n) {
+        backward_row<k.value, T>(d.at(r, c), g.at(r, c), u.at(r, c), dg.at(r, c), du.at(r, c), n);
       });
     });
   });

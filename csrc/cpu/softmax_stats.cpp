@@ -145,16 +145,17 @@ void backward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* t
     const T* x = logits + row * n.stride;
     T* d = dlogits + row * stride;
     const float g_mean = MEAN ? g.g_mean[row] : 0, g_weighted = g.g_weighted == nullptr ? 0 : g.g_weighted[row];
-    if (g.g_lse[row] == 0 && g.g_target[row] == 0 && g_weighted == 0 && g_mean == 0) {  // an ignored row
+    const int64_t y = target[row];
+    const bool inside = y >= 0 && y < n.V;
+    const float g_target = inside ? g.g_target[row] : 0;
+    if (g.g_lse[row] == 0 && g_target == 0 && g_weighted == 0 && g_mean == 0) {  // an ignored row
       std::memset(d, 0, size_t(n.V) * sizeof(T));
       continue;
     }
     const RowGradient r{g.lse[row], g.g_lse[row] + g_mean, MEAN ? g.mean[row] : 0, g_mean, g_weighted};
-    const int64_t y = target[row];
-    const bool inside = y >= 0 && y < n.V;
     T at_target{};
     if (inside)
-      store(&at_target, gradient<CAPPED, WEIGHTS, MEAN>(load(x[y]), WEIGHTS ? w[y] : 0, g.g_target[row], cap, r));
+      store(&at_target, gradient<CAPPED, WEIGHTS, MEAN>(load(x[y]), WEIGHTS ? w[y] : 0, g_target, cap, r));
     TW_SIMD
     for (int64_t i = 0; i < n.V; ++i)
       store(d + i, gradient<CAPPED, WEIGHTS, MEAN>(load(x[i]), WEIGHTS ? w[i] : 0, 0, cap, r));

@@ -1,7 +1,8 @@
 """silu(gate) * up and gelu(gate) * up in Triton. The definition is tilewright/ops/activation.py.
 
-gate and up are [rows, I] matrices with a row stride each and contiguous columns. A program takes BLOCK columns of one
-row; float32 math, one rounding on store. KIND: 0 SiLU, 1 GELU (tanh), 2 GELU (erf).
+gate and up are [rows, I] matrices with a row stride each and contiguous columns. A program takes BLOCK columns
+of one row: BLOCKS programs in a row, numbered row by row in one grid dimension (the others end at 65,535).
+float32 math, one rounding on store. KIND: 0 SiLU, 1 GELU (tanh), 2 GELU (erf).
 """
 
 from __future__ import annotations
@@ -29,6 +30,34 @@ def _sigmoid_pair(x):
 
 
 @triton.jit
+def _normal(x):
+    """The normal distribution function and density; csrc/cpu/activation.cpp explains the fit and its error.
+
+    tl.exp multiplies by log2 e in one rounding, which for exp(-z^2 / 2) would cost up to 70 roundings of
+    relative error. So the power of two is taken of the rounded product, and what both products lost (fma has it,
+    and the third term is log2(e) / 2 less its float32 value) is put back to first order.
+    """
+    z = tl.abs(x)
+    z = tl.where(z > 15.0, 15.0, z)   # both are 0 there; and the square of a larger z could overflow
+    square = z * z
+    power = square * 0.7213475108146667
+    lost = tl.fma(square, 0.7213475108146667, -power) + 0.7213475108146667 * tl.fma(z, z, -square)
+    lost += square * 9.629815e-09
+    e = tl.exp2(-power) * (1.0 - 0.6931471805599453 * lost)
+    t = 1.0 / (1.0 + 0.345 * z)
+    q = 0.144233868 - 0.0281518623 * t
+    q = q * t - 0.269154072
+    q = q * t + 0.185055152
+    q = q * t - 0.0362382308
+    q = q * t + 0.111267827
+    q = q * t + 0.11736197
+    q = q * t + 0.138005242
+    q = q * t + 0.137620106
+    tail = e * t * q
+    return tl.where(x < 0, tail, 1.0 - tail), 0.3989422804014327 * e
+
+
+@triton.jit
 def _activate(g, KIND: tl.constexpr):
     """act(g) and its derivative."""
     if KIND == 0:
@@ -41,31 +70,17 @@ def _activate(g, KIND: tl.constexpr):
         a = g * s
         da = s * (1.0 + g * q * 1.5957691216057308 * (1.0 + 0.134145 * g * g))
     else:
-        # Phi(x) through erfc's Chebyshev fit (Numerical Recipes, erfcc): relative error below 1.2e-7, also in the
-        # negative tail, where 1 + erf(x) would cancel.
-        z = tl.abs(g) * 0.7071067811865476
-        t = 1.0 / (1.0 + 0.5 * z)
-        p = 0.17087277 * t - 0.82215223
-        p = p * t + 1.48851587
-        p = p * t - 1.13520398
-        p = p * t + 0.27886807
-        p = p * t - 0.18628806
-        p = p * t + 0.09678418
-        p = p * t + 0.37409196
-        p = p * t + 1.00002368
-        p = p * t - 1.26551223
-        tail = 0.5 * t * tl.exp(p - 0.5 * g * g)
-        cdf = tl.where(g < 0, tail, 1.0 - tail)
+        cdf, density = _normal(g)
         a = g * cdf
-        da = cdf + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
+        da = cdf + g * density
     return a, da
 
 
 @triton.jit
-def _forward(gate_ptr, up_ptr, y_ptr, columns, gate_stride, up_stride, y_stride, KIND: tl.constexpr,
-             BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def _forward(gate_ptr, up_ptr, y_ptr, columns, BLOCKS, gate_stride, up_stride, y_stride,
+             KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    c = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     mask = c < columns
     g = tl.load(gate_ptr + row * gate_stride + c, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up_ptr + row * up_stride + c, mask=mask, other=0.0).to(tl.float32)
@@ -74,10 +89,10 @@ def _forward(gate_ptr, up_ptr, y_ptr, columns, gate_stride, up_stride, y_stride,
 
 
 @triton.jit
-def _backward(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, columns, dy_stride, gate_stride, up_stride, dgate_stride,
-              dup_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def _backward(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, columns, BLOCKS, dy_stride, gate_stride,
+              up_stride, dgate_stride, dup_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    c = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     mask = c < columns
     d = tl.load(dy_ptr + row * dy_stride + c, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(gate_ptr + row * gate_stride + c, mask=mask, other=0.0).to(tl.float32)
@@ -92,8 +107,9 @@ def forward(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
     y = torch.empty((rows, columns), dtype=gate.dtype, device=gate.device)
     if y.numel():
         c = config(columns)
-        _forward[(rows, triton.cdiv(columns, c["BLOCK"]))](gate, up, y, columns, gate.stride(0), up.stride(0),
-                                                           columns, KIND=kind, **c)
+        blocks = triton.cdiv(columns, c["BLOCK"])
+        _forward[(rows * blocks,)](gate, up, y, columns, blocks, gate.stride(0), up.stride(0), columns,
+                                   KIND=kind, **c)
     return y
 
 
@@ -103,22 +119,25 @@ def backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, dgate: torc
     rows, columns = gate.shape
     if gate.numel():
         c = config(columns)
-        _backward[(rows, triton.cdiv(columns, c["BLOCK"]))](
-            dy, gate, up, dgate, dup, columns, dy.stride(0), gate.stride(0), up.stride(0), dgate.stride(0),
-            dup.stride(0), KIND=kind, **c)
+        blocks = triton.cdiv(columns, c["BLOCK"])
+        _backward[(rows * blocks,)](dy, gate, up, dgate, dup, columns, blocks, dy.stride(0), gate.stride(0),
+                                    up.stride(0), dgate.stride(0), dup.stride(0), KIND=kind, **c)
 
 
 def specs() -> list[KernelSpec]:
+    """What the launchers launch: every activation, in bf16 and float32, rows aligned to 16 elements; and in bf16
+    an odd width, whose rows are read element by element and whose strides are past 2^31."""
     found = []
-    strides = ("columns", "dy_stride", "gate_stride", "up_stride", "y_stride", "dgate_stride", "dup_stride")
-    types = {"dy_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", "y_ptr": "*bf16", "dgate_ptr": "*bf16",
-             "dup_ptr": "*bf16", **dict.fromkeys(strides, "i32")}
+    strides = ("dy_stride", "gate_stride", "up_stride", "y_stride", "dgate_stride", "dup_stride")
+    c = config(4096)
+    warps = c.pop("num_warps")
     for kind, name in enumerate(("silu", "gelu_tanh", "gelu_erf")):
         for kernel, label in ((_forward, "forward"), (_backward, "backward")):
-            c = config(4096)
-            warps = c.pop("num_warps")
-            names = [n for n in kernel.arg_names if n in types]
-            found.append(KernelSpec(kernel, f"{name} {label} bf16", {n: types[n] for n in names},
-                                    {"KIND": kind, **c}, warps,
-                                    divisible=tuple(n for n in names if n in strides)))
+            for data, tail in (("bf16", ""), ("fp32", ""), ("bf16", " odd")):
+                types = {**{n: f"*{data}" for n in kernel.arg_names if n.endswith("_ptr")}, "columns": "i32",
+                         "BLOCKS": "i32", **dict.fromkeys(strides, "i64" if tail else "i32")}
+                signature = {n: types[n] for n in kernel.arg_names if n in types}
+                divisible = () if tail else tuple(n for n in signature if n in (*strides, "columns"))
+                found.append(KernelSpec(kernel, f"{name} {label} {data}{tail}", signature, {"KIND": kind, **c},
+                                        warps, divisible=divisible))
     return found

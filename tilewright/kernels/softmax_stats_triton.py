@@ -167,7 +167,7 @@ def _backward(logits_ptr, target_ptr, weight_ptr, lse_ptr, mean_ptr, g_lse_ptr, 
     mean = 0.0
     g_mean = 0.0
     g_weighted = 0.0
-    learn = (g_lse != 0.0) | (g_target != 0.0)
+    learn = (g_lse != 0.0) | ((g_target != 0.0) & (y >= 0) & (y < V))
     if MEAN:
         mean = tl.load(mean_ptr + row)
         g_mean = tl.load(g_mean_ptr + row)

@@ -2,9 +2,18 @@
 
 from tilewright.ops.activation import GELU_MUL, SILU_MUL, gelu_mul, silu_mul
 from tilewright.ops.attention import ATTENTION, attention
+from tilewright.ops.cross_entropy import CROSS_ENTROPY, cross_entropy
+from tilewright.ops.linear_cross_entropy import (
+    LINEAR_CROSS_ENTROPY,
+    LINEAR_LOGPROB,
+    linear_cross_entropy,
+    linear_logprob,
+)
 from tilewright.ops.rmsnorm import ADD_RMSNORM, RMSNORM, add_rmsnorm, rmsnorm
 from tilewright.ops.rope import ROPE, rope
 
-OPS = {op.name: op for op in (RMSNORM, ADD_RMSNORM, SILU_MUL, GELU_MUL, ROPE, ATTENTION)}
+OPS = {op.name: op for op in (RMSNORM, ADD_RMSNORM, SILU_MUL, GELU_MUL, ROPE, ATTENTION, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY,
+                              LINEAR_LOGPROB)}
 
-__all__ = ["OPS", "add_rmsnorm", "attention", "gelu_mul", "rmsnorm", "rope", "silu_mul"]
+__all__ = ["OPS", "add_rmsnorm", "attention", "cross_entropy", "gelu_mul", "linear_cross_entropy", "linear_logprob",
+           "rmsnorm", "rope", "silu_mul"]

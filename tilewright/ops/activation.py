@@ -17,15 +17,19 @@ SILU, GELU_TANH, GELU_ERF = 0, 1, 2
 APPROXIMATE = {"tanh": GELU_TANH, "none": GELU_ERF}
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor | None = None, *, implementation: str = "auto") -> torch.Tensor:
+def silu_mul(gate: torch.Tensor, up: torch.Tensor | None = None, *,
+             implementation: str = "auto") -> torch.Tensor:
     """silu(gate) * up, where silu(g) = g / (1 + exp(-g)).
 
-    gate, up: [..., I] fp32 | bf16 | fp16 (fp64 with eager and torch), one dtype, any strides; rows of a wider tensor
-        (contiguous last dimension) are read in place. With one argument, gate is packed: [..., 2 I] = [gate; up].
-    Returns [..., I] in gate's dtype. Differentiable in both; the backward recomputes the activation from the inputs,
+    gate, up: [..., I] fp32 | bf16 | fp16 (fp64 with eager and torch), one dtype, any strides; rows of a wider
+        tensor (contiguous last dimension, leading dimensions that merge into one stride) are read in place,
+        others are copied. With one argument, gate is packed: [..., 2 I] = [gate; up].
+    Returns [..., I], contiguous, in gate's dtype. float32 math, one rounding on store.
+    Differentiable in both, once: the backward recomputes the activation from the inputs, which are all it keeps,
     and for a packed input writes one packed gradient.
-    Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
-    that cannot run here.
+    Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named
+    implementation that cannot run here.
+    Source: SwiGLU without its projections, arXiv:2002.05202; as in transformers' LlamaMLP.
     """
     _validate(gate, up)
     return SILU_MUL.pick(implementation, gate)(gate, up, SILU)
@@ -33,11 +37,12 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor | None = None, *, implementati
 
 def gelu_mul(gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: str = "tanh",
              implementation: str = "auto") -> torch.Tensor:
-    """gelu(gate) * up, as in Gemma.
+    """gelu(gate) * up, the GeGLU of Gemma.
 
-    approximate: "tanh" for 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))), "none" for g Phi(g) with the normal
-        distribution function.
-    Shapes, dtypes, differentiability and errors as in `silu_mul`.
+    approximate: "tanh" for 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))), "none" for g Phi(g) with the
+        normal distribution function Phi (the fused kernels keep its relative accuracy in the negative tail too).
+    Shapes, dtypes, precision, differentiability and errors as in `silu_mul`.
+    Source: arXiv:2002.05202 and arXiv:1606.08415; "tanh" as in transformers' GemmaMLP.
     """
     _validate(gate, up)
     _checks.choice("approximate", approximate, tuple(APPROXIMATE))
@@ -76,7 +81,9 @@ def _torch():
     def act_mul_torch(gate, up, kind):
         if up is None:
             gate, up = gate.chunk(2, -1)
-        return (F.silu(gate) if kind == SILU else F.gelu(gate, approximate="tanh" if kind == GELU_TANH else "none")) * up
+        if kind == SILU:
+            return F.silu(gate) * up
+        return F.gelu(gate, approximate="tanh" if kind == GELU_TANH else "none") * up
 
     return act_mul_torch
 
@@ -84,8 +91,8 @@ def _torch():
 # ---- fused implementations
 
 def _rows(t: torch.Tensor) -> torch.Tensor:
-    """[..., I] as [rows, I]: a view where the last dimension is contiguous and the others merge, else a copy."""
-    t = t.reshape(-1, t.shape[-1])
+    """[..., I] as [rows, I]: a view if the last dimension is contiguous and the others merge, else a copy."""
+    t = t.reshape(t.numel() // max(1, t.shape[-1]), t.shape[-1])   # -1 fails where there are no elements
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
 
 
@@ -93,7 +100,7 @@ _loaded: dict[str, object] = {}
 
 
 def _register(name, forward, backward):
-    """Two operators, split and packed: a packed one of its own, because slicing would pad and add two gradients."""
+    """Two operators, split and packed: slicing a packed input would pad and add two gradients."""
 
     def split_forward(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
         return forward(_rows(gate), _rows(up), kind).view(gate.shape)
@@ -112,11 +119,12 @@ def _register(name, forward, backward):
     def packed_backward(dy: torch.Tensor, packed: torch.Tensor, kind: int) -> torch.Tensor:
         inner = packed.shape[-1] // 2
         both, d = _rows(packed), packed.new_empty(packed.shape)
-        flat = d.view(-1, 2 * inner) if d.numel() else d.reshape(0, 2 * inner)
+        flat = _rows(d)   # a view: d is contiguous
         backward(_rows(dy), both[:, :inner], both[:, inner:], flat[:, :inner], flat[:, inner:], kind)
         return d
 
-    split = define(f"act_mul_{name}_split_forward", split_forward, lambda gate, up, kind: gate.new_empty(gate.shape))
+    split = define(f"act_mul_{name}_split_forward", split_forward,
+                   lambda gate, up, kind: gate.new_empty(gate.shape))
     split_bwd = define(f"act_mul_{name}_split_backward", split_backward,
                        lambda dy, gate, up, kind: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
     packed = define(f"act_mul_{name}_packed_forward", packed_forward,
@@ -170,8 +178,9 @@ def _case(name, rows, inner, *, packed=False, strided=False, tags=cases.CONTRACT
         if packed:
             return {"gate": cases.randn(*rows, 2 * inner, **new), **options}
         if strided:   # rows of wider tensors
-            wide = [cases.randn(*rows, 3 * inner, **new, requires_grad=False)[..., inner:2 * inner] for _ in range(2)]
-            return {"gate": wide[0].requires_grad_(), "up": wide[1].requires_grad_(), **options}
+            wide = [cases.randn(*rows, 3 * inner, **new, requires_grad=False) for _ in range(2)]
+            gate, up = (t[..., inner:2 * inner].requires_grad_() for t in wide)
+            return {"gate": gate, "up": up, **options}
         return {"gate": cases.randn(*rows, inner, **new), "up": cases.randn(*rows, inner, **new), **options}
 
     def cost(itemsize):   # forward: 2 in, 1 out; backward: 3 in, 2 out
@@ -187,11 +196,14 @@ def _all_cases(models, **options):
         _case("strided", (4, 3), 36, strided=True, **options),
         _case("no_rows", (0,), 64, packed=True, **options),
         _case("one_row", (1,), 17, **options),
+        _case("no_columns", (3,), 0, **options),
         _case("wide", (2,), 2500, packed=True, **options),
     ]
-    timed = [_case(name, (cases.TOKENS[device] * (8 if name == "qwen3-30b-a3b" else 1),), cases.MODELS[name].inner,
-                   packed=True, tags=tags, **options)
-             for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU)) for name in models]
+    timed = []
+    for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU)):
+        for name in models:
+            tokens = cases.TOKENS[device] * (8 if name == "qwen3-30b-a3b" else 1)   # 8 experts for each token
+            timed.append(_case(name, (tokens,), cases.MODELS[name].inner, packed=True, tags=tags, **options))
     return (*small, *timed, _case("big", (2**17 + 1,), 16384, tags=cases.BIG, **options))
 
 

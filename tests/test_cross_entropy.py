@@ -1,0 +1,413 @@
+"""What is special to cross_entropy; parity with the eager twin is in test_contract.py."""
+
+import math
+import tempfile
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import DEVICE, skip_unless_usable
+
+from tilewright.bench import contract
+from tilewright.ops import _softmax_stats, cross_entropy
+from tilewright.ops.cross_entropy import CROSS_ENTROPY
+
+FUSED = ("triton", "cpp")
+ALL = CROSS_ENTROPY.names()
+EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "reduction": "none", "return_lse": True,
+              "return_entropy": True, "return_argmax": True}
+
+
+def problem(T=9, V=37, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = 2 * torch.randn(T, V, generator=g, dtype=torch.float64)
+    y = torch.randint(V, (T,), generator=g)
+    y[1::3] = -100
+    return x.to(DEVICE, dtype).requires_grad_(), y.to(DEVICE)
+
+
+def fused(name):
+    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
+    return getattr(_softmax_stats, name)()
+
+
+# ---- against other people's definitions, in float64
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_equals_torch_in_float64(reduction, smoothing, weighted):
+    x, y = problem(dtype=torch.float64)
+    w = torch.rand(37, dtype=torch.float64, device=DEVICE) if weighted else None
+    expected = F.cross_entropy(x, y, w, label_smoothing=smoothing, reduction=reduction)
+    loss = cross_entropy(x, y, class_weight=w, label_smoothing=smoothing, reduction=reduction,
+                         implementation="eager")
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=1e-13)
+    grads = [torch.autograd.grad(t.sum(), x)[0] for t in (loss, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
+
+
+def test_softcap_z_loss_token_weight_and_num_tokens_by_hand():
+    x, y = problem(T=3, V=4, dtype=torch.float64)
+    y = torch.tensor([2, -100, 0], device=DEVICE)
+    u = torch.tensor([0.5, 3.0, -2.0], dtype=torch.float64, device=DEVICE)
+    expected = 0.0
+    for t in (0, 2):
+        z = [3.0 * math.tanh(v / 3.0) for v in x[t].tolist()]
+        lse = math.log(sum(map(math.exp, z)))
+        expected += u[t].item() * (lse - z[y[t]] + 0.01 * lse**2)
+    loss = cross_entropy(x, y, softcap=3.0, z_loss=0.01, token_weight=u, num_tokens=11,
+                         implementation="eager")
+    assert loss.item() == pytest.approx(expected / 11, rel=1e-13)
+    tensor = cross_entropy(x, y, softcap=3.0, z_loss=0.01, token_weight=u, implementation="eager",
+                           num_tokens=torch.tensor(11, device=DEVICE))
+    assert tensor.item() == loss.item()
+
+
+def test_entropy_and_lse_equal_categorical_and_argmax_is_the_first():
+    x, y = problem(dtype=torch.float64)
+    out = cross_entropy(x, y, return_lse=True, return_entropy=True, return_argmax=True,
+                        implementation="eager")
+    categorical = torch.distributions.Categorical(logits=x.detach())
+    torch.testing.assert_close(out.entropy, categorical.entropy(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out.lse, x.logsumexp(-1).detach(), rtol=1e-13, atol=1e-13)
+    assert not out.lse.requires_grad and not out.entropy.requires_grad
+    ties = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0]], device=DEVICE).repeat(1, 700)
+    for name in CROSS_ENTROPY.usable(DEVICE, torch.float32):
+        found = cross_entropy(ties, torch.zeros(2, dtype=torch.int64, device=DEVICE), return_argmax=True,
+                              implementation=name).argmax
+        assert found.tolist() == [1, 0], name
+
+
+# ---- rows and values that kernels may trip over
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("V, stride", [(1000, 1024), (997, 1001), (4100, 4101), (8197, 8197)])
+def test_rows_further_apart_than_their_length(name, V, stride, poisoned):
+    fused(name)
+    storage = torch.randn(3, 2, stride, device=DEVICE)
+    y = torch.tensor([[0, V - 1], [-100, 5], [7, 8]], device=DEVICE)
+    for inplace in (False, True):
+        x = storage.clone()[..., :V].requires_grad_()
+        broken = contract.compare(CROSS_ENTROPY, name, {"logits": x, "target": y, **EVERYTHING},
+                                  torch.float32)
+        assert not broken, broken   # compare copies x to contiguous rows; the padded ones are next
+        outs = [cross_entropy(x, y, **EVERYTHING, inplace=inplace and n == name, implementation=n)
+                for n in ("eager", name)]
+        g = torch.randn(3, 2, device=DEVICE)
+        truth, grad = (torch.autograd.grad(o.loss, x, g)[0] for o in outs)
+        assert contract.error(outs[1].loss.detach(), outs[0].loss.detach())[0] < 1e-6
+        assert contract.error(outs[1].entropy, outs[0].entropy)[0] < 1e-6
+        assert contract.error(grad, truth)[0] < 2e-6
+        assert not inplace or grad.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_masked_out_classes_and_large_logits(name):
+    """Logits of -inf have probability 0, whether alone in a block or not; a shift changes nothing."""
+    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
+    x = torch.randn(3, 9000, device=DEVICE)
+    x[:, :4500] = float("-inf")
+    x[:, 8990:] = float("-inf")
+    y = torch.tensor([4500, 8000, -100], device=DEVICE)
+    a, b = x.requires_grad_(), x.detach()[:, 4500:8990].clone().requires_grad_()
+    shift = 3e4   # where float32 has steps of 2^-9: hence the tolerance below
+    outs = [cross_entropy(t, torch.where(y < 0, y, y - d), return_entropy=True, return_lse=True,
+                          implementation=name)
+            for t, d in ((a, 0), (b, 4500), (b + shift, 4500))]
+    torch.testing.assert_close(outs[0].loss, outs[1].loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(outs[0].entropy, outs[1].entropy, rtol=3e-6, atol=0)
+    torch.testing.assert_close(outs[2].loss, outs[1].loss, rtol=2e-3, atol=0)
+    ga, gb = torch.autograd.grad(outs[0].loss, a)[0], torch.autograd.grad(outs[1].loss, b)[0]
+    torch.testing.assert_close(ga[:, 4500:8990], gb, rtol=1e-5, atol=1e-9)
+    assert ga.isfinite().all() and not ga[:, :4500].any() and not ga[2].any()
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_ignored_rows_get_zeros_whatever_they_hold(name):
+    fused(name)
+    x, y = problem()
+    with torch.no_grad():
+        x[1] = float("nan")   # ignored by `problem`
+    cross_entropy(x, y, implementation=name).backward()
+    assert x.grad.isfinite().all() and not x.grad[1].any() and x.grad[0].any()
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_gradient_of_every_statistic(name):
+    """The public op never differentiates the mean; other users of the statistics may."""
+    kernels = fused(name)
+    x, y = problem(T=4, V=300)
+    w = torch.rand(300, device=DEVICE)
+    for weights, softcap in ((None, 0.0), (w, 5.0)):
+        results = []
+        for f, dtype in ((_softmax_stats.stats_eager, torch.float64), (kernels.differentiable,
+                                                                       torch.float32)):
+            leaf = x.detach().to(dtype).requires_grad_()
+            stats = f(leaf, y, weights, softcap, True, True, False)
+            g = [torch.randn(4, generator=torch.Generator().manual_seed(i)).to(DEVICE,
+                                                                               dtype) for i in range(4)]
+            results.append(torch.autograd.grad(stats[:4], leaf, g)[0])
+        assert contract.error(results[1], results[0])[0] < 3e-6
+
+
+# ---- targets
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("bad", [37, -1, -101, 2**40])
+def test_target_out_of_range(name, bad):
+    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
+    x, _ = problem(T=6)
+    y = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+    y[1, 2] = y[1, 1] = bad
+    with pytest.raises(IndexError, match=rf"target\[1, 1\] is {bad}; accepted are 0 to 36 and ignore_index"):
+        cross_entropy(x.reshape(2, 3, 37), y, implementation=name)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_kernels_read_and_write_nothing_outside_for_bad_targets(name):
+    kernels = fused(name)
+    x, _ = problem(T=3)
+    y = torch.tensor([2**40, -2**40, 37], device=DEVICE)
+    stats = kernels.forward(x.detach(), y, None, 0.0, False, False, False)
+    assert not stats.target.any()
+    g = torch.ones(3, device=DEVICE)
+    d = kernels.backward(x.detach(), y, None, 0.0, stats.lse, None, g, g, None, None, False)
+    torch.testing.assert_close(d, x.detach().softmax(-1))
+
+
+def test_ignore_index_inside_the_vocabulary():
+    x, _ = problem(dtype=torch.float64)
+    y = torch.tensor([0, 5, 5, 3, 36, 5, 1, 2, 3], device=DEVICE)
+    loss = cross_entropy(x, y, ignore_index=5, implementation="eager")
+    torch.testing.assert_close(loss, F.cross_entropy(x, y, ignore_index=5), rtol=1e-13, atol=0)
+
+
+# ---- inplace, checkpointing, torch.compile, operators
+
+@pytest.mark.parametrize("name", FUSED)
+def test_inplace_uses_the_logits_memory_once(name):
+    fused(name)
+    h, y = problem()
+    expected = torch.autograd.grad(cross_entropy(h * 2, y, implementation="eager"), h)[0]
+    logits = h * 2
+    logits.retain_grad()
+    loss = cross_entropy(logits, y, inplace=True, implementation=name)
+    loss.backward(retain_graph=True)
+    torch.testing.assert_close(h.grad, expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(logits, h.grad / 2, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_inplace_is_noticed_by_an_op_that_saved_the_logits(name):
+    fused(name)
+    h, y = problem()
+    logits = h.exp()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        cross_entropy(logits, y, inplace=True, implementation=name).backward()
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_checkpointed(name, inplace):
+    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
+    h, y = problem()
+    w = torch.randn(37, 50, device=DEVICE, requires_grad=True)
+    y = y.clamp_max(36)
+
+    def loss(h, w):
+        return cross_entropy(h @ w, y, inplace=inplace, implementation=name)
+
+    expected = torch.autograd.grad(loss(h, w), (h, w))
+    got = torch.autograd.grad(torch.utils.checkpoint.checkpoint(loss, h, w, use_reentrant=False), (h, w))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_compiles_whole(name):
+    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
+    x, y = problem()
+    w = torch.rand(37, device=DEVICE)
+
+    def f(x, y, inplace=False):
+        return cross_entropy(x * 1.5, y, class_weight=w, label_smoothing=0.1, z_loss=0.1, softcap=9.0,
+                             inplace=inplace, return_entropy=True, return_argmax=True, implementation=name)
+
+    compiled = torch.compile(f, fullgraph=True)
+    expected, out = f(x, y), compiled(x, y)
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(out.entropy, expected.entropy, rtol=1e-5, atol=1e-6)
+    assert torch.equal(out.argmax, expected.argmax)
+    grads = [torch.autograd.grad(o.loss, x)[0] for o in (out, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
+    with pytest.raises(IndexError, match=r"is 37; accepted are 0 to 36"):   # the check is made when it runs
+        compiled(x, y.masked_fill(y == -100, 37))
+    with pytest.raises(Exception, match="inplace must be False under torch.compile"):
+        compiled(x, y, True)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_opcheck(name):
+    forward, backward, backward_ = fused(name).operators
+    x, y = problem()
+    w = torch.rand(37, device=DEVICE)
+    for options in ((None, 0.0, False, False, False, False), (w, 5.0, True, True, True, False)):
+        torch.library.opcheck(forward, (x, y, *options))
+    x = x.detach()
+    lse, _, _, mean, _ = forward(x, y, w, 5.0, True, True, False, False)
+    g = [torch.randn(9, device=DEVICE) for _ in range(4)]
+    torch.library.opcheck(backward, (x, y, w, 5.0, lse, mean, *g))
+    torch.library.opcheck(backward_, (x.clone(), y, w, 5.0, lse, mean, *g))
+    torch.library.opcheck(_softmax_stats.presence, (y, 37, -100))
+
+
+def test_cpp_gives_the_same_bits_on_any_number_of_threads():
+    fused("cpp")
+    results, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            x, y = problem(T=50, V=5000)
+            loss = cross_entropy(x, y, label_smoothing=0.1, implementation="cpp")
+            results.append((loss, *torch.autograd.grad(loss, x)))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="more than 2^31 elements: only on a CUDA device")
+def test_gradient_beyond_2_31_elements():
+    T, V = 2**13 + 3, 2**18
+    x = torch.randn(T, V, device="cuda", dtype=torch.bfloat16)
+    y = torch.full((T,), -100, device="cuda")
+    y[-2:] = torch.tensor([3, V - 1], device="cuda")
+    small = x[-2:].clone().requires_grad_()
+    expected, = torch.autograd.grad(cross_entropy(small, y[-2:], implementation="eager"), small)
+    x.requires_grad_()
+    got, = torch.autograd.grad(cross_entropy(x, y, inplace=True, implementation="triton"), x)
+    assert contract.error(got[-2:], expected)[0] < 0.01 and not got[0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs: only on a CUDA device")
+@pytest.mark.parametrize("name", ALL)
+def test_a_bad_target_in_a_cuda_graph_makes_the_loss_nan(name):
+    x, y = problem()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        cross_entropy(x, y, implementation=name)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = cross_entropy(x, y, implementation=name)
+    graph.replay()
+    assert loss.isfinite()
+    y[0] = 37
+    graph.replay()
+    assert loss.isnan()
+
+
+# ---- a vocabulary in shards
+
+def _rank(rank, world, folder, name, kwargs, results):
+    """One process: its shard's loss and gradient, for each of several problems."""
+    store = torch.distributed.FileStore(f"{folder}/store", world)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    group = torch.distributed.group.WORLD
+    for i, kw in enumerate(kwargs):
+        kw = dict(kw)
+        shard = kw.pop("logits").chunk(world, -1)[rank].clone().requires_grad_()
+        out = cross_entropy(shard, **kw, group=group, implementation=name)
+        out.loss.sum().backward()
+        torch.save((*(t.detach() for t in out), shard.grad), f"{folder}/{results}-{i}-{rank}")
+    try:
+        cross_entropy(shard, **{**kw, "target": kw["target"].clone().fill_(2**20)}, group=group,
+                      implementation=name)
+    except IndexError:
+        pass
+    else:
+        raise AssertionError("no IndexError for a target beyond the whole vocabulary")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["eager", *FUSED])
+def test_two_shards_of_the_vocabulary_equal_one(name):
+    if DEVICE == "cuda":
+        pytest.skip("gloo takes CPU tensors: run without a CUDA device")
+    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
+    returns = {"return_lse": True, "return_entropy": True, "return_argmax": True}
+    x, y = problem(T=8, V=62)
+    x = x.detach()
+    x[0] = 1.0   # a tie across the shards
+    x[2, 31:] = float("-inf")   # a shard without probability, in a row whose target is in the other one
+    y[2] = 3
+    everything = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "class_weight": torch.rand(62),
+                  "token_weight": torch.rand(8), **returns}
+    problems = [{"logits": x, "target": y, **returns}, {"logits": x, "target": y, **everything},
+                {"logits": x, "target": y.clamp_max(30), "ignore_index": -100, **everything,
+                 "reduction": "sum"},
+                {"logits": x, "target": torch.where(y < 0, y, y % 31 + 31), **everything,
+                 "reduction": "none"}]
+    problems[3]["target"][2] = -100
+    with tempfile.TemporaryDirectory() as folder:
+        context = torch.multiprocessing.spawn(_rank, (2, folder, name, problems, "out"), nprocs=2, join=False)
+        deadline = 120
+        while not context.join(timeout=1):
+            deadline -= 1
+            if deadline <= 0:
+                for process in context.processes:
+                    process.kill()
+                pytest.fail("the two processes did not finish")
+        for i, kw in enumerate(problems):
+            whole = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k,
+                     v in kw.items()}
+            leaf = whole.pop("logits").requires_grad_()
+            out = cross_entropy(leaf, **whole, implementation="eager")
+            out.loss.sum().backward()
+            ranks = [torch.load(f"{folder}/out-{i}-{r}") for r in range(2)]
+            for loss, lse, entropy, argmax, _ in ranks:
+                torch.testing.assert_close(loss.double(), out.loss.detach(), rtol=1e-5, atol=0)
+                torch.testing.assert_close(lse.double(), out.lse, rtol=1e-5, atol=0)
+                torch.testing.assert_close(entropy.double(), out.entropy, rtol=1e-5, atol=1e-6)
+                assert torch.equal(argmax, out.argmax)
+            grad = torch.cat([r[-1] for r in ranks], -1)
+            assert contract.error(grad, leaf.grad)[0] < 1e-5, i
+
+
+# ---- errors
+
+X, Y = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("call, error, message", [
+    (lambda: cross_entropy(X.long(), Y), TypeError, "logits must be one of float32.*int64"),
+    (lambda: cross_entropy(torch.tensor(1.0), Y), ValueError, "logits must have a last dimension"),
+    (lambda: cross_entropy(X[:, :0], Y), ValueError, r"logits must have a last dimension.*\[4, 0\]"),
+    (lambda: cross_entropy(X, [1]), TypeError, "target must be a torch.Tensor, got list"),
+    (lambda: cross_entropy(X, Y.int()), TypeError, "target must be int64.*int32"),
+    (lambda: cross_entropy(X, Y[:3]), ValueError, r"target must have shape \[4\].*got \[3\]"),
+    (lambda: cross_entropy(X, Y.to("meta")), ValueError, "target is on meta, logits on cpu"),
+    (lambda: cross_entropy(X, Y, label_smoothing=1.5), ValueError, r"label_smoothing must be in .*got 1.5"),
+    (lambda: cross_entropy(X, Y, z_loss=-1), ValueError, "z_loss must be a finite number >= 0, got -1"),
+    (lambda: cross_entropy(X, Y, z_loss=math.nan), ValueError, "z_loss must be a finite.*got nan"),
+    (lambda: cross_entropy(X, Y, softcap=0.0), ValueError, "softcap must be a finite number > 0.*got 0.0"),
+    (lambda: cross_entropy(X, Y, reduction="avg"), ValueError, "reduction must be one of .*'avg'"),
+    (lambda: cross_entropy(X, Y, class_weight=X[0, :5]), ValueError, r"class_weight must have shape \[8\]"),
+    (lambda: cross_entropy(X, Y, class_weight=torch.ones(8, requires_grad=True)), ValueError,
+     "class_weight must not require a gradient"),
+    (lambda: cross_entropy(X, Y, token_weight=X[:, :1]), ValueError, r"token_weight must have shape \[4\]"),
+    (lambda: cross_entropy(X, Y, num_tokens=-1), ValueError, "num_tokens must be an int >= 0.*got -1"),
+    (lambda: cross_entropy(X, Y, num_tokens=torch.ones(1)), ValueError, r"num_tokens must have shape \[\]"),
+    (lambda: cross_entropy(X, Y, group="tp"), TypeError,
+     "group must be a torch.distributed.ProcessGroup.*str"),
+    (lambda: cross_entropy(X, Y, implementation="tritn"), ValueError, "unknown implementation 'tritn'"),
+])
+def test_bad_input_is_one_clear_error(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

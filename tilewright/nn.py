@@ -1,0 +1,134 @@
+"""Modules over `tilewright.ops`: each holds an op's options (and its weights) and calls it, nothing more."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tilewright import ops
+
+
+def _shown(**options) -> str:
+    """`name=value` for the options that are set; what is left out is None or False."""
+    return ", ".join(f"{k}={v!r}" for k, v in options.items() if v is not None and v is not False)
+
+
+class RMSNorm(nn.Module):
+    """`ops.rmsnorm` with its weight: y = x / sqrt(mean(x^2) + eps) * (offset + weight) + bias.
+
+    dim: D, or (heads, D) for a weight of its own per head (QK norm; x is then [..., heads, D]).
+    eps, offset, cast: as in `ops.rmsnorm`.   bias: True adds a bias [D].
+    A new module scales by one: weight = 1 - offset (zeros for Gemma's offset of 1.0), bias = 0.
+    """
+
+    def __init__(self, dim: int | tuple[int, int], eps: float = 1e-6, *, offset: float = 0.0,
+                 cast: str = "llama", bias: bool = False, implementation: str = "auto", device=None,
+                 dtype=None):
+        super().__init__()
+        shape = (dim,) if isinstance(dim, int) else tuple(dim)
+        if len(shape) not in (1, 2) or min(shape) < 1:
+            raise ValueError(f"dim must be D or (heads, D), all positive, got {dim!r}")
+        self.eps, self.offset, self.cast, self.implementation = eps, offset, cast, implementation
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(shape[-1], device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 1.0 - self.offset)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.rmsnorm(x, self.weight, self.eps, bias=self.bias, offset=self.offset, cast=self.cast,
+                           implementation=self.implementation)
+
+    def extra_repr(self) -> str:
+        return _shown(dim=tuple(self.weight.shape), eps=self.eps, offset=self.offset or None, cast=self.cast,
+                      bias=self.bias is not None, implementation=self.implementation)
+
+
+class SwiGLU(nn.Module):
+    """The whole MLP of Llama and Qwen: down(silu(gate(x)) * up(x)), with gate and up in one projection.
+
+    hidden: H, width of x [..., H] and of the result.   inner: I, width between.   bias: on both projections.
+    gate_up_proj.weight is [2 I, H], gate's rows first: torch.cat((gate_proj.weight, up_proj.weight)) of a
+    checkpoint that keeps them apart. down_proj.weight is [H, I]. Both start as torch.nn.Linear does.
+    """
+
+    def __init__(self, hidden: int, inner: int, *, bias: bool = False, implementation: str = "auto",
+                 device=None, dtype=None):
+        super().__init__()
+        self.hidden, self.inner, self.implementation = hidden, inner, implementation
+        self.gate_up_proj = nn.Linear(hidden, 2 * inner, bias=bias, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        self.gate_up_proj.reset_parameters()
+        self.down_proj.reset_parameters()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(ops.silu_mul(self.gate_up_proj(x), implementation=self.implementation))
+
+    def extra_repr(self) -> str:
+        return _shown(hidden=self.hidden, inner=self.inner, implementation=self.implementation)
+
+
+class _Loss(nn.Module):
+    """Holds the options of a loss. `class_weight` is a buffer, so that it moves with the module."""
+
+    def __init__(self, class_weight: torch.Tensor | None, options: dict):
+        super().__init__()
+        self.register_buffer("class_weight", class_weight)
+        self.options = options
+
+    def extra_repr(self) -> str:
+        weighted = None if self.class_weight is None else tuple(self.class_weight.shape)
+        return _shown(**self.options, class_weight=weighted)
+
+
+class CrossEntropyLoss(_Loss):
+    """`ops.cross_entropy` with its options fixed; they and the result mean what they mean there.
+
+    forward(logits [..., V], target [...], token_weight=None, num_tokens=None).
+    """
+
+    def __init__(self, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+                 softcap: float | None = None, class_weight: torch.Tensor | None = None,
+                 reduction: str = "mean", return_lse: bool = False, return_entropy: bool = False,
+                 return_argmax: bool = False, group=None, implementation: str = "auto"):
+        super().__init__(class_weight, {
+            "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss,
+            "softcap": softcap, "reduction": reduction, "return_lse": return_lse,
+            "return_entropy": return_entropy, "return_argmax": return_argmax, "group": group,
+            "implementation": implementation})
+
+    def forward(self, logits: torch.Tensor, target: torch.Tensor, token_weight: torch.Tensor | None = None,
+                num_tokens: int | torch.Tensor | None = None):
+        return ops.cross_entropy(logits, target, class_weight=self.class_weight, token_weight=token_weight,
+                                 num_tokens=num_tokens, **self.options)
+
+
+class LinearCrossEntropyLoss(_Loss):
+    """`ops.linear_cross_entropy` with its options fixed; they and the result mean what they mean there.
+
+    forward(x [..., H], weight [V, H], target [...], bias=None, token_weight=None, num_tokens=None). The
+    weight is an argument and not a parameter here, because the model's head owns it and it is often tied to
+    the embedding.
+    """
+
+    def __init__(self, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+                 softcap: float | None = None, class_weight: torch.Tensor | None = None,
+                 reduction: str = "mean", return_lse: bool = False, return_entropy: bool = False,
+                 return_argmax: bool = False, group=None, accumulate: str = "fp32",
+                 chunk_size: int | None = None, implementation: str = "auto"):
+        super().__init__(class_weight, {
+            "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss,
+            "softcap": softcap, "reduction": reduction, "return_lse": return_lse,
+            "return_entropy": return_entropy, "return_argmax": return_argmax, "group": group,
+            "accumulate": accumulate, "chunk_size": chunk_size, "implementation": implementation})
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor,
+                bias: torch.Tensor | None = None, token_weight: torch.Tensor | None = None,
+                num_tokens: int | torch.Tensor | None = None):
+        return ops.linear_cross_entropy(x, weight, target, bias=bias, class_weight=self.class_weight,
+                                        token_weight=token_weight, num_tokens=num_tokens, **self.options)

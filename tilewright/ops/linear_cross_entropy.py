@@ -1,0 +1,687 @@
+"""Cross-entropy and log-probability of a language model's head, without its logits in memory:
+
+    logits  = x weight^T + bias
+    loss    = cross_entropy(logits, target, ...)
+    logprob = log softmax(z / temperature)_y
+
+T = tokens, H = hidden width, V = vocabulary, y = target, z = logits, soft-capped where a cap is given. The
+eager twin holds the logits [T, V], rounded to x's dtype, and does the rest as `cross_entropy` does. The
+chunked implementations hold those of some rows at a time: GEMM, statistics kernel, gradient over the logits
+in place, two GEMMs, next rows.
+
+Rows in a chunk (`chunk_rows`): budget / (V * itemsize), down to a multiple of 128 (CPU: 32) but no less than
+one such tile, and then evened out over the least number of chunks that hold T. The budget is 1/8 of the
+memory that is free, down to a power of two, within 64 MiB and 1 GiB; on a CPU, in a process group (whose
+ranks must agree) and while a CUDA graph is recorded, a constant. So it is the same from run to run while free
+memory stays in the same octave.
+
+With reduction "mean" and "sum" forward computes the gradients too, and backward scales them by the upstream
+gradient: 6 T H V flops in total. For "none" and for `linear_logprob` the upstream gradient differs by row:
+forward keeps [T] statistics only, and backward computes the logits again, 8 T H V.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+
+from tilewright import platform
+from tilewright.ops import _checks, _softmax_stats, cases
+from tilewright.ops._library import define, differentiate
+from tilewright.ops._softmax_stats import Stats, across, combine, entropy, presence, stats_eager
+from tilewright.ops.cross_entropy import CrossEntropyOutput, _losses, _reduce
+from tilewright.ops.cross_entropy import _validate as _validate_logits
+from tilewright.registry import Case, Cost, Implementation, ImplementationUnavailable, Op
+
+ACCUMULATE = ("fp32", "bf16")
+MiB = 2**20
+CPU_BUDGET = 64 * MiB     # see bench: smaller chunks read and write the weight's gradient more often
+FIXED_BUDGET = 256 * MiB  # on a GPU, where free memory may not decide
+# Of the logits' gradient, converted to float32 at a time where the GEMM needs that: a core's cache holds it.
+BLOCK_BYTES = MiB
+# GEMMs from 16-bit operands into a float32 result, and onto one: CUDA only.
+HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()
+
+
+def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *,
+                         bias: torch.Tensor | None = None, ignore_index: int = -100,
+                         label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+                         class_weight: torch.Tensor | None = None, token_weight: torch.Tensor | None = None,
+                         reduction: str = "mean", num_tokens: int | torch.Tensor | None = None,
+                         return_lse: bool = False, return_entropy: bool = False, return_argmax: bool = False,
+                         group: torch.distributed.ProcessGroup | None = None, accumulate: str = "fp32",
+                         chunk_size: int | None = None,
+                         implementation: str = "auto") -> torch.Tensor | CrossEntropyOutput:
+    """`cross_entropy(x @ weight.T + bias, target, ...)`, a chunk of rows at a time.
+
+    x: [..., H] fp32 | bf16 | fp16 (fp64 with eager), any strides.   weight: [V, H] in x's dtype.
+    target: [...] int64, each in [0, V) or ignore_index.   bias: [V] in x's dtype, or None.
+    ignore_index, label_smoothing, z_loss, softcap, class_weight, token_weight, reduction, num_tokens,
+        return_lse, return_entropy, return_argmax: as in `cross_entropy`, and so is the result.
+    group: weight and bias are this rank's shard of the vocabulary, [V / world, H] and [V / world], in rank
+        order, all of one size; x, target and the rest are whole and the same on every rank. Each chunk costs
+        the all-reduces of `cross_entropy`; backward all-reduces the gradient of x, [T, H], in x's dtype.
+        Refused under torch.compile.
+    accumulate: in what the gradients of weight and bias are summed over chunks. "fp32"; or "bf16", in their
+        own dtype (so fp16 for fp16), which saves 4 bytes a weight of a 16-bit head and loses precision with
+        every chunk. In fp16 it can overflow, because what is summed is not yet divided by the number of
+        tokens. Makes no difference to a float32 weight. A single chunk needs no sum, so "fp32" costs it
+        nothing (but for fp16, whose sum stays in float32 for the same reason).
+    chunk_size: rows a chunk, or None for the rule in the module's docstring. The eager twin has one chunk.
+    Memory beside inputs and gradients: one chunk of logits in x's dtype, float32 sums for a 16-bit weight.
+    Computed in: GEMMs as torch.mm does them in x's dtype, logits rounded to it; statistics and loss in fp32;
+    the gradient of the logits rounded to x's dtype. No atomics: the same bits every run with the same chunks.
+    Differentiable once in x, weight, bias and token_weight. What does not require a gradient costs none: with
+    a frozen weight (LoRA), its GEMM and its sums are left out.
+    Raises TypeError or ValueError for arguments that do not fit, IndexError for a target out of range (as
+    `cross_entropy`), ImplementationUnavailable for a named implementation that cannot run here, or not with
+    these options.
+    Source: chunks with gradients in forward as in Liger-Kernel (arXiv:2410.10989, section 3.2).
+    """
+    softcap = _validate(x, weight, bias, target, chunk_size, label_smoothing=label_smoothing, z_loss=z_loss,
+                        softcap=softcap, class_weight=class_weight, token_weight=token_weight,
+                        reduction=reduction, num_tokens=num_tokens, group=group)
+    _checks.choice("accumulate", accumulate, ACCUMULATE)
+    if group is not None:
+        if torch.compiler.is_compiling():
+            raise ValueError("group is refused under torch.compile: a chunk's all-reduce is a step of a loop "
+                             "that it cannot see; leave the sharded loss outside the compiled region")
+        x = _Replicated.apply(x, group)
+    V = weight.shape[0] * (1 if group is None else torch.distributed.get_world_size(group))
+    acc = torch.promote_types(x.dtype, torch.float32)
+    here = presence(target, V, ignore_index).reshape(-1)
+    flat = target.reshape(-1)
+    y_weight = None
+    if class_weight is not None:
+        class_weight = class_weight.to(acc)
+        y_weight = class_weight[flat.clamp(0, V - 1)]
+    if token_weight is not None:
+        token_weight = token_weight.reshape(-1).to(acc)
+    factor = None
+    if reduction == "mean":   # 1 over the divisor
+        factor = _reduce(here.new_ones((), dtype=acc), here, y_weight, None, reduction, num_tokens, ())
+    loss, *extra = LINEAR_CROSS_ENTROPY.pick(implementation, x)(
+        x.reshape(-1, x.shape[-1]), weight, bias, flat, here, class_weight, y_weight, token_weight, softcap,
+        float(label_smoothing), float(z_loss), reduction != "none", factor, return_lse, return_entropy,
+        return_argmax, group, accumulate == "fp32", chunk_size)
+    loss = loss.reshape(target.shape if reduction == "none" else ())
+    if not (return_lse or return_entropy or return_argmax):
+        return loss
+    return CrossEntropyOutput(loss, *(None if t is None else t.detach().reshape(target.shape) for t in extra))
+
+
+def linear_logprob(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *,
+                   bias: torch.Tensor | None = None, temperature: float = 1.0, softcap: float | None = None,
+                   ignore_index: int = -100, chunk_size: int | None = None,
+                   implementation: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each target, and the entropy of its distribution, for reinforcement learning.
+
+    x, weight, target, bias, chunk_size: as in `linear_cross_entropy`.
+    temperature: > 0, divides the (capped) logits.   softcap: > 0, or None for none.
+    Returns (logprob [...], entropy [...]), fp32 (fp64 for fp64), in nats: log softmax(z / temperature)_y,
+    never above 0, and the entropy of softmax(z / temperature), never below 0. Both are 0 where target is
+    ignore_index. Both are differentiable in x, weight and bias, once; backward computes the logits again. The
+    gradients of weight and bias are summed over chunks in fp32.
+    Raises as `linear_cross_entropy`.
+    """
+    softcap = _validate(x, weight, bias, target, chunk_size, softcap=softcap)
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be a finite number > 0, got {temperature!r}")
+    here = presence(target, weight.shape[0], ignore_index).reshape(-1)
+    found = LINEAR_LOGPROB.pick(implementation, x)(x.reshape(-1, x.shape[-1]), weight, bias,
+                                                   target.reshape(-1), here, float(temperature), softcap,
+                                                   chunk_size)
+    return tuple(t.reshape(target.shape) for t in found)
+
+
+def _validate(x, weight, bias, target, chunk_size, *, label_smoothing=0.0, z_loss=0.0, softcap=None,
+              class_weight=None, token_weight=None, reduction="mean", num_tokens=None, group=None):
+    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
+        if t is None and name == "bias":
+            continue
+        _checks.floating(name, t)
+        if t.dtype != x.dtype:
+            raise TypeError(f"{name} must have x's dtype {x.dtype}, got {t.dtype}; cast one of the two")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must have a last dimension of at least 1, got shape {list(x.shape)}")
+    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"weight must have shape [V, {x.shape[-1]}] (x's last dimension) with V >= 1, got "
+                         f"{list(weight.shape)}")
+    if bias is not None:
+        _checks.shape("bias", bias, weight.shape[:1], "rows of weight")
+    if isinstance(target, torch.Tensor):
+        _checks.shape("target", target, tuple(x.shape[:-1]), "x without its last dimension")
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"chunk_size must be an int >= 1 or None, got {chunk_size!r}")
+    _checks.same_device(x=x, weight=weight, bias=bias)
+    # What the logits would be, in shape, dtype and device: one element, seen V * T times.
+    logits = x.new_empty(1).expand(*x.shape[:-1], weight.shape[0])
+    return _validate_logits(logits, target, label_smoothing, z_loss, softcap, class_weight, token_weight,
+                            reduction, num_tokens, False, group)
+
+
+class _Replicated(torch.autograd.Function):
+    """x, which every rank of the group holds: its gradient is the sum of what the ranks find."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+# ---- the definition
+
+def linear_cross_entropy_eager(x, weight, bias, target, here, class_weight, y_weight, token_weight, softcap,
+                               label_smoothing, z_loss, summed, factor, lse, want_entropy, argmax, group,
+                               fp32, chunk_size):
+    losses, *extra = _losses(stats_eager, F.linear(x, weight, bias), target, here, class_weight, y_weight,
+                             softcap, label_smoothing, z_loss, lse, want_entropy, argmax, group)
+    return _total(losses, token_weight, summed, factor), *extra
+
+
+def _total(losses, token_weight, summed, factor):
+    """The losses weighted and, if wanted, summed and multiplied by a factor."""
+    if token_weight is not None:
+        losses = losses * token_weight
+    if summed:
+        losses = losses.sum()
+    return losses if factor is None else losses * factor
+
+
+def linear_logprob_eager(x, weight, bias, target, here, temperature, softcap, chunk_size):
+    z = F.linear(x, weight, bias).to(torch.promote_types(x.dtype, torch.float32))
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    return _logprob(stats_eager(z / temperature, target, None, 0.0, False, True, False), here)
+
+
+def _logprob(stats: Stats, here):
+    # Rounding may put z_y an ulp above lse, where p = 1 and the gradient is 0 anyway.
+    return (torch.where(here == 0, 0.0, (stats.target - stats.lse).clamp_max(0.0) * here),
+            torch.where(here == 0, 0.0, entropy(stats).clamp_min(0.0) * here))
+
+
+# ---- PyTorch's own, in chunks, for the options that it has
+
+def _no_torch(device_type: str) -> str | None:
+    return None if hasattr(F, "linear_cross_entropy") else "needs torch >= 2.13, for F.linear_cross_entropy"
+
+
+def _torch():
+    def linear_cross_entropy_torch(x, weight, bias, target, here, class_weight, y_weight, token_weight,
+                                   softcap, label_smoothing, z_loss, summed, factor, lse, want_entropy,
+                                   argmax, group, fp32, chunk_size):
+        # With label smoothing it would warn, and hold all logits.
+        lacks = {"label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss, "return_lse": lse,
+                 "return_entropy": want_entropy, "return_argmax": argmax, "group": group}
+        if asked := [name for name, value in lacks.items() if value]:
+            raise ImplementationUnavailable(f"linear_cross_entropy[torch]: F.linear_cross_entropy has no "
+                                            f"{', '.join(asked)}; use another implementation")
+        options = torch.nn.LinearCrossEntropyOptions(
+            batch_chunk_size=chunk_size, chunking_method="auto" if chunk_size is None else None,
+            acc_policy="accurate" if fp32 else "compact")
+        losses = F.linear_cross_entropy(x, weight, torch.where(here == 1, target, -100), linear_bias=bias,
+                                        weight=None if class_weight is None else class_weight.to(x.dtype),
+                                        reduction="sum" if summed and token_weight is None else "none",
+                                        ignore_index=-100, options=options)
+        return _total(losses, token_weight, summed, factor), None, None, None
+
+    return linear_cross_entropy_torch
+
+
+# ---- the chunk loop, shared by all statistics kernels
+
+def chunk_rows(x: torch.Tensor, V: int, chunk_size: int | None = None, group: bool = False) -> int:
+    """Rows of x [T, H] in a chunk, at least 1. V: columns of the logits here. The module's docstring has the
+    rule."""
+    T = x.shape[0]
+    if chunk_size is None:
+        cuda = x.device.type == "cuda"
+        tile = 128 if cuda else 32
+        budget = CPU_BUDGET if not cuda else FIXED_BUDGET
+        if cuda and not group and not torch.cuda.is_current_stream_capturing():
+            cached = torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
+            free = (torch.cuda.mem_get_info(x.device)[0] + cached) // 8
+            budget = min(max(2 ** (free.bit_length() - 1), 64 * MiB), 1024 * MiB)
+        chunk_size = max(budget // (V * x.element_size()) // tile, 1) * tile
+        chunks = max(-(-T // chunk_size), 1)
+        chunk_size = -(-T // chunks // tile) * tile
+    return max(min(chunk_size, T), 1)
+
+
+def _gemm(out, a, b, add: bool, alpha: float = 1.0) -> None:
+    """out (+)= alpha * a b."""
+    if not add and alpha == 1.0:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(out, a, b, beta=1 if add else 0, alpha=alpha, out=out)
+
+
+class _Gradients:
+    """The gradients that are wanted, filled chunk by chunk."""
+
+    def __init__(self, x, weight, chunk, fp32, scale, need_x, need_w, need_b):
+        V, H = weight.shape
+        chunks = -(-x.shape[0] // chunk)
+        # A single chunk is summed inside the GEMM, in float32.
+        acc = torch.float32 if fp32 and chunks > 1 else summed_dtype(weight.dtype, fp32)
+        self.x, self.weight, self.fp32, self.scale, self.chunks = x, weight, fp32, scale, chunks
+        self.dx = x.new_empty(x.shape if need_x else (0,))
+        self.dw = weight.new_empty((V, H) if need_w else (0,), dtype=acc)
+        self.db = weight.new_zeros((V,) if need_b else (0,), dtype=torch.float32 if fp32 else weight.dtype)
+        self.need_x, self.need_w, self.need_b = need_x, need_w, need_b
+        self.wanted = need_x or need_w or need_b
+        self.wide = None   # a block of the logits' gradient and the chunk's x, in float32
+        if need_w and acc != x.dtype and not (x.is_cuda and HAS_OUT_DTYPE):
+            columns = min(max(BLOCK_BYTES // (4 * chunk), 64), V)
+            self.wide = self.dw.new_empty((chunk, columns)), self.dw.new_empty((chunk, H))
+
+    def add(self, rows: slice, dlogits: torch.Tensor) -> None:
+        x, first = self.x[rows], rows.start == 0
+        if self.need_x:
+            _gemm(self.dx[rows], dlogits, self.weight, False, self.scale)
+        if self.need_b:
+            self.db += dlogits.sum(0, dtype=self.db.dtype) * self.scale
+        if not self.need_w:
+            return
+        if self.dw.dtype == x.dtype:
+            _gemm(self.dw, dlogits.t(), x, not first, self.scale)
+        elif self.wide is None:
+            torch.addmm(self.dw, dlogits.t(), x, out_dtype=torch.float32, beta=0 if first else 1,
+                        alpha=self.scale, out=self.dw)
+        else:
+            n = x.shape[0]
+            wide, x = self.wide[0][:n], self.wide[1][:n].copy_(x)
+            for v in range(0, dlogits.shape[1], wide.shape[1]):
+                part = dlogits[:, v:v + wide.shape[1]]
+                part = wide[:, :part.shape[1]].copy_(part)
+                _gemm(self.dw[v:v + part.shape[1]], part.t(), x, not first, self.scale)
+
+    def done(self, wide: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dx, dw, db, in the inputs' dtype; the last two in `summed_dtype` if wide."""
+        if self.chunks == 0:
+            self.dw.zero_()
+        dtype = summed_dtype(self.weight.dtype, self.fp32) if wide else self.weight.dtype
+        return self.dx, self.dw.to(dtype), self.db.to(dtype)
+
+
+def summed_dtype(dtype: torch.dtype, fp32: bool) -> torch.dtype:
+    """In what the gradient of the sum of losses, for a weight of this dtype, waits for backward. It is not
+    divided by the number of tokens yet, so in float16 it could be too large."""
+    return torch.float32 if fp32 and dtype == torch.float16 else dtype
+
+
+def _chunks(x, weight, bias, chunk: int, scale: float) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Rows, and scale * (x weight^T + bias) of them in a buffer that the next chunk overwrites."""
+    T = x.shape[0]
+    buffer = x.new_empty((min(chunk, T), weight.shape[0]))
+    for start in range(0, T, chunk):
+        rows = slice(start, min(start + chunk, T))
+        logits = buffer[:rows.stop - start]
+        if bias is not None:
+            torch.addmm(bias, x[rows], weight.t(), beta=scale, alpha=scale, out=logits)
+        else:
+            _gemm(logits, x[rows], weight.t(), False, scale)
+        yield rows, logits
+
+
+_groups: weakref.WeakValueDictionary[str, torch.distributed.ProcessGroup] = weakref.WeakValueDictionary()
+
+
+def _named(group) -> str:
+    """A group by a name, since an operator's schema knows strings and no groups."""
+    if group is None:
+        return ""
+    _groups[group.group_name] = group
+    return group.group_name
+
+
+def _shard(weight, target, class_weight, group: str):
+    """(process group or None, whole vocabulary, target and class weights as this rank's columns see them)."""
+    columns = weight.shape[0]
+    if not group:
+        return None, columns, target, class_weight
+    found = _groups[group]
+    start = torch.distributed.get_rank(found) * columns
+    mine = None if class_weight is None else class_weight[start:start + columns]
+    return found, torch.distributed.get_world_size(found) * columns, target - start, mine
+
+
+def _joined(parts: list[Stats], like: torch.Tensor) -> Stats:
+    """Statistics of all rows; an empty tensor stands for one that was not asked for."""
+    found = []
+    for name, dtype in zip(Stats._fields, (torch.float32,) * 4 + (torch.int64,), strict=True):
+        pieces = [p for part in parts if (p := getattr(part, name)) is not None]
+        found.append(torch.cat(pieces) if pieces else like.new_empty(0, dtype=dtype))
+    return Stats(*found)
+
+
+def _coefficients(here, y_weight, token_weight, factor, V, label_smoothing, z_loss, weight_sum):
+    """A function of lse and rows: derivatives of `_total` of `combine` in lse, target and weighted."""
+    row = here if token_weight is None else torch.where(here == 0, 0.0, here * token_weight)
+    row = row if factor is None else row * factor
+    hard = (row if y_weight is None else row * y_weight) * (1 - label_smoothing)
+    soft = row * (label_smoothing / V)
+    flat = hard + soft * (V if weight_sum is None else weight_sum) if label_smoothing else hard
+    g_target, g_weighted = -hard, -soft if label_smoothing else None
+
+    def of(lse, rows):
+        g_lse = flat[rows]
+        if z_loss:   # where: lse of an ignored row may be infinite
+            g_lse = g_lse + torch.where(row[rows] == 0, 0.0, 2 * z_loss * row[rows] * lse)
+        return g_lse, g_target[rows], None if g_weighted is None else g_weighted[rows]
+
+    return of
+
+
+def _scale(acc: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """acc *= factor [1] float32, in float32. Where acc is bfloat16, a CUDA factor without dimensions would be
+    rounded to it first; on a CPU one is not, and one with a dimension makes a float32 copy of acc."""
+    return acc.mul_(factor if acc.is_cuda else factor.reshape(()))
+
+
+def _scaled(acc: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return _scale(acc.clone(), factor)
+
+
+_scaled_operator = define("linear_cross_entropy_scaled", _scaled, lambda acc, factor: torch.empty_like(acc))
+# Whether this backward may be repeated. PyTorch has no public way to ask; without any, the answer is yes.
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
+def _upstream(acc: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """acc * factor in dtype: in acc's memory if nobody will ask for it again."""
+    if type(acc) is not torch.Tensor or _keeps_graph():   # other types: torch.compile traces
+        return _scaled_operator(acc, factor).to(dtype)
+    if factor.is_cuda or factor.item() != 1:   # a look that a GPU would have to wait for
+        _scale(acc, factor)
+    return acc.to(dtype)
+
+
+def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
+    """Operators around one set of statistics kernels."""
+
+    def statistics(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
+                   class_weight: torch.Tensor | None, softcap: float, scale: float, smooth: bool,
+                   entropy: bool, argmax: bool, fp32: bool, chunk_size: int | None, group: str
+                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        process_group, _, target, class_weight = _shard(weight, target, class_weight, group)
+        chunk = chunk_rows(x, weight.shape[0], chunk_size, bool(group))
+        parts = [Stats(x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32))]
+        for rows, logits in _chunks(x, weight, bias, chunk, scale):
+            part = kernels.forward(logits, target[rows], class_weight, softcap, smooth, entropy, argmax)
+            parts.append(part if process_group is None else across(part, logits, process_group))
+        return tuple(_joined(parts, x))
+
+    def statistics_backward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                            target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
+                            scale: float, lse: torch.Tensor, mean: torch.Tensor | None,
+                            g_lse: torch.Tensor | None, g_target: torch.Tensor | None,
+                            g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None, fp32: bool,
+                            need_x: bool, need_w: bool, need_b: bool, chunk_size: int | None, group: str
+                            ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        _, _, target, class_weight = _shard(weight, target, class_weight, group)
+        chunk = chunk_rows(x, weight.shape[0], chunk_size, bool(group))
+        grads = _Gradients(x, weight, chunk, fp32, scale, need_x, need_w, need_b)
+        for rows, logits in _chunks(x, weight, bias, chunk, scale):
+            given = [None if t is None else t[rows] for t in (mean, g_lse, g_target, g_weighted, g_mean)]
+            grads.add(rows, kernels.backward(logits, target[rows], class_weight, softcap, lse[rows], *given,
+                                             True))
+        return grads.done(wide=False)
+
+    def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+              token_weight: torch.Tensor | None, target: torch.Tensor, here: torch.Tensor,
+              class_weight: torch.Tensor | None, y_weight: torch.Tensor | None, factor: torch.Tensor | None,
+              softcap: float, label_smoothing: float, z_loss: float, want_entropy: bool, argmax: bool,
+              fp32: bool, need_x: bool, need_w: bool, need_b: bool, chunk_size: int | None, group: str
+              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+                         torch.Tensor, torch.Tensor]:
+        """`_total` of the losses [1], the losses, lse, entropy and argmax, and the gradients of the total."""
+        process_group, V, target, shard_weight = _shard(weight, target, class_weight, group)
+        chunk = chunk_rows(x, weight.shape[0], chunk_size, bool(group))
+        grads = _Gradients(x, weight, chunk, fp32, 1.0, need_x, need_w, need_b)
+        smooth = label_smoothing != 0
+        weight_sum = None if class_weight is None else class_weight.sum()
+        coefficients = _coefficients(here, y_weight, token_weight, factor, V, label_smoothing, z_loss,
+                                     weight_sum)
+        parts = [Stats(x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32))]
+        for rows, logits in _chunks(x, weight, bias, chunk, 1.0):
+            part = kernels.forward(logits, target[rows], shard_weight, softcap, smooth, want_entropy, argmax)
+            if process_group is not None:
+                part = across(part, logits, process_group)
+            parts.append(part)
+            if grads.wanted:
+                g_lse, g_target, g_weighted = coefficients(part.lse, rows)
+                grads.add(rows, kernels.backward(logits, target[rows], shard_weight, softcap, part.lse, None,
+                                                 g_lse, g_target, g_weighted, None, True))
+        stats = _joined(parts, x)
+        losses = combine(stats, here, y_weight, V=V, label_smoothing=label_smoothing, z_loss=z_loss,
+                         weight_sum=weight_sum)
+        total = _total(losses, token_weight, True, factor).reshape(1)
+        found = entropy(stats) if want_entropy else stats.mean
+        return total, losses, stats.lse, found, stats.argmax, *grads.done(wide=True)
+
+    # -- what torch.compile is told, and autograd
+
+    def vector(x, wanted=True, dtype=torch.float32):
+        return x.new_empty(x.shape[0] if wanted else 0, dtype=dtype)
+
+    def fake_statistics(x, weight, bias, target, class_weight, softcap, scale, smooth, entropy, argmax, fp32,
+                        chunk_size, group):
+        return vector(x), vector(x), vector(x, smooth), vector(x, entropy), vector(x, argmax, torch.int64)
+
+    def fake_backward(x, weight, bias, target, class_weight, softcap, scale, lse, mean, g_lse, g_target,
+                      g_weighted, g_mean, fp32, need_x, need_w, need_b, chunk_size, group):
+        return (x.new_empty(x.shape if need_x else (0,)), weight.new_empty(weight.shape if need_w else (0,)),
+                weight.new_empty(weight.shape[:1] if need_b else (0,)))
+
+    def fake_fused(x, weight, bias, token_weight, target, here, class_weight, y_weight, factor, softcap,
+                   label_smoothing, z_loss, want_entropy, argmax, fp32, need_x, need_w, need_b, chunk_size,
+                   group):
+        dtype = summed_dtype(weight.dtype, fp32)
+        return (x.new_empty(1, dtype=torch.float32), vector(x), vector(x), vector(x, want_entropy),
+                vector(x, argmax, torch.int64), x.new_empty(x.shape if need_x else (0,)),
+                weight.new_empty(weight.shape if need_w else (0,), dtype=dtype),
+                weight.new_empty(weight.shape[:1] if need_b else (0,), dtype=dtype))
+
+    statistics_op = define(f"linear_stats_{name}", statistics, fake_statistics)
+    backward_op = define(f"linear_stats_{name}_backward", statistics_backward, fake_backward)
+    fused_op = define(f"linear_cross_entropy_{name}", fused, fake_fused)
+
+    def setup(ctx, inputs, output):
+        x, weight, bias, target, class_weight, softcap, scale, smooth, want_mean, _, *rest = inputs
+        lse, _, _, mean, argmax = output
+        ctx.save_for_backward(x, weight, bias, target, class_weight if smooth else None, lse,
+                              mean if want_mean else None)
+        ctx.options = softcap, scale
+        ctx.rest = rest
+        ctx.mark_non_differentiable(argmax)
+        ctx.set_materialize_grads(False)
+
+    def formula(ctx, g_lse, g_target, g_weighted, g_mean, g_argmax):
+        none = (None,) * 10
+        if g_lse is None and g_target is None and g_weighted is None and g_mean is None:
+            return (None, None, None, *none)
+        x, weight, bias, target, class_weight, lse, mean = ctx.saved_tensors
+        fp32, chunk_size, group = ctx.rest
+        need = ctx.needs_input_grad[:3]
+        given = [None if g is None else g.contiguous() for g in (g_lse, g_target, g_weighted, g_mean)]
+        found = backward_op(x, weight, bias, target, class_weight, *ctx.options, lse, mean, *given, fp32,
+                            *need, chunk_size, group)
+        return (*(g if n else None for g, n in zip(found, need, strict=True)), *none)
+
+    differentiate(statistics_op, formula, setup)
+
+    def fused_setup(ctx, inputs, output):
+        x, weight, *_ = inputs
+        _, losses, lse, found, argmax, dx, dw, db = output
+        ctx.save_for_backward(losses, inputs[8], dx, dw, db)
+        ctx.dtypes = x.dtype, weight.dtype, weight.dtype
+        ctx.mark_non_differentiable(losses, lse, found, argmax, dx, dw, db)
+        ctx.set_materialize_grads(False)
+
+    def fused_formula(ctx, g, *others):
+        none = (None,) * 16
+        if g is None:
+            return (None, None, None, None, *none)
+        losses, factor, *grads = ctx.saved_tensors
+        need = ctx.needs_input_grad[:4]
+        found = [_upstream(grad, g, dtype) if n else None
+                 for grad, dtype, n in zip(grads, ctx.dtypes, need[:3], strict=True)]
+        return (*found, _total(g * losses, None, False, factor) if need[3] else None, *none)
+
+    differentiate(fused_op, fused_formula, fused_setup)
+
+    # -- the callables that the public functions reach
+
+    def wanted(*tensors):
+        on = torch.is_grad_enabled()
+        return [on and t is not None and t.requires_grad for t in tensors]
+
+    def cross_entropy_chunked(x, weight, bias, target, here, class_weight, y_weight, token_weight, softcap,
+                              label_smoothing, z_loss, summed, factor, lse, want_entropy, argmax, group, fp32,
+                              chunk_size):
+        x, named = x.contiguous(), _named(group)
+        if summed:
+            # In float16 a logit's gradient, divided by the number of tokens, would underflow: divide later.
+            later = factor if x.dtype == torch.float16 else None
+            total, _, *extra = fused_op(x, weight, bias, token_weight, target, here, class_weight, y_weight,
+                                        factor if later is None else None, softcap, label_smoothing, z_loss,
+                                        want_entropy, argmax, fp32, *wanted(x, weight, bias), chunk_size,
+                                        named)[:5]
+            return total if later is None else total * later, *(
+                t if n else None for t, n in zip(extra, (lse, want_entropy, argmax), strict=True))
+        smooth = label_smoothing != 0
+        found = Stats(*statistics_op(x, weight, bias, target, class_weight if smooth else None, softcap, 1.0,
+                                     smooth, want_entropy, argmax, fp32, chunk_size, named))
+        _, V, _, _ = _shard(weight, target, None, named)
+        losses = combine(found, here, y_weight, V=V, label_smoothing=label_smoothing, z_loss=z_loss,
+                         weight_sum=None if class_weight is None else class_weight.sum())
+        return (_total(losses, token_weight, False, None), found.lse if lse else None,
+                entropy(found) if want_entropy else None, found.argmax if argmax else None)
+
+    def logprob_chunked(x, weight, bias, target, here, temperature, softcap, chunk_size):
+        # z / t = (c / t) tanh((logits / t) / (c / t)): a temperature divides the logits and the cap.
+        found = Stats(*statistics_op(x.contiguous(), weight, bias, target, None, softcap / temperature,
+                                     1 / temperature, False, True, False, True, chunk_size, ""))
+        return _logprob(found, here)
+
+    return SimpleNamespace(cross_entropy=cross_entropy_chunked, logprob=logprob_chunked,
+                           operators=(statistics_op, backward_op, fused_op))
+
+
+_loaded: dict[str, SimpleNamespace] = {}
+
+
+def _chunked(name: str) -> SimpleNamespace:
+    if name not in _loaded:
+        _loaded[name] = _register(name, getattr(_softmax_stats, name)())
+    return _loaded[name]
+
+
+# ---- cases
+
+def _case(name, T, H, V, *, tags=cases.CONTRACT, logprob=False, bias=False, ignored="some",
+          token_weight=False, class_weight=False, frozen=False, **options):
+    shape = T if isinstance(T, tuple) else (T,)
+    rows = math.prod(shape)
+
+    def make(device, dtype, seed):
+        g = cases.generator(device, seed)
+        new = {"device": device, "dtype": dtype, "gen": g}
+        kw = {"x": cases.randn(*shape, H, **new),
+              "weight": cases.randn(V, H, scale=2 / math.sqrt(H), requires_grad=not frozen, **new),
+              "target": torch.randint(V, shape, device=device, generator=g)}
+        if ignored == "all":
+            kw["target"].fill_(-100)
+        elif ignored == "some":
+            kw["target"].flatten()[1::3] = -100
+        if bias:
+            kw["bias"] = cases.randn(V, requires_grad=not frozen, **new)
+        if token_weight:
+            kw["token_weight"] = cases.randn(*shape, device=device, dtype=torch.float32, gen=g, scale=0.5,
+                                             shift=1.0)
+        if class_weight:
+            kw["class_weight"] = torch.rand(V, device=device, generator=g) + 0.5
+        return {**kw, **options}
+
+    def cost(itemsize):
+        # x and weight in; in backward the same, and their gradients. A GEMM is 2 T H V: one, then two.
+        n, flops = (rows + V) * H * itemsize, 2 * rows * H * V
+        return Cost(n, 2 * n, flops, (3 if logprob else 2) * flops)
+
+    return Case(name, make, cost, tags)
+
+
+def _timed(logprob=False):
+    found = []
+    for name in ("llama-3-8b", "qwen3-8b", "gemma-3-4b", "deepseek-v3"):
+        m = cases.MODELS[name]
+        options = {"softcap": 30.0} if name.startswith("gemma") else {}
+        found.append(_case(name, 8192, m.hidden, m.vocab, tags=cases.CUDA, ignored="none", logprob=logprob,
+                           **options))
+    for name, H in (("cpu-small", 512), ("qwen3-30b-a3b-32k", cases.MODELS["qwen3-30b-a3b"].hidden)):
+        found.append(_case(name, 256, H, 32768, tags=cases.CPU, ignored="none", logprob=logprob))
+    return found
+
+
+def _all_cases():
+    returns = {"return_lse": True, "return_entropy": True, "return_argmax": True}
+    everything = {"bias": True, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "token_weight": True,
+                  "class_weight": True, "chunk_size": 4, **returns}
+    return (
+        _case("ragged", (3, 7), 33, 203),
+        _case("tiny", 5, 3, 7, chunk_size=2),
+        _case("chunks", 11, 32, 100, chunk_size=4),
+        _case("bias", 11, 32, 100, bias=True, chunk_size=4),
+        _case("sum", 11, 32, 100, chunk_size=4, reduction="sum", ignored="none"),
+        _case("frozen_weight", 11, 32, 100, chunk_size=4, bias=True, frozen=True),
+        _case("all_ignored", 6, 32, 100, ignored="all", chunk_size=4, z_loss=1e-2),
+        _case("no_rows", 0, 16, 64, bias=True),
+        _case("none", (2, 5), 32, 100, reduction="none", bias=True, chunk_size=4),
+        _case("bf16_sums", 11, 32, 100, chunk_size=6, accumulate="bf16", ignored="none"),
+        _case("num_tokens", 11, 32, 100, chunk_size=4, num_tokens=17, token_weight=True),
+        _case("smoothing", 11, 32, 100, chunk_size=4, label_smoothing=0.2, class_weight=True),
+        _case("softcap", 11, 32, 100, chunk_size=4, softcap=5.0),
+        _case("everything", (2, 5), 32, 300, **everything),
+        _case("everything_none", (2, 5), 32, 300, reduction="none", **everything),
+        *_timed(),
+    )
+
+
+def _logprob_cases():
+    return (
+        _case("ragged", (3, 7), 33, 203, logprob=True),
+        _case("tiny", 5, 3, 7, chunk_size=2, logprob=True),
+        _case("all_ignored", 6, 32, 100, ignored="all", chunk_size=4, logprob=True),
+        _case("no_rows", 0, 16, 64, logprob=True),
+        _case("everything", (2, 5), 32, 300, chunk_size=4, bias=True, temperature=0.7, softcap=5.0,
+              logprob=True),
+        *_timed(logprob=True),
+    )
+
+
+def _implementations(which: str) -> tuple[Implementation, ...]:
+    return (Implementation("triton", lambda: getattr(_chunked("triton"), which), platform.no_triton),
+            Implementation("cpp", lambda: getattr(_chunked("cpp"), which), platform.no_cpp, ("cpu",),
+                           (torch.float32, torch.bfloat16)))
+
+
+LINEAR_CROSS_ENTROPY = Op(
+    "linear_cross_entropy", linear_cross_entropy, linear_cross_entropy_eager,
+    (*_implementations("cross_entropy"), Implementation("torch", _torch, _no_torch, (), (torch.float32,))),
+    _all_cases(),
+)
+LINEAR_LOGPROB = Op("linear_logprob", linear_logprob, linear_logprob_eager, _implementations("logprob"),
+                    _logprob_cases())
