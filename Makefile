@@ -5,6 +5,8 @@ PINNED_TRITON := 3.9.0
 TRITON ?= $(PINNED_TRITON)
 VENV := .venv
 BIN := $(VENV)/bin
+# OpenMP threads that sleep while they wait: spinning made a training step eight times slower on a shared machine.
+export OMP_WAIT_POLICY ?= PASSIVE
 STAMP := $(VENV)/.installed
 
 .PHONY: setup build demo test lint gate bench wheel clean

@@ -98,7 +98,8 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
     Raises ValueError if the checkpoint is of another model; warns if ops were computed by other implementations.
     """
     state = json.loads((folder / "state.json").read_text())
-    if state["model"] != json.loads(json.dumps(shape)):
+    shape = json.loads(json.dumps(shape))   # tuples as lists
+    if state["model"] != shape:
         differ = {k: (state["model"].get(k), v) for k, v in shape.items() if state["model"].get(k) != v}
         raise ValueError(f"{folder} holds another model: {differ} (checkpoint, configuration)")
     if changed := {k: (v, ops.get(k)) for k, v in state["ops"].items() if ops.get(k) != v}:

@@ -313,9 +313,10 @@ class Decoder(nn.Module):
         if cu_seqlens is not None and position_ids is None:
             position_ids = document_positions(cu_seqlens, input_ids.numel()).view_as(input_ids)
         # Made for each call rather than kept: a buffer would have to survive meta-device construction, and this costs
-        # less than one row of one matrix product.
-        cos, sin = rope_tables(self.config, max(input_ids.shape[1], self.config.max_position_embeddings
-                                                if position_ids is not None else 0), input_ids.device)
+        # less than one row of one matrix product. Positions that restart in each document are below S.
+        S = input_ids.shape[1]
+        own = position_ids is not None and cu_seqlens is None
+        cos, sin = rope_tables(self.config, max(S, self.config.max_position_embeddings) if own else S, input_ids.device)
         for layer in self.layers:
             x, residual = layer(x, residual, cos, sin, position_ids, cu_seqlens)
         return self.norm(x, residual)[0]

@@ -42,19 +42,21 @@ class World:
         return t.tolist()
 
 
-def init_distributed(mode: str) -> World:
-    """Joins the group that torchrun describes (NCCL on CUDA, gloo on CPU), or stays alone without one."""
+def init_distributed(train: Train) -> World:
+    """Joins the group that torchrun describes (NCCL on CUDA, gloo on CPU), or stays alone without one.
+
+    Raises ConfigError, before any communication, if the configured sizes do not make up that number of processes.
+    """
     place = platform.launched()
     cuda = torch.cuda.is_available()
+    train.mesh(1 if place is None else place[1])
     if place is None:
         world = World(device=torch.device("cuda", 0) if cuda else torch.device("cpu"))
-        if mode == "fsdp2" and not dist.is_initialized():
+        if train.data_parallel_mode == "fsdp2" and not dist.is_initialized():
             # FSDP2 needs a group even for one process.
             dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         return world
     rank, size, local = place
-    if mode == "none" and size > 1:
-        raise ValueError(f"train.data_parallel_mode = none trains in one process, torchrun started {size}; use ddp or fsdp2")
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -64,19 +66,10 @@ def init_distributed(mode: str) -> World:
 
 
 def _mesh(train: Train, world: World):
-    shard, replicate = train.data_parallel_shard_size, train.data_parallel_replicate_size
-    if shard == -1 and replicate == -1:
-        shard, replicate = world.size, 1
-    elif shard == -1:
-        shard = world.size // replicate
-    elif replicate == -1:
-        replicate = world.size // shard
-    if shard * replicate != world.size:
-        raise ValueError(f"train.data_parallel_shard_size x data_parallel_replicate_size = {shard} x {replicate} must be "
-                         f"the number of ranks, {world.size}")
-    if replicate == 1:
-        return init_device_mesh(world.device.type, (shard,), mesh_dim_names=("shard",))
-    return init_device_mesh(world.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+    replicas, shards = train.mesh(world.size)
+    if replicas == 1:
+        return init_device_mesh(world.device.type, (shards,), mesh_dim_names=("shard",))
+    return init_device_mesh(world.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def parallelize(model: Transformer, config: Config, world: World) -> nn.Module:
@@ -89,15 +82,13 @@ def parallelize(model: Transformer, config: Config, world: World) -> nn.Module:
             block.compile()
     if train.data_parallel_mode == "fsdp2":
         return _fsdp2(model, train, config.model, world)
-    if train.data_parallel_shard_size not in (-1, 1, world.size) or train.data_parallel_replicate_size not in (-1, 1, world.size):
-        raise ValueError("train.data_parallel_shard_size and data_parallel_replicate_size belong to data_parallel_mode fsdp2")
     return model
 
 
 def _fsdp2(model: Transformer, train: Train, names: Model, world: World) -> Transformer:
     mesh = _mesh(train, world)
     half = torch.bfloat16 if train.enable_mixed_precision else None
-    reshard = train.enable_full_shard if train.reshard_after_forward is None else train.reshard_after_forward
+    reshard = train.reshard
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)}
     extra, matched = set(names.basic_modules), set()
     for path, module in model.named_modules():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tilewright.registry import ImplementationUnavailable
 from tilewright.trainer import checkpoint, hf
-from tilewright.trainer.config import Config, ConfigError, load, resolved
+from tilewright.trainer.config import Config, ConfigError, from_command_line, resolved
 from tilewright.trainer.data import Batches, Bins, evaluation_batches, prepare, split_validation
 from tilewright.trainer.metrics import Metrics
 from tilewright.trainer.model import Ops, Transformer
@@ -57,8 +57,7 @@ def build_model(config: Config, world: World, ops: Ops) -> torch.nn.Module:
     m, t = config.model, config.train
     shape = hf.load_config(local_folder(m.config_path or m.model_path))
     meta = t.data_parallel_mode == "fsdp2"
-    made_on = "meta" if meta else world.device.type if t.init_device == "auto" else t.init_device
-    with torch.device(made_on):
+    with torch.device(t.init_device):
         model = Transformer(shape, ops, m.merge_qkv)
     if not meta:
         model.to(world.device)
@@ -80,7 +79,7 @@ def build_data(config: Config, world: World, vocab: int) -> tuple[Batches, Bins 
     def tokenizer():
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(config.model.tokenizer_path or config.model.config_path or config.model.model_path)
+        return AutoTokenizer.from_pretrained(config.model.tokenizer_path)
 
     options: dict[str, Any] = {"main": world.main, "barrier": world.barrier}
     training, held = split_validation(prepare(d.datasets, config, tokenizer, vocab, **options), d.val_set_size,
@@ -136,7 +135,8 @@ def profiler(config: Config, world: World):
     if not t.enable_profiling or (t.profile_rank0_only and not world.main):
         return None
     return torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=t.profile_start_step, warmup=0,
+        # The step before the first one recorded starts the tracer, whose start-up would be in the record otherwise.
+        schedule=torch.profiler.schedule(wait=max(0, t.profile_start_step - 1), warmup=min(1, t.profile_start_step),
                                          active=t.profile_end_step - t.profile_start_step, repeat=1),
         on_trace_ready=torch.profiler.tensorboard_trace_handler(t.profile_trace_dir, f"rank{world.rank}"),
         record_shapes=t.profile_record_shapes, profile_memory=t.profile_profile_memory, with_stack=t.profile_with_stack)
@@ -221,19 +221,14 @@ def train(config: Config, world: World) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__ + "\nEvery field is described in docs/configuration.md.")
-        return 0 if argv else 2
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    config = from_command_line(argv)   # exits with 2 and every error, or with 0 after --help
     try:
-        config = load(argv[0], argv[1:])
-    except ConfigError as error:
+        world = init_distributed(config.train)
+        train(config, world)
+    except ConfigError as error:   # sizes that do not fit the number of processes
         print(error, file=sys.stderr)
         return 2
-    try:
-        world = init_distributed(config.train.data_parallel_mode)
-        train(config, world)
     except (ImplementationUnavailable, FileNotFoundError, ValueError) as error:
         # What a user can mend is one sentence; anything else keeps its traceback.
         print(f"error: {error}", file=sys.stderr)

@@ -1,0 +1,370 @@
+"""The training loop: schedules, gradients however they are cut up, checkpoints, what a run writes."""
+
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("pydantic")
+transformers = pytest.importorskip("transformers")
+
+from tilewright.trainer import checkpoint, data, hf, optim, train  # noqa: E402
+from tilewright.trainer.config import ConfigError, load  # noqa: E402
+from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
+from tilewright.trainer.parallel import World, clip_gradients  # noqa: E402
+
+QWEN3 = {"model_type": "qwen3", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+         "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+MOE = {**QWEN3, "model_type": "qwen3_moe", "tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 24, "norm_topk_prob": True}
+
+
+def write_config(folder, shape=QWEN3, **changes):
+    """A configuration of a small run on synthetic tokens; changes as train__lr=..."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model/config.json").write_text(json.dumps(shape))
+    tree = {"model": {"config_path": str(folder / "model")},
+            "data": {"datasets": [{"path": "dummy"}], "sample_packing_sequence_len": 32,
+                     "dataset_prepared_path": str(folder / "prepared"), "pad_to_multiple_of": 8},
+            "train": {"output_dir": str(folder / "out"), "data_parallel_mode": "none", "lr": 1e-2, "max_steps": 6,
+                      "enable_mixed_precision": False, "enable_gradient_checkpointing": False, "save_epochs": 0}}
+    for key, value in changes.items():
+        section, name = key.split("__")
+        tree[section][name] = value
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    return str(folder / "config.yaml")
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+
+
+def tensors(folder, step):
+    from safetensors.torch import load_file
+
+    return load_file(folder / f"out/checkpoints/global_step_{step}/hf/model.safetensors")
+
+
+def run(path, *arguments):
+    config = load(path, list(arguments))
+    train.train(config, World())
+
+
+# ---- schedule and groups
+
+def schedule(**changes):
+    return load(None, ["--train.output_dir", "-", "--data.datasets", '[{"path": "dummy"}]', "--model.config_path", "-",
+                       *(f"--train.{k}={v}" for k, v in changes.items())]).train
+
+
+def test_learning_rate_follows_its_closed_form():
+    constant = schedule(lr=1.0)
+    assert [optim.lr_at(i, 10, constant) for i in (0, 9)] == [1.0, 1.0]
+    warm = schedule(lr=1.0, lr_warmup_ratio=0.4)
+    assert np.allclose([optim.lr_at(i, 10, warm) for i in range(6)], [0.2, 0.4, 0.6, 0.8, 1, 1])
+    started = schedule(lr=1.0, lr_start=0.5, lr_warmup_ratio=0.4)
+    assert np.allclose([optim.lr_at(i, 10, started) for i in range(5)], [0.6, 0.7, 0.8, 0.9, 1])
+    linear = schedule(lr=1.0, lr_min=0.1, lr_decay_style="linear")
+    assert np.allclose([optim.lr_at(i, 10, linear) for i in range(10)], np.linspace(1, 0.1, 10))
+    cosine = schedule(lr=1.0, lr_min=0.0, lr_warmup_ratio=0.2, lr_decay_style="cosine", lr_decay_ratio=0.7)
+    want = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(5)] + [0, 0, 0]
+    assert np.allclose([optim.lr_at(i, 10, cosine) for i in range(2, 10)], want)
+    assert optim.lr_at(0, 1, schedule(lr=1.0, lr_decay_style="cosine")) == 1.0   # one step is not a division by zero
+
+
+def test_every_parameter_is_in_one_group_and_decay_follows_the_names():
+    model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
+    groups = optim.parameter_groups(model, schedule(weight_decay=0.1, no_decay_modules='["norm"]',
+                                                    no_decay_params='["weigh_not"]'))
+    names = {id(p): n for n, p in model.named_parameters()}
+    found = [{names[id(p)] for p in g["params"]} for g in groups]
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    assert found[0] | found[1] == set(names.values()) and not found[0] & found[1]
+    assert found[1] == {n for n in names.values() if "norm" in n}
+    by_parameter = optim.parameter_groups(model, schedule(no_decay_params='["weight"]'))
+    assert not by_parameter[0]["params"]
+
+
+def test_clipping_scales_to_the_norm_and_zero_only_measures():
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3.0, 4.0])
+    assert clip_gradients([p], 0.0) == 5.0 and p.grad.tolist() == [3.0, 4.0]
+    assert clip_gradients([p], 10.0) == 5.0 and p.grad.tolist() == [3.0, 4.0]
+    assert clip_gradients([p], 1.0) == 5.0
+    torch.testing.assert_close(p.grad, torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+
+
+# ---- the same gradients however the batch is cut up
+
+def make_bins():
+    """Eight bins of uneven documents; one has no label that counts, another only one."""
+    rng = np.random.default_rng(7)
+    bins = []
+    for lengths in ((9, 4), (13,), (3, 3, 3), (16,), (2, 14), (5, 6), (16,), (8, 8)):
+        ids = [rng.integers(0, 97, n) for n in lengths]
+        bins.append([(i, i.copy()) for i in ids])
+    for _, labels in bins[3]:
+        labels[:] = -100
+    for _, labels in bins[6]:
+        labels[:-1] = -100
+    return bins
+
+
+def step_in_one_process(path, bins, *arguments):
+    config = load(path, list(arguments))
+    t, world = config.train, World()
+    model = train.build_model(config, world, Ops.resolve())
+    step = [data.collate(bins[i:i + t.micro_batch_size], 8) for i in range(0, len(bins), t.micro_batch_size)]
+    assert len(step) == t.gradient_accumulation_steps
+    loss, tokens = train.train_step(model, step, config, world)
+    norm = clip_gradients(list(model.parameters()), 0.0)
+    return {"loss": loss, "tokens": tokens, "norm": norm, "grads": {n: p.grad for n, p in model.named_parameters()}}
+
+
+def same(found, want, tolerance=1e-5):
+    assert found["tokens"] == want["tokens"]
+    assert found["loss"] == pytest.approx(want["loss"], rel=tolerance)
+    assert found["norm"] == pytest.approx(want["norm"], rel=tolerance)
+    assert found["grads"].keys() == want["grads"].keys()
+    for name, grad in want["grads"].items():
+        assert (found["grads"][name] - grad).abs().max() <= tolerance * grad.abs().max(), name
+
+
+@pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["qwen3", "qwen3-moe"])
+def test_accumulation_gives_the_gradients_of_one_large_batch(shape, tmp_path):
+    path = write_config(tmp_path, shape)
+    at_once, cut = (step_in_one_process(path, make_bins(), f"--train.micro_batch_size={m}",
+                                        f"--train.gradient_accumulation_steps={8 // m}") for m in (8, 1))
+    assert at_once["tokens"] == sum((b[1:] != -100).sum() for d in make_bins() for _, b in d)
+    same(cut, at_once)
+    # and the loss is the mean over tokens, not over micro-batches
+    config = load(path)
+    model = train.build_model(config, World(), Ops.resolve())
+    whole = data.collate(make_bins(), 8)
+    logits = model(whole["input_ids"], position_ids=whole["position_ids"], cu_seqlens=whole["cu_seqlens"])
+    mean = torch.nn.functional.cross_entropy(logits[0].double(), whole["labels"][0])
+    assert at_once["loss"] == pytest.approx(mean.item(), rel=1e-5)
+
+
+def launch(processes, script, *arguments):
+    """Runs a script under torchrun on gloo; its output is shown if it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                           str(processes), *script, *arguments], env=environment, capture_output=True, text=True,
+                          timeout=300)
+    return done
+
+
+MODES = {
+    "ddp": ["--train.data_parallel_mode=ddp"],
+    "fsdp2": ["--train.data_parallel_mode=fsdp2"],
+    "fsdp2_recompute": ["--train.data_parallel_mode=fsdp2", "--train.enable_gradient_checkpointing=true"],
+    "fsdp2_zero2": ["--train.data_parallel_mode=fsdp2", "--train.enable_full_shard=false"],
+    "hsdp": ["--train.data_parallel_mode=fsdp2", "--train.data_parallel_replicate_size=2"],
+}
+
+
+@pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["qwen3", "qwen3-moe"])
+def test_two_processes_give_the_gradients_of_one(shape, tmp_path):
+    path = write_config(tmp_path, shape, train__micro_batch_size=1, train__gradient_accumulation_steps=4)
+    bins = make_bins()
+    torch.save(bins, tmp_path / "bins.pt")
+    (tmp_path / "modes.json").write_text(json.dumps(MODES))
+    want = step_in_one_process(path, bins, "--train.gradient_accumulation_steps=8")
+    done = launch(2, [str(pathlib.Path(__file__).with_name("distributed_worker.py"))], str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    for mode in MODES:
+        same(torch.load(tmp_path / f"{mode}.pt"), want)
+
+
+def test_fsdp2_trains_in_one_process_and_a_checkpoint_moves_to_two(tmp_path):
+    path = write_config(tmp_path, train__micro_batch_size=2, train__save_steps=2, train__lr_warmup_ratio=0.5)
+    alone = [sys.executable, "-m", "tilewright.trainer.train", path, "--train.data_parallel_mode=fsdp2"]
+    done = subprocess.run(alone, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    want = [r["loss"] for r in rows(tmp_path) if "loss" in r]
+    final = tensors(tmp_path, 6)
+    # the same global batch, now one bin a rank, from the second step on
+    done = launch(2, ["-m", "tilewright.trainer.train"], path, "--train.data_parallel_mode=fsdp2",
+                  "--train.micro_batch_size=1", "--train.load_checkpoint_path",
+                  str(tmp_path / "out/checkpoints/global_step_2"), "--train.log_format=structured")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [r for r in rows(tmp_path) if "loss" in r]
+    assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose([r["loss"] for r in found], want, rtol=1e-5)
+    for name, tensor in tensors(tmp_path, 6).items():
+        torch.testing.assert_close(tensor, final[name], rtol=1e-4, atol=1e-5)
+    line = next(line for line in done.stdout.splitlines() if "step=3 " in line)
+    assert {"loss", "lr", "grad_norm", "tokens", "tokens_per_second"} <= {w.split("=")[0] for w in line.split()}
+
+
+def test_a_number_of_processes_that_does_not_fit_is_refused(tmp_path):
+    path = write_config(tmp_path)
+    done = launch(2, ["-m", "tilewright.trainer.train"], path)
+    assert done.returncode != 0
+    assert "train.data_parallel_mode = none: trains one process, but 2 were started" in done.stderr
+    with pytest.raises(ConfigError, match="do not make 4 processes"):
+        schedule(data_parallel_shard_size=3).mesh(4)
+
+
+# ---- runs
+
+def test_a_run_learns_and_writes_what_transformers_loads(tmp_path):
+    with open(tmp_path / "count.jsonl", "w") as file:   # each token is followed by the next number
+        for start in range(200):
+            file.write(json.dumps({"input_ids": [(start + i) % 97 for i in range(30)]}) + "\n")
+    path = write_config(tmp_path, train__max_steps=60, train__micro_batch_size=4, train__lr=2e-2,
+                        data__datasets=[{"path": str(tmp_path / "count.jsonl")}], data__val_set_size=8)
+    config = load(path)
+    run(path)
+    found = rows(tmp_path)
+    losses = [r["loss"] for r in found if "loss" in r]
+    assert losses[0] == pytest.approx(math.log(97), abs=0.1)
+    assert losses[-1] < 0.5
+    evaluations = {r["step"]: r["eval_loss"] for r in found if "eval_loss" in r}
+    assert evaluations[0] == pytest.approx(math.log(97), abs=0.1) and evaluations[60] < 0.5
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out/checkpoints/global_step_60/hf").eval()
+    ours = Transformer(hf.load_config(tmp_path / "model"), Ops.resolve())
+    hf.load_weights(ours, tmp_path / "out/checkpoints/global_step_60/hf")
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(ours(ids), model(ids).logits, rtol=1e-4, atol=1e-4)
+    resolved = load(str(tmp_path / "out/resolved_config.yaml"))
+    assert resolved == config
+
+
+def test_evaluation_is_the_mean_over_tokens_whatever_the_batches(tmp_path):
+    path = write_config(tmp_path, data__val_set_size=7)
+    found = []
+    for size in (1, 3, 7):
+        config = load(path, [f"--train.micro_batch_size={size}"])
+        _, held = train.build_data(config, World(), 97)
+        model = train.build_model(config, World(), Ops.resolve())
+        found.append(train.evaluate(model, held, config, World()))
+        assert model.training
+    np.testing.assert_allclose(found, found[0], rtol=1e-6)
+    total, count = 0.0, 0
+    for i in range(len(held)):
+        for ids, _ in held[i]:
+            ids = torch.from_numpy(ids)[None]
+            total += torch.nn.functional.cross_entropy(model(ids)[0, :-1], ids[0, 1:], reduction="sum").item()
+            count += ids.shape[1] - 1
+    assert found[0] == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_resumed_run_equals_one_that_was_never_stopped(asynchronous, tmp_path):
+    options = {"train__save_steps": 2, "train__save_async": asynchronous, "train__gradient_accumulation_steps": 2,
+               "data__dataloader_drop_last": False, "train__lr_decay_style": "cosine"}
+    if asynchronous:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run(write_config(tmp_path / "a", **options))
+        path = write_config(tmp_path / "b", **options)
+        with pytest.MonkeyPatch.context() as patch:   # stops in the middle of step 5
+            real, calls = train.clip_gradients, []
+
+            def interrupted(*arguments):
+                calls.append(1)
+                if len(calls) == 5:
+                    raise KeyboardInterrupt
+                return real(*arguments)
+
+            patch.setattr(train, "clip_gradients", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run(path)
+        torch.manual_seed(99)
+        run(path, "--train.load_checkpoint_path", "auto")
+    finally:
+        if asynchronous:
+            dist.destroy_process_group()
+    a, b = ([{k: r[k] for k in ("step", "loss", "lr", "grad_norm", "tokens")} for r in rows(tmp_path / n)]
+            for n in ("a", "b"))
+    assert a == b
+    final = tensors(tmp_path / "b", 6)
+    assert all(torch.equal(t, final[n]) for n, t in tensors(tmp_path / "a", 6).items())
+    assert not list((tmp_path / "b/out/checkpoints").glob(".*"))
+
+
+def test_a_checkpoint_that_was_not_finished_is_not_found(tmp_path):
+    path = write_config(tmp_path, train__save_steps=2)
+    with pytest.MonkeyPatch.context() as patch:
+        real = checkpoint.dcp.save
+
+        def dies(tensors, checkpoint_id):
+            real(tensors, checkpoint_id=checkpoint_id)
+            if "step_4" in str(checkpoint_id):
+                raise OSError("disk full")
+
+        patch.setattr(checkpoint.dcp, "save", dies)
+        with pytest.raises(OSError, match="disk full"):
+            run(path)
+    out = tmp_path / "out"
+    assert checkpoint.find(str(out), "auto").name == "global_step_2"
+    run(path, "--train.load_checkpoint_path", "auto")
+    assert checkpoint.find(str(out), "auto").name == "global_step_6"
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [f"global_step_{n}" for n in (2, 4, 6)]
+
+
+def test_a_checkpoint_of_another_model_or_none_is_refused(tmp_path):
+    run(write_config(tmp_path, train__max_steps=1))
+    path = write_config(tmp_path, {**QWEN3, "hidden_size": 48})
+    with pytest.raises(ValueError, match=r"holds another model: \{'hidden_size': \(32, 48\)\}"):
+        run(path, "--train.load_checkpoint_path", "auto")
+    with pytest.raises(FileNotFoundError, match="no checkpoint there"):
+        run(path, "--train.load_checkpoint_path", str(tmp_path / "nowhere"))
+    assert checkpoint.find(str(tmp_path / "fresh"), "auto") is None
+
+
+def test_a_finished_run_is_not_run_again(tmp_path):
+    path = write_config(tmp_path, train__max_steps=2)
+    run(path)
+    before = (tmp_path / "out/metrics.jsonl").read_text()
+    run(path, "--train.load_checkpoint_path", "auto")
+    assert (tmp_path / "out/metrics.jsonl").read_text() == before
+
+
+def test_fine_tuning_starts_from_the_weights_it_is_given(tmp_path):
+    run(write_config(tmp_path / "a", train__max_steps=2))
+    weights = tmp_path / "a/out/checkpoints/global_step_2/hf"
+    path = write_config(tmp_path / "b", model__model_path=str(weights), model__config_path=None, train__max_steps=1,
+                        train__optimizer="sgd", train__lr=1e-30)
+    run(path)
+    start, end = tensors(tmp_path / "a", 2), tensors(tmp_path / "b", 1)
+    assert start.keys() == end.keys() and all(torch.equal(t, end[n]) for n, t in start.items())
+
+
+def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tmp_path):
+    path = write_config(tmp_path, train__micro_batch_size=8)
+    exact, mixed = (step_in_one_process(path, make_bins(), f"--train.enable_mixed_precision={m}")
+                    for m in ("false", "true"))
+    assert exact["loss"] != mixed["loss"] and mixed["loss"] == pytest.approx(exact["loss"], rel=2e-2)
+    for name, grad in exact["grads"].items():
+        assert mixed["grads"][name].dtype == torch.float32
+        assert (mixed["grads"][name] - grad).norm() <= 0.05 * grad.norm(), name
+
+
+def test_compiled_layers_give_the_same_gradients(tmp_path):
+    path = write_config(tmp_path, train__micro_batch_size=8)
+    plain, compiled = (step_in_one_process(path, make_bins(), f"--train.enable_compile={c}")
+                       for c in ("false", "true"))
+    same(compiled, plain, 1e-4)
+
+
+def test_a_profile_is_written_when_asked_for(tmp_path):
+    path = write_config(tmp_path, train__max_steps=3, train__enable_profiling=True,
+                        train__profile_trace_dir=str(tmp_path / "trace"))
+    run(path)
+    [trace] = (tmp_path / "trace").glob("*.json")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert any("tilewright" in e.get("name", "") for e in events)
