@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from tilewright import platform
 from tilewright.trainer import overrides as reading
 from tilewright.trainer.overrides import ConfigError
-from tilewright.trainer.rules import REFUSED, problems
+from tilewright.trainer.rules import ACCEPTED, REFUSED, problems
 
 __all__ = ["Config", "ConfigError", "Data", "Dataset", "Lora", "Model", "Train", "from_command_line",
            "load", "resolved"]
@@ -78,12 +78,14 @@ class Dataset(Section):
     type: Literal["tokenized", "text"] = field(
         "tokenized", "tokenized: rows with input_ids and, if there, labels; text: tokenised on preparation.")
     name: str | None = field(None, "Configuration (subset) of a Hub dataset.")
-    split: str | None = field(None, "Split, such as train or train[:10%]; null: the only one.")
+    split: str | None = field(
+        None, "Split, such as train or train[:10%]; null: the only one. Files are one split, train.")
     revision: str | None = field(None, "Commit or tag of a Hub dataset.")
     trust_remote_code: bool = field(False, "Run a dataset's own code.")
-    data_files: str | list[str] | None = field(None, "Files or patterns within path; needs ds_type.")
+    data_files: str | list[str] | None = field(
+        None, "Files or patterns within path (a folder, Hub id or address); needs ds_type.")
     ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = field(
-        None, "Format of the files; null: by their suffix.")
+        None, "Format of the files; null: by their suffix. Of a folder, only such files are read.")
     max_seq_len: int | None = field(
         None, "Tokens kept of a longer sample (tokenized), or tokens of a piece of a document (text).", ge=2)
     shards: int | None = field(None, "Take one of this many parts of the dataset.", ge=1)
@@ -95,7 +97,7 @@ class Data(Section):
     datasets: list[Dataset] = field(..., "What to train on.", min_length=1)
     test_datasets: list[Dataset] = field([], "What to evaluate on.")
     dataset_prepared_path: str = field("last_prepared_dataset", "Folder for prepared datasets.")
-    select_columns: list[str] | None = field(None, "Columns to read; null: all.")
+    select_columns: list[str] | None = field(None, "Columns to read; null: those that type names.")
     sample_packing_method: Literal["sequential", "multipack"] = field(
         "sequential", "sequential: in order; multipack: first-fit decreasing within a group.")
     sample_packing_sequence_len: int = field(32000, "Tokens of a packed bin, at most.", ge=2)
@@ -115,13 +117,13 @@ class Data(Section):
         None, "Held out of datasets for evaluation: a number of samples, or a fraction below 1.")
     shuffle_merged_datasets: bool = field(True, "Shuffle all samples, and the bins in every epoch.")
     shuffle_before_merging_datasets: bool = field(True, "Shuffle each dataset before merging.")
-    dataset_num_proc: int | None = field(None, "Processes for preparation; null: one per processor.", ge=1)
-    dataset_shard_num: int | None = field(None, "Split the merged dataset into this many shards.", ge=1)
-    dataset_shard_idx: int | None = field(None, "Which of those shards to use, from 0.", ge=0)
+    dataset_num_proc: int | None = field(None, "Processes for preparation; null: this one alone.", ge=1)
+    dataset_shard_num: int | None = field(None, "Take one of this many parts of every dataset.", ge=1)
+    dataset_shard_idx: int | None = field(None, "Which of those parts, from 0.", ge=0)
     num_dataset_shards_to_save: int | None = field(None, "Files of a prepared dataset; null: one.", ge=1)
     skip_prepare_dataset: bool = field(False, "Load dataset_prepared_path as it is.")
-    push_dataset_to_hub: str | None = field(None, "Push the prepared dataset to this Hub repository.")
-    hf_use_auth_token: bool | None = field(None, "Send the Hub token.")
+    push_dataset_to_hub: str | None = field(None, "Push what was prepared to this Hub repository, privately.")
+    hf_use_auth_token: bool | None = field(None, "Send the Hub token; null: if there is one.")
 
     @model_validator(mode="after")
     def _prefetch(self) -> Data:
@@ -248,8 +250,9 @@ class Train(Section):
         if replicas == -1:
             replicas = world_size // shards
         if replicas * shards != world_size:
-            raise ConfigError([f"train.data_parallel_shard_size = {self.data_parallel_shard_size}, train.data_parallel_"
-                               f"replicate_size = {self.data_parallel_replicate_size}: do not make {world_size} processes"])
+            raise ConfigError([f"train.data_parallel_shard_size = {self.data_parallel_shard_size}, "
+                               f"train.data_parallel_replicate_size = {self.data_parallel_replicate_size}: "
+                               f"do not make {world_size} processes"])
         return replicas, shards
 
 
@@ -308,7 +311,7 @@ def from_command_line(argv: list[str] | None = None, program: str = "python -m t
     """`config.yaml [--section.field value ...]`. Prints all errors and exits with 2, or prints the help and exits."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or {"-h", "--help"} & set(argv):
-        print(f"usage: {program} config.yaml [--section.field value ...]\n\n{reading.help_text(Config, REFUSED)}")
+        print(f"usage: {program} config.yaml [--section.field value ...]\n\n{reading.help_text(Config, NOTES)}")
         sys.exit(0 if argv else 2)
     path = None if argv[0].startswith("--") else argv[0]
     try:
@@ -318,14 +321,17 @@ def from_command_line(argv: list[str] | None = None, program: str = "python -m t
         sys.exit(2)
 
 
+NOTES = {path: (" or ".join(ACCEPTED.get(path, ["the default"])), why) for path, why in REFUSED.items()}
+
 # field -> the default or meaning in xorl's documentation, and why it is different here. `docs` prints it.
 DIFFERENCES: dict[str, tuple[str, str]] = {
     "model.attn_implementation": ("flash_attention_3", "needs one kind of GPU; auto takes the best that runs here"),
     "data.datasets.type": ("tokenized only", "text is ours: raw text, tokenised on preparation with tokenizer_path"),
-    "data.datasets.max_seq_len": ("truncate and filter", "samples are truncated, with a count in the log, none is dropped"),
-    "data.dataloader_num_workers": ("8", "batches are slices of a memory-mapped file; processes must earn their memory"),
+    "data.datasets.max_seq_len": ("truncate and filter", "samples are truncated, with a count in the log"),
+    "data.dataloader_num_workers": ("8", "batches are slices of a memory-mapped file; processes cost memory"),
     "data.dataloader_prefetch_factor": ("2", "it must be null without workers; 2 with them, as there"),
-    "data.dataset_num_proc": ("XORL_DATASET_NUM_PROC, or the processors", "no environment variable changes a run here"),
+    "data.dataset_shard_num": ("splits the merged dataset", "splits each one first: the rest is not prepared"),
+    "data.dataset_num_proc": ("XORL_DATASET_NUM_PROC, or the processors", "starting some takes longer than small data"),
     "data.sample_packing_mp_start_method": ("a start method", "packing takes seconds in one process"),
     "train.init_device": ("cuda", "fsdp2, the default, needs meta; auto takes the device that fits"),
     "train.enable_mixed_precision": ("BF16", "the same; stated in full: parameters and optimizer states stay float32"),
@@ -352,7 +358,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["docs"] and len(argv) == 2:
         with open(argv[1], "w", encoding="utf-8") as file:
-            file.write(reading.markdown(Config, TITLE, REFUSED, DIFFERENCES))
+            file.write(reading.markdown(Config, TITLE, NOTES, DIFFERENCES))
         return 0
     if argv[:1] == ["check"]:
         print(resolved(from_command_line(argv[1:], "python -m tilewright.trainer.config check")), end="")

@@ -5,6 +5,7 @@ Knows nothing of what the fields mean: `config.py` and `rules.py` do.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import types
@@ -71,7 +72,8 @@ def kind(annotation: Any) -> str:
         return " | ".join(map(kind, inner))
     if origin is list:
         return "list" if submodel(annotation)[0] else f"list of {kind(inner[0])}"
-    names = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "mapping", type(None): "null"}
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "mapping", list: "list",
+             type(None): "null"}
     return names.get(origin or annotation, str(annotation))
 
 
@@ -109,6 +111,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
         for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":   # <<: *defaults
+                continue
             name = self.construct_object(key, deep=True)
             if not isinstance(name, str):
                 raise yaml.constructor.ConstructorError(None, None, f"key {name!r} is not a string", key.start_mark)
@@ -124,7 +128,7 @@ def read_yaml(path: str) -> dict:
             data = yaml.load(file, _Loader)   # a SafeLoader: plain data only
     except OSError as error:
         raise ConfigError([f"{path}: {error.strerror or error}"]) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: {' '.join(str(error).split())}"]) from error
     if not isinstance(data, dict | None):
         raise ConfigError([f"{path}: holds {kind(type(data))}, not sections"])
@@ -197,6 +201,8 @@ def _write(data: Any, parts: list[str], value: Any) -> bool:
             return False
         if last:
             data[key] = value
+        elif parts[i + 1].isdigit() and not isinstance(data[key] if isinstance(data, list) else data.get(key), list):
+            return False   # there is no list to change, and a mapping in its place would be one more error
         elif isinstance(data, dict):
             data = data.setdefault(key, {})
         else:
@@ -223,7 +229,10 @@ def build(model: type[BaseModel], path: str | None, arguments: list[str]) -> Any
             config = model.model_validate(data, context=found)
             break
         except ValidationError as error:
+            known = len(invalid)
             errors += _explain(model, data, error, invalid)
+            if len(invalid) == known:   # what is wrong could not be taken out
+                raise ConfigError(list(dict.fromkeys(errors))) from error
     errors += [p.line(config) for p in found if not invalid & set(p.paths)]
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)))
@@ -240,7 +249,9 @@ def _explain(model: type[BaseModel], data: dict, error: ValidationError, invalid
     # Later list entries first, so that taking one out does not move the others.
     for at in sorted(messages, key=lambda at: [(isinstance(p, int), p) for p in at], reverse=True):
         path, (reason, message, value) = ".".join(map(str, at)), messages[at][0]
-        if reason == "missing":
+        if any(place.startswith(f"{path}.") for place in invalid):
+            pass   # a list that lacks the entry that was taken out
+        elif reason == "missing":
             lines.append(f"{path}: required")
         elif reason == "extra_forbidden":
             lines.append(f"{path} = {show(value)}: {unknown(model, path)}")
@@ -248,9 +259,14 @@ def _explain(model: type[BaseModel], data: dict, error: ValidationError, invalid
             field = leaves(model).get(_without_index(path))
             wanted = f"; expected {kind(field.annotation)}" if field else ""
             text = message.removeprefix("Value error, ")
+            if reason == "model_type":   # a section, or an entry of a list
+                text, wanted = "expected a mapping", ""
             lines.append(f"{path} = {show(value)}: {text[:1].lower()}{text[1:]}{wanted}")
         invalid.add(path)
-        _take_out(data, at)
+        if reason == "model_type" and len(at) == 1:
+            data[path] = {}
+        else:
+            _take_out(data, at)
     return lines[::-1]
 
 
@@ -273,8 +289,10 @@ def _take_out(data: Any, at: tuple) -> None:
         data = data[part]
     path = _without_index(".".join(map(str, at)))
     stand_in = _STAND_INS.get(path, _STAND_INS.get(str(last)) if path.startswith("data.") else None)
-    if stand_in is not None:
-        data[last] = stand_in
+    if path == "data.datasets" and isinstance(last, int):   # the only entry, perhaps
+        data[last] = {"path": "dummy"}
+    elif stand_in is not None:
+        data[last] = copy.deepcopy(stand_in)   # it may be taken out of in its turn
     elif isinstance(data, list) or last in data:
         del data[last]
 
@@ -285,15 +303,16 @@ def _default(field: Any) -> str:
     return "required" if field.default is PydanticUndefined else json.dumps(field.default)
 
 
-def help_text(model: type[BaseModel], refused: dict[str, str]) -> str:
+def help_text(model: type[BaseModel], refused: dict[str, tuple[str, str]]) -> str:
+    """refused: path -> (the values that are accepted, why)."""
     lines = []
     for path, field in leaves(model).items():
-        note = f" [only the default: {refused[path]}]" if path in refused else ""
+        note = " [only {}: {}]".format(*refused[path]) if path in refused else ""
         lines.append(f"--{path} ({kind(field.annotation)}; {_default(field)})\n    {field.description}{note}")
     return "\n".join(lines)
 
 
-def markdown(model: type[BaseModel], title: str, refused: dict[str, str],
+def markdown(model: type[BaseModel], title: str, refused: dict[str, tuple[str, str]],
              differences: dict[str, tuple[str, str]]) -> str:
     """The reference: a table for each section, and what differs from the documentation that it follows."""
     def cell(text: str) -> str:
@@ -302,7 +321,7 @@ def markdown(model: type[BaseModel], title: str, refused: dict[str, str],
     tables: dict[str, list[str]] = {}
     for path, field in leaves(model).items():
         section, _, name = path.rpartition(".")
-        note = f" **Refused unless default:** {refused[path]}." if path in refused else ""
+        note = " **Only {}:** {}.".format(*refused[path]) if path in refused else ""
         tables.setdefault(section, []).append(
             f"| `{name}` | {cell(kind(field.annotation))} | `{_default(field)}` | {cell(field.description + note)} |")
     out = [title.strip()]
@@ -310,7 +329,7 @@ def markdown(model: type[BaseModel], title: str, refused: dict[str, str],
         entries = " (each entry of it, and of `data.test_datasets`)" if section == "data.datasets" else ""
         if section == "data.test_datasets":
             continue   # the same fields
-        out.append(f"\n## {section}{entries}\n\n| field | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows))
+        out += [f"\n## {section}{entries}\n\n| field | type | default | meaning |\n|---|---|---|---|", *rows]
     out.append("\n## Differences from xorl's documentation\n\n| field | there | here, and why |\n|---|---|---|")
     out += [f"| `{path}` | {cell(there)} | {cell(why)} |" for path, (there, why) in differences.items()]
     return "\n".join(out) + "\n"

@@ -5,6 +5,7 @@ No field is read in vain: what this version cannot do is refused at any other va
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -85,11 +86,20 @@ def _dataset(at: str, entry: Dataset) -> Iterator[Problem]:
     elif entry.shards is not None and entry.shards_idx >= entry.shards:
         yield Problem((f"{at}shards_idx", f"{at}shards"), "indices run from 0 to one below the number")
     if entry.path == "dummy":
-        for name in ("name", "split", "revision", "data_files"):
+        for name in ("name", "split", "revision", "data_files", "ds_type"):
             if getattr(entry, name) is not None:
                 yield Problem((f"{at}{name}", f"{at}path"), "dummy data is not read from anywhere")
         if entry.type == "text":
             yield Problem((f"{at}type", f"{at}path"), "dummy data is tokenized already")
+    elif "://" in entry.path or pathlib.Path(entry.path).exists():
+        for name in ("name", "revision"):
+            if getattr(entry, name) is not None:
+                yield Problem((f"{at}{name}", f"{at}path"), "only a dataset on the Hub has one")
+    elif entry.data_files is not None:
+        if entry.name is not None:
+            yield Problem((f"{at}name", f"{at}data_files"), "give one of them")
+    elif entry.ds_type is not None:
+        yield Problem((f"{at}ds_type", f"{at}data_files"), "the Hub knows the format, unless data_files are named")
 
 
 def _model_and_data(config: Config) -> Iterator[tuple[bool, str, str]]:
