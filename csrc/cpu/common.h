@@ -17,7 +17,6 @@
 #include <tuple>
 #include <vector>
 
-#define TW_CLONES  // variants are made by setup.py
 #define TW_INLINE inline __attribute__((always_inline))
 #define TW_SIMD _Pragma("omp simd")
 #define TW_SIMD_SUM(x) _Pragma(TW_STR(omp simd reduction(+ : x)))

@@ -29,14 +29,41 @@ void rotate_interleaved(const T* x, T* y, const float* c, const float* s, int64_
   }
 }
 
-void check(const char* name, const Tensor& t) {
+// `like`: same shape and element type.
+void check(const char* name, const Tensor& t, const Tensor& like) {
   STD_TORCH_CHECK(t.is_cpu() && t.dim() == 4 && (t.numel() == 0 || t.size(3) == 1 || t.stride(3) == 1),
                   "tilewright: ", name, " must be a 4-D CPU tensor with a contiguous last dimension");
+  bool same = t.scalar_type() == like.scalar_type();
+  for (int64_t d = 0; same && d < 4; ++d) same = t.size(d) == like.size(d);
+  STD_TORCH_CHECK(same, "tilewright: ", name, " must have the shape and dtype of what it goes with");
+}
+
+// Before anything is written, and outside the parallel loop, which would replace the message.
+void check_tables(const Tensor& q, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& positions) {
+  for (const Tensor& t : {cos, sin}) {
+    check_row_major("cos and sin", t);
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.dim() == 2 && t.size(0) == cos.size(0) &&
+                        t.size(1) == cos.size(1) && 2 * t.size(1) <= q.size(3),
+                    "tilewright: cos and sin must be float [P, R / 2]");
+  }
+  const int64_t B = q.size(0), S = q.size(2), P = cos.size(0);
+  if (!positions.has_value()) {
+    STD_TORCH_CHECK(S <= P, "S is ", S, ": position ", P, " is outside the tables, which have rows 0 to ",
+                    P - 1);
+    return;
+  }
+  check_row_major("positions", *positions);
+  STD_TORCH_CHECK(positions->scalar_type() == ScalarType::Long && positions->numel() == B * S,
+                  "tilewright: positions must be int64 [B, S]");
+  const int64_t* pos = in<int64_t>(*positions);
+  for (int64_t t = 0; t < B * S; ++t)
+    STD_TORCH_CHECK(pos[t] >= 0 && pos[t] < P, "position_ids[", t / S, ", ", t % S, "] = ", pos[t],
+                    " is outside the tables, which have rows 0 to ", P - 1);
 }
 
 void rotate(const Tensor& x, const Tensor& y, const Tensor& cos, const Tensor& sin,
             const std::optional<Tensor>& positions, bool interleaved, float sign) {
-  const int64_t B = x.size(0), H = x.size(1), S = x.size(2), D = x.size(3), half = cos.size(1), P = cos.size(0);
+  const int64_t B = x.size(0), H = x.size(1), S = x.size(2), D = x.size(3), half = cos.size(1);
   const int64_t* pos = in<int64_t>(positions);
   const float *c = in<float>(cos), *s = in<float>(sin);
   const int64_t xs[3] = {x.stride(0), x.stride(1), x.stride(2)}, ys[3] = {y.stride(0), y.stride(1), y.stride(2)};
@@ -45,7 +72,6 @@ void rotate(const Tensor& x, const Tensor& y, const Tensor& cos, const Tensor& s
     torch::stable::parallel_for(0, B * S, grain(H * D), [&](int64_t lo, int64_t hi) {
       for (int64_t t = lo; t < hi; ++t) {
         const int64_t b = t / S, i = t % S, p = pos != nullptr ? pos[t] : i;
-        STD_TORCH_CHECK(p >= 0 && p < P, "position_ids[", b, ", ", i, "] is ", p, "; the tables have ", P, " rows");
         for (int64_t h = 0; h < H; ++h) {
           const T* xr = in<T>(x) + b * xs[0] + h * xs[1] + i * xs[2];
           T* yr = out<T>(y) + b * ys[0] + h * ys[1] + i * ys[2];
@@ -62,15 +88,19 @@ void rotate(const Tensor& x, const Tensor& y, const Tensor& cos, const Tensor& s
 
 void rope_rotate(Tensor q, std::optional<Tensor> k, Tensor q_out, std::optional<Tensor> k_out, Tensor cos, Tensor sin,
                  std::optional<Tensor> positions, bool interleaved, bool inverse) {
-  check("q", q);
-  check("q_out", q_out);
-  check_row_major("cos", cos);
-  check_row_major("sin", sin);
+  check("q", q, q);
+  check("q_out", q_out, q);
+  check_tables(q, cos, sin, positions);
   const float sign = inverse ? -1.0f : 1.0f;
+  if (k.has_value()) {
+    STD_TORCH_CHECK(k_out.has_value(), "tilewright: k needs k_out");
+    check("k", *k, *k);
+    check("k_out", *k_out, *k);
+    STD_TORCH_CHECK(k->size(0) == q.size(0) && k->size(2) == q.size(2) && 2 * cos.size(1) <= k->size(3),
+                    "tilewright: k must have q's batch, sequence and head width");
+  }
   rotate(q, q_out, cos, sin, positions, interleaved, sign);
   if (k.has_value()) {
-    check("k", *k);
-    check("k_out", *k_out);
     rotate(*k, *k_out, cos, sin, positions, interleaved, sign);
   }
 }

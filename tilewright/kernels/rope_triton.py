@@ -70,7 +70,10 @@ def _rotate(q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, pos_ptr, S, P,
 
 
 def config(half: int) -> dict:
-    """About 1,024 pairs in flight a program: 8 a thread, a 128-bit load of 16-bit elements."""
+    """About 1,024 pairs in flight a program: 8 a thread, a 128-bit load of 16-bit elements.
+
+    Fewer than one a thread would break in-place use: two threads would load an element that one of them overwrites.
+    """
     block_r = triton.next_power_of_2(half)
     return {"BLOCK_R": block_r, "BLOCK_H": max(1, 1024 // block_r), "num_warps": 4}
 

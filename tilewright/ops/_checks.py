@@ -3,8 +3,11 @@ accepted. TypeError for a wrong type or dtype, ValueError for a wrong shape or v
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
+from tilewright.ops._library import define
 from tilewright.registry import short
 
 ACCEPTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -32,3 +35,35 @@ def shape(name: str, t: torch.Tensor, expected: tuple[int, ...], why: str) -> No
 def choice(name: str, value: object, accepted: tuple) -> None:
     if value not in accepted:
         raise ValueError(f"{name} must be one of {list(accepted)}, got {value!r}")
+
+
+def cu_seqlens(cu: torch.Tensor, tokens: int, *, wait: bool) -> torch.Tensor:
+    """Packed documents' boundaries as int64 [documents + 1]: from 0, never decreasing, to `tokens`.
+
+    wait: check the values on a CUDA device too, which waits for it. On a CPU they are always checked, in compiled code
+    when it runs: the check is an operator, whose result the caller must use.
+    """
+    if not isinstance(cu, torch.Tensor):
+        raise TypeError(f"cu_seqlens must be a torch.Tensor, got {type(cu).__name__}")
+    if cu.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {short(cu.dtype)}")
+    if cu.dim() != 1 or cu.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must have shape [documents + 1], got {list(cu.shape)}")
+    return _checked_cu_seqlens(cu, tokens, wait)
+
+
+def _cu_seqlens(cu: torch.Tensor, tokens: int, wait: bool) -> torch.Tensor:
+    if wait or not cu.is_cuda:
+        ends = cu.tolist()
+        if ends[0] != 0:
+            raise ValueError(f"cu_seqlens must start at 0, got {ends[0]}")
+        for i, (a, b) in enumerate(itertools.pairwise(ends)):
+            if b < a:
+                raise ValueError(f"cu_seqlens must not decrease, got {b} after {a} at index {i + 1}")
+        if ends[-1] != tokens:
+            raise ValueError(f"cu_seqlens must end at {tokens}, the number of tokens, got {ends[-1]}")
+    return cu.to(torch.int64, copy=True)
+
+
+_checked_cu_seqlens = define("checked_cu_seqlens", _cu_seqlens,
+                             lambda cu, tokens, wait: torch.empty_like(cu, dtype=torch.int64))

@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): feature pairs turn by an angle that grows with position.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): feature pairs turn by an angle that grows with
+position.
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
@@ -12,7 +13,9 @@ import torch
 from tilewright import platform
 from tilewright.ops import _checks, cases
 from tilewright.ops._library import define, differentiate
-from tilewright.registry import Case, Cost, Implementation, Op
+from tilewright.registry import Case, Cost, Implementation, Op, short
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def rope(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False,
@@ -29,14 +32,17 @@ def rope(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.
     interleaved: pairs are neighbours (2 i, 2 i + 1), as in GPT-J; default (i, R / 2 + i), as in NeoX and Llama.
     rotary_dim: R; default D. Features from R on pass through.
     position_ids: integers [S] or [B, S], rows of the tables; default 0 .. S - 1.
-    cu_seqlens: int32 or int64 [n + 1], where packed documents begin (and the last ends) in the B * S tokens; positions
-        restart at each. Not together with position_ids.
-    inplace: overwrite q and k, which then must not be needed by the backward of what made them; the backward overwrites
-        the arriving gradients' copies only. Not under torch.compile, which reuses buffers itself.
+    cu_seqlens: int32 or int64 [n + 1], 0 .. B * S, not decreasing: where packed documents begin (and the last ends) in
+        the B * S tokens; positions restart at each. Not together with position_ids.
+    inplace: overwrite q and k (a contiguous last dimension, any other strides) and return them; the backward of what
+        made them must not need them. Where autograd cannot follow (a leaf that requires grad, or a view made by split,
+        chunk or unbind), ValueError.
     Returns (q, k) in the inputs' dtypes. float32 math, one rounding. Differentiable in q and k (the backward is the
     rotation by the opposite angle).
-    Raises TypeError or ValueError for arguments that do not fit, IndexError for a position outside the tables (on a CUDA
-    device a synchronising check is not made: such a token becomes NaN, and nothing is read out of bounds).
+    Raises TypeError or ValueError for arguments that do not fit, IndexError for a position outside the tables, compiled
+    or not. On a CUDA device values of position_ids and cu_seqlens are not looked at, which would wait for it: a token
+    outside the tables, and every token of wrong cu_seqlens, becomes NaN, and nothing is read out of bounds.
+    Source: arXiv:2104.09864; pairs as in transformers' LlamaRotaryEmbedding, or neighbouring as in GPT-J.
     """
     R = _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens)
     B, _, S, _ = q.shape
@@ -47,35 +53,49 @@ def rope(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.
             position_ids = torch.arange(B * S, device=q.device).view(B, S)
         cos, sin = cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1])
     elif cu_seqlens is not None:
-        position_ids = document_positions(cu_seqlens, B * S).view(B, S)
-    elif position_ids is not None and position_ids.dim() == 1:
-        position_ids = position_ids.expand(B, S)
+        position_ids = _checked_positions(document_positions(cu_seqlens, B * S).view(B, S), cos.shape[0])
+    elif position_ids is not None:
+        position_ids = _checked_positions(position_ids.expand(B, S), cos.shape[0])
+    elif cos.shape[0] < S:
+        raise IndexError(_outside(f"S is {S}: position", cos.shape[0], cos.shape[0]))
     cos, sin = cos[:, :R // 2], sin[:, :R // 2]
-    if position_ids is not None:
-        position_ids = position_ids.to(torch.int64).contiguous()
-        if not position_ids.is_cuda and not torch.compiler.is_compiling() and position_ids.numel():
-            _check_positions(position_ids, cos.shape[0])
-    elif S > cos.shape[0]:
-        raise IndexError(f"position {cos.shape[0]} is outside the tables, which have {cos.shape[0]} rows; S is {S}")
+    fn = ROPE.pick(implementation, q)
     if inplace:
-        if torch.compiler.is_compiling():
-            raise ValueError("inplace=True does not work under torch.compile, which reuses buffers itself")
-        return _InPlace.apply(q, k, cos, sin, position_ids, interleaved, ROPE.pick(implementation, q))
-    return ROPE.pick(implementation, q)(q, k, cos, sin, position_ids, interleaved)
+        return _in_place(fn, q, k, cos, sin, position_ids, interleaved)
+    return fn(q, k, cos, sin, position_ids, interleaved)
 
 
 def document_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Position within its document of each of `tokens` packed tokens, int64."""
-    index = torch.arange(tokens, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens.to(torch.int64), index, right=True) - 1
-    return index - cu_seqlens.to(torch.int64)[document]
+    """Position within its document of each of `tokens` packed tokens, int64 [tokens].
+
+    Wrong boundaries are a ValueError; on a CUDA device, which is not waited for, they make every position -1.
+    """
+    cu = _checks.cu_seqlens(cu_seqlens, tokens, wait=False)
+    index = torch.arange(tokens, device=cu.device)
+    positions = index - cu[torch.searchsorted(cu, index, right=True) - 1]
+    if cu.is_cuda:
+        right = (cu[0] == 0) & (cu[-1] == tokens) & (cu[1:] >= cu[:-1]).all()
+        positions = torch.where(right, positions, -1)
+    return positions
 
 
-def _check_positions(ids, rows):
-    wrong = ((ids < 0) | (ids >= rows)).nonzero()
-    if len(wrong):
-        b, s = wrong[0].tolist()
-        raise IndexError(f"position_ids[{b}, {s}] is {int(ids[b, s])}; the tables have {rows} rows")
+def _outside(what, value, rows):
+    return f"{what} {value} is outside the tables, which have rows 0 to {rows - 1}"
+
+
+def _positions(ids: torch.Tensor, rows: int) -> torch.Tensor:
+    """ids as contiguous int64, checked unless that would wait for a GPU."""
+    if not ids.is_cuda:
+        wrong = ((ids < 0) | (ids >= rows)).nonzero()
+        if len(wrong):
+            b, s = wrong[0].tolist()
+            raise IndexError(_outside(f"position_ids[{b}, {s}] =", int(ids[b, s]), rows))
+    return ids.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+
+
+# An operator, so that compiled code checks too, when it runs, and with the same words.
+_checked_positions = define("rope_checked_positions", _positions,
+                            lambda ids, rows: ids.new_empty(ids.shape, dtype=torch.int64))
 
 
 def _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens):
@@ -91,23 +111,28 @@ def _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens):
         if k.dtype != q.dtype:
             raise TypeError(f"k must have q's dtype {q.dtype}, got {k.dtype}")
     R = D if rotary_dim is None else rotary_dim
+    if D < 2:
+        raise ValueError(f"q must have a head width of at least 2, got {list(q.shape)}")
     if R % 2 or not 0 < R <= D:
         raise ValueError(f"rotary_dim must be even and 2 to {D} (head width), got {R}")
     if cos.shape != sin.shape:
         raise ValueError(f"sin must have cos's shape {list(cos.shape)}, got {list(sin.shape)}")
     if cos.dim() not in (2, 3) or cos.shape[-1] not in (R, R // 2):
         raise ValueError(f"cos must have shape [P, {R // 2}] or [P, {R}] for rotary_dim {R}, got {list(cos.shape)}")
+    if cos.shape[0] == 0 and B * S:
+        raise ValueError(f"cos must have rows, got {list(cos.shape)}")
     if cos.dim() == 3 and (cos.shape[1] != S or cos.shape[0] not in (1, B)):
         raise ValueError(f"cos with three dimensions must be [{B}, {S}, ...], got {list(cos.shape)}")
     if position_ids is not None:
         if cu_seqlens is not None:
             raise ValueError("position_ids and cu_seqlens exclude each other; got both")
-        if position_ids.is_floating_point() or tuple(position_ids.shape) not in ((S,), (B, S)):
-            raise ValueError(f"position_ids must be integers of shape [{S}] or [{B}, {S}], got "
-                             f"{position_ids.dtype} {list(position_ids.shape)}")
-    if cu_seqlens is not None and (cu_seqlens.is_floating_point() or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2):
-        raise ValueError(f"cu_seqlens must be integers of shape [documents + 1], got {cu_seqlens.dtype} "
-                         f"{list(cu_seqlens.shape)}")
+        if not isinstance(position_ids, torch.Tensor):
+            raise TypeError(f"position_ids must be a torch.Tensor, got {type(position_ids).__name__}")
+        if position_ids.dtype not in INTEGERS:
+            raise TypeError(f"position_ids must be one of {', '.join(map(short, INTEGERS))}, got "
+                            f"{short(position_ids.dtype)}")
+        if tuple(position_ids.shape) not in ((S,), (B, S)):
+            raise ValueError(f"position_ids must have shape [{S}] or [{B}, {S}], got {list(position_ids.shape)}")
     _checks.same_device(q=q, k=k, cos=cos, sin=sin, position_ids=position_ids, cu_seqlens=cu_seqlens)
     return R
 
@@ -117,8 +142,12 @@ def _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens):
 def rope_eager(q, k, cos, sin, position_ids=None, interleaved=False):
     acc = torch.promote_types(q.dtype, torch.float32)
     S, R = q.shape[2], 2 * cos.shape[1]
-    rows = torch.arange(S, device=q.device) if position_ids is None else position_ids
-    c, s = (t.to(acc)[rows].unsqueeze(-3) for t in (cos, sin))   # [(B,) 1, S, R / 2]
+    if position_ids is None:
+        c, s = cos[:S].to(acc), sin[:S].to(acc)   # [S, R / 2]
+    else:   # [B, 1, S, R / 2]; NaN for a position outside the tables
+        outside = ((position_ids < 0) | (position_ids >= cos.shape[0])).unsqueeze(-1)
+        rows = position_ids.clamp(0, cos.shape[0] - 1)
+        c, s = (t[rows].to(acc).masked_fill(outside, float("nan")).unsqueeze(1) for t in (cos, sin))
 
     def rotate(x):
         if x is None:
@@ -180,43 +209,79 @@ def _register(name, rotate):
         q_out, k_out = op(q, k, cos.float().contiguous(), sin.float().contiguous(), position_ids, interleaved, False)
         return q_out, None if k is None else k_out
 
-    rope_fused.rotate = rotate   # what inplace=True writes with
+    rope_fused.rotate, rope_fused.op = rotate, op   # for inplace=True: what writes, and what its backward calls
     return rope_fused
 
 
-class _InPlace(torch.autograd.Function):
-    """Overwrites q and k. Nothing of them is kept: the backward needs only the angles."""
+# ---- in place
 
-    @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids, interleaved, fn):
-        cos, sin = cos.float().contiguous(), sin.float().contiguous()
-        ctx.save_for_backward(cos, sin, position_ids)
-        ctx.interleaved, ctx.fn = interleaved, fn
-        _InPlace.turn(fn, q, k, cos, sin, position_ids, interleaved, False)
-        ctx.mark_dirty(*(t for t in (q, k) if t is not None))
-        ctx.set_materialize_grads(False)
+def _in_place(fn, q, k, cos, sin, positions, interleaved):
+    given = [(name, x) for name, x in (("q", q), ("k", k)) if x is not None]
+    compiling = torch.compiler.is_compiling()
+    for name, x in given:
+        _check_overwritable(name, x, compiling)
+    if compiling:   # the compiler decides where results lie; the copies tell it that they may lie here
+        for (_, x), new in zip(given, fn(q, k, cos, sin, positions, interleaved), strict=False):
+            x.copy_(new)
         return q, k
-
-    @staticmethod
-    def turn(fn, q, k, cos, sin, positions, interleaved, inverse):
-        bad = next((n for n, t in (("q", q), ("k", k)) if t is not None and t.stride(-1) != 1), None)
-        if bad:
-            raise ValueError(f"inplace=True needs {bad} with a contiguous last dimension")
+    if k is not None and q.numel() and q.data_ptr() == k.data_ptr():
+        raise ValueError("inplace=True cannot overwrite q and k that are the same memory; pass inplace=False")
+    cos, sin = cos.float().contiguous(), sin.float().contiguous()
+    # One Function a tensor: autograd lets a Function overwrite a view only if that is all it returns. They come before
+    # the one launch that writes both, so that what autograd refuses is left as it was.
+    for _, x in given:
+        _Overwritten.apply(x, cos, sin, positions, interleaved, fn)
+    with torch.no_grad():
+        q_data, k_data = q.detach(), None if k is None else k.detach()
         if hasattr(fn, "rotate"):
-            fn.rotate(q, k, q, k, cos, sin, positions, interleaved, inverse)
-            return
-        for x in (q, k):
-            if x is not None:
-                x.copy_(fn(x, None, cos, -sin if inverse else sin, positions, interleaved)[0])
+            fn.rotate(q_data, k_data, q_data, k_data, cos, sin, positions, interleaved, False)
+        else:
+            for x, new in zip((q_data, k_data), fn(q_data, k_data, cos, sin, positions, interleaved), strict=True):
+                if x is not None:
+                    x.copy_(new)
+    return q, k
+
+
+def _check_overwritable(name, x, compiling):
+    if x.stride(-1) != 1 and x.numel():
+        raise ValueError(f"inplace=True needs {name} with a contiguous last dimension, got strides {list(x.stride())}; "
+                         f"pass {name}.contiguous() or inplace=False")
+    if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(f"inplace=True cannot overwrite {name}, an expanded tensor whose elements share memory; pass "
+                         f"{name}.contiguous() or inplace=False")
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return
+    if x.is_leaf or (not compiling and x._is_view() and x._base.is_leaf):
+        raise ValueError(f"inplace=True cannot overwrite {name}, a leaf that requires grad or a view of one; pass "
+                         "inplace=False")
+    # The compiler cannot trace this question; it refuses such a view in words of its own.
+    if not compiling and x._is_view() and _creation(x) != torch._C._autograd.CreationMeta.DEFAULT:
+        raise ValueError(f"inplace=True cannot overwrite {name}, a view that autograd does not let change, as split, "
+                         "chunk and unbind make it; take a slice instead (qkv[..., a:b]), or pass inplace=False")
+
+
+_creation = torch._C._autograd._get_creation_meta
+
+
+class _Overwritten(torch.autograd.Function):
+    """Tells autograd that x is rotated where it lies. Nothing of it is kept: the backward needs only the angles."""
 
     @staticmethod
-    def backward(ctx, dq, dk):
+    def forward(ctx, x, cos, sin, positions, interleaved, fn):
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.interleaved, ctx.fn = interleaved, fn
+        ctx.mark_dirty(x)
+        ctx.set_materialize_grads(False)
+        return x
+
+    @staticmethod
+    def backward(ctx, dx):
         cos, sin, positions = ctx.saved_tensors
-        dq, dk = (None if d is None else d.clone(memory_format=torch.contiguous_format) for d in (dq, dk))
-        if dq is not None or dk is not None:
-            first, second = (dq, dk) if dq is not None else (dk, None)
-            _InPlace.turn(ctx.fn, first, second, cos, sin, positions, ctx.interleaved, True)
-        return dq, dk, None, None, None, None, None
+        if dx is not None and hasattr(ctx.fn, "op"):
+            dx = ctx.fn.op(dx, None, cos, sin, positions, ctx.interleaved, True)[0]
+        elif dx is not None:
+            dx = ctx.fn(dx, None, cos, -sin, positions, ctx.interleaved)[0]
+        return dx, None, None, None, None, None
 
 
 _loaded: dict[str, object] = {}
