@@ -49,10 +49,12 @@ TW_INLINE void activate(float g, float& a, float& da) {
   } else if (K == GELU_TANH) {
     const float c = 0.7978845608028654f, k = 0.044715f;
     // (1 + tanh u) / 2 = sigmoid(2 u), which loses no digits in the negative tail.
+    float z = g > 20.0f ? 20.0f : g;  // s or q is 0 from 12 on, and 0 times an overflowing cube would be NaN
+    z = z < -20.0f ? -20.0f : z;
     float s, q;
-    sigmoid_pair(2.0f * c * (g + k * g * g * g), s, q);
+    sigmoid_pair(2.0f * c * (z + k * z * z * z), s, q);
     a = g * s;
-    da = s * (1.0f + g * q * 2.0f * c * (1.0f + 3.0f * k * g * g));
+    da = s * (1.0f + z * q * 2.0f * c * (1.0f + 3.0f * k * z * z));
   } else {
     float cdf, density;
     normal(g, cdf, density);

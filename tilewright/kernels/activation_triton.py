@@ -66,9 +66,11 @@ def _activate(g, KIND: tl.constexpr):
         da = s * (1.0 + g * q)
     elif KIND == 1:
         # (1 + tanh u) / 2 = sigmoid(2 u): no libdevice, and no digits lost in the negative tail.
-        s, q = _sigmoid_pair(1.5957691216057308 * (g + 0.044715 * g * g * g))
+        # s or q is 0 from 12 on, and 0 times an overflowing cube would be NaN.
+        z = tl.where(g > 20.0, 20.0, tl.where(g < -20.0, -20.0, g))
+        s, q = _sigmoid_pair(1.5957691216057308 * (z + 0.044715 * z * z * z))
         a = g * s
-        da = s * (1.0 + g * q * 1.5957691216057308 * (1.0 + 0.134145 * g * g))
+        da = s * (1.0 + z * q * 1.5957691216057308 * (1.0 + 0.134145 * z * z))
     else:
         cdf, density = _normal(g)
         a = g * cdf
