@@ -7,10 +7,12 @@ A sample has input_ids and labels (default: the same; -100 is not trained on). A
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,94 +27,172 @@ log = logging.getLogger("tilewright")
 IGNORE = -100
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 DUMMY_SAMPLES = 512
+PREPARATION = 1   # to be raised when the same settings prepare other data: a cache of before is then not used
 
 
 # ---- loading
 
-def _files(path: pathlib.Path) -> tuple[str, list[str]]:
-    """(format, files) of a local file or folder."""
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in FORMATS)
-    kinds = {FORMATS.get(p.suffix) for p in files}
+def _files(path: pathlib.Path, kind: str | None) -> tuple[str, list[str]]:
+    """(format, files) of a local file or folder. kind: the configured format; of a folder, only such files."""
+    if path.is_file():
+        files, kinds = [path], {kind or FORMATS.get(path.suffix)}
+    else:
+        files = sorted(p for p in path.rglob("*") if p.suffix in FORMATS and kind in (None, FORMATS[p.suffix]))
+        kinds = {FORMATS[p.suffix] for p in files}
     if len(kinds) != 1 or None in kinds:
-        raise ValueError(f"{path}: needs files of one kind ({', '.join(FORMATS)}), found {sorted(map(str, kinds))}")
+        raise ValueError(f"{path}: needs files of one kind ({', '.join(FORMATS)}; or ds_type), "
+                         f"found {sorted(kinds - {None}) or 'none of them'}")
     return kinds.pop(), list(map(str, files))
+
+
+def _saved(path: pathlib.Path) -> bool:
+    """Written by the package datasets itself, as one set or as a mapping of splits."""
+    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def _only(found, entry: Dataset):
+    """One set out of a mapping of splits."""
+    if not isinstance(found, dict):
+        if entry.split is not None:
+            raise ValueError(f"{entry.path}: holds one data set without splits, not {entry.split}")
+        return found
+    names = sorted(found)
+    split = names[0] if entry.split is None and len(names) == 1 else entry.split
+    if split not in names:
+        raise ValueError(f"{entry.path}: has the splits {', '.join(names)}; set split to one of them")
+    return found[split]
 
 
 def _raw(entry: Dataset, data: Data):
     import datasets
 
-    token = True if data.hf_use_auth_token else None
-    path = pathlib.Path(entry.path)
-    split = entry.split or "train"
-    options: dict[str, Any] = {}
+    path, kind, options = pathlib.Path(entry.path), entry.ds_type, {"token": data.hf_use_auth_token}
+    remote = "://" in entry.path
+    if not remote and not path.exists() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", entry.path):
+        raise FileNotFoundError(f"{entry.path}: no such file or folder")
+    if entry.data_files is None and not remote and not path.exists():   # a Hub id
+        options |= {"name": entry.name, "revision": entry.revision, "split": entry.split}
+        try:
+            found = datasets.load_dataset(entry.path, **options)
+        except OSError as error:
+            raise FileNotFoundError(f"{entry.path}: no file here, and the Hub does not give it: {error}") from error
+        return found if entry.split is not None else _only(found, entry)
     if entry.data_files is not None:
-        files = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
-        kind, found = entry.ds_type, [str(path / f) if path.is_dir() else f for f in files]
-    elif path.exists():
-        if (path / "dataset_info.json").is_file():
-            return datasets.load_from_disk(str(path))
-        kind, found = _files(path)
-        kind = entry.ds_type or kind
-    elif "://" in entry.path:
-        kind, found = entry.ds_type or FORMATS.get(pathlib.PurePath(entry.path).suffix, "json"), [entry.path]
+        if path.is_file():
+            raise ValueError(f"{entry.path}: is a file, so data_files cannot be in it")
+        revision = f"@{entry.revision}" if entry.revision else ""
+        base = entry.path if remote or path.is_dir() else f"hf://datasets/{entry.path}{revision}"
+        names = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
+        files = [f"{base.rstrip('/')}/{name}" for name in names]
+    elif remote:
+        kind, files = kind or FORMATS.get(pathlib.PurePath(entry.path).suffix, "json"), [entry.path]
+    elif _saved(path):
+        if kind is not None:
+            raise ValueError(f"{entry.path}: a saved data set knows its format; leave out ds_type = {kind}")
+        return _only(datasets.load_from_disk(entry.path), entry)
     else:
-        return datasets.load_dataset(entry.path, entry.name, split=split, revision=entry.revision, token=token)
+        kind, files = _files(path, kind)
     if kind == "text":   # a file is a document; the library's default would make every line one
         options["sample_by"] = "document"
-    return datasets.load_dataset(kind, data_files={split: found}, split=split, token=token, **options)
+    try:
+        return datasets.load_dataset(kind, data_files={"train": files}, split=entry.split or "train", **options)
+    except datasets.exceptions.DatasetGenerationError as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(f"{entry.path}: cannot be read as {kind}: {reason}") from error
 
 
-def _dummy(data: Data, vocab: int, seed: int):
+def _dummy(data: Data, vocab: int, seed: tuple[int, ...]):
     """Random documents of random lengths."""
     import datasets
 
     rng = np.random.default_rng(seed)
     longest = data.sample_packing_sequence_len
-    rows = [rng.integers(0, vocab, rng.integers(max(2, longest // 8), longest + 1)).tolist()
-            for _ in range(DUMMY_SAMPLES)]
-    return datasets.Dataset.from_dict({"input_ids": rows, "labels": rows})
+    rows = [rng.integers(0, vocab, rng.integers(max(2, longest // 8), longest + 1)) for _ in range(DUMMY_SAMPLES)]
+    return datasets.Dataset.from_dict({"input_ids": rows})
 
 
-def _tokenise(raw, entry: Dataset, data: Data, tokenizer) -> Any:
+# ---- preparation
+
+def _longest(entry: Dataset, data: Data) -> int:
+    return min(entry.max_seq_len or data.sample_packing_sequence_len, data.sample_packing_sequence_len)
+
+
+def _columns():
+    """Of every prepared set, since those that are merged must agree."""
+    import datasets
+
+    return datasets.Features({name: datasets.Sequence(datasets.Value("int32")) for name in ("input_ids", "labels")})
+
+
+def _check_range(path: str, ids: list[int], vocab: int, *also: int) -> None:
+    """An index outside the embedding would end a GPU run with an assertion that names no sample."""
+    if outside := set(ids) - set(also):
+        worst = max(outside, key=lambda i: (i < 0, i))
+        if not 0 <= worst < vocab:
+            raise ValueError(f"{path}: token {worst} is not in the model's vocabulary of {vocab}")
+
+
+def _tokenise(raw, entry: Dataset, data: Data, tokenizer, vocab: int) -> Any:
     """Text to pieces of at most max_seq_len (default: a bin), with the end token after each document."""
     if "text" not in raw.column_names:
-        raise ValueError(f"{entry.path}: type text needs a column `text`, have {raw.column_names}")
-    longest = min(entry.max_seq_len or data.sample_packing_sequence_len, data.sample_packing_sequence_len)
+        raise ValueError(f"{entry.path}: type text needs a column `text`, has {raw.column_names}")
+    kind = getattr(raw.features["text"], "dtype", "list")
+    if kind not in ("string", "large_string"):
+        raise ValueError(f"{entry.path}: the column `text` must hold strings, not {kind}")
+    longest = _longest(entry, data)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def pieces(batch):
         out = []
         for text in batch["text"]:
+            if text is None:
+                raise ValueError(f"{entry.path}: a row has no text")
             ids = tokenizer(text, add_special_tokens=False)["input_ids"] + end
+            _check_range(entry.path, ids, vocab)
             out += [ids[i:i + longest] for i in range(0, len(ids), longest)]
         out = [p for p in out if len(p) > 1]   # one token predicts nothing
         return {"input_ids": out, "labels": out}
 
-    return raw.map(pieces, batched=True, remove_columns=raw.column_names, num_proc=data.dataset_num_proc)
+    return raw.map(pieces, batched=True, remove_columns=raw.column_names, num_proc=data.dataset_num_proc,
+                   features=_columns())
 
 
-def _tokenised(raw, entry: Dataset, data: Data) -> Any:
+def _tokenised(raw, entry: Dataset, data: Data, vocab: int) -> Any:
     """Checks and cuts samples that are tokens already."""
     if "input_ids" not in raw.column_names:
-        raise ValueError(f"{entry.path}: type tokenized needs a column `input_ids`, have {raw.column_names}")
-    keep = [c for c in (data.select_columns or ("input_ids", "labels")) if c in raw.column_names]
-    if absent := [c for c in (data.select_columns or ()) if c not in raw.column_names]:
-        raise ValueError(f"data.select_columns: {absent} not in {entry.path}, which has {raw.column_names}")
-    raw = raw.select_columns(keep)
-    longest = min(entry.max_seq_len or data.sample_packing_sequence_len, data.sample_packing_sequence_len)
+        raise ValueError(f"{entry.path}: type tokenized needs a column `input_ids`, has {raw.column_names}")
+    raw = raw.select_columns([c for c in ("input_ids", "labels") if c in raw.column_names])
+    for name, feature in raw.features.items():
+        kind = getattr(getattr(feature, "feature", None), "dtype", "")
+        if not kind.startswith(("int", "uint")):
+            raise ValueError(f"{entry.path}: the column `{name}` must hold lists of integers, not {feature}")
+    longest = _longest(entry, data)
 
     def cut(row):
-        ids = row["input_ids"][:longest]
-        labels = (row.get("labels") if row.get("labels") is not None else row["input_ids"])[:longest]
+        ids, labels = row["input_ids"], row.get("labels")
+        if ids is None:
+            raise ValueError(f"{entry.path}: a row has no input_ids")
+        labels = ids if labels is None else labels
         if len(labels) != len(ids):
-            raise ValueError(f"{entry.path}: a sample has {len(row['input_ids'])} input_ids and {len(labels)} labels")
-        return {"input_ids": ids, "labels": labels}
+            raise ValueError(f"{entry.path}: a sample has {len(ids)} input_ids and {len(labels)} labels")
+        _check_range(entry.path, ids, vocab)
+        _check_range(entry.path, labels, vocab, IGNORE)
+        return {"input_ids": ids[:longest], "labels": labels[:longest]}
 
-    before = sum(len(x) > longest for x in raw["input_ids"])
+    before = sum(len(x) > longest for x in raw["input_ids"] if x is not None)
     if before:
-        log.warning("%s: %d of %d samples were longer than %d tokens and were cut", entry.path, before, len(raw), longest)
-    raw = raw.map(cut, num_proc=data.dataset_num_proc)
-    return raw.select_columns(["input_ids", "labels"]).filter(lambda row: len(row["input_ids"]) > 1)
+        log.warning("%s: %d of %d samples were longer than %d tokens and were cut", entry.path, before, len(raw),
+                    longest)
+    raw = raw.map(cut, num_proc=data.dataset_num_proc, features=_columns())
+    return raw.filter(lambda row: len(row["input_ids"]) > 1)
+
+
+def _selected(raw, entry: Dataset, data: Data):
+    if data.select_columns is None:
+        return raw
+    if absent := [c for c in data.select_columns if c not in raw.column_names]:
+        raise ValueError(f"data.select_columns: {absent} not in {entry.path}, which has {raw.column_names}")
+    return raw.select_columns(data.select_columns)
 
 
 def _build(entries: list[Dataset], config: Config, tokenizer: Callable[[], Any], vocab: int, shuffle: bool):
@@ -120,25 +200,27 @@ def _build(entries: list[Dataset], config: Config, tokenizer: Callable[[], Any],
 
     data, seed, parts = config.data, config.train.seed, []
     for i, entry in enumerate(entries):
-        if entry.path == "dummy":
-            part = _dummy(data, vocab, seed + i)
-        else:
-            raw = _raw(entry, data)
-            if entry.shards is not None:
-                raw = raw.shard(entry.shards, entry.shards_idx or 0)
-            if data.dataset_shard_num is not None:
-                raw = raw.shard(data.dataset_shard_num, data.dataset_shard_idx)
-            pieces = [raw.shard(entry.preprocess_shards, j, contiguous=True) for j in range(entry.preprocess_shards)] \
-                if entry.preprocess_shards else [raw]
-            make = (lambda r, e=entry: _tokenise(r, e, data, tokenizer())) if entry.type == "text" else (
-                lambda r, e=entry: _tokenised(r, e, data))
-            part = datasets.concatenate_datasets([make(p) for p in pieces])
+        # Not the same documents to train and to evaluate on.
+        raw = _dummy(data, vocab, (seed, i, int(shuffle))) if entry.path == "dummy" else _raw(entry, data)
+        raw = _selected(raw, entry, data)
+        if entry.shards is not None:
+            raw = raw.shard(entry.shards, entry.shards_idx)
+        if data.dataset_shard_num is not None:
+            raw = raw.shard(data.dataset_shard_num, data.dataset_shard_idx)
+        make = functools.partial(_tokenise, tokenizer=tokenizer()) if entry.type == "text" else _tokenised
+        count = entry.preprocess_shards or 1
+        made = [make(raw.shard(count, j, contiguous=True), entry, data, vocab=vocab)
+                for j in range(min(count, len(raw)))]   # an empty chunk would keep its columns
+        if not sum(map(len, made)):
+            log.warning("%s: holds no sample of two tokens or more", entry.path)
+            continue
+        part = datasets.concatenate_datasets(made)
         if shuffle and data.shuffle_before_merging_datasets:
             part = part.shuffle(seed=seed)
         parts.append(part)
-    merged = datasets.concatenate_datasets(parts)
-    if not len(merged):
+    if not parts:
         raise ValueError("the data sets hold no sample of two tokens or more")
+    merged = datasets.concatenate_datasets(parts)
     return merged.shuffle(seed=seed) if shuffle and data.shuffle_merged_datasets else merged
 
 
@@ -146,13 +228,15 @@ def _fingerprint(entries: list[Dataset], config: Config, vocab: int, shuffle: bo
     """Changes whenever the prepared data would: the settings, and size and time of every local file."""
     keys = ("select_columns", "sample_packing_sequence_len", "shuffle_merged_datasets", "dataset_shard_num",
             "shuffle_before_merging_datasets", "dataset_shard_idx")
-    local = []
-    for entry in entries:
-        path = pathlib.Path(entry.path)
-        files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-        local += [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
-    what = [[e.model_dump() for e in entries], {k: getattr(config.data, k) for k in keys}, local, vocab, shuffle,
-            config.train.seed, config.model.tokenizer_path or config.model.config_path or config.model.model_path]
+    tokenizer = config.model.tokenizer_path
+    read: list[pathlib.Path] = []
+    for path in (pathlib.Path(entry.path) for entry in entries):
+        read += [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
+    if any(entry.type == "text" for entry in entries):   # not its subfolders: a model's checkpoints may be there
+        read += sorted(p for p in pathlib.Path(tokenizer).glob("*") if p.suffix in (".json", ".model", ".txt"))
+    local = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in read if f.is_file()]
+    what = [PREPARATION, [e.model_dump() for e in entries], {k: getattr(config.data, k) for k in keys}, local, vocab,
+            shuffle, config.train.seed, tokenizer]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -165,35 +249,50 @@ def prepare(entries: list[Dataset], config: Config, tokenizer: Callable[[], Any]
     import datasets
 
     data = config.data
-    if data.dataset_prepared_path is None:
-        return _build(entries, config, tokenizer, vocab, shuffle)
     root = pathlib.Path(data.dataset_prepared_path)
-    if data.skip_prepare_dataset and (root / "dataset_info.json").is_file():
-        return datasets.load_from_disk(str(root))
     folder = root / _fingerprint(entries, config, vocab, shuffle)
-    if data.skip_prepare_dataset and not folder.is_dir():
-        raise FileNotFoundError(f"data.skip_prepare_dataset: no prepared data set at {root} or {folder}")
-    if main and not folder.is_dir():
-        built = _build(entries, config, tokenizer, vocab, shuffle)
-        aside = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        built.save_to_disk(str(aside), num_shards=data.num_dataset_shards_to_save or 1)
-        aside.rename(folder)
+    if data.skip_prepare_dataset:
+        return _as_it_is(root, folder, test=entries is data.test_datasets)
+    if main:
+        if not folder.is_dir():
+            built = _build(entries, config, tokenizer, vocab, shuffle)
+            aside = folder.with_name(f".{folder.name}.partial")
+            shutil.rmtree(aside, ignore_errors=True)
+            built.save_to_disk(str(aside), num_shards=min(data.num_dataset_shards_to_save or 1, len(built)))
+            aside.rename(folder)
         if data.push_dataset_to_hub:
-            built.push_to_hub(data.push_dataset_to_hub, token=True, private=True)
+            split = "test" if entries is data.test_datasets else "train"
+            prepared = datasets.load_from_disk(str(folder))
+            prepared.push_to_hub(data.push_dataset_to_hub, split=split, token=True, private=True)
     barrier()
     return datasets.load_from_disk(str(folder))
 
 
+def _as_it_is(root: pathlib.Path, folder: pathlib.Path, test: bool):
+    import datasets
+
+    if not (root / "dataset_info.json").is_file():
+        if not folder.is_dir():
+            raise FileNotFoundError(f"data.skip_prepare_dataset: no prepared data set at {root} or {folder}")
+        return datasets.load_from_disk(str(folder))
+    if test:
+        raise ValueError(f"data.skip_prepare_dataset: {root} is one data set, to train on; "
+                         "for evaluation set data.val_set_size instead of data.test_datasets")
+    found = datasets.load_from_disk(str(root))
+    if absent := {"input_ids", "labels"} - {*found.column_names}:
+        raise ValueError(f"data.skip_prepare_dataset: {root} has no column {' or '.join(sorted(absent))}")
+    return found
+
+
 def split_validation(dataset, size: int | float | None, seed: int):
-    """(training, validation or None). size: a count, or a fraction below 1."""
+    """(training, validation or None), both in the order they had. size: a count, or a fraction below 1."""
     if size is None:
         return dataset, None
     count = int(size) if size >= 1 else max(1, round(len(dataset) * size))
     if count >= len(dataset):
         raise ValueError(f"data.val_set_size = {size} leaves no training sample of {len(dataset)}")
-    parts = dataset.train_test_split(test_size=count, seed=seed)
-    return parts["train"], parts["test"]
+    order = np.random.default_rng(seed).permutation(len(dataset))
+    return dataset.select(np.sort(order[count:])), dataset.select(np.sort(order[:count]))
 
 
 # ---- batches
@@ -298,7 +397,7 @@ class Batches:
 
 def _loader(bins: Bins, indices: list[list[int | None]], data: Data, pin: bool):
     return torch.utils.data.DataLoader(
-        bins, batch_sampler=indices, collate_fn=lambda b: collate(b, data.pad_to_multiple_of),
+        bins, batch_sampler=indices, collate_fn=functools.partial(collate, multiple=data.pad_to_multiple_of),
         num_workers=data.dataloader_num_workers, prefetch_factor=data.dataloader_prefetch_factor,
         pin_memory=pin and data.dataloader_pin_memory)
 
