@@ -61,6 +61,21 @@ def stats_eager(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.
     return Stats(z.logsumexp(-1), picked, weighted, mean, logits.detach().argmax(-1) if argmax else None)
 
 
+def shard_stats_eager(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
+                      smooth: bool, entropy: bool, argmax: bool) -> Stats:
+    """`stats_eager` of a shard of the vocabulary, which in some row may be nothing but -inf although the whole row is
+    not: lse is -inf there, and gradients are 0, where autograd's formulas for logsumexp and softmax give NaN."""
+    options = softcap, smooth, entropy, argmax
+    if softcap:   # of -inf it makes a number
+        return stats_eager(logits, target, class_weight, *options)
+    low = float("-inf")
+    empty = (logits == low).all(-1)
+    stats = stats_eager(logits.masked_fill(empty[:, None], 0), target, class_weight, *options)
+    inside = (target >= 0) & (target < logits.shape[-1])
+    return stats._replace(lse=stats.lse.masked_fill(empty, low), target=stats.target.masked_fill(empty & inside, low),
+                          weighted=stats.weighted.masked_fill(empty, low) if smooth else None)
+
+
 # ---- arithmetic on [T] vectors, the same for all implementations
 
 def combine(stats: Stats, presence: torch.Tensor, y_weight: torch.Tensor | None, *, V: int,

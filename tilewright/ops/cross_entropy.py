@@ -19,7 +19,7 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, _softmax_stats, cases
-from tilewright.ops._softmax_stats import across, combine, entropy, presence, stats_eager
+from tilewright.ops._softmax_stats import across, combine, entropy, presence, shard_stats_eager, stats_eager
 from tilewright.registry import Case, Cost, Implementation, Op
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -177,7 +177,7 @@ def _losses(statistics, rows, target, here, class_weight, y_weight, softcap, lab
 
 def cross_entropy_eager(*arguments):
     *arguments, _, group = arguments
-    return _losses(stats_eager, *arguments, group)
+    return _losses(stats_eager if group is None else shard_stats_eager, *arguments, group)
 
 
 def _fused(load):
