@@ -126,7 +126,7 @@ Rows<T> write(const Tensor& t) { return {out<T>(t), t.stride(0)}; }
 Tensor act_mul_forward(Tensor gate, Tensor up, int64_t kind) {
   check(gate);
   check(up);
-  Tensor y = torch::stable::new_empty(gate, {gate.size(0), gate.size(1)});
+  Tensor y = huge(torch::stable::new_empty(gate, {gate.size(0), gate.size(1)}));
   dispatch(gate, [&](auto e) {
     using T = decltype(e);
     const auto g = read<T>(gate), u = read<T>(up);
@@ -143,6 +143,8 @@ Tensor act_mul_forward(Tensor gate, Tensor up, int64_t kind) {
 // Writes dgate and dup, which may be the halves of one tensor.
 void act_mul_backward(Tensor dy, Tensor gate, Tensor up, Tensor dgate, Tensor dup, int64_t kind) {
   for (const Tensor& t : {dy, gate, up, dgate, dup}) check(t);
+  huge(dgate);
+  huge(dup);
   dispatch(gate, [&](auto e) {
     using T = decltype(e);
     const auto d = read<T>(dy), g = read<T>(gate), u = read<T>(up);

@@ -10,6 +10,10 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -107,6 +111,25 @@ T* out(const Tensor& t) {
 template <class T>
 const T* in(const std::optional<Tensor>& t) {
   return t.has_value() ? reinterpret_cast<const T*>(t->const_data_ptr()) : nullptr;
+}
+
+// Asks for huge pages behind a large result before it is first written. glibc maps every block above 32 MiB anew and
+// unmaps it when it is freed, so that such a result comes in pages of 4 KiB which the kernel maps and clears one by one:
+// that takes longer than most ops here. Advice only: where huge pages are off, nothing changes.
+constexpr int64_t HUGE_BYTES = 32 << 20;
+
+inline Tensor huge(Tensor t) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  int64_t extent = t.numel() > 0 ? 1 : 0;
+  for (int64_t d = 0; d < t.dim() && extent > 0; ++d) extent += (t.size(d) - 1) * t.stride(d);
+  const uintptr_t bytes = uintptr_t(extent) * t.element_size();
+  if (bytes > uintptr_t(HUGE_BYTES)) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(t.mutable_data_ptr()), page = 4095;
+    const uintptr_t first = (begin + page) & ~page, last = (begin + bytes) & ~page;
+    madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  }
+#endif
+  return t;
 }
 
 // Calls f with a value of the C++ type that holds a tensor's elements: dispatch(x, [&](auto t) { using T = decltype(t); ... }).

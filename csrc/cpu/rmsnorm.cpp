@@ -132,8 +132,8 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<
   const int64_t rows = n.D > 0 ? x.numel() / n.D : 0;
   const auto w = as_float(weight, float(offset));
   const auto b = bias.has_value() ? as_float(*bias, 0) : std::vector<float>();
-  Tensor y = torch::stable::empty_like(x);
-  Tensor sum = residual.has_value() ? torch::stable::empty_like(*residual) : y;
+  Tensor y = huge(torch::stable::empty_like(x));
+  Tensor sum = residual.has_value() ? huge(torch::stable::empty_like(*residual)) : y;
   std::vector<int64_t> stat_shape;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) stat_shape.push_back(x.size(d));
   Tensor rstd = torch::stable::new_empty(x, stat_shape, ScalarType::Float);
@@ -176,7 +176,7 @@ std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Ten
   const auto w = as_float(weight, float(offset));
   const int64_t chunks = row_chunks(rows), per = (rows + chunks - 1) / chunks, HD = n.H * n.D;
   std::vector<float> dw(chunks * HD, 0.0f), db(has_bias ? chunks * n.D : 0, 0.0f);
-  Tensor dx = torch::stable::empty_like(x);
+  Tensor dx = huge(torch::stable::empty_like(x));
   Tensor dweight = torch::stable::empty_like(weight);
   Tensor dbias = torch::stable::new_empty(weight, {has_bias ? n.D : 0});
   dispatch(dy, [&](auto t) {

@@ -69,12 +69,14 @@ void rotate(const Tensor& x, const Tensor& y, const Tensor& cos, const Tensor& s
   const int64_t xs[3] = {x.stride(0), x.stride(1), x.stride(2)}, ys[3] = {y.stride(0), y.stride(1), y.stride(2)};
   dispatch(x, [&](auto e) {
     using T = decltype(e);
+    const T* from = in<T>(x);
+    T* to = out<T>(y);
     torch::stable::parallel_for(0, B * S, grain(H * D), [&](int64_t lo, int64_t hi) {
       for (int64_t t = lo; t < hi; ++t) {
         const int64_t b = t / S, i = t % S, p = pos != nullptr ? pos[t] : i;
         for (int64_t h = 0; h < H; ++h) {
-          const T* xr = in<T>(x) + b * xs[0] + h * xs[1] + i * xs[2];
-          T* yr = out<T>(y) + b * ys[0] + h * ys[1] + i * ys[2];
+          const T* xr = from + b * xs[0] + h * xs[1] + i * xs[2];
+          T* yr = to + b * ys[0] + h * ys[1] + i * ys[2];
           if (interleaved)
             rotate_interleaved(xr, yr, c + p * half, s + p * half, half, sign);
           else
@@ -99,9 +101,9 @@ void rope_rotate(Tensor q, std::optional<Tensor> k, Tensor q_out, std::optional<
     STD_TORCH_CHECK(k->size(0) == q.size(0) && k->size(2) == q.size(2) && 2 * cos.size(1) <= k->size(3),
                     "tilewright: k must have q's batch, sequence and head width");
   }
-  rotate(q, q_out, cos, sin, positions, interleaved, sign);
+  rotate(q, huge(q_out), cos, sin, positions, interleaved, sign);
   if (k.has_value()) {
-    rotate(*k, *k_out, cos, sin, positions, interleaved, sign);
+    rotate(*k, huge(*k_out), cos, sin, positions, interleaved, sign);
   }
 }
 

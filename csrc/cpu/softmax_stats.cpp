@@ -240,7 +240,7 @@ void backward_into(const Tensor& dlogits, const Tensor& logits, const Tensor& ta
 Tensor softmax_stats_backward(Tensor logits, Tensor target, std::optional<Tensor> class_weight, double softcap,
                               Tensor lse, std::optional<Tensor> mean, Tensor g_lse, Tensor g_target,
                               std::optional<Tensor> g_weighted, std::optional<Tensor> g_mean) {
-  Tensor dlogits = torch::stable::new_empty(logits, {logits.size(0), logits.size(1)});
+  Tensor dlogits = huge(torch::stable::new_empty(logits, {logits.size(0), logits.size(1)}));
   backward_into(dlogits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean);
   return dlogits;
 }
