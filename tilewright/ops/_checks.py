@@ -21,8 +21,10 @@ def floating(name: str, t: torch.Tensor) -> None:
 
 
 def same_device(**tensors: torch.Tensor | None) -> None:
-    (first, t0), *rest = [(n, t) for n, t in tensors.items() if t is not None]
-    for name, t in rest:
+    (first, t0), *_ = given = [(n, t) for n, t in tensors.items() if t is not None]
+    for name, t in given:
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
         if t.device != t0.device:
             raise ValueError(f"{name} is on {t.device}, {first} on {t0.device}; they must be on one device")
 
@@ -43,8 +45,7 @@ def cu_seqlens(cu: torch.Tensor, tokens: int, *, wait: bool) -> torch.Tensor:
     wait: check the values on a CUDA device too, which waits for it. On a CPU they are always checked, in compiled code
     when it runs: the check is an operator, whose result the caller must use.
     """
-    if not isinstance(cu, torch.Tensor):
-        raise TypeError(f"cu_seqlens must be a torch.Tensor, got {type(cu).__name__}")
+    same_device(cu_seqlens=cu)
     if cu.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens must be int32 or int64, got {short(cu.dtype)}")
     if cu.dim() != 1 or cu.shape[0] < 2:

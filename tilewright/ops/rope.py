@@ -25,8 +25,8 @@ def rope(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.
     """Rotates q and k, in one launch.
 
     q: [B, Hq, S, D], k: [B, Hk, S, D] or None (then None is returned for it); fp32 | bf16 | fp16 (fp64 with eager).
-        Any strides; a contiguous last dimension is read in place, and the result has q's own strides, so that a
-        transposed view of [B, S, H, D] stays one.
+        Any strides; the fused kernels read a contiguous last dimension in place, and their result has q's own strides,
+        so that a transposed view of [B, S, H, D] stays one.
     cos, sin: [P, R / 2], or [P, R] with the same values in both halves, as transformers makes them; also [B, S, ...]
         with a row for each token (then without position_ids). Any float dtype. Not differentiable.
     interleaved: pairs are neighbours (2 i, 2 i + 1), as in GPT-J; default (i, R / 2 + i), as in NeoX and Llama.
