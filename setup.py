@@ -46,7 +46,7 @@ def extension() -> dict:
                 skip(f"{type(error).__name__}: {error}")
 
         def build_extension(self, ext):
-            # Objects of the variants have the same names: give each variant a folder, so that rebuilds stay incremental.
+            # Objects of the variants have the same names: a folder for each keeps rebuilds incremental.
             before, self.build_temp = self.build_temp, os.path.join(self.build_temp, ext.name)
             os.makedirs(self.build_temp, exist_ok=True)
             super().build_extension(ext)

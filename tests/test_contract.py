@@ -8,6 +8,7 @@ from tilewright.bench import contract
 from tilewright.ops import OPS
 from tilewright.registry import FLOATS, short
 
+
 def grid(tag):
     for op in OPS.values():
         for impl in op.implementations:
@@ -16,7 +17,8 @@ def grid(tag):
             for case in op.cases:
                 if tag in case.tags:
                     for dtype in FLOATS:
-                        marks = [pytest.mark.gpu] if (tag == "big" or (impl.name == "triton" and dtype == torch.bfloat16)) else []
+                        gpu = tag == "big" or (impl.name == "triton" and dtype == torch.bfloat16)
+                        marks = [pytest.mark.gpu] if gpu else []
                         yield pytest.param(op, impl.name, case, dtype, marks=marks,
                                            id=f"{op.name}-{impl.name}-{case.name}-{short(dtype)}")
 

@@ -161,7 +161,7 @@ def test_unknown_and_unusable_implementations_are_refused_before_anything_is_bui
         Ops.resolve("flash_attention_9")
     with pytest.raises(ValueError, match="moe_implementation: 'triton' is not registered"):
         Ops.resolve(moe_implementation="triton")
-    with pytest.raises(ImplementationUnavailable, match="rmsnorm.triton."):
+    with pytest.raises(ImplementationUnavailable, match=r"rmsnorm.*triton"):
         Ops.resolve(rmsnorm="triton", device_type="cuda") if not torch.cuda.is_available() else Ops.resolve(
             rmsnorm="triton", device_type="xpu")
 
@@ -181,6 +181,5 @@ def test_a_checkpoint_that_does_not_fit_reports_everything_at_once(tmp_path):
     for part in ("missing model.layers.0.self_attn.k_proj.weight", "model.norm.weight give shape [3]",
                  "unexpected model.layers.9.extra"):
         assert part in str(caught.value)
-    with pytest.raises(FileNotFoundError, match="no model.safetensors"):
-        hf.load_weights(ours.__wrapped__ if hasattr(ours, "__wrapped__") else Transformer(
-            hf.load_config(tmp_path / "theirs"), Ops.resolve()), tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors"):
+        hf.load_weights(Transformer(hf.load_config(tmp_path / "theirs"), Ops.resolve()), tmp_path)

@@ -76,7 +76,8 @@ X, W = torch.randn(4, 8), torch.randn(8)
     (lambda: rmsnorm(X, W.int()), TypeError, "weight must be one of"),
     (lambda: rmsnorm(torch.tensor(1.0), W), ValueError, "at least one dimension"),
     (lambda: rmsnorm(X, W[:5]), ValueError, r"weight must have shape \[8\].*got \[5\]"),
-    (lambda: rmsnorm(torch.randn(2, 4, 8), torch.randn(3, 8)), ValueError, r"weight must have shape \[4, 8\].*\[3, 8\]"),
+    (lambda: rmsnorm(torch.randn(2, 4, 8), torch.randn(3, 8)), ValueError,
+     r"weight must have shape \[4, 8\].*\[3, 8\]"),
     (lambda: rmsnorm(X, W, bias=torch.randn(7)), ValueError, r"bias must have shape \[8\]"),
     (lambda: rmsnorm(X, W, bias=torch.randn(8).double()), TypeError, "bias must have weight's dtype"),
     (lambda: rmsnorm(X, W, cast="lama"), ValueError, "cast must be one of .*'lama'"),
@@ -85,7 +86,8 @@ X, W = torch.randn(4, 8), torch.randn(8)
     (lambda: rmsnorm(torch.empty(3, 0), torch.empty(0)), ValueError, "1 to 65536, got 0"),
     (lambda: add_rmsnorm(X, X[:2], W), ValueError, r"residual must have shape \[4, 8\].*\[2, 8\]"),
     (lambda: add_rmsnorm(X, X.half(), W), TypeError, "residual must be"),
-    (lambda: rmsnorm(X, W, implementation="tritn"), ValueError, r"unknown implementation 'tritn'; have \['auto', 'triton'"),
+    (lambda: rmsnorm(X, W, implementation="tritn"), ValueError,
+     r"unknown implementation 'tritn'; have \['auto', 'triton'"),
 ])
 def test_bad_input_is_one_clear_error(call, error, message):
     with pytest.raises(error, match=message):

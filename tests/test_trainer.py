@@ -158,10 +158,9 @@ def test_accumulation_gives_the_gradients_of_one_large_batch(shape, tmp_path):
 def launch(processes, script, *arguments):
     """Runs a script under torchrun on gloo; its output is shown if it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                            str(processes), *script, *arguments], env=environment, capture_output=True, text=True,
                           timeout=300)
-    return done
 
 
 MODES = {

@@ -202,7 +202,7 @@ def use(implementation: str | None = None, /, **by_op: str) -> Iterator[None]:
     threads of its own; so put a whole training step inside the block. Raises ValueError for unknown names.
     """
     ops = operations()
-    pins = {} if implementation is None else {n: implementation for n, op in ops.items() if implementation in op.names()}
+    pins = {n: implementation for n, op in ops.items() if implementation in op.names()}
     if implementation is not None and not pins:
         raise ValueError(f"no op has an implementation {implementation!r}")
     for name, choice in by_op.items():

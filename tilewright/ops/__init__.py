@@ -12,8 +12,8 @@ from tilewright.ops.linear_cross_entropy import (
 from tilewright.ops.rmsnorm import ADD_RMSNORM, RMSNORM, add_rmsnorm, rmsnorm
 from tilewright.ops.rope import ROPE, rope
 
-OPS = {op.name: op for op in (RMSNORM, ADD_RMSNORM, SILU_MUL, GELU_MUL, ROPE, ATTENTION, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY,
-                              LINEAR_LOGPROB)}
+OPS = {op.name: op for op in (RMSNORM, ADD_RMSNORM, SILU_MUL, GELU_MUL, ROPE, ATTENTION, CROSS_ENTROPY,
+                              LINEAR_CROSS_ENTROPY, LINEAR_LOGPROB)}
 
 __all__ = ["OPS", "add_rmsnorm", "attention", "cross_entropy", "gelu_mul", "linear_cross_entropy", "linear_logprob",
            "rmsnorm", "rope", "silu_mul"]

@@ -14,7 +14,7 @@ BIG = frozenset({"big"})
 
 @dataclass(frozen=True)
 class Model:
-    """hidden: model width. inner: MLP (or expert) width. heads/kv_heads/head_dim: attention. vocab: rows of the head."""
+    """hidden: model width. inner: MLP (or expert) width. heads, kv_heads, head_dim: attention. vocab: tokens."""
 
     hidden: int
     inner: int

@@ -141,7 +141,7 @@ def _register(forward, add_forward, backward):
         return dx, dw, db if ctx.options[2] else None, None, None, None
 
     def add_setup(ctx, inputs, output):
-        x, residual, weight, bias, _, offset, round_xhat = inputs
+        x, _, weight, bias, _, offset, round_xhat = inputs
         _save(ctx, output[1], output[2], weight, bias, offset, round_xhat)
         ctx.x_dtype = x.dtype
 

@@ -1,7 +1,7 @@
 """Training checkpoints: PyTorch's distributed format, written aside and renamed, found again, and resumed from.
 
-{output_dir}/checkpoints/global_step_N/ holds the model and optimizer (DCP, resharded on load as needed), state.json (step,
-position in the data, model shape, op choices), each rank's random state, and, in the last one, hf/.
+{output_dir}/checkpoints/global_step_N/ holds the model and optimizer (DCP, resharded on load as needed), state.json
+(step, position in the data, model shape, op choices), each rank's random state, and, in the last one, hf/.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def find(output_dir: str, wanted: str | None) -> pathlib.Path | None:
         return max(found)[1] if found else None
     folder = pathlib.Path(wanted)
     if not (folder / "state.json").is_file():
-        raise FileNotFoundError(f"train.load_checkpoint_path = {wanted}: no checkpoint there (it would have a state.json)")
+        raise FileNotFoundError(f"train.load_checkpoint_path = {wanted}: no checkpoint there (no state.json)")
     return folder
 
 
@@ -51,7 +51,8 @@ class Saver:
     def folder(self, step: int) -> pathlib.Path:
         return self.root / f"global_step_{step}"
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> pathlib.Path:
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer,
+             state: dict[str, Any]) -> pathlib.Path:
         """state: JSON. Every rank must call it. The folder has its final name only once it is complete."""
         self.finish()
         target, aside = self.folder(step), self.root / f".global_step_{step}.partial"

@@ -83,7 +83,7 @@ class _Checkpoint:
             with safe_open(folder / "model.safetensors", "pt") as f:
                 self.file_of = dict.fromkeys(f.keys(), folder / "model.safetensors")
         else:
-            old = " (pickled *.bin weights are not read; convert them to safetensors)" if list(folder.glob("*.bin")) else ""
+            old = " (pickled *.bin weights are not read; convert them)" if list(folder.glob("*.bin")) else ""
             raise FileNotFoundError(f"{folder}: no model.safetensors or model.safetensors.index.json{old}")
         self.open: dict[pathlib.Path, safe_open] = {}
 

@@ -13,8 +13,8 @@ from tilewright.trainer.config import Train
 def lr_at(step: int, total: int, train: Train) -> float:
     """Learning rate of optimizer step `step` (from 0) of `total`.
 
-    lr_start rises linearly to lr over the first lr_warmup_ratio of the steps; then it stays, or falls to lr_min, linearly
-    or along half a cosine, until lr_decay_ratio of the steps, and stays there.
+    lr_start rises linearly to lr over the first lr_warmup_ratio of the steps; then it stays, or falls to lr_min,
+    linearly or along half a cosine, until lr_decay_ratio of the steps, and stays there.
     """
     warm = round(train.lr_warmup_ratio * total)
     if step < warm:
@@ -43,7 +43,7 @@ def parameter_groups(model: nn.Module, train: Train) -> list[dict]:
 
 
 def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
-    """AdamW (betas 0.9, 0.95, eps 1e-8; one fused kernel) or plain SGD, with states in the parameters' dtype, float32."""
+    """AdamW (betas 0.9, 0.95, eps 1e-8; one fused kernel) or plain SGD; states are float32, as the parameters are."""
     groups = [g for g in parameter_groups(model, train) if g["params"]]
     if train.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=train.lr)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ class World:
 
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def main(self) -> bool:
@@ -89,7 +90,8 @@ def _fsdp2(model: Transformer, train: Train, names: Model, world: World) -> Tran
     mesh = _mesh(train, world)
     half = torch.bfloat16 if train.enable_mixed_precision else None
     reshard = train.reshard
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)}
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
+    options = {"mesh": mesh, "mp_policy": policy}
     extra, matched = set(names.basic_modules), set()
     for path, module in model.named_modules():
         hits = extra & {type(module).__name__, path.rpartition(".")[2]}
@@ -104,7 +106,7 @@ def _fsdp2(model: Transformer, train: Train, names: Model, world: World) -> Tran
     # The root's weights (embedding, head) are needed again at once, in the backward: keep them gathered.
     fully_shard(model, reshard_after_forward=False, **options)
     if train.enable_forward_prefetch:
-        for block, following in zip(blocks, blocks[1:], strict=False):
+        for block, following in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])
     return model
 
