@@ -1,4 +1,7 @@
-"""Modules over `tilewright.ops`: each holds an op's options (and its weights) and calls it, nothing more."""
+"""Modules over `tilewright.ops`: each holds an op's options (and its weights) and calls it, nothing more.
+
+Options that cannot be right are refused when a module is made; what only the inputs can tell, when it is called.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,21 @@ import torch
 from torch import nn
 
 from tilewright import ops
+from tilewright.ops import _checks
+from tilewright.ops.cross_entropy import check_options
+from tilewright.ops.linear_cross_entropy import check_chunks
+from tilewright.ops.rmsnorm import CASTS
 
 
 def _shown(**options) -> str:
     """`name=value` for the options that are set; what is left out is None or False."""
     return ", ".join(f"{k}={v!r}" for k, v in options.items() if v is not None and v is not False)
+
+
+def _known(op: str, implementation: str) -> None:
+    """Raises ValueError for a name that the op does not have. Whether it can run is for the tensors to say."""
+    if implementation != "auto":
+        ops.OPS[op].implementation(implementation)
 
 
 class RMSNorm(nn.Module):
@@ -25,9 +38,13 @@ class RMSNorm(nn.Module):
                  cast: str = "llama", bias: bool = False, implementation: str = "auto", device=None,
                  dtype=None):
         super().__init__()
-        shape = (dim,) if isinstance(dim, int) else tuple(dim)
+        shape = dim if isinstance(dim, (tuple, list)) else (dim,)
+        if not all(isinstance(n, int) for n in shape):
+            raise TypeError(f"dim must be an int or a pair of them, got {dim!r}")
         if len(shape) not in (1, 2) or min(shape) < 1:
             raise ValueError(f"dim must be D or (heads, D), all positive, got {dim!r}")
+        _checks.choice("cast", cast, CASTS)
+        _known("rmsnorm", implementation)
         self.eps, self.offset, self.cast, self.implementation = eps, offset, cast, implementation
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(shape[-1], device=device, dtype=dtype)) if bias else None
@@ -58,6 +75,10 @@ class SwiGLU(nn.Module):
     def __init__(self, hidden: int, inner: int, *, bias: bool = False, implementation: str = "auto",
                  device=None, dtype=None):
         super().__init__()
+        for name, value in (("hidden", hidden), ("inner", inner)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an int >= 1, got {value!r}")
+        _known("silu_mul", implementation)
         self.hidden, self.inner, self.implementation = hidden, inner, implementation
         self.gate_up_proj = nn.Linear(hidden, 2 * inner, bias=bias, device=device, dtype=dtype)
         self.down_proj = nn.Linear(inner, hidden, bias=bias, device=device, dtype=dtype)
@@ -76,8 +97,12 @@ class SwiGLU(nn.Module):
 class _Loss(nn.Module):
     """Holds the options of a loss. `class_weight` is a buffer, so that it moves with the module."""
 
-    def __init__(self, class_weight: torch.Tensor | None, options: dict):
+    def __init__(self, op: str, class_weight: torch.Tensor | None, options: dict):
         super().__init__()
+        check_options(*(options[name] for name in ("label_smoothing", "z_loss", "softcap", "reduction")))
+        _known(op, options["implementation"])
+        if class_weight is not None:
+            _checks.floating("class_weight", class_weight)
         self.register_buffer("class_weight", class_weight)
         self.options = options
 
@@ -96,7 +121,7 @@ class CrossEntropyLoss(_Loss):
                  softcap: float | None = None, class_weight: torch.Tensor | None = None,
                  reduction: str = "mean", return_lse: bool = False, return_entropy: bool = False,
                  return_argmax: bool = False, group=None, implementation: str = "auto"):
-        super().__init__(class_weight, {
+        super().__init__("cross_entropy", class_weight, {
             "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss,
             "softcap": softcap, "reduction": reduction, "return_lse": return_lse,
             "return_entropy": return_entropy, "return_argmax": return_argmax, "group": group,
@@ -121,7 +146,8 @@ class LinearCrossEntropyLoss(_Loss):
                  reduction: str = "mean", return_lse: bool = False, return_entropy: bool = False,
                  return_argmax: bool = False, group=None, accumulate: str = "fp32",
                  chunk_size: int | None = None, implementation: str = "auto"):
-        super().__init__(class_weight, {
+        check_chunks(accumulate, chunk_size)
+        super().__init__("linear_cross_entropy", class_weight, {
             "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss,
             "softcap": softcap, "reduction": reduction, "return_lse": return_lse,
             "return_entropy": return_entropy, "return_argmax": return_argmax, "group": group,

@@ -111,6 +111,17 @@ def _reduce(losses, here, y_weight, token_weight, reduction, num_tokens, shape):
     return total / (count or 1)
 
 
+def check_options(label_smoothing, z_loss, softcap, reduction):
+    """Raises ValueError for an option that no logits could make right."""
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing!r}")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss must be a finite number >= 0, got {z_loss!r}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be a finite number > 0, or None for no cap, got {softcap!r}")
+    _checks.choice("reduction", reduction, REDUCTIONS)
+
+
 def _validate(logits, target, label_smoothing, z_loss, softcap, class_weight, token_weight, reduction,
               num_tokens, inplace, group):
     _checks.floating("logits", logits)
@@ -121,13 +132,7 @@ def _validate(logits, target, label_smoothing, z_loss, softcap, class_weight, to
     if target.dtype != torch.int64:
         raise TypeError(f"target must be int64 (class indices), got {target.dtype}")
     _checks.shape("target", target, tuple(logits.shape[:-1]), "logits without its last dimension")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing!r}")
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss must be a finite number >= 0, got {z_loss!r}")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be a finite number > 0, or None for no cap, got {softcap!r}")
-    _checks.choice("reduction", reduction, REDUCTIONS)
+    check_options(label_smoothing, z_loss, softcap, reduction)
     world = 1
     if group is not None:
         if not torch.distributed.is_available() or not isinstance(group, torch.distributed.ProcessGroup):

@@ -87,7 +87,7 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
     softcap = _validate(x, weight, bias, target, chunk_size, label_smoothing=label_smoothing, z_loss=z_loss,
                         softcap=softcap, class_weight=class_weight, token_weight=token_weight,
                         reduction=reduction, num_tokens=num_tokens, group=group)
-    _checks.choice("accumulate", accumulate, ACCUMULATE)
+    check_chunks(accumulate, chunk_size)
     if group is not None:
         if torch.compiler.is_compiling():
             raise ValueError("group is refused under torch.compile: a chunk's all-reduce is a step of a loop "
@@ -140,6 +140,13 @@ def linear_logprob(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, 
     return tuple(t.reshape(target.shape) for t in found)
 
 
+def check_chunks(accumulate, chunk_size):
+    """Raises ValueError for an option that no inputs could make right."""
+    _checks.choice("accumulate", accumulate, ACCUMULATE)
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"chunk_size must be an int >= 1 or None, got {chunk_size!r}")
+
+
 def _validate(x, weight, bias, target, chunk_size, *, label_smoothing=0.0, z_loss=0.0, softcap=None,
               class_weight=None, token_weight=None, reduction="mean", num_tokens=None, group=None):
     for name, t in (("x", x), ("weight", weight), ("bias", bias)):
@@ -157,8 +164,7 @@ def _validate(x, weight, bias, target, chunk_size, *, label_smoothing=0.0, z_los
         _checks.shape("bias", bias, weight.shape[:1], "rows of weight")
     if isinstance(target, torch.Tensor):
         _checks.shape("target", target, tuple(x.shape[:-1]), "x without its last dimension")
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"chunk_size must be an int >= 1 or None, got {chunk_size!r}")
+    check_chunks("fp32", chunk_size)
     _checks.same_device(x=x, weight=weight, bias=bias)
     # What the logits would be, in shape, dtype and device: one element, seen V * T times.
     logits = x.new_empty(1).expand(*x.shape[:-1], weight.shape[0])
