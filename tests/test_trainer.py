@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 pytest.importorskip("pydantic")
@@ -18,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 from tilewright.trainer import checkpoint, data, hf, optim, train  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
-from tilewright.trainer.parallel import World, clip_gradients  # noqa: E402
+from tilewright.trainer.parallel import World, clip_gradients, init_distributed  # noqa: E402
 
 QWEN3 = {"model_type": "qwen3", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
@@ -56,7 +57,10 @@ def tensors(folder, step):
 
 def run(path, *arguments):
     config = load(path, list(arguments))
-    train.train(config, World())
+    try:
+        train.train(config, init_distributed(config.train))
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- schedule and groups
@@ -263,30 +267,22 @@ def test_evaluation_is_the_mean_over_tokens_whatever_the_batches(tmp_path):
 def test_a_resumed_run_equals_one_that_was_never_stopped(asynchronous, tmp_path):
     options = {"train__save_steps": 2, "train__save_async": asynchronous, "train__gradient_accumulation_steps": 2,
                "data__dataloader_drop_last": False, "train__lr_decay_style": "cosine"}
-    if asynchronous:
-        import torch.distributed as dist
+    run(write_config(tmp_path / "a", **options))
+    path = write_config(tmp_path / "b", **options)
+    with pytest.MonkeyPatch.context() as patch:   # stops in the middle of step 5
+        real, calls = train.clip_gradients, []
 
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        run(write_config(tmp_path / "a", **options))
-        path = write_config(tmp_path / "b", **options)
-        with pytest.MonkeyPatch.context() as patch:   # stops in the middle of step 5
-            real, calls = train.clip_gradients, []
+        def interrupted(*arguments):
+            calls.append(1)
+            if len(calls) == 5:
+                raise KeyboardInterrupt
+            return real(*arguments)
 
-            def interrupted(*arguments):
-                calls.append(1)
-                if len(calls) == 5:
-                    raise KeyboardInterrupt
-                return real(*arguments)
-
-            patch.setattr(train, "clip_gradients", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                run(path)
-        torch.manual_seed(99)
-        run(path, "--train.load_checkpoint_path", "auto")
-    finally:
-        if asynchronous:
-            dist.destroy_process_group()
+        patch.setattr(train, "clip_gradients", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(path)
+    torch.manual_seed(99)
+    run(path, "--train.load_checkpoint_path", "auto")
     a, b = ([{k: r[k] for k in ("step", "loss", "lr", "grad_norm", "tokens")} for r in rows(tmp_path / n)]
             for n in ("a", "b"))
     assert a == b
@@ -300,8 +296,8 @@ def test_a_checkpoint_that_was_not_finished_is_not_found(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         real = checkpoint.dcp.save
 
-        def dies(tensors, checkpoint_id):
-            real(tensors, checkpoint_id=checkpoint_id)
+        def dies(tensors, checkpoint_id, **options):
+            real(tensors, checkpoint_id=checkpoint_id, **options)
             if "step_4" in str(checkpoint_id):
                 raise OSError("disk full")
 

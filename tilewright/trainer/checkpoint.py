@@ -86,8 +86,11 @@ class Saver:
     def _publish(self, aside: pathlib.Path, target: pathlib.Path) -> None:
         self.world.barrier()
         if self.world.main:
-            shutil.rmtree(target, ignore_errors=True)
+            old = target.with_name(f".{target.name}.old")
+            if target.exists():   # a run that was resumed from before it: kept until the new one has the name
+                target.rename(old)
             aside.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
             log.info("checkpoint %s", target)
         self.world.barrier()
 

@@ -44,26 +44,21 @@ class World:
 
 
 def init_distributed(train: Train) -> World:
-    """Joins the group that torchrun describes (NCCL on CUDA, gloo on CPU), or stays alone without one.
+    """Joins the group that torchrun describes (NCCL on CUDA, gloo on CPU), or makes a group of one.
 
     Raises ConfigError, before any communication, if the configured sizes do not make up that number of processes.
     """
     place = platform.launched()
+    rank, size, local = place or (0, 1, 0)
+    train.mesh(size)
     cuda = torch.cuda.is_available()
-    train.mesh(1 if place is None else place[1])
-    if place is None:
-        world = World(device=torch.device("cuda", 0) if cuda else torch.device("cpu"))
-        if train.data_parallel_mode == "fsdp2" and not dist.is_initialized():
-            # FSDP2 needs a group even for one process.
-            dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-        return world
-    rank, size, local = place
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(local)
+    # One process is a group too: FSDP2 and asynchronous checkpoints need one, and there is one path for all.
+    alone = {"store": dist.HashStore()} if place is None else {}
     # The CPU backend beside NCCL carries asynchronous checkpoints.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=size)
-    return World(rank, size, device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=size, **alone)
+    return World(rank, size, torch.device("cuda", local) if cuda else torch.device("cpu"))
 
 
 def _mesh(train: Train, world: World):
