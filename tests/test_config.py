@@ -145,10 +145,19 @@ def test_wrong_types_and_broken_rules_are_reported_together(write):
         "model.model_path = null, model.config_path = null"]
 
 
+def test_what_stands_in_for_a_wrong_value_is_not_judged(write):
+    """A missing path is checked as dummy, which has no text; a wrong lr as the default, which is below lr_min."""
+    text = "data: {datasets: [{type: text}]}\ntrain: {lr: fast, lr_min: 1, lr_decay_style: linear, output_dir: o}"
+    assert errors(load, write(text), ["--model.config_path", "x"]) == [
+        "data.datasets.0.path: required",
+        "train.lr = fast: input should be a valid number, unable to parse string as a number; expected number"]
+
+
 @pytest.mark.parametrize("text, expected", [
     ("model:\ndata: {datasets: [null, 3]}\ntrain: 4\nlora: []", [
         "data.datasets.0 = null: expected a mapping", "data.datasets.1 = 3: expected a mapping",
-        "train = 4: expected a mapping", "lora = []: expected a mapping"]),
+        "train = 4: expected a mapping", "lora = []: expected a mapping",
+        "model.model_path = null, model.config_path = null: one of them must be given"]),
     ("data: {datasets: []}", ["data.datasets = []: list should have at least 1 item", "train.output_dir: required"]),
     ("data: {datasets: 3}", ["data.datasets = 3: input should be a valid list"]),
     ("a: [1]", ["a = [1]: unknown key", "data.datasets: required"]),
@@ -156,6 +165,7 @@ def test_wrong_types_and_broken_rules_are_reported_together(write):
     ("- a", ["holds list, not sections"]), ("3", ["holds integer, not sections"]),
     ("train: {lr: 1, lr: 2}", ["key 'lr' is given twice"]), ("train: {}\ntrain: {}", ["key 'train' is given twice"]),
     ("train: {max-steps: 1, max_steps: 2}", ["key 'max_steps' is given twice"]),
+    ("train: {max_steps: 1, max-steps: 2}", ["key 'max-steps' is given twice"]),
     ("1: 2", ["key 1 is not a string"]), ("a: [", ["config.yaml: while parsing"]),
     ("x: !!python/object/apply:os.getcwd []", ["could not determine a constructor"]),
 ])
