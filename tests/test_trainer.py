@@ -363,3 +363,28 @@ def test_a_profile_is_written_when_asked_for(tmp_path):
     [trace] = (tmp_path / "trace").glob("*.json")
     events = json.loads(trace.read_text())["traceEvents"]
     assert any("tilewright" in e.get("name", "") for e in events)
+
+
+def test_a_small_fraction_of_an_epoch_still_saves(tmp_path):
+    run(write_config(tmp_path, train__max_steps=2, train__save_epochs=1e-6, train__save_hf_weights=False))
+    assert (tmp_path / "out/checkpoints/global_step_1/state.json").is_file()
+
+
+def test_weights_and_biases_gets_every_evaluation_and_every_nth_step(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text(
+        "calls = []\n"
+        "class Run:\n"
+        "    def log(self, values, step): calls.append((step, sorted(values)))\n"
+        "    def finish(self): calls.append('finish')\n"
+        "def init(**options):\n"
+        "    calls.append(options)\n"
+        "    return Run()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    run(write_config(tmp_path, train__use_wandb=True, train__wandb_log_interval=4, train__wandb_name="name",
+                     train__max_steps=5, data__val_set_size=4))
+    import wandb
+
+    options, *logged, last = wandb.calls
+    assert options["name"] == "name" and options["config"]["train"]["max_steps"] == 5 and last == "finish"
+    assert [(step, "eval_loss" in names) for step, names in logged] == [(0, True), (4, False), (5, True)]
+    del sys.modules["wandb"]

@@ -103,7 +103,7 @@ def evaluate(model: torch.nn.Module, bins: Bins, config: Config, world: World) -
     """Mean loss a token over the evaluation data, nats."""
     total, count = torch.zeros((), device=world.device, dtype=torch.float64), 0
     model.eval()
-    for batch in evaluation_batches(bins, config, world.rank, world.size):
+    for batch in evaluation_batches(bins, config, world.rank, world.size, pin=world.device.type == "cuda"):
         count += int((batch["labels"] != -100).sum())
         with precision(config, world):
             total += model(**to_device(batch, world), num_tokens=1).double()
@@ -154,7 +154,7 @@ def train(config: Config, world: World) -> None:
     parameters = list(model.parameters())
     optimizer = build_optimizer(unwrap(model), t)
     total = t.max_steps or t.num_train_epochs * batches.steps_per_epoch
-    save_every = round(t.save_epochs * batches.steps_per_epoch) if t.save_epochs else 0
+    save_every = max(1, round(t.save_epochs * batches.steps_per_epoch)) if t.save_epochs else 0
 
     start = 0
     if (folder := checkpoint.find(t.output_dir, t.load_checkpoint_path)) is not None:
