@@ -437,6 +437,7 @@ def test_target_out_of_range(fn, names, bad):
     ({"target": Y.int()}, TypeError, "target must be int64.*int32"),
     ({"target": Y[:3]}, ValueError, r"target must have shape \[4\].*got \[3\]"),
     ({"softcap": -1.0}, ValueError, "softcap must be a finite number > 0.*got -1.0"),
+    ({"ignore_index": None}, TypeError, "ignore_index must be an int, got None"),
     ({"chunk_size": 0}, ValueError, "chunk_size must be an int >= 1 or None, got 0"),
     ({"chunk_size": 2.5}, ValueError, "chunk_size must be an int >= 1 or None, got 2.5"),
     ({"implementation": "tritn"}, ValueError, "unknown implementation 'tritn'"),
@@ -466,3 +467,5 @@ def test_bad_options_of_the_loss(change, error, message):
 def test_bad_temperature(value):
     with pytest.raises(ValueError, match=f"temperature must be a finite number > 0, got {value}"):
         linear_logprob(X, W, Y, temperature=value)
+    with pytest.raises(TypeError, match="temperature must be a number, got None"):
+        linear_logprob(X, W, Y, temperature=None)

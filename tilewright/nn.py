@@ -99,7 +99,8 @@ class _Loss(nn.Module):
 
     def __init__(self, op: str, class_weight: torch.Tensor | None, options: dict):
         super().__init__()
-        check_options(*(options[name] for name in ("label_smoothing", "z_loss", "softcap", "reduction")))
+        check_options(*(options[name] for name in ("ignore_index", "label_smoothing", "z_loss", "softcap",
+                                                         "reduction")))
         _known(op, options["implementation"])
         if class_weight is not None:
             _checks.floating("class_weight", class_weight)

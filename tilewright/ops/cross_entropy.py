@@ -76,7 +76,7 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, *, ignore_index: i
     softcap as in Gemma 2 (arXiv:2408.00118, section 2); sharded vocabulary as in Megatron-LM
     (arXiv:1909.08053, section 3).
     """
-    softcap = _validate(logits, target, label_smoothing, z_loss, softcap, class_weight, token_weight,
+    softcap = _validate(logits, target, ignore_index, label_smoothing, z_loss, softcap, class_weight, token_weight,
                         reduction, num_tokens, inplace, group)
     V = logits.shape[-1] * (1 if group is None else torch.distributed.get_world_size(group))
     acc = torch.promote_types(logits.dtype, torch.float32)
@@ -111,8 +111,13 @@ def _reduce(losses, here, y_weight, token_weight, reduction, num_tokens, shape):
     return total / (count or 1)
 
 
-def check_options(label_smoothing, z_loss, softcap, reduction):
-    """Raises ValueError for an option that no logits could make right."""
+def check_options(ignore_index, label_smoothing, z_loss, softcap, reduction):
+    """Raises TypeError or ValueError for an option that no logits could make right."""
+    if not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("softcap", softcap)):
+        if not isinstance(value, (int, float)) and not (value is None and name == "softcap"):
+            raise TypeError(f"{name} must be a number, got {value!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing!r}")
     if not 0 <= z_loss < math.inf:
@@ -122,7 +127,7 @@ def check_options(label_smoothing, z_loss, softcap, reduction):
     _checks.choice("reduction", reduction, REDUCTIONS)
 
 
-def _validate(logits, target, label_smoothing, z_loss, softcap, class_weight, token_weight, reduction,
+def _validate(logits, target, ignore_index, label_smoothing, z_loss, softcap, class_weight, token_weight, reduction,
               num_tokens, inplace, group):
     _checks.floating("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
@@ -132,7 +137,7 @@ def _validate(logits, target, label_smoothing, z_loss, softcap, class_weight, to
     if target.dtype != torch.int64:
         raise TypeError(f"target must be int64 (class indices), got {target.dtype}")
     _checks.shape("target", target, tuple(logits.shape[:-1]), "logits without its last dimension")
-    check_options(label_smoothing, z_loss, softcap, reduction)
+    check_options(ignore_index, label_smoothing, z_loss, softcap, reduction)
     world = 1
     if group is not None:
         if not torch.distributed.is_available() or not isinstance(group, torch.distributed.ProcessGroup):

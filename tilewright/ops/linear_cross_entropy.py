@@ -84,8 +84,8 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
     these options.
     Source: chunks with gradients in forward as in Liger-Kernel (arXiv:2410.10989, section 3.2).
     """
-    softcap = _validate(x, weight, bias, target, chunk_size, label_smoothing=label_smoothing, z_loss=z_loss,
-                        softcap=softcap, class_weight=class_weight, token_weight=token_weight,
+    softcap = _validate(x, weight, bias, target, ignore_index, chunk_size, label_smoothing=label_smoothing,
+                        z_loss=z_loss, softcap=softcap, class_weight=class_weight, token_weight=token_weight,
                         reduction=reduction, num_tokens=num_tokens, group=group)
     check_chunks(accumulate, chunk_size)
     if group is not None:
@@ -130,7 +130,9 @@ def linear_logprob(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, 
     gradients of weight and bias are summed over chunks in fp32.
     Raises as `linear_cross_entropy`.
     """
-    softcap = _validate(x, weight, bias, target, chunk_size, softcap=softcap)
+    softcap = _validate(x, weight, bias, target, ignore_index, chunk_size, softcap=softcap)
+    if not isinstance(temperature, (int, float)):
+        raise TypeError(f"temperature must be a number, got {temperature!r}")
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be a finite number > 0, got {temperature!r}")
     here = presence(target, weight.shape[0], ignore_index).reshape(-1)
@@ -147,7 +149,7 @@ def check_chunks(accumulate, chunk_size):
         raise ValueError(f"chunk_size must be an int >= 1 or None, got {chunk_size!r}")
 
 
-def _validate(x, weight, bias, target, chunk_size, *, label_smoothing=0.0, z_loss=0.0, softcap=None,
+def _validate(x, weight, bias, target, ignore_index, chunk_size, *, label_smoothing=0.0, z_loss=0.0, softcap=None,
               class_weight=None, token_weight=None, reduction="mean", num_tokens=None, group=None):
     for name, t in (("x", x), ("weight", weight), ("bias", bias)):
         if t is None and name == "bias":
@@ -168,7 +170,7 @@ def _validate(x, weight, bias, target, chunk_size, *, label_smoothing=0.0, z_los
     _checks.same_device(x=x, weight=weight, bias=bias)
     # What the logits would be, in shape, dtype and device: one element, seen V * T times.
     logits = x.new_empty(1).expand(*x.shape[:-1], weight.shape[0])
-    return _validate_logits(logits, target, label_smoothing, z_loss, softcap, class_weight, token_weight,
+    return _validate_logits(logits, target, ignore_index, label_smoothing, z_loss, softcap, class_weight, token_weight,
                             reduction, num_tokens, False, group)
 
 
