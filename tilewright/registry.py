@@ -99,8 +99,8 @@ class Op:
     implementations: tuple[Implementation, ...]
     cases: tuple[Case, ...] = ()
     # Slack of the numerics contract, in the units of bench.contract.error, beside the 2x of eager's own error.
-    # Each op that needs more than the default writes the reason there.
-    atol: Mapping[torch.dtype, float] = field(default_factory=dict)
+    # Each op that needs more than the default writes the reason there. A function takes (dtype, keyword arguments).
+    atol: Mapping[torch.dtype, float] | Callable[[torch.dtype, dict[str, Any]], float] = field(default_factory=dict)
 
     def __post_init__(self):
         twin = Implementation("eager", lambda: self.eager, devices=("cpu", "cuda", "meta"),

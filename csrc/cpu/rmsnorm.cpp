@@ -61,7 +61,16 @@ void forward_rows(int64_t begin, int64_t end, const T* x, const R* residual, con
   }
 }
 
-// One chunk of rows: dx for each, and the chunk's own sums for dw [H, D] and db [D].
+// Column sums over many rows: float for ROWS_A_SUM rows of each head, then added in double. A float sum over the rows
+// of a chunk would lose more than the twin's own error from a few thousand rows on.
+constexpr int64_t ROWS_A_SUM = 64;
+
+inline void flush(std::vector<float>& part, double* total) {
+  for (size_t i = 0; i < part.size(); ++i) total[i] += double(part[i]);
+  std::fill(part.begin(), part.end(), 0.0f);
+}
+
+// Some rows: dx for each, and what they add to dw [H, D] and db [D].
 template <class T, class R>
 void backward_rows(int64_t begin, int64_t end, const T* dy, const R* dsum, const R* x, const float* rstd,
                              const float* w, R* dx, float* dw, float* db, Norm n) {
@@ -175,7 +184,7 @@ std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Ten
   const int64_t rows = n.D > 0 ? x.numel() / n.D : 0;
   const auto w = as_float(weight, float(offset));
   const int64_t chunks = row_chunks(rows), per = (rows + chunks - 1) / chunks, HD = n.H * n.D;
-  std::vector<float> dw(chunks * HD, 0.0f), db(has_bias ? chunks * n.D : 0, 0.0f);
+  std::vector<double> dw(chunks * HD, 0.0), db(has_bias ? chunks * n.D : 0, 0.0);
   Tensor dx = huge(torch::stable::empty_like(x));
   Tensor dweight = torch::stable::empty_like(weight);
   Tensor dbias = torch::stable::new_empty(weight, {has_bias ? n.D : 0});
@@ -185,19 +194,27 @@ std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Ten
       using R = decltype(r);
       const R* ds = dsum.has_value() ? in<R>(*dsum) : nullptr;
       torch::stable::parallel_for(0, chunks, rows * n.D < 32768 ? chunks : 1, [&](int64_t lo, int64_t hi) {
-        for (int64_t k = lo; k < hi; ++k)
-          backward_rows<T, R>(k * per, std::min(rows, (k + 1) * per), in<T>(dy), ds, in<R>(x), in<float>(rstd),
-                              w.data(), out<R>(dx), dw.data() + k * HD, has_bias ? db.data() + k * n.D : nullptr, n);
+        std::vector<float> dw_part(HD, 0.0f), db_part(has_bias ? n.D : 0, 0.0f);
+        for (int64_t k = lo; k < hi; ++k) {
+          const int64_t end = std::min(rows, (k + 1) * per);
+          for (int64_t first = k * per; first < end; first += ROWS_A_SUM * n.H) {
+            backward_rows<T, R>(first, std::min(end, first + ROWS_A_SUM * n.H), in<T>(dy), ds, in<R>(x),
+                                in<float>(rstd), w.data(), out<R>(dx), dw_part.data(),
+                                has_bias ? db_part.data() : nullptr, n);
+            flush(dw_part, dw.data() + k * HD);
+            flush(db_part, db.data() + k * n.D);
+          }
+        }
       });
     });
   });
-  auto reduce = [&](const std::vector<float>& partial, int64_t width, const Tensor& result) {
+  auto reduce = [&](const std::vector<double>& partial, int64_t width, const Tensor& result) {
     dispatch(result, [&](auto e) {
       auto* p = out<decltype(e)>(result);
       for (int64_t i = 0; i < width; ++i) {
-        float total = 0;
+        double total = 0;
         for (int64_t k = 0; k < chunks; ++k) total += partial[k * width + i];
-        store(p + i, total);
+        store(p + i, float(total));
       }
     });
   };

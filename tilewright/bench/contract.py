@@ -140,7 +140,7 @@ def compare(op: Op, implementation: str, kwargs: dict[str, Any], dtype: torch.dt
     eager, grads = run(op, "eager", convert(kwargs, None), layout)
     truth, _ = run(op, "eager", convert(kwargs, torch.float64), layout, grads)
     result, _ = run(op, implementation, convert(kwargs, None), layout, grads)
-    atol = op.atol.get(dtype, ATOL[dtype])
+    atol = op.atol(dtype, kwargs) if callable(op.atol) else op.atol.get(dtype, ATOL[dtype])
     broken = []
     for name, t in truth.items():
         own, _ = error(eager[name], t)
