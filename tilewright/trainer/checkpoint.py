@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import pathlib
-import re
 import shutil
+import time
 from typing import Any
 
 import torch
@@ -25,20 +25,45 @@ log = logging.getLogger("tilewright")
 
 
 def find(output_dir: str, wanted: str | None) -> pathlib.Path | None:
-    """The folder to resume from. "auto": the newest complete one of output_dir, or None if there is none.
+    """The folder to resume from. "auto": the one of output_dir that was written last, or None if there is none.
 
     Raises FileNotFoundError for a path without a checkpoint.
     """
     if not wanted:
         return None
     if wanted == "auto":
-        found = [(int(m[1]), p) for p in pathlib.Path(output_dir, "checkpoints").glob("global_step_*")
-                 if (m := re.fullmatch(r"global_step_(\d+)", p.name)) and (p / "state.json").is_file()]
-        return max(found)[1] if found else None
+        # Not the largest step: a run that was resumed from an earlier one leaves larger steps of the former run behind.
+        return max(complete(output_dir), key=lambda p: read_state(p)["written"], default=None)
     folder = pathlib.Path(wanted)
     if not (folder / "state.json").is_file():
         raise FileNotFoundError(f"train.load_checkpoint_path = {wanted}: no checkpoint there (no state.json)")
     return folder
+
+
+def complete(output_dir: str) -> list[pathlib.Path]:
+    """Checkpoints of a run's folder."""
+    found = sorted(pathlib.Path(output_dir, "checkpoints").glob("global_step_*"))
+    return [p for p in found if (p / "state.json").is_file()]
+
+
+def recover(output_dir: str, world: World) -> None:
+    """Gives a checkpoint back its name if the run was killed while a new one was about to take it."""
+    if world.main:
+        for old in pathlib.Path(output_dir, "checkpoints").glob(".global_step_*.old"):
+            target = old.with_name(old.name[1:-len(".old")])
+            if target.exists():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.rename(target)
+    world.barrier()
+
+
+def read_state(folder: pathlib.Path) -> dict[str, Any]:
+    file = folder / "state.json"
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: is not valid JSON ({error})") from error
 
 
 class Saver:
@@ -67,7 +92,8 @@ class Saver:
             random["cuda"] = torch.cuda.get_rng_state()
         save_file(random, aside / f"random_{self.world.rank}.safetensors")
         if self.world.main:
-            (aside / "state.json").write_text(json.dumps({"step": step, **state}, indent=1) + "\n")
+            text = json.dumps({"step": step, "written": time.time(), **state}, indent=1)
+            (aside / "state.json").write_text(text + "\n")
         if self.asynchronous:
             self.pending = (dcp.async_save(tensors, checkpoint_id=aside / "dcp"), aside, target)
         else:
@@ -88,6 +114,7 @@ class Saver:
         if self.world.main:
             old = target.with_name(f".{target.name}.old")
             if target.exists():   # a run that was resumed from before it: kept until the new one has the name
+                shutil.rmtree(old, ignore_errors=True)
                 target.rename(old)
             aside.rename(target)
             shutil.rmtree(old, ignore_errors=True)
@@ -96,16 +123,20 @@ class Saver:
 
 
 def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, *,
-            shape: dict[str, Any], ops: dict[str, str]) -> dict[str, Any]:
+            run: dict[str, dict[str, Any]], ops: dict[str, str]) -> dict[str, Any]:
     """Fills model and optimizer and returns the saved state.
 
-    Raises ValueError if the checkpoint is of another model; warns if ops were computed by other implementations.
+    run: what must be as it was when the checkpoint was written, by kind (model, optimizer, data).
+    Raises ValueError if it is not; warns if ops were computed by other implementations.
     """
-    state = json.loads((folder / "state.json").read_text())
-    shape = json.loads(json.dumps(shape))   # tuples as lists
-    if state["model"] != shape:
-        differ = {k: (state["model"].get(k), v) for k, v in shape.items() if state["model"].get(k) != v}
-        raise ValueError(f"{folder} holds another model: {differ} (checkpoint, configuration)")
+    state = read_state(folder)
+    for kind, now in json.loads(json.dumps(run)).items():   # tuples as lists
+        then = state["run"][kind]
+        if differ := {k: (then.get(k), v) for k, v in now.items() if then.get(k) != v}:
+            raise ValueError(f"{folder} was written with another {kind}: {differ} (checkpoint, configuration). To "
+                             "start anew from its weights, set model.model_path to its hf folder")
+    if not (folder / "dcp" / ".metadata").is_file():
+        raise FileNotFoundError(f"{folder}: holds no dcp/.metadata, so it is not a whole checkpoint")
     if changed := {k: (v, ops.get(k)) for k, v in state["ops"].items() if ops.get(k) != v}:
         log.warning("ops are computed differently from when %s was written: %s (then, now)", folder, changed)
     weights, moments = get_state_dict(model, optimizer)

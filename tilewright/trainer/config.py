@@ -195,7 +195,7 @@ class Train(Section):
     empty_cache_steps: int = field(500, "torch.cuda.empty_cache() every so many steps; 0: never.", ge=0)
     gc_steps: int = field(500, "Collect garbage every so many steps only; 0: when Python likes.", ge=0)
     # checkpoints
-    output_dir: str = field(..., "Folder for checkpoints, logs and the resolved configuration.")
+    output_dir: str = field(..., "Folder for checkpoints, logs and the resolved configuration.", min_length=1)
     ckpt_manager: Literal["dcp"] = field("dcp", "dcp: torch.distributed.checkpoint.")
     save_steps: int = field(0, "Save every so many optimizer steps; 0: not by steps.", ge=0)
     save_epochs: float = field(1.0, "Save every so many epochs, fractions too; 0: not by epochs.", ge=0)
@@ -219,7 +219,7 @@ class Train(Section):
     profile_profile_memory: bool = field(True, "Record memory.")
     profile_with_stack: bool = field(True, "Record Python stacks.")
     profile_rank0_only: bool = field(True, "Profile rank 0 only; false: every rank.")
-    seed: int = field(42, "Seed of weights and shuffling.", ge=0)
+    seed: int = field(42, "Seed of weights and shuffling.", ge=0, lt=2**32)
 
     @field_validator("load_checkpoint_path")
     @classmethod

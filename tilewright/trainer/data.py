@@ -96,8 +96,8 @@ def _raw(entry: Dataset, data: Data):
         options["sample_by"] = "document"
     try:
         return datasets.load_dataset(kind, data_files={"train": files}, split=entry.split or "train", **options)
-    except datasets.exceptions.DatasetGenerationError as error:
-        reason = " ".join(str(error.__cause__ or error).split())
+    except (datasets.exceptions.DatasetGenerationError, StopIteration) as error:   # the latter for empty files
+        reason = " ".join(str(error.__cause__ or error).split()) or "there is nothing in it"
         raise ValueError(f"{entry.path}: cannot be read as {kind}: {reason}") from error
 
 
@@ -253,6 +253,10 @@ def prepare(entries: list[Dataset], config: Config, tokenizer: Callable[[], Any]
     folder = root / _fingerprint(entries, config, vocab, shuffle)
     if data.skip_prepare_dataset:
         return _as_it_is(root, folder, test=entries is data.test_datasets)
+    for entry in entries:
+        if pathlib.Path(entry.path).is_dir() and root.resolve().is_relative_to(pathlib.Path(entry.path).resolve()):
+            raise ValueError(f"data.dataset_prepared_path = {root}: lies in the data set {entry.path}, and would be "
+                             "read as part of it")
     if main:
         if not folder.is_dir():
             built = _build(entries, config, tokenizer, vocab, shuffle)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -35,7 +35,13 @@ def read_config(path: str | pathlib.Path) -> dict:
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
         raise FileNotFoundError(f"{path}: no config.json there")
-    return json.loads(file.read_text())
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: is not valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: must hold a JSON object, got {type(found).__name__}")
+    return found
 
 
 def sources(name: str, config: ModelConfig) -> list[str]:
@@ -77,21 +83,26 @@ class _Checkpoint:
     def __init__(self, path: str | pathlib.Path):
         folder = pathlib.Path(path)
         index = folder / "model.safetensors.index.json"
+        self.open: dict[pathlib.Path, safe_open] = {}
         if index.is_file():
             self.file_of = {k: folder / f for k, f in json.loads(index.read_text())["weight_map"].items()}
         elif (folder / "model.safetensors").is_file():
-            with safe_open(folder / "model.safetensors", "pt") as f:
-                self.file_of = dict.fromkeys(f.keys(), folder / "model.safetensors")
+            file = folder / "model.safetensors"
+            self.file_of = dict.fromkeys(self._opened(file).keys(), file)
         else:
             old = " (pickled *.bin weights are not read; convert them)" if list(folder.glob("*.bin")) else ""
             raise FileNotFoundError(f"{folder}: no model.safetensors or model.safetensors.index.json{old}")
-        self.open: dict[pathlib.Path, safe_open] = {}
+
+    def _opened(self, file: pathlib.Path):
+        if file not in self.open:
+            try:
+                self.open[file] = safe_open(file, "pt")
+            except SafetensorError as error:
+                raise ValueError(f"{file}: cannot be read as safetensors ({error})") from error
+        return self.open[file]
 
     def _at(self, name):
-        file = self.file_of[name]
-        if file not in self.open:
-            self.open[file] = safe_open(file, "pt")
-        return self.open[file]
+        return self._opened(self.file_of[name])
 
     def shape(self, name: str) -> list[int]:
         return list(self._at(name).get_slice(name).get_shape())

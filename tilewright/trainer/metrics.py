@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import sys
@@ -21,6 +22,15 @@ def _show(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
+def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a file whose last line a killed run may have left half written."""
+    rows = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
 class Metrics:
     """Rank 0 writes; the other ranks' calls do nothing."""
 
@@ -32,7 +42,7 @@ class Metrics:
         folder = pathlib.Path(self.train.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if start and path.is_file() else []
+        rows = _rows(path) if start and path.is_file() else []
         kept = [r for r in rows if r["step"] <= start]   # what a resumed run will do again is not told twice
         path.write_text("".join(json.dumps(r) + "\n" for r in kept))
         self.tokens = max((r.get("tokens", 0) for r in kept), default=0)

@@ -64,7 +64,7 @@ class ModelConfig:
             raise ValueError(f"config.json: rope type {kind!r} is not supported; accepted: {list(ROPE_TYPES)}")
         if moe and "num_experts" not in hf:
             hf = {**hf, "num_experts": hf.get("num_local_experts")}   # transformers 5 writes this name
-        heads = hf["num_attention_heads"]
+        heads = hf.get("num_attention_heads") or 0
         known = {f.name for f in fields(cls)}
         given = {k: v for k, v in hf.items() if k in known and v is not None}
         if not moe:
@@ -72,9 +72,15 @@ class ModelConfig:
         given |= {
             "rope_theta": float(theta), "rope_scaling": tuple(sorted(rope.items())) if kind != "default" else (),
             "num_key_value_heads": hf.get("num_key_value_heads") or heads,
-            "head_dim": hf.get("head_dim") or hf["hidden_size"] // heads,
+            "head_dim": hf.get("head_dim") or (hf.get("hidden_size") or 0) // max(1, heads),
             "mlp_only_layers": tuple(hf.get("mlp_only_layers") or ()),
         }
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "head_dim"):
+            if type(given.get(name)) is not int or given[name] < 1:
+                raise ValueError(f"config.json: {name} must be an integer of at least 1, got {given.get(name)!r}")
+        if absent := [k for k in ROPE_TYPES[kind][1] if k not in rope]:
+            raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(absent)}")
         return cls(**given)
 
     def to_hf(self) -> dict[str, Any]:
@@ -154,14 +160,18 @@ def _llama3(inv_freq, scaling):
     return (1 - smooth) * inv_freq / factor + smooth * inv_freq
 
 
-ROPE_TYPES = {"default": _default, "linear": _linear, "llama3": _llama3}
+# type -> (inverse frequencies, the settings that it reads)
+ROPE_TYPES = {
+    "default": (_default, ()), "linear": (_linear, ("factor",)),
+    "llama3": (_llama3, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
+}
 
 
 def rope_tables(config: ModelConfig, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, [positions, head_dim / 2], float32."""
     scaling = dict(config.rope_scaling)
     exponent = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.int64).float() / config.head_dim
-    inv_freq = ROPE_TYPES[scaling.get("rope_type", "default")](1.0 / config.rope_theta ** exponent, scaling)
+    inv_freq = ROPE_TYPES[scaling.get("rope_type", "default")][0](1.0 / config.rope_theta ** exponent, scaling)
     angle = torch.outer(torch.arange(positions, device=device).float(), inv_freq)
     return angle.cos(), angle.sin()
 

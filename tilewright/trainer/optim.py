@@ -31,8 +31,14 @@ def parameter_groups(model: nn.Module, train: Train) -> list[dict]:
     """Two groups, with weight decay and without; every trainable parameter is in exactly one.
 
     no_decay_modules match the module's path, no_decay_params the parameter's own name, both as substrings.
+    Raises ValueError for one that matches nothing.
     """
     decay, no_decay = [], []
+    names = [n.rpartition(".") for n, _ in model.named_parameters()]
+    for field, part in (("no_decay_modules", 0), ("no_decay_params", 2)):
+        for text in getattr(train, field):
+            if not any(text in name[part] for name in names):
+                raise ValueError(f"train.{field}: {text!r} matches no name in the model")
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import pathlib
 import sys
 from dataclasses import asdict
@@ -37,12 +38,16 @@ log = logging.getLogger("tilewright")
 
 
 def local_folder(path: str) -> str:
-    """A folder as it is; a Hugging Face Hub id downloaded."""
+    """A folder as it is; a Hugging Face Hub id downloaded. Raises FileNotFoundError, naming it, if it is neither."""
     if pathlib.Path(path).exists():
         return path
     from huggingface_hub import snapshot_download
 
-    return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+    try:
+        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+    except (OSError, ValueError) as error:   # no network, no such repository, not the form of an id
+        raise FileNotFoundError(f"{path}: no such file or folder, and the Hub does not give it "
+                                f"({' '.join(str(error).split())[:200]})") from error
 
 
 def seed_everything(config: Config, world: World) -> None:
@@ -79,7 +84,11 @@ def build_data(config: Config, world: World, vocab: int) -> tuple[Batches, Bins 
     def tokenizer():
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(config.model.tokenizer_path)
+        folder = pathlib.Path(local_folder(config.model.tokenizer_path))
+        if not any((folder / name).is_file() for name in hf.TOKENIZER_FILES):   # transformers would make an empty one
+            raise FileNotFoundError(f"model.tokenizer_path = {folder}: holds no tokenizer, "
+                                    f"that is none of {', '.join(hf.TOKENIZER_FILES)}")
+        return AutoTokenizer.from_pretrained(folder)
 
     options: dict[str, Any] = {"main": world.main, "barrier": world.barrier}
     training, held = split_validation(prepare(d.datasets, config, tokenizer, vocab, **options), d.val_set_size,
@@ -145,6 +154,13 @@ def profiler(config: Config, world: World):
 def train(config: Config, world: World) -> None:
     t = config.train
     seed_everything(config, world)
+    if world.main:
+        pathlib.Path(t.output_dir).mkdir(parents=True, exist_ok=True)   # fails before anything is computed
+    checkpoint.recover(t.output_dir, world)
+    resume = checkpoint.find(t.output_dir, t.load_checkpoint_path)
+    if t.load_checkpoint_path is None and (earlier := checkpoint.complete(t.output_dir)):
+        raise ValueError(f"train.output_dir = {t.output_dir}: holds {earlier[-1].name} of an earlier run; set "
+                         "train.load_checkpoint_path to auto to go on with it, or choose another folder")
     shape = hf.load_config(local_folder(config.model.config_path or config.model.model_path))
     dtype = torch.bfloat16 if t.enable_mixed_precision else torch.float32
     ops = Ops.resolve(config.model.attn_implementation, config.model.moe_implementation, device_type=world.device.type,
@@ -156,13 +172,23 @@ def train(config: Config, world: World) -> None:
     total = t.max_steps or t.num_train_epochs * batches.steps_per_epoch
     save_every = max(1, round(t.save_epochs * batches.steps_per_epoch)) if t.save_epochs else 0
 
+    if t.enable_profiling and t.profile_start_step >= total:
+        raise ValueError(f"train.profile_start_step = {t.profile_start_step}: the run has {total} steps")
+    # What a checkpoint is tied to: its position counts bins of these data, its moments belong to these groups.
+    tied = {
+        "model": {**asdict(shape), "merge_qkv": config.model.merge_qkv},
+        "optimizer": {k: getattr(t, k) for k in ("optimizer", "no_decay_modules", "no_decay_params")},
+        "data": {"bins": len(batches.bins), "tokens": batches.bins.tokens, "seed": t.seed,
+                 "shuffle": config.data.shuffle_merged_datasets},
+    }
     start = 0
-    if (folder := checkpoint.find(t.output_dir, t.load_checkpoint_path)) is not None:
-        state = checkpoint.restore(folder, unwrap(model), optimizer, world, shape=asdict(shape), ops=ops.names())
+    if resume is not None:
+        state = checkpoint.restore(resume, unwrap(model), optimizer, world, run=tied, ops=ops.names())
         start = state["step"]
+        if start > total:
+            raise ValueError(f"{resume} is at step {start}, and the run ends at step {total}")
         batches.load_state_dict(state["data"])
     if world.main:
-        pathlib.Path(t.output_dir).mkdir(parents=True, exist_ok=True)
         pathlib.Path(t.output_dir, "resolved_config.yaml").write_text(resolved(config))
     sequence = config.data.sample_packing_sequence_len
     metrics = Metrics(config, world.main, total, start, unwrap(model).flops_per_token(sequence), world.size)
@@ -173,7 +199,7 @@ def train(config: Config, world: World) -> None:
 
     def save(step):
         saver.save(step, unwrap(model), optimizer,
-                   {"data": batches.state_dict(), "model": asdict(shape), "ops": ops.names()})
+                   {"data": batches.state_dict(), "run": tied, "ops": ops.names()})
 
     def report(step):
         if held is not None:
@@ -190,6 +216,9 @@ def train(config: Config, world: World) -> None:
     steps = batches.steps()
     for step in range(start, total):
         loss, tokens = train_step(model, next(steps), config, world)
+        if not math.isfinite(loss):   # the same on every rank
+            raise ValueError(f"step {step + 1}: the loss is {loss}. Training cannot go on from there; lower train.lr "
+                             "or look at the data, and resume from the last checkpoint")
         norm = clip_gradients(parameters, t.max_grad_norm)
         lr = lr_at(step, total, t)
         set_lr(optimizer, lr)
@@ -215,8 +244,8 @@ def train(config: Config, world: World) -> None:
         save(total)
     saver.finish()
     if t.save_hf_weights:
-        source = config.model.tokenizer_path or config.model.config_path or config.model.model_path
-        hf.save_weights(unwrap(model), saver.folder(total) / "hf", tokenizer_path=local_folder(source))
+        hf.save_weights(unwrap(model), saver.folder(total) / "hf",
+                        tokenizer_path=local_folder(config.model.tokenizer_path))
     metrics.close()
 
 
@@ -229,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:   # sizes that do not fit the number of processes
         print(error, file=sys.stderr)
         return 2
-    except (ImplementationUnavailable, FileNotFoundError, ValueError) as error:
+    except (ImplementationUnavailable, OSError, ValueError) as error:
         # What a user can mend is one sentence; anything else keeps its traceback.
         print(f"error: {error}", file=sys.stderr)
         log.debug("", exc_info=True)
