@@ -240,6 +240,28 @@ def test_one_of_the_two_gradients(name):
 G, U = torch.randn(3, 8), torch.randn(3, 8)
 
 
+def test_cpp_operators_themselves_check_every_tensor():
+    """Below the public functions' checks."""
+    skip_unless_usable(SILU_MUL, "cpp", torch.float32)
+    SILU_MUL.resolve("cpp", "cpu")
+    forward, backward = torch.ops.tilewright.act_mul_cpp_forward, torch.ops.tilewright.act_mul_cpp_backward
+    right = [G, G, U, torch.empty_like(G), torch.empty_like(U)]
+    backward(*right, 0)
+    for call, names, given in ((forward, ("gate", "up"), right[1:3]),
+                               (backward, ("dy", "gate", "up", "dgate", "dup"), right)):
+        for i, name in enumerate(names):
+            wants = "up" if name == "gate" else name   # a gate of another shape is one that up does not fit
+            for wrong, message in ((torch.ones(8, 3).t(), f"{name} must be a CPU matrix with contiguous rows"),
+                                   (torch.ones(3), f"{name} must be a CPU matrix"),
+                                   (torch.ones(3, 2), f"{wants} must have gate's shape and dtype"),
+                                   (torch.ones(1, 8), f"{wants} must have gate's shape and dtype"),
+                                   (G.bfloat16(), f"{wants} must have gate's shape and dtype")):
+                with pytest.raises(RuntimeError, match=message):
+                    call(*given[:i], wrong, *given[i + 1:], 0)
+        with pytest.raises(RuntimeError, match="kind must be 0, 1 or 2, got 3"):
+            call(*given, 3)
+
+
 @pytest.mark.parametrize("fn", [silu_mul, gelu_mul])
 @pytest.mark.parametrize("args, error, message", [
     (([1.0], U), TypeError, "gate must be a torch.Tensor, got list"),

@@ -178,6 +178,13 @@ def test_what_they_print(name, expected):
     (lambda: nn.RMSNorm(()), ValueError, r"dim must be D or .*got \(\)"),
     (lambda: nn.RMSNorm(2.5), TypeError, r"dim must be an int or a pair of them, got 2\.5"),
     (lambda: nn.RMSNorm(8, cast="lama"), ValueError, r"cast must be one of \['llama', .*got 'lama'"),
+    (lambda: nn.RMSNorm(8, eps="1e-6"), TypeError, "eps must be a number, got '1e-6'"),
+    (lambda: nn.RMSNorm(8, eps=-1.0), ValueError, r"eps must be a finite number >= 0, got -1\.0"),
+    (lambda: nn.RMSNorm(8, offset=None), TypeError, "offset must be a number, got None"),
+    (lambda: nn.RMSNorm(8, implementation=[]), TypeError, r"implementation must be one of \['auto', .*, got \[\]"),
+    (lambda: nn.CrossEntropyLoss(group="x"), TypeError, "group must be a torch.distributed.ProcessGroup or None, got "
+     "str"),
+    (lambda: nn.LinearCrossEntropyLoss(group=1), TypeError, "group must be a torch.* or None, got int"),
     (lambda: nn.SwiGLU(0, 4), ValueError, "hidden must be an int >= 1, got 0"),
     (lambda: nn.SwiGLU(4, 2.5), ValueError, r"inner must be an int >= 1, got 2\.5"),
     (lambda: nn.CrossEntropyLoss(reduction="avg"), ValueError, "reduction must be one of .*got 'avg'"),

@@ -2,6 +2,7 @@
 torch.library.opcheck."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -125,6 +126,95 @@ def test_recomputes_the_same_under_checkpointing(op, name):
 
     for case in small_cases(op)[:2]:
         assert_same(differentiate(checkpointed, inputs(case)), differentiate(twice, inputs(case)))
+
+
+# ---- derivatives that kernels do not have
+
+def right_or_refused(derivative, name, refusal):
+    """PyTorch's own fused kernels refuse in words of their own."""
+    expected = derivative("eager")
+    try:
+        found = derivative(name)
+    except (RuntimeError, NotImplementedError) as error:
+        theirs = "not implemented|does not support it|double backward are not supported"
+        assert re.search(f"{refusal}|{theirs}" if name in ("torch", "sdpa") else refusal, str(error)), error
+        return False
+    for f, e in zip(found, expected, strict=True):
+        if f is not None and e is not None:
+            torch.testing.assert_close(f, e, rtol=1e-3, atol=1e-3 * float(e.abs().max()))
+        else:
+            assert all(t is None or not t.any() for t in (f, e))
+    return True
+
+
+def whole_case(op):
+    return next(case for case in small_cases(op) if all(t.numel() for t in tensors(inputs(case))))
+
+
+@EVERY_IMPLEMENTATION
+@pytest.mark.parametrize("power", [1, 3])   # whether what arrives at the op's backward depends on its inputs
+def test_a_second_derivative_is_right_or_refused(op, name, power):
+    skip_unless_usable(op, name, torch.float32)
+
+    def second(name):
+        kwargs = inputs(whole_case(op))
+        outs = contract.leaves(op.public(**kwargs, implementation=name))
+        leaves = [t for t in tensors(kwargs) if t.requires_grad]
+        loss = sum(o.pow(power).sum() for o in outs if o.requires_grad)
+        grads = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        return torch.autograd.grad(loss + sum(g.pow(3).sum() for g in grads if g is not None), leaves,
+                                   allow_unused=True)
+
+    right = right_or_refused(second, name, r"tilewright::\w+ is differentiable once; use implementation='eager' for "
+                                           "higher derivatives")
+    assert right or op.name != "rope", "a rotation's backward is a rotation"
+
+
+@EVERY_IMPLEMENTATION
+def test_a_forward_mode_derivative_is_right_or_refused(op, name):
+    skip_unless_usable(op, name, torch.float32)
+    if (op.name, name) == ("linear_cross_entropy", "torch"):
+        pytest.skip("PyTorch's own drops the tangent")
+
+    def tangents(name):
+        kwargs = {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in inputs(whole_case(op)).items()}
+        first = next(n for n, v in kwargs.items() if isinstance(v, torch.Tensor))
+
+        def call(t):
+            outs = contract.leaves(op.public(**{**kwargs, first: t}, implementation=name))
+            return tuple(o for o in outs if o.is_floating_point())
+
+        return torch.func.jvp(call, (kwargs[first],), (torch.ones_like(kwargs[first]) * kwargs[first].cos(),))[1]
+
+    right_or_refused(tangents, name, r"tilewright::\w+ has no forward-mode derivative; use implementation='eager'")
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp"])
+def test_a_loss_that_makes_its_gradients_in_forward_refuses_too(name):
+    """What it saves is constant to autograd, so that no second derivative could be tied to its inputs."""
+    op = OPS["linear_cross_entropy"]
+    skip_unless_usable(op, name, torch.float32)
+    x, w = (torch.randn(n, 8, device=DEVICE, requires_grad=True) for n in (4, 6))
+    loss = op.public(x, w, torch.arange(4, device=DEVICE), implementation=name)
+    with pytest.raises(RuntimeError, match="is differentiable once"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_a_tangent_elsewhere_is_not_refused():
+    x, w = torch.randn(4, 8), torch.ones(8)
+    fused = OPS["rmsnorm"].choose(DEVICE, torch.float32)
+    y = OPS["rmsnorm"].public(x, w, implementation=fused)
+    found = torch.func.jvp(lambda t: OPS["rmsnorm"].public(x, w, implementation=fused) * t, (x,), (x,))[1]
+    assert torch.equal(found, y * x)
+
+
+def test_create_graph_under_checkpointing_gives_the_same_first_derivative():
+    """Saved tensors come out of a checkpoint once."""
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    fn = OPS["rmsnorm"].public
+    expected = torch.autograd.grad(fn(x, w).pow(2).sum(), (x, w))
+    found = torch.autograd.grad(checkpoint(fn, x, w, use_reentrant=False).pow(2).sum(), (x, w), create_graph=True)
+    assert_same([f.detach() for f in found], expected)
 
 
 # ---- torch.library.opcheck

@@ -48,6 +48,15 @@ def test_an_unknown_implementation_is_refused_with_the_names_there_are(op):
     assert all(repr(name) in str(caught.value) for name in ("auto", *op.names()))
 
 
+@EVERY_OP
+@pytest.mark.parametrize("name", [[], {}, 3, None], ids=repr)
+def test_an_implementation_that_is_no_name_is_refused_with_the_names_there_are(op, name):
+    for ask in (lambda: op.resolve(name, "cpu"), lambda: op.pick(name, torch.ones(1))):
+        with pytest.raises(TypeError, match=r"implementation must be one of \['auto', .*, got") as caught:
+            ask()
+        assert repr(name) in str(caught.value) and str(caught.value).startswith(op.name)
+
+
 def test_an_unknown_op_is_refused_with_the_names_there_are():
     with pytest.raises(ValueError, match="unknown op 'nope'") as caught:
         registry.resolve("nope")
@@ -166,6 +175,17 @@ def test_use_pins_restores_and_nests(listed):
         assert op.public(x, implementation="two") == 2, "an explicit name wins"
         assert registry.resolve("probe", "auto", "cpu")(x) == 3
     assert op.public(x) == 2
+
+
+def test_use_auto_takes_every_outer_pin_back(listed):
+    op = listed(probe(times("two", 2)))
+    with use("eager"):
+        assert op.public(torch.ones(1)) == 1
+        with use("auto"):
+            assert op.public(torch.ones(1)) == 2
+        with use("auto", probe="eager"):
+            assert op.public(torch.ones(1)) == 1
+        assert op.public(torch.ones(1)) == 1
 
 
 def test_use_restores_after_an_exception(listed):

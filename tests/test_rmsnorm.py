@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import DEVICE
+from helpers import DEVICE, skip_unless_usable
 
 from tilewright import platform
 from tilewright.ops import add_rmsnorm, rmsnorm
@@ -67,7 +67,89 @@ def test_only_the_sum_is_used():
         assert torch.equal(x.grad, torch.ones_like(x)) and torch.equal(r.grad, x.grad), name
 
 
+@pytest.mark.parametrize("name", ["auto", *RMSNORM.names()])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_weight_and_bias_of_any_float_dtype(name, dtype):
+    """The gradient comes back in the parameter's dtype. Triton's interpreter cannot round to bfloat16."""
+    if name != "auto":
+        skip_unless_usable(RMSNORM, name, torch.float32)
+    if name == "triton" and DEVICE == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter truncates on a cast to bfloat16")
+
+    def step(call, name):
+        x, r = (torch.randn(6, 40, generator=torch.Generator().manual_seed(i)).to(DEVICE).requires_grad_()
+                for i in (1, 2))
+        w, b = (torch.linspace(0.5, 1.5, 40, device=DEVICE).to(dtype).requires_grad_() for _ in range(2))
+        y = call(x, r, w, b, name)
+        return [y, *torch.autograd.grad(y.square().sum(), (x, w, b))]
+
+    def single(x, r, w, b, name):
+        return rmsnorm(x, w, bias=b, implementation=name)
+
+    def added(x, r, w, b, name):
+        return add_rmsnorm(x, r, w, bias=b, implementation=name)[0]
+
+    for call in (single,) if name == "torch" else (single, added):
+        found, expected = step(call, name), step(call, "eager")
+        assert [t.dtype for t in found] == [torch.float32, torch.float32, dtype, dtype]
+        for f, e in zip(found, expected, strict=True):
+            torch.testing.assert_close(f, e, rtol=1e-2 if f.dtype == dtype != torch.float64 else 1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", RMSNORM.names())
+def test_an_expanded_bias(name):
+    skip_unless_usable(RMSNORM, name, torch.float32)
+    x, w, b = (torch.randn(n, device=DEVICE, requires_grad=True) for n in ((4, 8), (8,), (1,)))
+    y, expected = (rmsnorm(x, w, bias=b.expand(8), implementation=n) for n in (name, "eager"))
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(t.sum(), b)[0] for t in (y, expected)))
+
+
+# ---- the C++ operators, below the public functions' checks
+
 X, W = torch.randn(4, 8), torch.randn(8)
+R = torch.ones(4)
+FORWARD = {"x": X, "weight": W, "bias": None, "eps": 1e-6, "offset": 0.0, "round_xhat": True}
+BACKWARD = {"dy": X, "dsum": None, "x": X, "rstd": R, "weight": W, "offset": 0.0, "round_xhat": True, "has_bias": True}
+
+
+@pytest.mark.parametrize("op, right, wrong, message", [
+    ("rmsnorm_cpp_forward", FORWARD, {"x": X.t()}, "x must be a contiguous CPU tensor"),
+    ("rmsnorm_cpp_forward", FORWARD, {"x": torch.tensor(1.0)}, "x must have at least one dimension"),
+    ("rmsnorm_cpp_forward", FORWARD, {"x": X.double()}, "float32 and bfloat16"),
+    ("rmsnorm_cpp_forward", FORWARD, {"weight": W[:2]}, r"weight must be \[D\]"),
+    ("rmsnorm_cpp_forward", FORWARD, {"weight": torch.ones(3, 8)}, r"weight must be \[D\], or \[H, D\]"),
+    ("rmsnorm_cpp_forward", FORWARD, {"weight": torch.ones(1, 4, 8)}, r"weight must be \[D\]"),
+    ("rmsnorm_cpp_forward", FORWARD, {"weight": torch.ones(16)[::2]}, "weight must be a contiguous"),
+    ("rmsnorm_cpp_forward", FORWARD, {"weight": W.half()}, "float32 and bfloat16"),
+    ("rmsnorm_cpp_forward", FORWARD, {"bias": W[:2]}, r"bias must be \[D\]"),
+    ("rmsnorm_cpp_forward", FORWARD, {"bias": torch.ones(1).expand(8)}, "bias must be a contiguous"),
+    ("rmsnorm_cpp_forward", FORWARD, {"bias": W.bfloat16()}, "bias must have weight's dtype"),
+    ("add_rmsnorm_cpp_forward", FORWARD, {"residual": X[:1]}, "residual must have x's shape"),
+    ("add_rmsnorm_cpp_forward", FORWARD, {"residual": X.bfloat16()}, "residual must be float32 or"),
+    ("add_rmsnorm_cpp_forward", FORWARD, {"residual": X.double()}, "residual must be float32 or"),
+    ("rmsnorm_cpp_backward", BACKWARD, {"dy": X[:1]}, "dy must have x's shape"),
+    ("rmsnorm_cpp_backward", BACKWARD, {"dy": torch.ones(8, 4).t()}, "dy must be a contiguous"),
+    ("rmsnorm_cpp_backward", BACKWARD, {"x": X.bfloat16()}, "x must be float32 or"),
+    ("rmsnorm_cpp_backward", BACKWARD, {"dsum": X[:1]}, "dsum must have x's shape"),
+    ("rmsnorm_cpp_backward", BACKWARD, {"dsum": X.bfloat16()}, "dsum must have x's dtype"),
+    ("rmsnorm_cpp_backward", BACKWARD, {"rstd": R[:2]}, "rstd must be float32 with one element"),
+    ("rmsnorm_cpp_backward", BACKWARD, {"rstd": R.double()}, "rstd must be float32"),
+    ("rmsnorm_cpp_backward", BACKWARD, {"weight": W[:2]}, r"weight must be \[D\]"),
+])
+def test_cpp_operators_themselves_check_every_tensor(op, right, wrong, message):
+    skip_unless_usable(RMSNORM, "cpp", torch.float32)
+    RMSNORM.resolve("cpp", "cpu")
+    call = getattr(torch.ops.tilewright, op)
+    if op.startswith("add"):
+        right = {**right, "residual": X}
+    call(**right)
+    with pytest.raises(RuntimeError, match=message):
+        call(**{**right, **wrong})
+
+
+# ---- bad input
+
 
 
 @pytest.mark.parametrize("call, error, message", [
@@ -84,6 +166,15 @@ X, W = torch.randn(4, 8), torch.randn(8)
     (lambda: rmsnorm(X, W.to("meta")), ValueError, "weight is on meta, x on cpu"),
     (lambda: rmsnorm(torch.empty(1, 65537), torch.empty(65537)), ValueError, "1 to 65536, got 65537"),
     (lambda: rmsnorm(torch.empty(3, 0), torch.empty(0)), ValueError, "1 to 65536, got 0"),
+    (lambda: rmsnorm(X, W, None), TypeError, "eps must be a number, got None"),
+    (lambda: rmsnorm(X, W, "1e-6"), TypeError, "eps must be a number, got '1e-6'"),
+    (lambda: rmsnorm(X, W, 1e-6j), TypeError, "eps must be a number, got 1e-06j"),
+    (lambda: rmsnorm(X, W, -1e-6), ValueError, "eps must be a finite number >= 0, got -1e-06"),
+    (lambda: rmsnorm(X, W, float("nan")), ValueError, "eps must be a finite number >= 0, got nan"),
+    (lambda: add_rmsnorm(X, X, W, offset=None), TypeError, "offset must be a number, got None"),
+    (lambda: rmsnorm(X, W, offset=float("inf")), ValueError, "offset must be a finite number, got inf"),
+    (lambda: rmsnorm(X.to_sparse(), W), TypeError, r"x must be a strided \(dense\) tensor, got layout sparse_coo"),
+    (lambda: rmsnorm(X, W, implementation=[]), TypeError, r"implementation must be one of \['auto', .*, got \[\]"),
     (lambda: add_rmsnorm(X, X[:2], W), ValueError, r"residual must have shape \[4, 8\].*\[2, 8\]"),
     (lambda: add_rmsnorm(X, X.half(), W), TypeError, "residual must be"),
     (lambda: rmsnorm(X, W, implementation="tritn"), ValueError,

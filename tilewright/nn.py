@@ -12,7 +12,7 @@ from tilewright import ops
 from tilewright.ops import _checks
 from tilewright.ops.cross_entropy import check_options
 from tilewright.ops.linear_cross_entropy import check_chunks
-from tilewright.ops.rmsnorm import CASTS
+from tilewright.ops.rmsnorm import check_options as check_norm
 
 
 def _shown(**options) -> str:
@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
             raise TypeError(f"dim must be an int or a pair of them, got {dim!r}")
         if len(shape) not in (1, 2) or min(shape) < 1:
             raise ValueError(f"dim must be D or (heads, D), all positive, got {dim!r}")
-        _checks.choice("cast", cast, CASTS)
+        check_norm(eps, offset, cast)
         _known("rmsnorm", implementation)
         self.eps, self.offset, self.cast, self.implementation = eps, offset, cast, implementation
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -102,6 +102,10 @@ class _Loss(nn.Module):
         check_options(*(options[name] for name in ("ignore_index", "label_smoothing", "z_loss", "softcap",
                                                          "reduction")))
         _known(op, options["implementation"])
+        group = options["group"]
+        if group is not None and not (torch.distributed.is_available()
+                                      and isinstance(group, torch.distributed.ProcessGroup)):
+            raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
         if class_weight is not None:
             _checks.floating("class_weight", class_weight)
         self.register_buffer("class_weight", class_weight)

@@ -114,7 +114,9 @@ class Op:
         return list(self._by_name)
 
     def implementation(self, name: str) -> Implementation:
-        """The implementation called `name`, usable or not. Raises ValueError if there is none."""
+        """The implementation called `name`, usable or not. Raises ValueError if there is none, TypeError for no str."""
+        if not isinstance(name, str):
+            raise TypeError(f"{self.name}: implementation must be one of {['auto', *self.names()]}, got {name!r}")
         if name not in self._by_name:
             raise ValueError(f"{self.name}: unknown implementation {name!r}; have {['auto', *self.names()]}")
         return self._by_name[name]
@@ -154,7 +156,11 @@ class Op:
         if torch.compiler.is_dynamo_compiling():
             return self._by_key[_resolve_constant(self, name, tensor.device.type, tensor.dtype)]
         key = (name, tensor.device.type, tensor.dtype)
-        found = self._table.get(key)
+        try:
+            found = self._table.get(key)
+        except TypeError:   # a name that cannot be a key
+            self.implementation(name)
+            raise
         if found is None:
             found = self._table[key] = self.resolve(*key)
         return found
@@ -197,12 +203,13 @@ def resolve(op: str, implementation: str = "auto", device_type: str | None = Non
 def use(implementation: str | None = None, /, **by_op: str) -> Iterator[None]:
     """Pins what `auto` means inside the block: `use("eager")` for every op, or `use(rmsnorm="triton")` for one.
 
-    An explicit `implementation=` still wins. With one name for all, ops that have no such implementation are left
-    alone. The pin holds for the whole process, not for one thread, because autograd recomputes checkpointed blocks in
-    threads of its own; so put a whole training step inside the block. Raises ValueError for unknown names.
+    "auto" takes an outer pin back. An explicit `implementation=` still wins. With one name for all, ops that have no
+    such implementation are left alone. The pin holds for the whole process, not for one thread, because autograd
+    recomputes checkpointed blocks in threads of its own; so put a whole training step inside the block. Raises
+    ValueError for unknown names.
     """
     ops = operations()
-    pins = {n: implementation for n, op in ops.items() if implementation in op.names()}
+    pins = {n: implementation for n, op in ops.items() if implementation in ("auto", *op.names())}
     if implementation is not None and not pins:
         raise ValueError(f"no op has an implementation {implementation!r}")
     for name, choice in by_op.items():

@@ -92,9 +92,17 @@ void with_kind(int64_t kind, F&& f) {
   return f(std::integral_constant<int, GELU_ERF>{});
 }
 
-void check(const Tensor& t) {
+// The loops trust sizes and element types. A row may be longer than what is read of it, so columns must be contiguous only.
+void check(const char* name, const Tensor& t, const Tensor& gate) {
   STD_TORCH_CHECK(t.is_cpu() && t.dim() == 2 && (t.numel() == 0 || t.size(1) == 1 || t.stride(1) == 1),
-                  "tilewright: gate and up must be CPU matrices with contiguous rows");
+                  "tilewright: ", name, " must be a CPU matrix with contiguous rows");
+  STD_TORCH_CHECK(t.size(0) == gate.size(0) && t.size(1) == gate.size(1) && t.scalar_type() == gate.scalar_type(),
+                  "tilewright: ", name, " must have gate's shape and dtype");
+}
+
+void check_kind(int64_t kind) {
+  STD_TORCH_CHECK(kind == SILU || kind == GELU_TANH || kind == GELU_ERF, "tilewright: kind must be 0, 1 or 2, got ",
+                  kind);
 }
 
 // Calls f(row, first column, columns) for every row in pieces of at most PIECE columns, in parallel.
@@ -124,8 +132,9 @@ template <class T>
 Rows<T> write(const Tensor& t) { return {out<T>(t), t.stride(0)}; }
 
 Tensor act_mul_forward(Tensor gate, Tensor up, int64_t kind) {
-  check(gate);
-  check(up);
+  check("gate", gate, gate);
+  check("up", up, gate);
+  check_kind(kind);
   Tensor y = huge(torch::stable::new_empty(gate, {gate.size(0), gate.size(1)}));
   dispatch(gate, [&](auto e) {
     using T = decltype(e);
@@ -142,7 +151,12 @@ Tensor act_mul_forward(Tensor gate, Tensor up, int64_t kind) {
 
 // Writes dgate and dup, which may be the halves of one tensor.
 void act_mul_backward(Tensor dy, Tensor gate, Tensor up, Tensor dgate, Tensor dup, int64_t kind) {
-  for (const Tensor& t : {dy, gate, up, dgate, dup}) check(t);
+  check("gate", gate, gate);
+  check("up", up, gate);
+  check("dy", dy, gate);
+  check("dgate", dgate, gate);
+  check("dup", dup, gate);
+  check_kind(kind);
   huge(dgate);
   huge(dup);
   dispatch(gate, [&](auto e) {

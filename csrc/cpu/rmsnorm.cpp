@@ -1,7 +1,8 @@
 // RMSNorm and add + RMSNorm on the CPU. The definition is tilewright/ops/rmsnorm.py.
 //
 // Rows = all leading dimensions, D = the last one; a 2-D weight [H, D] serves row r with its row r % H.
-// Sums are in float; a row is read twice, the second time from cache.
+// A row's sums are in float over SUM_BLOCK columns and in double over the blocks; those of the weight and bias gradients in
+// float over ROWS_A_SUM rows and in double beyond. A row is read twice, the second time from cache.
 #include <algorithm>
 
 #include "cpu/common.h"
@@ -120,7 +121,6 @@ void backward_rows(int64_t begin, int64_t end, const T* dy, const R* dsum, const
 }
 
 std::vector<float> as_float(const Tensor& t, float offset) {
-  check_row_major("weight", t);
   std::vector<float> v(t.numel());
   dispatch(t, [&](auto e) {
     const auto* p = in<decltype(e)>(t);
@@ -129,15 +129,46 @@ std::vector<float> as_float(const Tensor& t, float offset) {
   return v;
 }
 
+// The loops trust sizes and element types, so every operator checks all of its tensors against x first.
+void check_like_x(const char* name, const Tensor& t, const Tensor& x, bool same_type) {
+  check_row_major(name, t);
+  bool same = t.dim() == x.dim();
+  for (int64_t d = 0; same && d < x.dim(); ++d) same = t.size(d) == x.size(d);
+  STD_TORCH_CHECK(same, "tilewright: ", name, " must have x's shape");
+  STD_TORCH_CHECK(!same_type || t.scalar_type() == x.scalar_type(), "tilewright: ", name, " must have x's dtype");
+}
+
+// `wide` may be float where `narrow` is bfloat16: a residual stream is often kept so.
+void check_wider(const char* name, const Tensor& wide, const Tensor& narrow) {
+  STD_TORCH_CHECK(wide.scalar_type() == narrow.scalar_type() || wide.scalar_type() == ScalarType::Float,
+                  "tilewright: ", name, " must be float32 or of one dtype with what it goes with");
+}
+
 Norm describe(const Tensor& x, const Tensor& weight, double eps, bool round_xhat) {
-  return {x.size(x.dim() - 1), weight.dim() == 2 ? weight.size(0) : 1, eps, round_xhat};
+  check_row_major("x", x);
+  STD_TORCH_CHECK(x.dim() >= 1, "tilewright: x must have at least one dimension");
+  check_row_major("weight", weight);
+  const int64_t last = x.dim() - 1, D = x.size(last);
+  const bool per_head = weight.dim() == 2;
+  STD_TORCH_CHECK(per_head ? last >= 1 && weight.size(0) == x.size(last - 1) && weight.size(1) == D
+                           : weight.dim() == 1 && weight.size(0) == D,
+                  "tilewright: weight must be [D], or [H, D] for x of shape [..., H, D]");
+  return {D, per_head ? weight.size(0) : 1, eps, round_xhat};
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<Tensor>& residual,
                                            const Tensor& weight, const std::optional<Tensor>& bias, double eps,
                                            double offset, bool round_xhat) {
-  check_row_major("x", x);
   const Norm n = describe(x, weight, eps, round_xhat);
+  if (bias.has_value()) {
+    check_row_major("bias", *bias);
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == n.D, "tilewright: bias must be [D]");
+    STD_TORCH_CHECK(bias->scalar_type() == weight.scalar_type(), "tilewright: bias must have weight's dtype");
+  }
+  if (residual.has_value()) {
+    check_like_x("residual", *residual, x, false);
+    check_wider("residual", *residual, x);
+  }
   const int64_t rows = n.D > 0 ? x.numel() / n.D : 0;
   const auto w = as_float(weight, float(offset));
   const auto b = bias.has_value() ? as_float(*bias, 0) : std::vector<float>();
@@ -147,7 +178,6 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<
   for (int64_t d = 0; d + 1 < x.dim(); ++d) stat_shape.push_back(x.size(d));
   Tensor rstd = torch::stable::new_empty(x, stat_shape, ScalarType::Float);
   const Tensor& like = residual.has_value() ? *residual : x;
-  if (residual.has_value()) check_row_major("residual", *residual);
   dispatch(x, [&](auto t) {
     dispatch(like, [&](auto r) {
       using T = decltype(t);
@@ -178,10 +208,14 @@ std::tuple<Tensor, Tensor, Tensor> add_rmsnorm_forward(Tensor x, Tensor residual
 // x: what was normalised (for add + RMSNorm, the sum). dsum: gradient that arrives at the sum directly.
 std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Tensor> dsum, Tensor x, Tensor rstd,
                                                     Tensor weight, double offset, bool round_xhat, bool has_bias) {
-  check_row_major("dy", dy);
-  check_row_major("x", x);
   const Norm n = describe(x, weight, 0, round_xhat);
   const int64_t rows = n.D > 0 ? x.numel() / n.D : 0;
+  check_like_x("dy", dy, x, false);
+  check_wider("x", x, dy);
+  if (dsum.has_value()) check_like_x("dsum", *dsum, x, true);
+  check_row_major("rstd", rstd);
+  STD_TORCH_CHECK(rstd.scalar_type() == ScalarType::Float && rstd.numel() == rows,
+                  "tilewright: rstd must be float32 with one element for each row of x");
   const auto w = as_float(weight, float(offset));
   const int64_t chunks = row_chunks(rows), per = (rows + chunks - 1) / chunks, HD = n.H * n.D;
   std::vector<double> dw(chunks * HD, 0.0), db(has_bias ? chunks * n.D : 0, 0.0);

@@ -18,6 +18,8 @@ def floating(name: str, t: torch.Tensor) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
     if t.dtype not in ACCEPTED:
         raise TypeError(f"{name} must be one of {', '.join(map(short, ACCEPTED))}, got {short(t.dtype)}")
+    if t.layout != torch.strided:   # sparse, nested: kernels read memory
+        raise TypeError(f"{name} must be a strided (dense) tensor, got layout {short(t.layout)}")
 
 
 def same_device(**tensors: torch.Tensor | None) -> None:

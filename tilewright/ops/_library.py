@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch._library import autograd as _autograd
+from torch.autograd import forward_ad
 
 _LIBRARY = torch.library.Library("tilewright", "FRAGMENT")
 
@@ -32,6 +34,55 @@ def adopt(name: str, fake: Callable) -> Callable:
     return getattr(torch.ops.tilewright, name).default
 
 
-def differentiate(op: Callable, backward: Callable, setup_context: Callable) -> None:
-    """Gives an operator its autograd formula (torch.library.register_autograd)."""
-    torch.library.register_autograd(op.name().split(".")[0], backward, setup_context=setup_context, lib=_LIBRARY)
+def differentiate(op: Callable, backward: Callable, setup_context: Callable, *, twice: bool = False) -> None:
+    """Gives an operator its autograd formula, and refuses derivatives that it does not have.
+
+    Kernels have no formulas of their own, so autograd would take what a formula returns for a constant: a second
+    derivative would be wrong and nothing would say so. twice: the formula is made of differentiable calls only.
+    Forward-mode tangents would be dropped as silently.
+    """
+    name = op.name().split(".")[0]
+    advice = "use implementation='eager'"
+    again = f"{name} is differentiable once; {advice} for higher derivatives"
+
+    def once(ctx, *grads):
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        ctx = _ReadOnce(ctx)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        behind = [t for t in ctx.saved_tensors if t is not None and t.requires_grad]
+        if not behind:   # as where gradients are made in forward: nothing here that an error could be tied to
+            raise RuntimeError(again)
+        behind += [g for g in grads if g is not None and g.requires_grad]
+        # torch.autograd.function.once_differentiable ties its error to new leaves, so that autograd.grad with respect
+        # to the real ones walks past it. This one is tied to what the result is made of.
+        several = isinstance(found, tuple)
+        found = found if several else (found,)
+        error = torch._C._functions.DelayedError(again.encode(), len(found) + len(behind))
+        refused = error(*found, *behind)[:len(found)]
+        return refused if several else refused[0]
+
+    info = _autograd.Info(backward if twice else once, setup_context)
+    kernel = _autograd.make_autograd_impl(op, info)
+
+    def guarded(keyset, *args):
+        if forward_ad._current_level >= 0:
+            for arg in args:
+                if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+                    raise RuntimeError(f"{name} has no forward-mode derivative; {advice}")
+        return kernel(keyset, *args)
+
+    # What torch.library.register_autograd does, with the guard around its kernel.
+    _LIBRARY.impl(name.split("::")[1], guarded, "Autograd", with_keyset=True)
+
+
+class _ReadOnce:
+    """A context whose saved tensors can be asked for twice: checkpointing gives them out once."""
+
+    def __init__(self, ctx):
+        self._ctx = ctx
+
+    def __getattr__(self, name):   # only for what is not here yet
+        value = self.__dict__[name] = getattr(self._ctx, name)
+        return value

@@ -1,10 +1,12 @@
 """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467):  y = x / sqrt(mean(x^2) + eps) * (offset + w) + b
 
-Shapes: D = columns, the last dimension; H = heads. Sums accumulate in float32, and the result is rounded once, on
-store (`cast="llama"` rounds the normalised row too, as Llama and Qwen do).
+Shapes: D = columns, the last dimension; H = heads. Sums accumulate in float32 or wider, and the result is rounded once,
+on store (`cast="llama"` rounds the normalised row too, as Llama and Qwen do).
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -23,17 +25,18 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, bias: t
 
     x: [..., D] fp32 | bf16 | fp16 (fp64 with eager and torch), any strides, D <= 65,536.
     weight: [D], or [H, D] for x of shape [..., H, D] (per-head QK norm). Any float dtype.
-    eps: added to the mean of squares.   bias: [D] in weight's dtype, or None.
+    eps: >= 0, added to the mean of squares.   bias: [D] in weight's dtype, or None.
     offset: added to the weight; 1.0 for Gemma, whose checkpoints store w - 1.
     cast: "llama" rounds the normalised row to x's dtype before the weight; "gemma" stays in fp32 to the end; "none"
         lets the eager twin compute in x's dtype throughout (the fused kernels then compute as for "gemma").
-    Returns [..., D] in x's dtype. Differentiable in x, weight and bias; weight and bias gradients accumulate in fp32
-    (fixed order, no atomics).
+    Returns [..., D] in x's dtype. Differentiable once in x, weight and bias (eager and torch: any number of times, and
+    in forward mode); weight and bias gradients accumulate in fp32, on a CPU over 64 rows and in fp64 beyond (fixed
+    order, no atomics).
     Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
     that cannot run here.
     Source: arXiv:1910.07467; cast policies as in transformers' LlamaRMSNorm and GemmaRMSNorm.
     """
-    _validate(x, weight, bias, cast)
+    _validate(x, weight, bias, eps, offset, cast)
     return RMSNORM.pick(implementation, x)(x, weight, bias, eps, offset, cast)
 
 
@@ -43,9 +46,9 @@ def add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, e
     """(rmsnorm(x + residual), x + residual) in one pass over memory: the pre-norm transformer's residual step.
 
     residual: shape of x, x's dtype or float32; the sum is rounded to residual's dtype and returned in it.
-    Everything else as in `rmsnorm`. Differentiable in x, residual, weight and bias.
+    Everything else as in `rmsnorm`. Differentiable once in x, residual, weight and bias.
     """
-    _validate(x, weight, bias, cast)
+    _validate(x, weight, bias, eps, offset, cast)
     _checks.floating("residual", residual)
     _checks.shape("residual", residual, tuple(x.shape), "that of x")
     if residual.dtype not in (x.dtype, torch.float32):
@@ -54,7 +57,20 @@ def add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, e
     return ADD_RMSNORM.pick(implementation, x)(x, residual, weight, bias, eps, offset, cast)
 
 
-def _validate(x, weight, bias, cast):
+def check_options(eps, offset, cast):
+    """Raises TypeError or ValueError for an option that no tensor could make right."""
+    if not (type(eps) is float is type(offset)):   # what nearly every call has, and at once decided
+        for name, value in (("eps", eps), ("offset", offset)):
+            if not isinstance(value, (int, float, torch.SymFloat)):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be a finite number >= 0, got {eps!r}")
+    if not -math.inf < offset < math.inf:
+        raise ValueError(f"offset must be a finite number, got {offset!r}")
+    _checks.choice("cast", cast, CASTS)
+
+
+def _validate(x, weight, bias, eps, offset, cast):
     _checks.floating("x", x)
     _checks.floating("weight", weight)
     if x.dim() == 0:
@@ -71,7 +87,7 @@ def _validate(x, weight, bias, cast):
         _checks.shape("bias", bias, (D,), "x's last dimension")
         if bias.dtype != weight.dtype:
             raise TypeError(f"bias must have weight's dtype {weight.dtype}, got {bias.dtype}")
-    _checks.choice("cast", cast, CASTS)
+    check_options(eps, offset, cast)
     _checks.same_device(x=x, weight=weight, bias=bias)
 
 
@@ -128,7 +144,9 @@ def _save(ctx, normed, rstd, weight, bias, offset, round_xhat):
     ctx.set_materialize_grads(False)
 
 
-def _register(forward, add_forward, backward):
+def _register(forward, add_forward, backward, dtypes=_checks.ACCEPTED):
+    """dtypes: what the kernels read weight and bias in; others come to them as float32, in which they compute."""
+
     def setup(ctx, inputs, output):
         x, weight, bias, _, offset, round_xhat = inputs
         _save(ctx, x, output[1], weight, bias, offset, round_xhat)
@@ -156,14 +174,20 @@ def _register(forward, add_forward, backward):
     differentiate(forward, formula, setup)
     differentiate(add_forward, add_formula, add_setup)
 
+    def parameters(weight, bias):
+        if weight.dtype not in dtypes:   # bias has weight's dtype
+            weight, bias = weight.float(), None if bias is None else bias.float()
+        return weight.contiguous(), None if bias is None else bias.contiguous()
+
     def fused_rmsnorm(x, weight, bias, eps, offset, cast):
-        return forward(x.contiguous(), weight.contiguous(), bias, eps, offset, cast == "llama")[0]
+        weight, bias = parameters(weight, bias)
+        return forward(x.contiguous(), weight, bias, eps, offset, cast == "llama")[0]
 
     def fused_add_rmsnorm(x, residual, weight, bias, eps, offset, cast):
         # The llama cast rounds to the dtype that is normalised, which for a float32 residual stream is no rounding.
         round_xhat = cast == "llama" and residual.dtype == x.dtype
-        return add_forward(x.contiguous(), residual.contiguous(), weight.contiguous(), bias, eps, offset,
-                           round_xhat)[:2]
+        weight, bias = parameters(weight, bias)
+        return add_forward(x.contiguous(), residual.contiguous(), weight, bias, eps, offset, round_xhat)[:2]
 
     return fused_rmsnorm, fused_add_rmsnorm
 
@@ -185,7 +209,8 @@ def _cpp():
     if "cpp" not in _loaded:
         _loaded["cpp"] = _register(adopt("rmsnorm_cpp_forward", _fake_forward),
                                    adopt("add_rmsnorm_cpp_forward", _fake_add_forward),
-                                   adopt("rmsnorm_cpp_backward", _fake_backward))
+                                   adopt("rmsnorm_cpp_backward", _fake_backward),
+                                   (torch.float32, torch.bfloat16))
     return _loaded["cpp"]
 
 
@@ -197,7 +222,8 @@ def _specs():
 
 # ---- cases
 
-def _case(name, shape, *, add=False, weight_shape=None, bias=False, tags=cases.CONTRACT, mixed=False, **options):
+def _case(name, shape, *, add=False, weight_shape=None, bias=False, strided=False, tags=cases.CONTRACT, mixed=False,
+          **options):
     D, rows = shape[-1], 1
     for n in shape[:-1]:
         rows *= n
@@ -212,6 +238,9 @@ def _case(name, shape, *, add=False, weight_shape=None, bias=False, tags=cases.C
         kw["weight"] = cases.randn(*(weight_shape or (D,)), dtype=w_dtype, scale=0.2, shift=1.0, **new)
         if bias:
             kw["bias"] = cases.randn(D, dtype=w_dtype, scale=0.2, **new)
+        if strided:   # every second element of wider parameters
+            for p in {"weight", "bias"} & kw.keys():
+                kw[p] = kw[p].detach().repeat_interleave(2)[::2].requires_grad_()
         return {**kw, **options}
 
     def cost(itemsize):
@@ -228,6 +257,7 @@ def _all_cases(add):
         _case("no_rows", (0, 64), add=add),
         _case("gemma", (5, 257), add=add, offset=1.0, cast="gemma"),
         _case("bias_none_cast", (2, 3, 64), add=add, bias=True, cast="none"),
+        _case("strided_parameters", (3, 40), add=add, bias=True, strided=True),
         _case("qk_norm", (2, 5, 4, 128), add=add, weight_shape=(4, 128)),
         _case("fp32_weight", (6, 96), add=add, mixed=True),
         _case("wide", (2, 16512), add=add),

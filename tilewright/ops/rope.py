@@ -203,7 +203,7 @@ def _register(name, rotate):
             first, second = None, first
         return first, second if dk is not None else None, None, None, None, None, None
 
-    differentiate(op, formula, setup)
+    differentiate(op, formula, setup, twice=True)   # its formula calls the operator itself
 
     def rope_fused(q, k, cos, sin, position_ids, interleaved):
         q_out, k_out = op(q, k, cos.float().contiguous(), sin.float().contiguous(), position_ids, interleaved, False)
