@@ -1,5 +1,7 @@
 """What is special to attention; parity with the eager twin is in test_contract.py."""
 
+import re
+
 import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable
@@ -126,9 +128,22 @@ def test_scale(name, cu):
     torch.testing.assert_close(attention(q, k, v, scale=D ** -0.5, **options), default, rtol=0, atol=0)
     torch.testing.assert_close(attention(2 * q, k, v, scale=0.5 * D ** -0.5, **options), default, **CLOSE)
     assert not torch.allclose(attention(q, k, v, scale=1.0, **options), default, atol=1e-2)
-    # Scale 0: every allowed position weighs the same.
-    flat = attention(q, k, v, scale=0.0, causal=False, **options)
-    torch.testing.assert_close(flat[:, :, 0], v[:, :, :3 if cu else 10].mean(2).repeat_interleave(2, 1), **CLOSE)
+    # A scale of next to nothing: every allowed position weighs the same.
+    for causal, seen in ((False, 3 if cu else 10), (True, 1)):
+        flat = attention(q, k, v, scale=1e-30, causal=causal, **options)
+        torch.testing.assert_close(flat[:, :, 0], v[:, :, :seen].mean(2).repeat_interleave(2, 1), **CLOSE)
+
+
+@EVERY
+def test_autocast_changes_nothing(name):
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    tensors, grad = qkv(9), heads(HQ, 9)
+    expected = step(tensors, grad, name)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = attention(*leaves, implementation=name)
+    for f, e in zip([out, *torch.autograd.grad(out, leaves, grad)], expected, strict=True):
+        assert f.dtype == torch.float32 and torch.equal(f, e)
 
 
 class Largest(TorchDispatchMode):
@@ -176,34 +191,47 @@ def test_no_tokens(name):
 Q, K, V = torch.randn(1, HQ, 6, D), torch.randn(1, HK, 6, D), torch.randn(1, HK, 6, D)
 
 
+def call(name, *args, **options):
+    return attention(*args, implementation=name, **options)
+
+
 def packed(*values, dtype=torch.int32):
-    return lambda name: attention(Q, K, V, cu_seqlens=torch.tensor(values, dtype=dtype), implementation=name)
+    return lambda name: call(name, Q, K, V, cu_seqlens=torch.tensor(values, dtype=dtype))
 
 
 @EVERY
-@pytest.mark.parametrize("call, error, message", [
-    (lambda n: attention([1.0], K, V), TypeError, "q must be a torch.Tensor, got list"),
-    (lambda n: attention(Q, K.long(), V), TypeError, "k must be one of float32.*int64"),
-    (lambda n: attention(Q, K, V.half()), TypeError, "v must have q's dtype torch.float32, got torch.float16"),
-    (lambda n: attention(Q[0], K, V), ValueError, r"q must have shape \[B, H, S, D\], got \[4, 6, 8\]"),
-    (lambda n: attention(Q, K[:, :, :5], V), ValueError, r"k must have shape \[1, a divisor of 4, 6, 8\].*2, 5, 8\]"),
-    (lambda n: attention(Q[:, :3], K, V), ValueError, "a divisor of 3"),
-    (lambda n: attention(Q, K[:, :0], V[:, :0]), ValueError, r"a divisor of 4.*got \[1, 0, 6, 8\]"),
-    (lambda n: attention(Q, K, V[:, :1]), ValueError, r"v must have shape \[1, 2, 6, 8\] \(that of k\)"),
-    (lambda n: attention(Q[..., :0], K[..., :0], V[..., :0]), ValueError, r"head width of at least 1.*\[1, 4, 6, 0\]"),
-    (lambda n: attention(Q[:, :0], K[:, :0], V[:, :0]), ValueError, r"at least one head.*\[1, 0, 6, 8\]"),
-    (lambda n: attention(Q, K.to("meta"), V), ValueError, "k is on meta, q on cpu"),
+@pytest.mark.parametrize("bad, error, message", [
+    (lambda n: call(n, [1.0], K, V), TypeError, "q must be a torch.Tensor, got list"),
+    (lambda n: call(n, Q, K.long(), V), TypeError, "k must be one of float32.*int64"),
+    (lambda n: call(n, Q, K, V.half()), TypeError, "v must have q's dtype torch.float32, got torch.float16"),
+    (lambda n: call(n, Q[0], K, V), ValueError, r"q must have shape \[B, H, S, D\], got \[4, 6, 8\]"),
+    (lambda n: call(n, Q, K[:, :, :5], V), ValueError, r"k must have shape \[1, a divisor of 4, 6, 8\].*2, 5, 8\]"),
+    (lambda n: call(n, Q[:, :3], K, V), ValueError, "a divisor of 3"),
+    (lambda n: call(n, Q, K[:, :0], V[:, :0]), ValueError, r"a divisor of 4.*got \[1, 0, 6, 8\]"),
+    (lambda n: call(n, Q, K, V[:, :1]), ValueError, r"v must have shape \[1, 2, 6, 8\] \(that of k\)"),
+    (lambda n: call(n, Q[..., :0], K[..., :0], V[..., :0]), ValueError, r"head width of at least 1.*\[1, 4, 6, 0\]"),
+    (lambda n: call(n, Q[:, :0], K[:, :0], V[:, :0]), ValueError, r"at least one head.*\[1, 0, 6, 8\]"),
+    (lambda n: call(n, Q, K.to("meta"), V), ValueError, "k is on meta, q on cpu"),
     (lambda n: attention(Q, K, V, implementation="flash"), ValueError, "unknown implementation 'flash'"),
-    (lambda n: attention(Q, K, V, cu_seqlens=[0, 6]), TypeError, "cu_seqlens must be a torch.Tensor, got list"),
+    (lambda n: call(n, Q, K, V, cu_seqlens=[0, 6]), TypeError, "cu_seqlens must be a torch.Tensor, got list"),
     (packed(0.0, 6.0, dtype=torch.float32), TypeError, "cu_seqlens must be int32 or int64, got float32"),
     (packed(6), ValueError, r"cu_seqlens must have shape \[documents \+ 1\], got \[1\]"),
     (packed(2, 6), ValueError, "cu_seqlens must start at 0, got 2"),
     (packed(0, 4, 3, 6), ValueError, "cu_seqlens must not decrease, got 3 after 4 at index 2"),
     (packed(0, 5), ValueError, "cu_seqlens must end at 6, the number of tokens, got 5"),
     (packed(0, 4, 9), ValueError, "cu_seqlens must end at 6.*got 9"),
-    (lambda n: attention(*(t.expand(2, -1, -1, -1) for t in (Q, K, V)), cu_seqlens=torch.tensor([0, 6])), ValueError,
+    (lambda n: call(n, *(t.expand(2, -1, -1, -1) for t in (Q, K, V)), cu_seqlens=torch.tensor([0, 6])), ValueError,
      "packed documents need B = 1"),
+    (lambda n: call(n, *(t.to("meta") for t in (Q, K, V)), cu_seqlens=torch.tensor([0, 6], device="meta")), ValueError,
+     "cu_seqlens must be on a device that holds values.*got one on meta"),
+    (lambda n: call(n, Q.to_sparse(), K, V), TypeError, "q must be a strided .dense. tensor, got layout sparse_coo"),
+    (lambda n: call(n, Q, K, torch.nested.nested_tensor([V[0]])), TypeError, "v must be a strided .dense.*nested"),
+    *((lambda n, s=s: call(n, Q, K, V, scale=s), error, f"scale must be {what}.*got {re.escape(repr(s))}") for s, error, what in
+      [(v, ValueError, "a finite number > 0") for v in (0.0, -0.3, float("nan"), float("inf"), 1e300, 10**400, 1e-300)]
+      + [("1", TypeError, "a number"), (True, TypeError, "a number")]),
+    *((lambda n, c=c: call(n, Q, K, V, causal=c), TypeError, f"causal must be a bool, got {c!r}")
+      for c in (0, None, "yes")),
 ])
-def test_bad_input_is_one_clear_error(name, call, error, message):
+def test_bad_input_is_one_clear_error(name, bad, error, message):
     with pytest.raises(error, match=message):
-        call(name)
+        bad(name)

@@ -21,8 +21,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: 
     q: [B, Hq, S, D]; k, v: [B, Hk, S, D]; fp32 | bf16 | fp16 (fp64 too).
     cu_seqlens: int32 or int64 [n + 1], 0 .. S, not decreasing: packed documents of a sequence with B = 1, which never
         see each other. Its values are read on the host, which waits for a CUDA device.
-    causal: position i sees positions up to i of its own document.   scale: default D ** -0.5.
-    Returns [B, Hq, S, D] in q's dtype. The softmax is in float32. Differentiable in q, k and v.
+    causal: a bool; position i sees positions up to i of its own document.
+    scale: a finite number > 0 (in float32); default D ** -0.5.
+    Returns [B, Hq, S, D] in q's dtype. The softmax is in float32. Differentiable in q, k and v. torch.autocast changes
+    nothing: it computes in the dtype that q, k and v have.
     Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
     that cannot run here.
     Source: arXiv:1706.03762; grouped queries arXiv:2305.13245.
@@ -39,12 +41,19 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: 
     if (k.shape[0], k.shape[2], k.shape[3]) != (B, S, D) or k.shape[1] == 0 or H % k.shape[1]:
         raise ValueError(f"k must have shape [{B}, a divisor of {H}, {S}, {D}] to go with q, got {list(k.shape)}")
     _checks.shape("v", v, tuple(k.shape), "that of k")
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be a bool, got {causal!r}")
+    if scale is not None:   # PyTorch's kernels give NaN for a causal mask and a scale that is not positive
+        _checks.number("scale", scale, _checks.SMALLEST, _checks.LARGEST,
+                       "a finite number > 0 (in float32), or None for D ** -0.5")
     if cu_seqlens is not None:
         if B != 1:
             raise ValueError(f"packed documents need B = 1, got q of shape {list(q.shape)}")
         cu_seqlens = _checks.cu_seqlens(cu_seqlens, S, wait=True)
     _checks.same_device(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
-    return ATTENTION.pick(implementation, q)(q, k, v, cu_seqlens, causal, D ** -0.5 if scale is None else scale)
+    fn = ATTENTION.pick(implementation, q)
+    with _checks.no_autocast(q):
+        return fn(q, k, v, cu_seqlens, causal, D ** -0.5 if scale is None else float(scale))
 
 
 # ---- the definition
