@@ -1,6 +1,7 @@
 """What is special to cross_entropy; parity with the eager twin is in test_contract.py."""
 
 import math
+import re
 import tempfile
 
 import pytest
@@ -123,14 +124,30 @@ def test_masked_out_classes_and_large_logits(name):
     assert ga.isfinite().all() and not ga[:, :4500].any() and not ga[2].any()
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_ignored_rows_get_zeros_whatever_they_hold(name):
-    fused(name)
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1, "label_smoothing": 0.1, "softcap": 5.0}], ids=["plain", "all"])
+def test_ignored_rows_get_zeros_whatever_they_hold(name, options):
+    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
     x, y = problem()
     with torch.no_grad():
-        x[1] = float("nan")   # ignored by `problem`
-    cross_entropy(x, y, implementation=name).backward()
-    assert x.grad.isfinite().all() and not x.grad[1].any() and x.grad[0].any()
+        x[1] = float("nan")   # 1 and 4 are ignored by `problem`
+        x[4, 2] = float("inf")
+    out = cross_entropy(x, y, return_lse=True, implementation=name, **options)
+    out.loss.backward()
+    assert out.loss.isfinite() and x.grad.isfinite().all() and not x.grad[[1, 4]].any() and x.grad[0].any()
+    z = x.detach()[7]   # ignored too, and its lse is right nevertheless
+    z = 5 * torch.tanh(z / 5) if "softcap" in options else z
+    torch.testing.assert_close(out.lse[7], z.logsumexp(-1))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_num_tokens_gets_no_gradient(name):
+    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
+    x, y = problem()
+    n = torch.tensor(3.0, device=DEVICE, requires_grad=True)
+    loss = cross_entropy(x, y, num_tokens=n, implementation=name)
+    loss.backward()
+    assert n.grad is None and torch.equal(loss, cross_entropy(x, y, num_tokens=3.0, implementation=name))
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -207,6 +224,28 @@ def test_inplace_is_noticed_by_an_op_that_saved_the_logits(name):
     logits = h.exp()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         cross_entropy(logits, y, inplace=True, implementation=name).backward()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_inplace_over_rows_that_share_memory_is_refused(name):
+    """One row's gradient would overwrite another row that is still to be read."""
+    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
+    y = torch.tensor([0, 8, -100, 3], device=DEVICE)
+    flat = torch.randn(90, device=DEVICE)
+    shared = [flat[:9].expand(4, 9), flat.as_strided((4, 9), (3, 1)), flat.as_strided((4, 9), (8, 1)),
+              flat[:4, None].expand(4, 9), flat[:18].view(2, 1, 9).expand(2, 2, 9)]
+    for t in shared:
+        x = t.detach().requires_grad_()
+        target = y.view(t.shape[:-1])
+        with pytest.raises(ValueError, match=r"inplace=True cannot overwrite logits whose elements share memory, got "
+                                             r"shape \[.*with strides \[.*inplace=False"):
+            cross_entropy(x, target, inplace=True, implementation=name)
+        cross_entropy(x, target, implementation=name)
+    for t in (flat.as_strided((4, 9), (9, 1)), flat.as_strided((4, 9), (1, 4)), flat.as_strided((4, 9), (20, 1))):
+        truth, = torch.autograd.grad(cross_entropy(c := t.clone().requires_grad_(), y, implementation="eager"), c)
+        x = t.clone(memory_format=torch.preserve_format).requires_grad_()
+        found, = torch.autograd.grad(cross_entropy(x, y, inplace=True, implementation=name), x)
+        torch.testing.assert_close(found, truth)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -394,7 +433,7 @@ X, Y = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
     (lambda: cross_entropy(X, Y[:3]), ValueError, r"target must have shape \[4\].*got \[3\]"),
     (lambda: cross_entropy(X, Y.to("meta")), ValueError, "target is on meta, logits on cpu"),
     (lambda: cross_entropy(X, Y, label_smoothing=1.5), ValueError, r"label_smoothing must be in .*got 1.5"),
-    (lambda: cross_entropy(X, Y, z_loss=-1), ValueError, "z_loss must be a finite number >= 0, got -1"),
+    (lambda: cross_entropy(X, Y, z_loss=-1), ValueError, "z_loss must be a finite number >= 0.*got -1"),
     (lambda: cross_entropy(X, Y, z_loss=math.nan), ValueError, "z_loss must be a finite.*got nan"),
     (lambda: cross_entropy(X, Y, softcap=0.0), ValueError, "softcap must be a finite number > 0.*got 0.0"),
     (lambda: cross_entropy(X, Y, softcap="5"), TypeError, "softcap must be a number, got '5'"),
@@ -405,7 +444,18 @@ X, Y = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
     (lambda: cross_entropy(X, Y, class_weight=torch.ones(8, requires_grad=True)), ValueError,
      "class_weight must not require a gradient"),
     (lambda: cross_entropy(X, Y, token_weight=X[:, :1]), ValueError, r"token_weight must have shape \[4\]"),
-    (lambda: cross_entropy(X, Y, num_tokens=-1), ValueError, "num_tokens must be an int >= 0.*got -1"),
+    *((lambda n=n: cross_entropy(X, Y, num_tokens=n), ValueError,
+       f"num_tokens must be a finite number >= 0.*got {re.escape(repr(n))}")
+      for n in (-1, -0.5, math.nan, math.inf, 10**400)),
+    *((lambda n=n: cross_entropy(X, Y, num_tokens=n), TypeError, f"num_tokens must be a number, got {n!r}")
+      for n in (2j, "4", True)),
+    (lambda: cross_entropy(X, Y, num_tokens=torch.tensor(4j)), TypeError, "num_tokens must be of a real.*complex64"),
+    (lambda: cross_entropy(X, Y, ignore_index=2**70), ValueError, f"ignore_index must fit in int64.*got {2**70}"),
+    (lambda: cross_entropy(X, Y, softcap=1e300), ValueError, r"softcap must be a finite number > 0 .*1e\+300"),
+    (lambda: cross_entropy(X, Y, softcap=1e-300), ValueError, "softcap must be a finite number > 0 .*1e-300"),
+    (lambda: cross_entropy(X, Y, z_loss=1e300), ValueError, r"z_loss must be a finite number >= 0 .*1e\+300"),
+    (lambda: cross_entropy(X.to_sparse(), Y), TypeError, "logits must be a strided .dense. tensor, got layout sparse"),
+    (lambda: cross_entropy(X, Y.to_sparse()), TypeError, "target must be a strided .dense. tensor, got layout sparse"),
     (lambda: cross_entropy(X, Y, num_tokens=torch.ones(1)), ValueError, r"num_tokens must have shape \[\]"),
     (lambda: cross_entropy(X, Y, group="tp"), TypeError,
      "group must be a torch.distributed.ProcessGroup.*str"),

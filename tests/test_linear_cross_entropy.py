@@ -4,6 +4,7 @@ import functools
 import importlib
 import math
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -407,6 +408,50 @@ def test_two_shards_of_the_vocabulary_equal_one(name):
                 assert contract.error(torch.cat([r[n] for r in ranks]), expected[n])[0] < 1e-5, i
 
 
+# ---- ignored tokens, the divisor, autocast
+
+@pytest.mark.parametrize("name", ["eager", *CHUNKED])
+@pytest.mark.parametrize("fn", [linear_cross_entropy, linear_logprob])
+def test_ignored_rows_of_x_get_zeros_whatever_they_hold(name, fn):
+    """With all of the weight's gradient to pay for it, as the docstring says."""
+    skip_unless_usable(LINEAR, name, torch.float32)
+    x, w, _, y = problem()
+    with torch.no_grad():
+        x[1] = float("nan")   # ignored by `problem`
+    out = fn(x, w, y, implementation=name)
+    loss = out if fn is linear_cross_entropy else out[0].sum() + out[1].sum()
+    dx, dw = grads(loss, x, w)
+    assert loss.isfinite() and dx.isfinite().all() and not dx[1].any() and dx[0].any()
+    assert dw.isnan().all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_num_tokens_gets_no_gradient(name):
+    skip_unless_usable(LINEAR, name, torch.float32)
+    x, w, _, y = problem()
+    n = torch.tensor(3.0, device=DEVICE, requires_grad=True)
+    assert grads(linear_cross_entropy(x, w, y, num_tokens=3.0, implementation=name), x)[0].any()
+    linear_cross_entropy(x, w, y, num_tokens=n, implementation=name).backward()
+    assert n.grad is None
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_autocast_changes_nothing(name):
+    skip_unless_usable(LINEAR, name, torch.float32)
+    x, w, b, y = problem()
+    calls = [lambda: linear_cross_entropy(x, w, y, bias=b, implementation=name),
+             lambda: linear_cross_entropy(x, w, y, bias=b, z_loss=0.1, implementation=name)]
+    if name in LOGPROB.names():
+        calls.append(lambda: linear_logprob(x, w, y, bias=b, implementation=name)[0].sum())
+    for call in calls:
+        expected = call()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            found = call()
+        assert torch.equal(found, expected)
+        for f, e in zip(grads(found, x, w, b), grads(expected, x, w, b), strict=True):
+            assert torch.equal(f, e)
+
+
 # ---- errors
 
 X, W, Y = torch.randn(4, 6), torch.randn(8, 6), torch.zeros(4, dtype=torch.int64)
@@ -438,8 +483,13 @@ def test_target_out_of_range(fn, names, bad):
     ({"target": Y[:3]}, ValueError, r"target must have shape \[4\].*got \[3\]"),
     ({"softcap": -1.0}, ValueError, "softcap must be a finite number > 0.*got -1.0"),
     ({"ignore_index": None}, TypeError, "ignore_index must be an int, got None"),
-    ({"chunk_size": 0}, ValueError, "chunk_size must be an int >= 1 or None, got 0"),
-    ({"chunk_size": 2.5}, ValueError, "chunk_size must be an int >= 1 or None, got 2.5"),
+    ({"chunk_size": 0}, ValueError, "chunk_size must be an int >= 1 .*or None, got 0"),
+    ({"x": X.to_sparse()}, TypeError, "x must be a strided .dense. tensor, got layout sparse_coo"),
+    ({"target": Y.to_sparse()}, TypeError, "target must be a strided .dense. tensor, got layout sparse_coo"),
+    ({"softcap": 1e300}, ValueError, r"softcap must be a finite number > 0 \(in float32\).*got 1e\+300"),
+    ({"ignore_index": 2**70}, ValueError, f"ignore_index must fit in int64.*got {2**70}"),
+    ({"chunk_size": 10**30}, ValueError, f"chunk_size must be an int >= 1 .*or None, got {10**30}"),
+    ({"chunk_size": 2.5}, ValueError, "chunk_size must be an int >= 1 .*or None, got 2.5"),
     ({"implementation": "tritn"}, ValueError, "unknown implementation 'tritn'"),
 ])
 @pytest.mark.parametrize("fn", [linear_cross_entropy, linear_logprob])
@@ -450,12 +500,12 @@ def test_bad_input_is_one_clear_error(fn, change, error, message):
 
 @pytest.mark.parametrize("change, error, message", [
     ({"label_smoothing": 1.5}, ValueError, r"label_smoothing must be in .*got 1\.5"),
-    ({"z_loss": -1}, ValueError, "z_loss must be a finite number >= 0, got -1"),
+    ({"z_loss": -1}, ValueError, "z_loss must be a finite number >= 0.*got -1"),
     ({"reduction": "avg"}, ValueError, "reduction must be one of .*'avg'"),
     ({"accumulate": "fp16"}, ValueError, "accumulate must be one of .*'fp32', 'bf16'.*got 'fp16'"),
     ({"class_weight": W[0]}, ValueError, r"class_weight must have shape \[8\]"),
     ({"token_weight": X[:, :1]}, ValueError, r"token_weight must have shape \[4\]"),
-    ({"num_tokens": -1}, ValueError, r"num_tokens must be an int >= 0.*got -1"),
+    ({"num_tokens": -1}, ValueError, "num_tokens must be a finite number >= 0.*got -1"),
     ({"group": "tp"}, TypeError, r"group must be a torch\.distributed\.ProcessGroup.*str"),
 ])
 def test_bad_options_of_the_loss(change, error, message):
@@ -463,9 +513,11 @@ def test_bad_options_of_the_loss(change, error, message):
         linear_cross_entropy(X, W, Y, **change)
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan, 1e-300, 1e300])
 def test_bad_temperature(value):
-    with pytest.raises(ValueError, match=f"temperature must be a finite number > 0, got {value}"):
+    with pytest.raises(ValueError, match=f"temperature must be a finite number > 0.*got {re.escape(str(value))}"):
         linear_logprob(X, W, Y, temperature=value)
+    with pytest.raises(ValueError, match=r"softcap / temperature must be a finite.*got 1e\+30 / 1e-20"):
+        linear_logprob(X, W, Y, softcap=1e30, temperature=1e-20)
     with pytest.raises(TypeError, match="temperature must be a number, got None"):
         linear_logprob(X, W, Y, temperature=None)

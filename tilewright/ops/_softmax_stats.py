@@ -8,7 +8,7 @@ each row
     target   = z_y, or 0 where y is outside [0, V): an ignored row, or a row of another vocabulary shard
     weighted = sum_c w_c z_c, w = class weights or ones     (for label smoothing)
     mean     = sum_c p_c z_c, p = softmax z                 (entropy = lse - mean)
-    argmax   = first index of the largest logit
+    argmax   = first index of the largest logit     (of a row with a NaN: any index)
 
 and a loss with gradients g in these has, with respect to the logits,
 
@@ -76,6 +76,12 @@ def shard_stats_eager(logits: torch.Tensor, target: torch.Tensor, class_weight: 
                           weighted=stats.weighted.masked_fill(empty, low) if smooth else None)
 
 
+def without_gradient(logits: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
+    """logits [T, V], whose ignored rows get a gradient of 0 whatever they hold; their statistics stay what they are. A
+    loss of 0 alone would not do: autograd multiplies its gradient, 0, by what they hold, and 0 * NaN is NaN."""
+    return torch.where(ignored[:, None], logits.detach(), logits)
+
+
 # ---- arithmetic on [T] vectors, the same for all implementations
 
 def combine(stats: Stats, presence: torch.Tensor, y_weight: torch.Tensor | None, *, V: int,
@@ -96,8 +102,8 @@ def combine(stats: Stats, presence: torch.Tensor, y_weight: torch.Tensor | None,
     if label_smoothing:
         total = V if weight_sum is None else weight_sum
         loss = (1 - label_smoothing) * loss + (label_smoothing / V) * (total * stats.lse - stats.weighted)
-    if z_loss:
-        loss = loss + z_loss * stats.lse.square()
+    if z_loss:   # where: an ignored row's lse may be infinite or NaN, and the square's gradient 0 times that
+        loss = loss + z_loss * torch.where(presence == 0, 0.0, stats.lse).square()
     return torch.where(presence == 0, 0.0, loss * presence)
 
 

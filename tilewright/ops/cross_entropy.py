@@ -19,7 +19,15 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, _softmax_stats, cases
-from tilewright.ops._softmax_stats import across, combine, entropy, presence, shard_stats_eager, stats_eager
+from tilewright.ops._softmax_stats import (
+    across,
+    combine,
+    entropy,
+    presence,
+    shard_stats_eager,
+    stats_eager,
+    without_gradient,
+)
 from tilewright.registry import Case, Cost, Implementation, Op
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -46,22 +54,26 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, *, ignore_index: i
     formula.
 
     logits: [..., V] fp32 | bf16 | fp16 (fp64 with eager and torch). Rows may lie further apart than V.
-    target: [...] int64, each in [0, V) or ignore_index, whose tokens have loss and gradient 0.
+    target: [...] int64, each in [0, V) or ignore_index, whose tokens have loss and gradient 0 whatever their
+        logits hold.
     label_smoothing: e in [0, 1].   z_loss: factor of lse^2, >= 0.   softcap: > 0, or None for none.
+        All are finite in float32.
     class_weight: [V] float, or None.   token_weight: [...] float, multiplies each token's loss, or None.
     reduction: "none": [...]; "sum"; or "mean", the sum divided by num_tokens if given, else by the sum of w_y
         over tokens that are not ignored (PyTorch's rule). token_weight is not in that divisor: weights may
         have any sign, and a batch's scale should not hang on them. A divisor of 0 (all tokens ignored) counts
         as 1: loss 0 and gradients 0, where PyTorch gives NaN.
-    num_tokens: int or 0-d tensor; with gradient accumulation or data parallelism, the count over all of them.
+    num_tokens: number >= 0 or 0-d tensor, real; with gradient accumulation or data parallelism, the count over
+        all of them. Not differentiable. A tensor's value is not looked at.
     return_lse, return_entropy, return_argmax: return a CrossEntropyOutput that holds, for every token (also
-        ignored ones), lse, the entropy of softmax z, and the index of the largest logit (the first, on ties).
-        Detached.
+        ignored ones), lse, the entropy of softmax z, and the index of the largest logit (the first, on ties;
+        undefined in a row with a NaN). Detached.
     inplace: lets backward write the gradient over the logits' memory, T * V * itemsize bytes less at the
         peak. The logits, and all that shares their memory, then hold the gradient afterwards (where they had
         to be copied because their last dimension is strided, they do not); a second backward through them,
         and backward of another op that saved them, raise RuntimeError. The eager and torch implementations
-        take no notice. Under torch.compile it is refused: the compiler reuses memory by its own plan.
+        take no notice. It is refused for logits whose elements share memory, as expanded ones do, and under
+        torch.compile, which reuses memory by its own plan.
     group: logits are [..., V / world], this rank's shard of the vocabulary in rank order, all of one size;
         target and class_weight are of the whole vocabulary and the same on every rank. Every rank returns the
         same loss, and its backward gives the gradient of its own shard, without communication. Costs two
@@ -107,6 +119,7 @@ def _reduce(losses, here, y_weight, token_weight, reduction, num_tokens, shape):
     if count is None:
         count = (here if y_weight is None else here * y_weight).sum()
     if isinstance(count, torch.Tensor):
+        count = count.detach()
         return total / torch.where(count == 0, 1, count).to(losses.dtype)
     return total / (count or 1)
 
@@ -115,15 +128,13 @@ def check_options(ignore_index, label_smoothing, z_loss, softcap, reduction):
     """Raises TypeError or ValueError for an option that no logits could make right."""
     if not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
-    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("softcap", softcap)):
-        if not isinstance(value, (int, float)) and not (value is None and name == "softcap"):
-            raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing!r}")
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss must be a finite number >= 0, got {z_loss!r}")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be a finite number > 0, or None for no cap, got {softcap!r}")
+    if not _checks.INT64.min <= ignore_index <= _checks.INT64.max:
+        raise ValueError(f"ignore_index must fit in int64, as targets do, got {ignore_index!r}")
+    _checks.number("label_smoothing", label_smoothing, 0, 1, "in [0, 1]")
+    _checks.number("z_loss", z_loss, 0, _checks.LARGEST, "a finite number >= 0 (in float32)")
+    if softcap is not None:
+        _checks.number("softcap", softcap, _checks.SMALLEST, _checks.LARGEST,
+                       "a finite number > 0 (in float32), or None for no cap")
     _checks.choice("reduction", reduction, REDUCTIONS)
 
 
@@ -136,6 +147,7 @@ def _validate(logits, target, ignore_index, label_smoothing, z_loss, softcap, cl
         raise TypeError(f"target must be a torch.Tensor, got {type(target).__name__}")
     if target.dtype != torch.int64:
         raise TypeError(f"target must be int64 (class indices), got {target.dtype}")
+    _checks.dense("target", target)
     _checks.shape("target", target, tuple(logits.shape[:-1]), "logits without its last dimension")
     check_options(ignore_index, label_smoothing, z_loss, softcap, reduction)
     world = 1
@@ -154,12 +166,19 @@ def _validate(logits, target, ignore_index, label_smoothing, z_loss, softcap, cl
         _checks.floating("token_weight", token_weight)
         _checks.shape("token_weight", token_weight, tuple(target.shape), "that of target")
     if isinstance(num_tokens, torch.Tensor):
-        _checks.shape("num_tokens", num_tokens, (), "a 0-d tensor, or an int")
-    elif num_tokens is not None and (not isinstance(num_tokens, int) or num_tokens < 0):
-        raise ValueError(f"num_tokens must be an int >= 0, a 0-d tensor or None, got {num_tokens!r}")
+        _checks.shape("num_tokens", num_tokens, (), "a 0-d tensor, or a number")
+        if num_tokens.is_complex() or num_tokens.dtype == torch.bool:
+            raise TypeError(f"num_tokens must be of a real dtype, got {num_tokens.dtype}")
+        _checks.dense("num_tokens", num_tokens)
+    elif num_tokens is not None:   # 0, where every token everywhere is ignored, counts as 1
+        _checks.number("num_tokens", num_tokens, 0, _checks.LARGEST, "a finite number >= 0, a 0-d tensor or None")
     if inplace and torch.compiler.is_compiling():
         raise ValueError("inplace must be False under torch.compile, which plans memory itself, got True; or "
                          "keep the loss outside the compiled region")
+    if inplace and _checks.overlaps_itself(logits):   # gradients would overwrite logits that are still to be read
+        raise ValueError("inplace=True cannot overwrite logits whose elements share memory, got shape "
+                         f"{list(logits.shape)} with strides {list(logits.stride())}; pass logits.contiguous() or "
+                         "inplace=False")
     _checks.same_device(logits=logits, target=target, class_weight=class_weight, token_weight=token_weight)
     return 0.0 if softcap is None else float(softcap)
 
@@ -185,9 +204,10 @@ def _losses(statistics, rows, target, here, class_weight, y_weight, softcap, lab
     return losses, stats.lse if return_lse else None, entropy(stats) if return_entropy else None, stats.argmax
 
 
-def cross_entropy_eager(*arguments):
+def cross_entropy_eager(rows, target, here, *arguments):
     *arguments, _, group = arguments
-    return _losses(stats_eager if group is None else shard_stats_eager, *arguments, group)
+    return _losses(stats_eager if group is None else shard_stats_eager, without_gradient(rows, here == 0), target, here,
+                   *arguments, group)
 
 
 def _fused(load):
@@ -214,6 +234,10 @@ def _torch():
         if group is not None:
             raise ValueError("cross_entropy[torch]: group must be None: F.cross_entropy takes whole rows "
                              f"of logits only, got {group!r}; the other implementations accept one")
+        # A pass over the logits, left out where there is nothing to ignore if that may be looked at.
+        look = not torch.compiler.is_compiling() and not (here.is_cuda and torch.cuda.is_current_stream_capturing())
+        if not look or not here.all():
+            rows = without_gradient(rows, here == 0)
         z = rows.to(torch.promote_types(rows.dtype, torch.float32))
         if softcap:
             z = softcap * torch.tanh(z / softcap)

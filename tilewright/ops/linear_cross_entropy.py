@@ -33,7 +33,16 @@ import torch.nn.functional as F
 from tilewright import platform
 from tilewright.ops import _checks, _softmax_stats, cases
 from tilewright.ops._library import define, differentiate
-from tilewright.ops._softmax_stats import Stats, across, combine, entropy, presence, shard_stats_eager, stats_eager
+from tilewright.ops._softmax_stats import (
+    Stats,
+    across,
+    combine,
+    entropy,
+    presence,
+    shard_stats_eager,
+    stats_eager,
+    without_gradient,
+)
 from tilewright.ops.cross_entropy import CrossEntropyOutput, _losses, _reduce
 from tilewright.ops.cross_entropy import _torch as torch_losses
 from tilewright.ops.cross_entropy import _validate as _validate_logits
@@ -61,7 +70,10 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
     """`cross_entropy(x @ weight.T + bias, target, ...)`, a chunk of rows at a time.
 
     x: [..., H] fp32 | bf16 | fp16 (fp64 with eager), any strides.   weight: [V, H] in x's dtype.
-    target: [...] int64, each in [0, V) or ignore_index.   bias: [V] in x's dtype, or None.
+    target: [...] int64, each in [0, V) or ignore_index, whose tokens have loss 0 and a gradient of 0 in x. But
+        weight's gradient is a product with all rows of x, so an ignored row that holds a NaN or infinity makes
+        it NaN (0 * NaN): clear such rows first.
+    bias: [V] in x's dtype, or None.
     ignore_index, label_smoothing, z_loss, softcap, class_weight, token_weight, reduction, num_tokens,
         return_lse, return_entropy, return_argmax: as in `cross_entropy`, and so is the result.
     group: weight and bias are this rank's shard of the vocabulary, [V / world, H] and [V / world], in rank
@@ -77,6 +89,7 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
     Memory beside inputs and gradients: one chunk of logits in x's dtype, float32 sums for a 16-bit weight.
     Computed in: GEMMs as torch.mm does them in x's dtype, logits rounded to it; statistics and loss in fp32;
     the gradient of the logits rounded to x's dtype. No atomics: the same bits every run with the same chunks.
+    torch.autocast changes nothing: cast x and weight to compute in another dtype.
     Differentiable once in x, weight, bias and token_weight. What does not require a gradient costs none: with
     a frozen weight (LoRA), its GEMM and its sums are left out.
     Raises TypeError or ValueError for arguments that do not fit, IndexError for a target out of range (as
@@ -106,10 +119,12 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
     factor = None
     if reduction == "mean":   # 1 over the divisor
         factor = _reduce(here.new_ones((), dtype=acc), here, y_weight, None, reduction, num_tokens, ())
-    loss, *extra = LINEAR_CROSS_ENTROPY.pick(implementation, x)(
-        x.reshape(-1, x.shape[-1]), weight, bias, flat, here, class_weight, y_weight, token_weight, softcap,
-        float(label_smoothing), float(z_loss), reduction != "none", factor, return_lse, return_entropy,
-        return_argmax, group, accumulate == "fp32", chunk_size)
+    fn = LINEAR_CROSS_ENTROPY.pick(implementation, x)
+    with _checks.no_autocast(x):
+        loss, *extra = fn(
+            x.reshape(-1, x.shape[-1]), weight, bias, flat, here, class_weight, y_weight, token_weight, softcap,
+            float(label_smoothing), float(z_loss), reduction != "none", factor, return_lse, return_entropy,
+            return_argmax, group, accumulate == "fp32", chunk_size)
     loss = loss.reshape(target.shape if reduction == "none" else ())
     if not (return_lse or return_entropy or return_argmax):
         return loss
@@ -123,30 +138,32 @@ def linear_logprob(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, 
     """Log-probability of each target, and the entropy of its distribution, for reinforcement learning.
 
     x, weight, target, bias, chunk_size: as in `linear_cross_entropy`.
-    temperature: > 0, divides the (capped) logits.   softcap: > 0, or None for none.
+    temperature: > 0, divides the (capped) logits.   softcap: > 0, or None for none. Both, and softcap /
+        temperature, are finite in float32.
     Returns (logprob [...], entropy [...]), fp32 (fp64 for fp64), in nats: log softmax(z / temperature)_y,
     never above 0, and the entropy of softmax(z / temperature), never below 0. Both are 0 where target is
     ignore_index. Both are differentiable in x, weight and bias, once; backward computes the logits again. The
-    gradients of weight and bias are summed over chunks in fp32.
+    gradients of weight and bias are summed over chunks in fp32. torch.autocast changes nothing.
     Raises as `linear_cross_entropy`.
     """
     softcap = _validate(x, weight, bias, target, ignore_index, chunk_size, softcap=softcap)
-    if not isinstance(temperature, (int, float)):
-        raise TypeError(f"temperature must be a number, got {temperature!r}")
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be a finite number > 0, got {temperature!r}")
+    _checks.number("temperature", temperature, _checks.SMALLEST, _checks.LARGEST, "a finite number > 0 (in float32)")
+    if softcap and not _checks.SMALLEST <= softcap / temperature <= _checks.LARGEST:
+        raise ValueError("softcap / temperature must be a finite number > 0 (in float32), got "
+                         f"{softcap!r} / {temperature!r}")
     here = presence(target, weight.shape[0], ignore_index).reshape(-1)
-    found = LINEAR_LOGPROB.pick(implementation, x)(x.reshape(-1, x.shape[-1]), weight, bias,
-                                                   target.reshape(-1), here, float(temperature), softcap,
-                                                   chunk_size)
+    fn = LINEAR_LOGPROB.pick(implementation, x)
+    with _checks.no_autocast(x):
+        found = fn(x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1), here, float(temperature), softcap,
+                   chunk_size)
     return tuple(t.reshape(target.shape) for t in found)
 
 
 def check_chunks(accumulate, chunk_size):
     """Raises ValueError for an option that no inputs could make right."""
     _checks.choice("accumulate", accumulate, ACCUMULATE)
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"chunk_size must be an int >= 1 or None, got {chunk_size!r}")
+    if chunk_size is not None and (not isinstance(chunk_size, int) or not 1 <= chunk_size <= _checks.INT64.max):
+        raise ValueError(f"chunk_size must be an int >= 1 (and an int64) or None, got {chunk_size!r}")
 
 
 def _validate(x, weight, bias, target, ignore_index, chunk_size, *, label_smoothing=0.0, z_loss=0.0, softcap=None,
@@ -195,8 +212,9 @@ def linear_cross_entropy_eager(x, weight, bias, target, here, class_weight, y_we
                                label_smoothing, z_loss, summed, factor, lse, want_entropy, argmax, group,
                                fp32, chunk_size):
     statistics = stats_eager if group is None else shard_stats_eager
-    losses, *extra = _losses(statistics, F.linear(x, weight, bias), target, here, class_weight, y_weight,
-                             softcap, label_smoothing, z_loss, lse, want_entropy, argmax, group)
+    logits = without_gradient(F.linear(x, weight, bias), here == 0)
+    losses, *extra = _losses(statistics, logits, target, here, class_weight, y_weight, softcap, label_smoothing, z_loss,
+                             lse, want_entropy, argmax, group)
     return _total(losses, token_weight, summed, factor), *extra
 
 
@@ -210,7 +228,8 @@ def _total(losses, token_weight, summed, factor):
 
 
 def linear_logprob_eager(x, weight, bias, target, here, temperature, softcap, chunk_size):
-    z = F.linear(x, weight, bias).to(torch.promote_types(x.dtype, torch.float32))
+    logits = without_gradient(F.linear(x, weight, bias), here == 0)
+    z = logits.to(torch.promote_types(x.dtype, torch.float32))
     if softcap:
         z = softcap * torch.tanh(z / softcap)
     return _logprob(stats_eager(z / temperature, target, None, 0.0, False, True, False), here)
