@@ -1,11 +1,16 @@
 """What is special to rope; parity with the eager twin is in test_contract.py."""
 
+import importlib
+
 import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable
 
-from tilewright.ops import rope
+from tilewright.ops import _checks, rope
 from tilewright.ops.rope import ROPE, document_positions
+
+# Not `from tilewright.ops import`, where the name is the function's.
+module = importlib.import_module("tilewright.ops.rope")
 
 EVERY = pytest.mark.parametrize("name", ROPE.names())
 # A rotation is two products and a sum, each rounded once, of values up to about 4.
@@ -146,6 +151,16 @@ def test_backward_is_the_rotation_by_the_opposite_angle(name, interleaved):
 
 
 @EVERY
+@pytest.mark.parametrize("inplace", [False, True])
+def test_tables_get_no_gradient(name, inplace):
+    skip_unless_usable(ROPE, name, torch.float32)
+    cos, sin = (t.requires_grad_() for t in tables())
+    q = heads(HQ).requires_grad_()
+    rope(q * 1, None, cos, sin, inplace=inplace, implementation=name)[0].sum().backward()
+    assert q.grad.any() and cos.grad is None and sin.grad is None
+
+
+@EVERY
 def test_no_tokens(name):
     skip_unless_usable(ROPE, name, torch.float32)
     for batch, n, seq in ((0, 2, 4), (2, 0, 4), (2, 2, 0)):
@@ -254,6 +269,8 @@ IN_PLACE = [
     ("chunk", lambda: (nobody(HQ), (leaf(HQ) * 1).chunk(2, 1)[1]), "cannot overwrite k.*split, chunk and unbind"),
     ("unbind", lambda: ((leaf(HQ)[None] * 1).unbind(0)[0], None), "cannot overwrite q.*split, chunk and unbind"),
     ("stride", lambda: (heads(HQ, width=2 * D)[..., ::2], None), "needs q with a contiguous last dimension"),
+    ("overlapping", lambda: (torch.randn(200, device=DEVICE).as_strided((B, HQ, S, D), (32, 16, 8, 1)), None),
+     r"cannot overwrite q, whose elements share memory: shape \[2, 4, 7, 16\], strides \[32, 16, 8, 1\]"),
     ("expanded", lambda: (nobody(HQ), nobody(1).expand(B, HK, S, D)), "cannot overwrite k, an expanded tensor"),
 ]
 
@@ -271,10 +288,82 @@ def test_in_place_where_it_is_not_possible(name, make, message):
         assert torch.equal(t, b)
 
 
-def test_in_place_twice_on_the_same_memory():
-    q = heads(HQ)
-    with pytest.raises(ValueError, match="q and k that are the same memory"):
-        rope(q, q, COS, SIN, inplace=True)
+def at(shape, strides, offset=0):
+    """A view of a new buffer, made anew at each call, but of one and the same for the views of a pair."""
+    return lambda buffer: buffer.as_strided(shape, strides, offset)
+
+
+def pieces(width, *bounds, B=2, S=5, D=8):
+    """[B, heads, S, D] of columns of a [B, S, width] buffer."""
+    return [at((B, (b - a) // D, S, D), (S * width, D, width, 1), a) for a, b in bounds]
+
+
+SHARED = {
+    "same": (at((1, 2, 5, 8), (80, 40, 8, 1)),) * 2,
+    "partly": (at((1, 2, 5, 8), (80, 40, 8, 1)), at((1, 2, 5, 8), (80, 40, 8, 1), 40)),
+    "partly, k first": (at((1, 2, 5, 8), (80, 40, 8, 1), 40), at((1, 2, 5, 8), (80, 40, 8, 1))),
+    "columns": pieces(64, (0, 32), (24, 48)),
+    "columns, k first": pieces(64, (24, 48), (0, 32)),
+    "one element": (at((1, 1, 1, 8), (8, 8, 8, 1)), at((1, 1, 1, 8), (8, 8, 8, 1), 7)),
+    "around the period": (at((1, 1, 5, 8), (80, 80, 16, 1)), at((1, 1, 5, 8), (80, 80, 16, 1), 12)),
+    "heads": (at((2, 2, 5, 8), (160, 16, 32, 1)), at((2, 1, 5, 8), (160, 16, 32, 1), 16)),
+}
+APART = {
+    "projection": pieces(64, (0, 32), (32, 48)),
+    "projection, k first": pieces(64, (16, 64), (0, 16)),
+    "projection, one sequence": pieces(64, (0, 32), (32, 48), B=1),
+    "projection, one token": pieces(64, (0, 32), (32, 48), S=1),
+    "one after another": (at((2, 2, 5, 8), (80, 40, 8, 1)), at((2, 2, 5, 8), (80, 40, 8, 1), 160)),
+    "next to each other in a batch": (at((2, 2, 5, 8), (240, 40, 8, 1)), at((2, 2, 5, 8), (240, 40, 8, 1), 80)),
+    "head by head": (at((2, 2, 5, 8), (240, 24, 48, 1)), at((2, 2, 5, 8), (240, 24, 48, 1), 8)),
+    "every other head": (at((2, 2, 5, 8), (160, 16, 32, 1)), at((2, 2, 5, 8), (160, 16, 32, 1), 8)),
+    "first and last tokens": (at((2, 2, 5, 8), (160, 80, 8, 1)), at((2, 2, 5, 8), (160, 80, 8, 1), 40)),
+}
+
+
+@EVERY
+@pytest.mark.parametrize("case", SHARED)
+def test_in_place_on_q_and_k_that_share_memory_is_refused(name, case):
+    skip_unless_usable(ROPE, name, torch.float32)
+    buffer = torch.randn(1000, device=DEVICE)
+    before = buffer.clone()
+    with pytest.raises(ValueError, match=r"q and k that share memory.*shapes \[.*strides \[.*bytes from q to k"):
+        rope(*(view(buffer) for view in SHARED[case]), *tables(width=8), inplace=True, implementation=name)
+    assert torch.equal(buffer, before)
+
+
+@EVERY
+@pytest.mark.parametrize("case", APART)
+def test_in_place_on_q_and_k_in_one_another_s_gaps(name, case):
+    skip_unless_usable(ROPE, name, torch.float32)
+    buffer = torch.randn(1000, device=DEVICE)
+    q, k = (view(buffer) for view in APART[case])
+    cos, sin = tables(width=8)
+    expected = rope(q, k, cos, sin, implementation="eager")
+    for f, e in zip(rope(q, k, cos, sin, inplace=True, implementation=name), expected, strict=True):
+        torch.testing.assert_close(f, e, **CLOSE)
+
+
+def test_memory_is_called_apart_only_where_it_is():
+    """Against the sets of addresses, over random views."""
+    g = torch.Generator().manual_seed(0)
+
+    def pick(values):
+        return values[int(torch.randint(len(values), (), generator=g))]
+
+    buffer, seen = torch.zeros(4000), [0, 0]
+    for _ in range(2000):
+        views = [buffer.as_strided([pick((1, 2, 3)) for _ in range(4)],
+                                   [pick((24, 48, 96)), pick((2, 4, 8, 16)), pick((8, 12, 24)), 1], pick(range(40)))
+                 for _ in range(2)]
+        addresses = [torch.arange(4000).as_strided(v.shape, v.stride(), v.storage_offset()).flatten().tolist()
+                     for v in views]
+        apart = module._apart(*views)
+        assert not apart or not set(addresses[0]) & set(addresses[1])
+        seen[apart] += 1
+        for v, at_ in zip(views, addresses, strict=True):
+            assert _checks.overlaps_itself(v) or len(set(at_)) == len(at_)
+    assert min(seen) > 200
 
 
 @pytest.mark.parametrize("how", ["leaf", "split"])
@@ -357,6 +446,12 @@ def packed(*ends, dtype=torch.int32):
 
 @pytest.mark.parametrize("call, error, message", [
     (lambda: rope([1.0], K, C, N), TypeError, "q must be a torch.Tensor, got list"),
+    (lambda: rope(None, K, C, N), TypeError, "q must be a torch.Tensor, got NoneType"),
+    (lambda: rope(Q, K, None, N), TypeError, "cos must be a torch.Tensor, got NoneType"),
+    (lambda: rope(Q, K, C, None), TypeError, "sin must be a torch.Tensor, got NoneType"),
+    (lambda: rope(Q, K, C, N, rotary_dim="8"), TypeError, "rotary_dim must be an int or None, got '8'"),
+    (lambda: rope(Q, K, C, N, rotary_dim=8.0), TypeError, r"rotary_dim must be an int or None, got 8\.0"),
+    (lambda: rope(Q, K.to_sparse(), C, N), TypeError, "k must be a strided .dense. tensor, got layout sparse_coo"),
     (lambda: rope(Q.long(), None, C, N), TypeError, "q must be one of float32.*int64"),
     (lambda: rope(Q, K.half(), C, N), TypeError, "k must have q's dtype torch.float32, got torch.float16"),
     (lambda: rope(Q, K, C.int(), N), TypeError, "cos must be one of"),

@@ -35,8 +35,10 @@ def rope(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.
     cu_seqlens: int32 or int64 [n + 1], 0 .. B * S, not decreasing: where packed documents begin (and the last ends) in
         the B * S tokens; positions restart at each. Not together with position_ids.
     inplace: overwrite q and k (a contiguous last dimension, any other strides) and return them; the backward of what
-        made them must not need them. Where autograd cannot follow (a leaf that requires grad, or a view made by split,
-        chunk or unbind), ValueError.
+        made them must not need them. ValueError where autograd cannot follow (a leaf that requires grad, or a view made
+        by split, chunk or unbind) and where elements share memory: of one of them, as when expanded, or of q and k.
+        Slices of one projection are fine: they may lie in one another's gaps if both repeat by a common stride.
+        Compiled code looks for expanded tensors only.
     Returns (q, k) in the inputs' dtypes. float32 math, one rounding. Differentiable in q and k (the backward is the
     rotation by the opposite angle).
     Raises TypeError or ValueError for arguments that do not fit, IndexError for a position outside the tables, compiled
@@ -45,6 +47,7 @@ def rope(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.
     Source: arXiv:2104.09864; pairs as in transformers' LlamaRotaryEmbedding, or neighbouring as in GPT-J.
     """
     R = _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens)
+    cos, sin = cos.detach(), sin.detach()   # so that no implementation differentiates them
     B, _, S, _ = q.shape
     if cos.dim() == 3:
         if position_ids is not None or cu_seqlens is not None:
@@ -100,7 +103,7 @@ _checked_positions = define("rope_checked_positions", _positions,
 
 def _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens):
     for name, t in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
-        if t is not None:
+        if t is not None or name != "k":
             _checks.floating(name, t)
     if q.dim() != 4:
         raise ValueError(f"q must have shape [B, H, S, D], got {list(q.shape)}")
@@ -110,6 +113,8 @@ def _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens):
             raise ValueError(f"k must have shape [{B}, heads, {S}, {D}] to go with q, got {list(k.shape)}")
         if k.dtype != q.dtype:
             raise TypeError(f"k must have q's dtype {q.dtype}, got {k.dtype}")
+    if rotary_dim is not None and (not isinstance(rotary_dim, int) or isinstance(rotary_dim, bool)):
+        raise TypeError(f"rotary_dim must be an int or None, got {rotary_dim!r}")
     R = D if rotary_dim is None else rotary_dim
     if D < 2:
         raise ValueError(f"q must have a head width of at least 2, got {list(q.shape)}")
@@ -131,6 +136,7 @@ def _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens):
         if position_ids.dtype not in INTEGERS:
             raise TypeError(f"position_ids must be one of {', '.join(map(short, INTEGERS))}, got "
                             f"{short(position_ids.dtype)}")
+        _checks.dense("position_ids", position_ids)
         if tuple(position_ids.shape) not in ((S,), (B, S)):
             raise ValueError(f"position_ids must have shape [{S}] or [{B}, {S}], got {list(position_ids.shape)}")
     _checks.same_device(q=q, k=k, cos=cos, sin=sin, position_ids=position_ids, cu_seqlens=cu_seqlens)
@@ -224,8 +230,10 @@ def _in_place(fn, q, k, cos, sin, positions, interleaved):
         for (_, x), new in zip(given, fn(q, k, cos, sin, positions, interleaved), strict=False):
             x.copy_(new)
         return q, k
-    if k is not None and q.numel() and q.data_ptr() == k.data_ptr():
-        raise ValueError("inplace=True cannot overwrite q and k that are the same memory; pass inplace=False")
+    if k is not None and q.numel() and k.numel() and not _apart(q, k):
+        raise ValueError("inplace=True cannot overwrite q and k that share memory, or may: "
+                         f"shapes {list(q.shape)} and {list(k.shape)}, strides {list(q.stride())} and "
+                         f"{list(k.stride())}, {k.data_ptr() - q.data_ptr()} bytes from q to k; pass inplace=False")
     cos, sin = cos.float().contiguous(), sin.float().contiguous()
     # One Function a tensor: autograd lets a Function overwrite a view only if that is all it returns. They come before
     # the one launch that writes both, so that what autograd refuses is left as it was.
@@ -242,6 +250,26 @@ def _in_place(fn, q, k, cos, sin, positions, interleaved):
     return q, k
 
 
+def _apart(q, k):
+    """Whether q and k are certain to share no element: their address ranges do not meet, or both fit into disjoint
+    parts of a period that their larger strides are multiples of, as slices of one projection do."""
+    distance = k.data_ptr() - q.data_ptr()
+    if distance < 0:
+        q, k, distance = k, q, -distance
+    size = q.element_size()
+    dims = [[(n - 1, stride) for n, stride in zip(t.shape, t.stride(), strict=True) if n > 1] for t in (q, k)]
+    if distance >= size * (1 + sum(n * stride for n, stride in dims[0])):
+        return True
+    if distance % size:
+        return False
+    for period in {stride for own in dims for _, stride in own}:
+        width, other = (1 + sum(n * stride for n, stride in own if stride % period) for own in dims)
+        start = distance // size % period
+        if width <= start and start + other <= period:
+            return True
+    return False
+
+
 def _check_overwritable(name, x, compiling):
     if x.stride(-1) != 1 and x.numel():
         raise ValueError(f"inplace=True needs {name} with a contiguous last dimension, got strides {list(x.stride())}; "
@@ -249,6 +277,9 @@ def _check_overwritable(name, x, compiling):
     if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
         raise ValueError(f"inplace=True cannot overwrite {name}, an expanded tensor whose elements share memory; pass "
                          f"{name}.contiguous() or inplace=False")
+    if not compiling and _checks.overlaps_itself(x):
+        raise ValueError(f"inplace=True cannot overwrite {name}, whose elements share memory: shape {list(x.shape)}, "
+                         f"strides {list(x.stride())}; pass {name}.contiguous() or inplace=False")
     if not (x.requires_grad and torch.is_grad_enabled()):
         return
     if x.is_leaf or (not compiling and x._is_view() and x._base.is_leaf):
