@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tilewright.trainer import train
+from tilewright.trainer import hf, train
 from tilewright.trainer.config import load
 from tilewright.trainer.data import collate
 from tilewright.trainer.model import Ops
@@ -24,7 +24,7 @@ from tilewright.trainer.parallel import clip_gradients, init_distributed, unwrap
 def one_step(config, world, bins):
     """Each rank takes the micro-batches that trainer/data.py would give it: (a * world + rank)."""
     t = config.train
-    model = train.build_model(config, world, Ops.resolve(dtype=torch.float32))
+    model = train.build_model(config, hf.load_config(config.model.config_path), world, Ops.resolve(dtype=torch.float32))
     step = []
     for a in range(t.gradient_accumulation_steps):
         start = (a * world.size + world.rank) * t.micro_batch_size

@@ -22,3 +22,22 @@ def skip_unless_usable(op, name, dtype):
         pytest.fail(f"{op.name}[{name}] was required: {reason}")
     if reason:
         pytest.skip(reason)
+
+
+def join_group(rank, world, folder):
+    """Called in each process of `two_processes`: the gloo group of all of them."""
+    store = torch.distributed.FileStore(f"{folder}/store", world)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    return torch.distributed.group.WORLD
+
+
+def two_processes(fn, *arguments):
+    """fn(rank, 2, *arguments) in two processes; one that hangs fails the test after two minutes."""
+    context = torch.multiprocessing.spawn(fn, (2, *arguments), nprocs=2, join=False)
+    deadline = 120
+    while not context.join(timeout=1):
+        deadline -= 1
+        if deadline <= 0:
+            for process in context.processes:
+                process.kill()
+            pytest.fail("the two processes did not finish")

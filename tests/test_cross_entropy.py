@@ -7,7 +7,7 @@ import tempfile
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, join_group, skip_unless_usable, two_processes
 
 from tilewright.bench import contract
 from tilewright.ops import _softmax_stats, cross_entropy
@@ -355,9 +355,7 @@ def test_a_bad_target_in_a_cuda_graph_makes_the_loss_nan(name):
 
 def _rank(rank, world, folder, name, kwargs, results):
     """One process: its shard's loss and gradient, for each of several problems."""
-    store = torch.distributed.FileStore(f"{folder}/store", world)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    group = torch.distributed.group.WORLD
+    group = join_group(rank, world, folder)
     for i, kw in enumerate(kwargs):
         kw = dict(kw)
         shard = kw.pop("logits").chunk(world, -1)[rank].clone().requires_grad_()
@@ -395,14 +393,7 @@ def test_two_shards_of_the_vocabulary_equal_one(name):
                  "reduction": "none"}]
     problems[3]["target"][2] = -100
     with tempfile.TemporaryDirectory() as folder:
-        context = torch.multiprocessing.spawn(_rank, (2, folder, name, problems, "out"), nprocs=2, join=False)
-        deadline = 120
-        while not context.join(timeout=1):
-            deadline -= 1
-            if deadline <= 0:
-                for process in context.processes:
-                    process.kill()
-                pytest.fail("the two processes did not finish")
+        two_processes(_rank, folder, name, problems, "out")
         for i, kw in enumerate(problems):
             whole = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k,
                      v in kw.items()}

@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, join_group, skip_unless_usable, two_processes
 
 from tilewright.bench import contract
 from tilewright.ops import OPS, linear_cross_entropy, linear_logprob
@@ -345,9 +345,7 @@ def test_a_certain_token_has_logprob_0_and_entropy_0(name):
 
 def _rank(rank, world, folder, name, problems):
     """One process: its shard's loss and gradients, for each of several problems."""
-    store = torch.distributed.FileStore(f"{folder}/store", world)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    group = torch.distributed.group.WORLD
+    group = join_group(rank, world, folder)
     for i, kw in enumerate(problems):
         kw = dict(kw)
         x = kw.pop("x").clone().requires_grad_()
@@ -386,14 +384,7 @@ def test_two_shards_of_the_vocabulary_equal_one(name):
     problems = [{**shared, **returns}, {**shared, **everything}, {**shared, **everything, "reduction": "none"},
                 {**shared, **everything, "num_tokens": 20}]
     with tempfile.TemporaryDirectory() as folder:
-        context = torch.multiprocessing.spawn(_rank, (2, folder, name, problems), nprocs=2, join=False)
-        deadline = 120
-        while not context.join(timeout=1):
-            deadline -= 1
-            if deadline <= 0:
-                for process in context.processes:
-                    process.kill()
-                pytest.fail("the two processes did not finish")
+        two_processes(_rank, folder, name, problems)
         for i, kw in enumerate(problems):
             whole = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in kw.items()}
             leaves = [whole[n].requires_grad_() for n in ("x", "weight", "bias")]

@@ -45,6 +45,10 @@ def write_config(folder, shape=QWEN3, **changes):
     return str(folder / "config.yaml")
 
 
+def shape_of(config):
+    return hf.load_config(config.model.config_path)
+
+
 def rows(folder):
     return [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
 
@@ -126,7 +130,7 @@ def make_bins():
 def step_in_one_process(path, bins, *arguments):
     config = load(path, list(arguments))
     t, world = config.train, World()
-    model = train.build_model(config, world, Ops.resolve())
+    model = train.build_model(config, shape_of(config), world, Ops.resolve())
     step = [data.collate(bins[i:i + t.micro_batch_size], 8) for i in range(0, len(bins), t.micro_batch_size)]
     assert len(step) == t.gradient_accumulation_steps
     loss, tokens = train.train_step(model, step, config, world)
@@ -152,7 +156,7 @@ def test_accumulation_gives_the_gradients_of_one_large_batch(shape, tmp_path):
     same(cut, at_once)
     # and the loss is the mean over tokens, not over micro-batches
     config = load(path)
-    model = train.build_model(config, World(), Ops.resolve())
+    model = train.build_model(config, shape_of(config), World(), Ops.resolve())
     whole = data.collate(make_bins(), 8)
     logits = model(whole["input_ids"], position_ids=whole["position_ids"], cu_seqlens=whole["cu_seqlens"])
     mean = torch.nn.functional.cross_entropy(logits[0].double(), whole["labels"][0])
@@ -250,7 +254,7 @@ def test_evaluation_is_the_mean_over_tokens_whatever_the_batches(tmp_path):
     for size in (1, 3, 7):
         config = load(path, [f"--train.micro_batch_size={size}"])
         _, held = train.build_data(config, World(), 97)
-        model = train.build_model(config, World(), Ops.resolve())
+        model = train.build_model(config, shape_of(config), World(), Ops.resolve())
         found.append(train.evaluate(model, held, config, World()))
         assert model.training
     np.testing.assert_allclose(found, found[0], rtol=1e-6)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from tilewright.trainer.hf import read_json
 from tilewright.trainer.parallel import World
 
 log = logging.getLogger("tilewright")
@@ -59,11 +60,7 @@ def recover(output_dir: str, world: World) -> None:
 
 
 def read_state(folder: pathlib.Path) -> dict[str, Any]:
-    file = folder / "state.json"
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file}: is not valid JSON ({error})") from error
+    return read_json(folder / "state.json")
 
 
 class Saver:

@@ -11,6 +11,7 @@ import json
 import pathlib
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,15 +31,20 @@ def load_config(path: str | pathlib.Path) -> ModelConfig:
     return ModelConfig.from_hf(read_config(path))
 
 
+def read_json(file: pathlib.Path) -> Any:
+    """Raises ValueError, naming the file, if it does not hold JSON."""
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: is not valid JSON ({error})") from error
+
+
 def read_config(path: str | pathlib.Path) -> dict:
     file = pathlib.Path(path)
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
         raise FileNotFoundError(f"{path}: no config.json there")
-    try:
-        found = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file}: is not valid JSON ({error})") from error
+    found = read_json(file)
     if not isinstance(found, dict):
         raise ValueError(f"{file}: must hold a JSON object, got {type(found).__name__}")
     return found
@@ -85,7 +91,7 @@ class _Checkpoint:
         index = folder / "model.safetensors.index.json"
         self.open: dict[pathlib.Path, safe_open] = {}
         if index.is_file():
-            self.file_of = {k: folder / f for k, f in json.loads(index.read_text())["weight_map"].items()}
+            self.file_of = {k: folder / f for k, f in read_json(index)["weight_map"].items()}
         elif (folder / "model.safetensors").is_file():
             file = folder / "model.safetensors"
             self.file_of = dict.fromkeys(self._opened(file).keys(), file)
@@ -233,6 +239,6 @@ def _finish(model, folder, shards, dtype, tokenizer_path):
             if (source / file).is_file():
                 shutil.copy(source / file, folder / file)
         if (source / "config.json").is_file():   # token ids belong to the tokenizer, not to the model's shape
-            theirs = json.loads((source / "config.json").read_text())
+            theirs = read_config(source)
             config |= {k: theirs[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in theirs}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

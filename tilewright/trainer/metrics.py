@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from tilewright.trainer.config import Config, resolved
+from tilewright.trainer.config import Config
 
 # Dense bf16 peak, FLOP/s, of NVIDIA's data sheets (without sparsity): what MFU is a fraction of.
 PEAK = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
@@ -53,10 +53,9 @@ class Metrics:
         self.wandb = None
         if self.train.use_wandb:
             import wandb
-            import yaml
 
             self.wandb = wandb.init(project=self.train.wandb_project, name=self.train.wandb_name,
-                                    tags=self.train.wandb_tags, config=yaml.safe_load(resolved(config)))
+                                    tags=self.train.wandb_tags, config=config.model_dump(mode="json"))
 
     def step(self, step: int, tokens: int, **values: float) -> None:
         """After optimizer step `step` (from 1), which trained on `tokens` labels over all ranks."""

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tilewright import ops as tw
+from tilewright.nn import RMSNorm, SwiGLU
 from tilewright.ops.rope import document_positions
 from tilewright.registry import operations
 
@@ -178,21 +179,11 @@ def rope_tables(config: ModelConfig, positions: int, device: torch.device) -> tu
 
 # ---- layers
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float, implementation: str):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps, self.implementation = eps, implementation
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return tw.rmsnorm(x, self.weight, self.eps, implementation=self.implementation)
-
-
 class AddRMSNorm(RMSNorm):
     """Adds to the residual stream and normalises the sum: (normalised, sum). A residual of None is zero."""
 
     def __init__(self, size: int, eps: float, ops: Ops):
-        super().__init__(size, eps, ops.rmsnorm)
+        super().__init__(size, eps, implementation=ops.rmsnorm)
         self.add_implementation = ops.add_rmsnorm
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,8 +207,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(widths[0], H, bias=False)
         self.qk_norm = config.model_type != "llama"
         if self.qk_norm:
-            self.q_norm = RMSNorm(D, config.rms_norm_eps, ops.rmsnorm)
-            self.k_norm = RMSNorm(D, config.rms_norm_eps, ops.rmsnorm)
+            self.q_norm = RMSNorm(D, config.rms_norm_eps, implementation=ops.rmsnorm)
+            self.k_norm = RMSNorm(D, config.rms_norm_eps, implementation=ops.rmsnorm)
 
     def forward(self, x, cos, sin, position_ids, cu_seqlens):
         B, S, _ = x.shape
@@ -234,15 +225,9 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).reshape(B, S, -1))
 
 
-class MLP(nn.Module):
+class MLP(SwiGLU):
     def __init__(self, config: ModelConfig, ops: Ops):
-        super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.ops = ops
-
-    def forward(self, x):
-        return self.down_proj(tw.silu_mul(self.gate_up_proj(x), implementation=self.ops.silu_mul))
+        super().__init__(config.hidden_size, config.intermediate_size, implementation=ops.silu_mul)
 
 
 class Experts(nn.Module):

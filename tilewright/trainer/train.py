@@ -19,9 +19,9 @@ import torch.distributed as dist
 from tilewright.registry import ImplementationUnavailable
 from tilewright.trainer import checkpoint, hf
 from tilewright.trainer.config import Config, ConfigError, from_command_line, resolved
-from tilewright.trainer.data import Batches, Bins, evaluation_batches, prepare, split_validation
+from tilewright.trainer.data import IGNORE, Batches, Bins, evaluation_batches, prepare, split_validation
 from tilewright.trainer.metrics import Metrics
-from tilewright.trainer.model import Ops, Transformer
+from tilewright.trainer.model import ModelConfig, Ops, Transformer
 from tilewright.trainer.optim import build_optimizer, lr_at, set_lr
 from tilewright.trainer.parallel import (
     World,
@@ -57,10 +57,9 @@ def seed_everything(config: Config, world: World) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def build_model(config: Config, world: World, ops: Ops) -> torch.nn.Module:
+def build_model(config: Config, shape: ModelConfig, world: World, ops: Ops) -> torch.nn.Module:
     """The model with its weights, spread over the ranks."""
     m, t = config.model, config.train
-    shape = hf.load_config(local_folder(m.config_path or m.model_path))
     meta = t.data_parallel_mode == "fsdp2"
     with torch.device(t.init_device):
         model = Transformer(shape, ops, m.merge_qkv)
@@ -107,13 +106,18 @@ def to_device(batch: dict[str, torch.Tensor], world: World) -> dict[str, torch.T
     return {k: v.to(world.device, non_blocking=True) for k, v in batch.items()}
 
 
+def count_labels(batch: dict[str, torch.Tensor]) -> int:
+    """Tokens of a batch that are trained on."""
+    return int((batch["labels"] != IGNORE).sum())
+
+
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, bins: Bins, config: Config, world: World) -> float:
     """Mean loss a token over the evaluation data, nats."""
     total, count = torch.zeros((), device=world.device, dtype=torch.float64), 0
     model.eval()
     for batch in evaluation_batches(bins, config, world.rank, world.size, pin=world.device.type == "cuda"):
-        count += int((batch["labels"] != -100).sum())
+        count += count_labels(batch)
         with precision(config, world):
             total += model(**to_device(batch, world), num_tokens=1).double()
     model.train()
@@ -126,7 +130,7 @@ def train_step(model: torch.nn.Module, step: list[dict[str, torch.Tensor]], conf
     """Gradients of one optimizer step. Returns the mean loss a token and the tokens, both over all ranks."""
     # The divisor is every label of the step, on all ranks and in all micro-batches: each token weighs the same however
     # the step is cut up. DDP and FSDP2 average over ranks, hence the factor world.size.
-    [tokens] = world.sum(sum(int((b["labels"] != -100).sum()) for b in step))
+    [tokens] = world.sum(sum(map(count_labels, step)))
     divisor = torch.tensor(max(1.0, tokens) / world.size, device=world.device)
     loss = torch.zeros((), device=world.device)
     for i, batch in enumerate(step):
@@ -161,12 +165,12 @@ def train(config: Config, world: World) -> None:
     if t.load_checkpoint_path is None and (earlier := checkpoint.complete(t.output_dir)):
         raise ValueError(f"train.output_dir = {t.output_dir}: holds {earlier[-1].name} of an earlier run; set "
                          "train.load_checkpoint_path to auto to go on with it, or choose another folder")
-    shape = hf.load_config(local_folder(config.model.config_path or config.model.model_path))
+    shape = hf.load_config(local_folder(config.model.config_path))
     dtype = torch.bfloat16 if t.enable_mixed_precision else torch.float32
     ops = Ops.resolve(config.model.attn_implementation, config.model.moe_implementation, device_type=world.device.type,
                       dtype=dtype)   # raises before any weight is made
     batches, held = build_data(config, world, shape.vocab_size)
-    model = build_model(config, world, ops)
+    model = build_model(config, shape, world, ops)
     parameters = list(model.parameters())
     optimizer = build_optimizer(unwrap(model), t)
     total = t.max_steps or t.num_train_epochs * batches.steps_per_epoch
