@@ -42,6 +42,7 @@ class Implementation:
     devices: device types on which `auto` may choose it.
     dtypes: dtypes of the op's first tensor that it takes.
     gate: for compiled GPU kernels, returns the `KernelSpec`s that the compile gate compiles.
+    tunables: returns the launches whose constants `bench tune` may search (kernels.tuning.Tunable).
     """
 
     name: str
@@ -50,6 +51,7 @@ class Implementation:
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[torch.dtype, ...] = FLOATS
     gate: Callable[[], Any] = no_kernels
+    tunables: Callable[[], Any] = no_kernels
 
     def why_not(self, device_type: str, dtype: torch.dtype | None = None) -> str | None:
         """None if usable for such tensors here, else the reason."""
@@ -86,6 +88,24 @@ class Case:
     tags: frozenset[str] = frozenset({"contract"})
 
 
+@dataclass(frozen=True)
+class Goal:
+    """What `auto` is meant to reach in the timed cases of an op on one kind of device; `bench report` checks it.
+
+    device: part of the device's name.   which: "forward", "backward" or "forward_backward".
+    metric: "roofline_percent", "tflop_per_s", "median_ms" or "peak_mib".
+    at_least, at_most: the bound (one of them).   cases, dtypes: the names it holds for; empty: all.
+    """
+
+    device: str
+    which: str
+    metric: str
+    at_least: float | None = None
+    at_most: float | None = None
+    cases: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+
+
 _PINS: dict[str, str] = {}
 
 
@@ -101,6 +121,7 @@ class Op:
     # Slack of the numerics contract, in the units of bench.contract.error, beside the 2x of eager's own error.
     # Each op that needs more than the default writes the reason there. A function takes (dtype, keyword arguments).
     atol: Mapping[torch.dtype, float] | Callable[[torch.dtype, dict[str, Any]], float] = field(default_factory=dict)
+    goals: tuple[Goal, ...] = ()
 
     def __post_init__(self):
         twin = Implementation("eager", lambda: self.eager, devices=("cpu", "cuda", "meta"),

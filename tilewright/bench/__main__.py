@@ -1,4 +1,4 @@
-"""python -m tilewright.bench: what can be timed here, timing it, comparing two runs, and the compile gate."""
+"""python -m tilewright.bench: what can be timed here, timing it, tuning it, reporting it, and the compile gate."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from tilewright import registry
 ELSEWHERE = {
     "compile-gate": ("tilewright.bench.compile_gate",
                      "compile every GPU kernel without a GPU, against its budgets"),
+    "suite": ("tilewright.bench.suite", "check and time every op here within a budget of minutes, resumably"),
+    "tune": ("tilewright.bench.tune", "search launch constants within a budget of minutes, and write them down"),
+    "report": ("tilewright.bench.performance", "write docs/performance.md from committed raw results"),
 }
 DTYPES = {registry.short(d): d for d in (*registry.FLOATS, torch.float64)}
 
