@@ -17,13 +17,7 @@ def _seeded():
 
 @pytest.fixture
 def poisoned():
-    """Fills every fresh tensor with NaN (integers: the largest value), so an element left unwritten is seen.
+    from tilewright.bench import contract
 
-    PyTorch's own switch does it inside the allocator's callers, C++ included.
-    """
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+    with contract.poisoned():
+        yield

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tilewright.bench import overhead, providers, report, run, timing
+from tilewright.bench import contract, overhead, providers, report, run, timing
 from tilewright.bench.__main__ import main
 from tilewright.ops.rmsnorm import RMSNORM, rmsnorm_eager
 from tilewright.registry import Case, Cost, Implementation, Op
@@ -143,7 +143,7 @@ def test_roofline_takes_the_tighter_bound_and_adds_the_passes():
     assert roof.seconds(100, 100, "float32") == 10.0      # by arithmetic
     assert roof.seconds(100, 100, "float16") == 1.0       # no peak measured
     assert roof.seconds(0, 0, "float32") is None
-    assert roof.step_seconds(Cost(1000, 100, 10, 100), "float32") == (10.0, 20.0)
+    assert list(roof.floors(Cost(1000, 100, 10, 100), "float32").values()) == [10.0, 10.0, 20.0]
     measured = timing.measure_roofline("cpu", [torch.float32], copy_bytes=2**16, matmul=8, samples=2)
     assert measured.copy_bytes_per_second > 0 and measured.flops_per_second["float32"] > 0
     with pytest.raises(ValueError, match="device must be 'cpu' or 'cuda', got 'tpu'"):
@@ -182,11 +182,26 @@ def test_a_wrong_answer_is_never_timed():
 def test_what_is_not_in_the_registry_passes_the_same_gate():
     op = _op()
     kwargs = op.cases[0].make("cpu", torch.float32, 0)
+    by = contract.reference(op, kwargs, torch.float32)
     good = providers.Provider("compile", lambda **kw: op.public(**kw, implementation="eager"))
     bad = providers.Provider("liger", lambda **kw: 1.02 * op.public(**kw, implementation="eager"))
-    assert providers.gate(op, good, kwargs, torch.float32) == []
-    found = [f.name for f in providers.gate(op, bad, kwargs, torch.float32)]
+    assert providers.gate(op, good, kwargs, by) == []
+    found = [f.name for f in providers.gate(op, bad, kwargs, by)]
     assert found == ["out 0", "grad x", "grad weight"]
+
+
+def test_a_backward_is_timed_without_its_forward():
+    calls = []
+    task = timing.After(lambda: (calls.append("before"), time.sleep(0.02)), lambda: calls.append("timed"))
+    clock = timing.CpuClock(0.0)
+    n = clock.prepare(task)
+    assert clock.sample(task, n) < 0.01
+    assert calls[0::2] == ["before"] * (len(calls) // 2) and calls[1::2] == ["timed"] * (len(calls) // 2)
+    op = _op()
+    rows = _measure(op, ["eager"])
+    f = rows["eager"]
+    assert 0 < f["backward"]["median_ms"] < f["forward_backward"]["median_ms"] * 3
+    assert f["backward"]["gb_per_s"] == pytest.approx(2000 / f["backward"]["median_ms"] * 1e3 / 1e9)
 
 
 def test_slack_is_for_baselines_only_and_is_shown():

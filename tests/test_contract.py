@@ -36,12 +36,23 @@ def test_matches_eager_beyond_2_31_elements(op, name, case, dtype):
     if DEVICE != "cuda":
         pytest.skip("more than 2^31 elements: only on a CUDA device")
     skip_unless_usable(op, name, dtype)
-    kwargs = contract.convert(case.make(DEVICE, dtype, 0), None)
-    with torch.no_grad():
-        result = contract.leaves(op.public(**kwargs, implementation=name))
-        expected = contract.leaves(op.public(**kwargs, implementation="eager"))
-    for r, e in zip(result, expected, strict=True):   # a wrapped 32-bit offset lands in the last rows
-        assert contract.error(r[-2:], e[-2:])[0] <= 8 * torch.finfo(dtype).eps
+    broken = contract.check_big(op, name, case, DEVICE, dtype)
+    assert not broken, "; ".join(map(str, broken))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op, name, case", [
+    pytest.param(op, impl.name, case, id=f"{op.name}-{impl.name}-{case.name}")
+    for op in OPS.values() for impl in op.implementations for case in op.cases if "contract" in case.tags])
+def test_cuda_graph_capture(op, name, case):
+    if DEVICE != "cuda":
+        pytest.skip("no CUDA device")
+    dtype = next(d for d in (torch.bfloat16, *op.implementation(name).dtypes) if d in op.implementation(name).dtypes)
+    skip_unless_usable(op, name, dtype)
+    if reason := contract.no_capture(case):
+        pytest.skip(reason)
+    broken = contract.check_capture(op, name, case, dtype)
+    assert not broken, "; ".join(map(str, broken))
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
@@ -129,3 +140,36 @@ def test_a_planted_fault_turns_the_contract_red(kind, dtype, monkeypatch):
         assert not broken
     else:
         assert [b.name for b in broken] == ["grad x" if kind == "gradient" else "out 0"], broken
+
+
+def test_error_is_the_same_in_pieces(monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    truth = torch.randn(7, 33, dtype=torch.float64, generator=g)
+    truth[2, 3] = float("inf")
+    result = truth.float()
+    result[5, 31] += 0.5
+    whole = contract.error(result, truth)
+    monkeypatch.setattr(contract, "CHUNK", 10)
+    assert contract.error(result, truth) == (pytest.approx(whole[0], rel=1e-12), (5, 31))
+    result[6, 32] = float("nan")
+    assert contract.error(result, truth) == (float("inf"), (6, 32))
+    assert contract.error(torch.tensor([1, 2, 4]), torch.tensor([1, 2, 3])) == (1.0, (2,))
+
+
+def test_large_cases_are_judged_by_their_last_rows():
+    op, case = OPS["rmsnorm"], next(c for c in OPS["rmsnorm"].cases if c.name == "ragged")
+    assert contract.check_big(op, "torch", case, "cpu", torch.float32) == []
+
+    import unittest.mock
+
+    fn = op.resolve("torch", "cpu")
+    with unittest.mock.patch.object(op, "pick", lambda name, x: op.eager if name == "eager" else
+                                    lambda x, *rest: fn(x.roll(1, 0), *rest)):
+        names = [f.name for f in contract.check_big(op, "torch", case, "cpu", torch.float32)]
+    assert "out 0" in names
+
+
+def test_what_cannot_be_recorded_says_why():
+    cases = {c.name: c for c in OPS["attention"].cases if "contract" in c.tags}
+    assert contract.no_capture(cases["gqa"]) is None
+    assert "on the host" in contract.no_capture(cases["documents"])

@@ -79,7 +79,8 @@ class Case:
     make: (device, dtype, seed) -> keyword arguments of the op's public function. Tensors to differentiate have
         requires_grad set.
     cost: bytes per element of the dtype -> Cost.
-    tags: "contract" (small, for parity tests), "cpu" and "cuda" (timed there), "big" (more than 2^31 elements).
+    tags: "contract" (small, for parity tests), "cpu" and "cuda" (timed there), "big" (more than 2^31 elements),
+        "host" (looks at values on the host, and so cannot be recorded in a CUDA graph).
     """
 
     name: str

@@ -10,7 +10,7 @@ from helpers import DEVICE
 
 pytest.importorskip("pytest_benchmark")
 
-from tilewright.bench import run
+from tilewright.bench import contract, run
 from tilewright.bench.providers import Unsupported, gate, providers
 from tilewright.ops import OPS
 from tilewright.registry import short
@@ -32,7 +32,7 @@ def test_speed(op, case, dtype, name, benchmark):
         pytest.skip(provider.reason)
     kwargs = case.make(DEVICE, dtype, run.SEED)
     try:
-        broken = gate(op, provider, kwargs, dtype)
+        broken = gate(op, provider, kwargs, contract.reference(op, kwargs, dtype))
     except Unsupported as reason:
         pytest.skip(str(reason))
     assert not broken, "; ".join(map(str, broken))

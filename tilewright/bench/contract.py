@@ -11,6 +11,8 @@ that fails.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,9 @@ ATOL = {torch.float32: 2 * torch.finfo(torch.float32).eps,
 ATOL[torch.float64] = 1e-12
 
 
+CHUNK = 2**26   # elements compared at a time: float64 temporaries of half a GiB each, for tensors of any size
+
+
 def error(result: torch.Tensor, truth: torch.Tensor) -> tuple[float, tuple[int, ...]]:
     """Largest deviation, relative to the element or to the tensor's root mean square if that is larger; and where.
 
@@ -36,19 +41,32 @@ def error(result: torch.Tensor, truth: torch.Tensor) -> tuple[float, tuple[int, 
         return float("inf"), tuple(result.shape)
     if truth.numel() == 0:
         return 0.0, ()
-    if not truth.dtype.is_floating_point:
-        wrong = (result != truth).double()
-    else:
-        r, t = result.double(), truth.double()
-        finite = t.isfinite()
-        scale = t[finite].square().mean().sqrt() if finite.any() else t.new_zeros(())
-        wrong = (r - t).abs() / t.abs().maximum(scale).clamp_min(1e-30)
-        same = (r == t) | (r.isnan() & t.isnan())
-        wrong = torch.where(same, 0.0, torch.where(finite, wrong.nan_to_num(nan=float("inf"), posinf=float("inf")),
-                                                   float("inf")))
-    worst = int(wrong.argmax())
-    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), wrong.shape))
-    return float(wrong.flatten()[worst]), where
+    r, t = result.reshape(-1), truth.reshape(-1)
+    pieces = [slice(at, at + CHUNK) for at in range(0, t.numel(), CHUNK)]
+    scale, worst, at = 0.0, -1.0, 0
+    if truth.dtype.is_floating_point:
+        squares, count = 0.0, 0
+        for piece in pieces:
+            finite = t[piece].double()
+            finite = finite[finite.isfinite()]
+            squares, count = squares + float(finite.square().sum()), count + finite.numel()
+        scale = (squares / max(count, 1)) ** 0.5
+    for piece in pieces:
+        wrong = _deviation(r[piece], t[piece], scale)
+        here = int(wrong.argmax())
+        if float(wrong[here]) > worst:
+            worst, at = float(wrong[here]), piece.start + here
+    return worst, tuple(int(i) for i in torch.unravel_index(torch.tensor(at), truth.shape))
+
+
+def _deviation(r: torch.Tensor, t: torch.Tensor, scale: float) -> torch.Tensor:
+    if not t.dtype.is_floating_point:
+        return (r != t).double()
+    r, t = r.double(), t.double()
+    inf = float("inf")
+    wrong = (r - t).abs() / t.abs().clamp_min(max(scale, 1e-30))
+    wrong = torch.where(t.isfinite(), wrong.nan_to_num(nan=inf, posinf=inf), inf)
+    return torch.where((r == t) | (r.isnan() & t.isnan()), 0.0, wrong)
 
 
 def leaves(out: Any) -> list[torch.Tensor]:
@@ -123,9 +141,54 @@ class Finding:
     budget: float
     where: tuple[int, ...]
 
+    @property
+    def holds(self) -> bool:
+        return self.error <= self.budget
+
     def __str__(self) -> str:
         return (f"{self.name}: error {self.error:.2e} at {list(self.where)} exceeds {self.budget:.2e} "
                 f"(2 x eager's {self.eager:.2e} + slack)")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What results are judged by on one set of inputs; made once for all implementations.
+
+    truth: the eager twin's results in float64.   eager: error of each in the inputs' dtype.   dtypes: of each.
+    grads: the upstream gradients.   atol: the slack.
+    """
+
+    truth: dict[str, torch.Tensor]
+    eager: dict[str, float]
+    dtypes: dict[str, torch.dtype]
+    grads: list[torch.Tensor]
+    atol: float
+
+
+def reference(op: Op, kwargs: dict[str, Any], dtype: torch.dtype, layout: str = "contiguous") -> Reference:
+    own, grads = run(op, "eager", convert(kwargs, None), layout)
+    truth, _ = run(op, "eager", convert(kwargs, torch.float64), layout, grads)
+    atol = op.atol(dtype, kwargs) if callable(op.atol) else op.atol.get(dtype, ATOL[dtype])
+    return Reference(truth, {n: error(own[n], t)[0] for n, t in truth.items()},
+                     {n: own[n].dtype for n in truth}, grads, atol)
+
+
+def judge(op: Op, implementation: str, kwargs: dict[str, Any], by: Reference) -> list[Finding]:
+    """A finding for every output and every gradient."""
+    result, _ = run(op, implementation, convert(kwargs, None), grads=by.grads)
+    found = []
+    for name, t in by.truth.items():
+        own = by.eager[name]
+        budget = 2 * own + by.atol
+        if name not in result:
+            found.append(Finding(f"{name} (missing)", float("inf"), own, budget, ()))
+            continue
+        e, where = error(result[name], t)
+        found.append(Finding(name, e, own, budget, where))
+        if result[name].dtype != by.dtypes[name]:
+            found.append(Finding(f"{name} (dtype {result[name].dtype}, not {by.dtypes[name]})", float("inf"), own,
+                                 budget, ()))
+    return found
 
 
 def check(op: Op, implementation: str, case: Case, device: str, dtype: torch.dtype, *, seed: int = 0,
@@ -137,21 +200,77 @@ def check(op: Op, implementation: str, case: Case, device: str, dtype: torch.dty
 def compare(op: Op, implementation: str, kwargs: dict[str, Any], dtype: torch.dtype,
             layout: str = "contiguous") -> list[Finding]:
     """`check` on inputs that are at hand."""
-    eager, grads = run(op, "eager", convert(kwargs, None), layout)
-    truth, _ = run(op, "eager", convert(kwargs, torch.float64), layout, grads)
-    result, _ = run(op, implementation, convert(kwargs, None), layout, grads)
-    atol = op.atol(dtype, kwargs) if callable(op.atol) else op.atol.get(dtype, ATOL[dtype])
-    broken = []
-    for name, t in truth.items():
-        own, _ = error(eager[name], t)
-        budget = 2 * own + atol
-        if name not in result:
-            broken.append(Finding(f"{name} (missing)", float("inf"), own, budget, ()))
-            continue
-        e, where = error(result[name], t)
-        if not e <= budget:
-            broken.append(Finding(name, e, own, budget, where))
-        if result[name].dtype != eager[name].dtype:
-            broken.append(Finding(f"{name} (dtype {result[name].dtype}, not {eager[name].dtype})", float("inf"), own,
-                                  budget, ()))
-    return broken
+    return [f for f in judge(op, implementation, kwargs, reference(op, kwargs, dtype, layout)) if not f.holds]
+
+
+def check_big(op: Op, implementation: str, case: Case, device: str, dtype: torch.dtype) -> list[Finding]:
+    """For a case of more than 2^31 elements: forward and backward against the eager twin in the same dtype.
+
+    Of tensors that large, the last two rows: a wrapped 32-bit offset lands there, and float64 truth would not fit.
+    What both sides round is 1 eps of a 16-bit dtype; in float32 they sum in different orders. A wrapped offset is
+    wrong by about 1. Returns what is beyond.
+    """
+    kwargs = case.make(device, dtype, 0)
+    expected, grads = run(op, "eager", convert(kwargs, None), "expanded")
+    result, _ = run(op, implementation, kwargs, grads=grads)
+    budget = (64 if dtype == torch.float32 else 8) * torch.finfo(dtype).eps
+    found = []
+    for name, e in expected.items():
+        r = result[name]
+        if e.numel() > 2**31:
+            r, e = r[-2:], e[-2:]
+        worst, where = error(r, e)
+        found.append(Finding(name, worst, 0.0, budget, where))
+    return [f for f in found if not f.holds]
+
+
+def no_capture(case: Case) -> str | None:
+    """None if a call on this case can be recorded in a CUDA graph, else the reason."""
+    return "looks at values on the host, which a CUDA graph cannot record" if "host" in case.tags else None
+
+
+def check_capture(op: Op, implementation: str, case: Case, dtype: torch.dtype) -> list[Finding]:
+    """Records forward and backward in a CUDA graph, replays it on other values, and compares with a direct call.
+
+    Raises what recording raises: a kernel launch or an allocation is allowed there, waiting for the device is not.
+    """
+    static = case.make("cuda", dtype, 0)
+    _, grads = run(op, implementation, static)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):   # compiles, fills caches
+        run(op, implementation, static, grads=grads)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded, _ = run(op, implementation, static, grads=grads)
+    fresh = case.make("cuda", dtype, 1)
+    direct, _ = run(op, implementation, convert(fresh, None), grads=grads)
+    with torch.no_grad():
+        for name, value in fresh.items():
+            if isinstance(value, torch.Tensor):
+                static[name].copy_(value)
+    graph.replay()
+    torch.cuda.synchronize()
+    found = []
+    for name, t in direct.items():
+        worst, where = error(recorded[name], t)
+        found.append(Finding(name, worst, 0.0, ATOL[dtype], where))
+    return [f for f in found if not f.holds]
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fills every fresh tensor with NaN (integers: the largest value), so that an element left unwritten is seen.
+
+    PyTorch's own switch does it inside the allocator's callers, C++ included.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]

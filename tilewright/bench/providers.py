@@ -50,23 +50,22 @@ def providers(op: Op, device: str, dtype: torch.dtype) -> list[Provider]:
     return sorted(found, key=lambda p: BASELINES.index(p.name) if p.name in BASELINES[:3] else 3)
 
 
-def gate(op: Op, provider: Provider, kwargs: dict[str, Any],
-         dtype: torch.dtype) -> list[contract.Finding]:
-    """The numerics contract for a provider on the inputs that will be timed; findings (none: it holds).
+def gate(op: Op, provider: Provider, kwargs: dict[str, Any], by: contract.Reference) -> list[contract.Finding]:
+    """The numerics contract for a provider on the inputs that will be timed; what breaks it (none: it holds).
 
     The eager twin is the definition, and holds.
     """
     if provider.name == "eager":
         return []
     if provider.name in op.names():
-        return contract.compare(op, provider.name, kwargs, dtype)
+        return [f for f in contract.judge(op, provider.name, kwargs, by) if not f.holds]
 
     def public(*, implementation, **kwargs):
         return eager(**kwargs) if implementation == "eager" else provider.call(**kwargs)
 
     eager = functools.partial(op.public, implementation="eager")
     judged = Op(op.name, public, op.eager, (), op.cases, op.atol)
-    return contract.compare(judged, provider.name, kwargs, dtype)
+    return [f for f in contract.judge(judged, provider.name, kwargs, by) if not f.holds]
 
 
 # ---- Liger-Kernel

@@ -13,7 +13,7 @@ from tilewright.bench.providers import BASELINES
 from tilewright.bench.timing import Timing, geomean
 
 SCHEMA = 1
-PASSES = ("forward", "forward_backward")
+PASSES = ("forward", "backward", "forward_backward")
 STATUSES = ("ok", "failed", "unavailable", "error")
 
 
@@ -27,7 +27,7 @@ def row(op: str, case: str, dtype: str, provider: str, *, auto: bool = False, st
     contract: "definition", "holds", or what broke it (also of a baseline that is timed within the slack).
     """
     return {"op": op, "case": case, "dtype": dtype, "provider": provider, "auto": auto, "status": status,
-            "reason": reason, "contract": None, "forward": None, "forward_backward": None, "peak_mib": None,
+            "reason": reason, "contract": None, **dict.fromkeys(PASSES), "peak_mib": None,
             "speedup": {"eager": None, "compile": None}}
 
 
@@ -128,6 +128,7 @@ def check(document: Any, name: str = "document") -> None:
             raise ValueError(f"{name}: has no {field!r}")
     template = row("", "", "", "")
     for i, r in enumerate(document["rows"]):
+        r.setdefault("backward", None)   # not timed by itself at first
         if missing := set(template) - set(r):
             raise ValueError(f"{name}: row {i} has no {sorted(missing)}")
         if r["status"] not in STATUSES:
@@ -152,7 +153,7 @@ def line(r: dict) -> str:
     if r["status"] != "ok":
         return f"{name:<9} {r['status']}: {r['reason']}"
     parts = [f"{name:<9}"]
-    for which, label in zip(PASSES, ("fwd", "fwd+bwd"), strict=True):
+    for which, label in zip(PASSES, ("fwd", "bwd", "fwd+bwd"), strict=True):
         if r[which]:
             f = r[which]
             roof = "" if f["roofline_percent"] is None else f" {f['roofline_percent']:5.1f} % of roofline"
@@ -180,7 +181,8 @@ def markdown(document: dict) -> str:
     out += ["Times are medians [p20, p80] in ms over interleaved rounds; `*` marks what `auto` takes; GB/s, "
             "TFLOP/s and % of roofline are of forward + backward (forward, where there is no backward).", ""]
     on_cuda = meta["device_type"] == "cuda"
-    head = ["op", "case", "dtype", "provider", "contract", "forward", "forward + backward", "GB/s", "TFLOP/s",
+    head = ["op", "case", "dtype", "provider", "contract", "forward", "backward", "forward + backward", "GB/s",
+            "TFLOP/s",
             "% roofline", "over eager", "over compile", *(["host us", "peak MiB"] if on_cuda else [])]
     out += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     others = []

@@ -43,7 +43,8 @@ class Settings:
 # ---- one case
 
 def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    """The timed callables: "forward" records no graph; "forward_backward" is a training step's use of the op.
+    """The timed callables: "forward" records no graph; "forward_backward" is a training step's use of the op;
+    "backward" is the second half of that, its forward untimed.
 
     The upstream gradient is drawn here, and only an op with something to differentiate has a backward.
     """
@@ -62,13 +63,23 @@ def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[],
     grads = contract.upstream([outs[i] for i in which], "contiguous")
     del outs   # it would keep its graph alive
 
-    def forward_backward():
+    graph: list[torch.Tensor] = []
+
+    def record():
         for t in inputs:
             t.grad = None
         found = contract.leaves(call(**kwargs))
-        torch.autograd.backward([found[i] for i in which], grads)
+        graph[:] = [found[i] for i in which]
 
-    return {"forward": forward, "forward_backward": forward_backward}
+    def backward():
+        torch.autograd.backward(graph, grads)
+        graph.clear()   # memory that it holds would stay taken through other providers' rounds
+
+    def forward_backward():
+        record()
+        backward()
+
+    return {"forward": forward, "backward": timing.After(record, backward), "forward_backward": forward_backward}
 
 
 def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timing.Roofline,
@@ -78,6 +89,7 @@ def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timin
     kwargs = case.make(device, dtype, SEED)
     auto = op.choose(device, dtype)
     rows, tasks = {}, {}
+    reference = contract.reference(op, kwargs, dtype)
     for provider in providers(op, device, dtype):
         if only is not None and provider.name not in only:
             continue
@@ -87,7 +99,7 @@ def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timin
             row.update(status="unavailable", reason=provider.reason)
             continue
         try:
-            broken = gate(op, provider, kwargs, dtype)
+            broken = gate(op, provider, kwargs, reference)
             row["contract"] = "; ".join(map(str, broken)) or (
                 "definition" if provider.name == "eager" else "holds")
             slack = settings.baseline_slack if provider.name in BASELINES else 1.0
@@ -102,14 +114,17 @@ def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timin
             row.update(status="unavailable", reason=str(error))
         except Exception as error:   # one provider's failure must not lose the others
             row.update(status="error", reason=timing.first_line(error))
+    del reference   # float64 copies of every result
+    free(device, compiled=False)
     timings, errors = timing.interleave(
         tasks, clock, rounds=settings.rounds, min_seconds=settings.min_seconds,
         max_seconds=settings.max_seconds, seed=SEED)
     for (name, _), reason in errors.items():
         rows[name].update(status="error", reason=reason)
     cost = case.cost(dtype.itemsize)
-    floors = dict(zip(report.PASSES, roofline.step_seconds(cost, short(dtype)), strict=True))
+    floors = roofline.floors(cost, short(dtype))
     work = {"forward": (cost.forward_bytes, cost.forward_flops),
+            "backward": (cost.backward_bytes, cost.backward_flops),
             "forward_backward": (cost.forward_bytes + cost.backward_bytes,
                                  cost.forward_flops + cost.backward_flops)}
     for (name, which), found in timings.items():
@@ -133,9 +148,10 @@ def _peak_mib(fn) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def free(device: str) -> None:
+def free(device: str, compiled: bool = True) -> None:
     """Gives back what a case held: cached memory, and compiled graphs, whose number dynamo limits."""
-    torch._dynamo.reset()
+    if compiled:
+        torch._dynamo.reset()
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -61,6 +61,22 @@ class Timing:
         return cls(median, p20, p80, samples, calls, host)
 
 
+@dataclass(frozen=True)
+class After:
+    """A timed callable with something that must happen before each call of it, and is not timed."""
+
+    before: Callable[[], object]
+    fn: Callable[[], object]
+
+    def __call__(self):
+        self.before()
+        return self.fn()
+
+
+def _parts(fn: Callable[[], object]) -> tuple[Callable[[], object] | None, Callable[[], object]]:
+    return (fn.before, fn.fn) if isinstance(fn, After) else (None, fn)
+
+
 class CpuClock:
     """Wall-clock time of a loop of calls, long enough that the timer's grain does not show."""
 
@@ -81,10 +97,19 @@ class CpuClock:
 
     @staticmethod
     def _loop(fn, calls) -> float:
-        start = time.perf_counter()
+        before, fn = _parts(fn)
+        if before is None:
+            start = time.perf_counter()
+            for _ in range(calls):
+                fn()
+            return time.perf_counter() - start
+        took = 0.0
         for _ in range(calls):
+            before()
+            start = time.perf_counter()
             fn()
-        return time.perf_counter() - start
+            took += time.perf_counter() - start
+        return took
 
 
 class CudaClock:
@@ -112,12 +137,15 @@ class CudaClock:
 
     def sample(self, fn: Callable[[], object], calls: int) -> float:
         pairs = []
+        before, timed = _parts(fn)
         for _ in range(calls):
+            if before is not None:
+                before()
             for _ in range(self._flushes.get(id(fn), 1)):
                 self._buffer.zero_()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            fn()
+            timed()
             end.record()
             pairs.append((start, end))
         torch.cuda.synchronize()
@@ -125,7 +153,10 @@ class CudaClock:
 
     def host(self, fn: Callable[[], object]) -> float:
         found = []
+        before, fn = _parts(fn)
         for _ in range(5):
+            if before is not None:
+                before()
             torch.cuda.synchronize()
             start = time.perf_counter()
             fn()
@@ -226,11 +257,12 @@ class Roofline:
             bound = max(bound, flops / self.flops_per_second[dtype])
         return bound or None
 
-    def step_seconds(self, cost: Cost, dtype: str) -> tuple[float | None, float | None]:
-        """(forward, forward + backward). The two passes follow each other, so their bounds add."""
+    def floors(self, cost: Cost, dtype: str) -> dict[str, float | None]:
+        """Least seconds of each pass. Forward and backward follow each other, so their bounds add."""
         forward = self.seconds(cost.forward_bytes, cost.forward_flops, dtype)
         backward = self.seconds(cost.backward_bytes, cost.backward_flops, dtype)
-        return forward, None if forward is None else forward + (backward or 0.0)
+        return {"forward": forward, "backward": backward,
+                "forward_backward": None if forward is None else forward + (backward or 0.0)}
 
     def asdict(self) -> dict:
         return asdict(self)

@@ -10,6 +10,7 @@ CONTRACT = frozenset({"contract"})
 CPU = frozenset({"cpu"})
 CUDA = frozenset({"cuda"})
 BIG = frozenset({"big"})
+HOST = frozenset({"contract", "host"})
 
 
 @dataclass(frozen=True)
