@@ -166,8 +166,8 @@ def test_a_wrong_answer_is_never_timed():
     assert shown.startswith("*wrong    FAILED: out 0") and " ms" not in shown
     assert rows["raises"]["status"] == "error"
     assert rows["raises"]["reason"] == "RuntimeError: no such instruction"
-    for name, contract in (("right", "holds"), ("eager", "definition")):
-        assert rows[name]["contract"] == contract
+    for name, held in (("right", "holds"), ("eager", "definition")):
+        assert rows[name]["contract"] == held
         for which in report.PASSES:
             f = rows[name][which]
             assert 0 < f["p20_ms"] <= f["median_ms"] <= f["p80_ms"] and len(f["samples_ms"]) == 2
