@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tilewright.bench import compile_gate
+from tilewright.bench import compile_gate, machine_code
 
 ROOT = pathlib.Path(__file__).parents[1]
 pytest.importorskip("triton")
@@ -116,7 +116,8 @@ def test_update_writes_what_was_compiled_and_is_then_green(planted):
     assert planted["update"]["code"] == 0
     (budget,) = planted["written"].values()
     assert 8 <= budget.pop("registers") <= 64
-    assert budget == {"shared": 0, "load": 128, "store": 128, "uses": []}
+    assert budget == {"shared": 0, "load": 128, "store": 128, "uses": [], "sass_load": 128, "sass_store": 128,
+                      "wide_loads": 100, "wide_stores": 100, "sass_uses": []}
     assert planted["green"]["code"] == 0 and "no failures" in planted["green"]["out"]
 
 
@@ -183,7 +184,7 @@ def test_some_facts_need_no_budget_to_be_wrong(changes, sentence):
     ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;", 128),
 ])
 def test_the_width_of_a_load_is_read_from_ptx(ptx, load):
-    assert compile_gate.widest(ptx, "ld") == load
+    assert machine_code.widest(ptx, "ld") == load
 
 
 def test_spills_and_stack_are_read_from_what_ptxas_says():

@@ -2,10 +2,11 @@
 
 Each `Implementation.gate()` returns specs, and each spec is compiled for every architecture. Red are: a
 kernel that does not compile; spilled registers or any local memory; more shared memory than the GPU has;
+what a spec needs (wide loads and stores, matrix or copy instructions) and PTX or machine code does not have;
 and anything worse than the committed budget: more registers or shared memory, narrower global loads or
-stores, a matrix or copy instruction no longer used, a kernel without a budget, a budget without a kernel. A
-budget belongs to one version of one compiler (budgets/triton-3.9.0.json); with a version that has no such
-file, only the rules that need none are checked.
+stores, a smaller share of wide ones, a matrix or copy instruction no longer used, a kernel without a budget, a
+budget without a kernel. A budget belongs to one version of one compiler (budgets/triton-3.9.0.json); with a
+version that has no such file, only the rules that need none are checked.
 
     python -m tilewright.bench compile-gate [--op OP] [--arch 90] [--update] [--json]
 """
@@ -26,10 +27,11 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tilewright import platform
+from tilewright.bench import machine_code
 from tilewright.kernels.spec import KernelSpec
 from tilewright.registry import Op, operations
 
@@ -40,18 +42,14 @@ BUDGETS = pathlib.Path(__file__).parent / "budgets"
 SHARED_LIMIT = {90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 ARCHS = tuple(SHARED_LIMIT)
 
-# What a kernel may have been written for, and how its PTX then begins an instruction.
-INSTRUCTIONS = {"wgmma": "wgmma.mma_async.", "tcgen05": "tcgen05.mma.", "mma": "mma.sync.",
-                "tma": "cp.async.bulk.tensor.", "cp.async": "cp.async.c"}
-
 
 @dataclass(frozen=True)
 class Facts:
     """What one compilation gave.
 
     registers: a thread.   spill, local: bytes a thread spills, and bytes of stack and local memory it has.
-    shared: bytes a block.   load, store: bits of the widest access to global memory by a thread.
-    uses: keys of INSTRUCTIONS.
+    shared: bytes a block.   load, store, uses: as `machine_code.ptx_facts` reads them from PTX.
+    The rest: as `machine_code.sass_facts` reads it from machine code; None where nothing can disassemble it.
     """
 
     registers: int
@@ -61,6 +59,12 @@ class Facts:
     load: int
     store: int
     uses: tuple[str, ...]
+    sass_load: int | None = None
+    sass_store: int | None = None
+    wide_loads: int | None = None
+    wide_stores: int | None = None
+    local_instructions: int | None = None
+    sass_uses: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,16 @@ class Compiler:
     """What compiles one type of spec. Another type (CuTe DSL, CUDA C++) is one more entry of COMPILERS.
 
     missing: None, or the sentence that says why this compiler cannot run.   version: names its budget file.
-    compile: (spec, arch) -> Facts; raises what the compiler raises.
-    identity: what makes two specs the same compilation.
+    compile: (spec, arch) -> the facts without those of the machine code, and the cubin, which is disassembled
+    later, many at once; raises what the compiler raises.
+    identity: what makes two specs the same compilation and the same needs.
+    A spec, of whatever type, has label, min_arch, and the needs that KernelSpec describes: load, store, uses.
     """
 
     name: str
     missing: Callable[[], str | None]
     version: Callable[[], str]
-    compile: Callable[[Any, int], Facts]
+    compile: Callable[[Any, int], tuple[Facts, bytes]]
     identity: Callable[[Any], str]
 
     def budget_file(self) -> pathlib.Path:
@@ -113,10 +119,11 @@ def _triton_version() -> str:
 def _triton_identity(spec: KernelSpec) -> str:
     return repr((spec.kernel.fn.__module__, spec.kernel.fn.__qualname__, sorted(spec.signature.items()),
                  sorted((n, repr(v)) for n, v in spec.constexprs.items()), spec.num_warps, spec.num_stages,
-                 sorted(spec.divisible), sorted(spec.options.items()), spec.min_arch))
+                 sorted(spec.divisible), sorted(spec.options.items()), spec.min_arch,
+                 spec.load, spec.store, sorted(spec.uses.items())))
 
 
-def _compile_triton(spec: KernelSpec, arch: int) -> Facts:
+def _compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -139,10 +146,8 @@ def _compile_triton(spec: KernelSpec, arch: int) -> Facts:
         # 3.9 announces another default of fp fusion; the launchers use the default, so the gate does.
         warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    ptx = compiled.asm["ptx"]
-    return Facts(*resources(said.getvalue()), compiled.metadata.shared, widest(ptx, "ld"), widest(ptx, "st"),
-                 tuple(name for name, prefix in INSTRUCTIONS.items()
-                       if re.search(rf"(?<![\w.]){re.escape(prefix)}", ptx)))
+    return (Facts(*resources(said.getvalue()), compiled.metadata.shared, **machine_code.ptx_facts(compiled.asm["ptx"])),
+            compiled.asm["cubin"])
 
 
 def resources(log: str) -> tuple[int, int, int]:
@@ -156,19 +161,6 @@ def resources(log: str) -> tuple[int, int, int]:
 
     return (max(map(int, registers)), most(r"(\d+) bytes spill (?:stores|loads)"),
             most(r"(\d+) bytes (?:stack frame|cumulative stack size)") + most(r"(\d+) bytes lmem"))
-
-
-def widest(ptx: str, op: str) -> int:
-    """Bits of the widest `ld.global` or `st.global` in PTX; asynchronous copies of 16 bytes are loads too."""
-    found = [0]
-    for modifiers in re.findall(rf"(?<![\w.]){op}\.(?:\w+\.)*global([.\w:]*)", ptx):
-        vector = re.search(r"\.v(\d)\b", modifiers)
-        element = re.search(r"\.[busf](\d+)$", modifiers)
-        found.append(int(element[1] if element else 0) * int(vector[1] if vector else 1))
-    if op == "ld":
-        copies = re.findall(r"cp\.async\.c\w\.shared\S*\s*\[[^]]*\],\s*\[[^]]*\],\s*(\w+)", ptx)
-        found += [8 * int(n, 0) for n in copies]
-    return max(found)
 
 
 COMPILERS: dict[type, Compiler] = {
@@ -201,16 +193,22 @@ def collect(ops: Iterable[Op]) -> dict[str, Any]:
 _specs: dict[str, Any] = {}   # for the workers, which inherit it: kernels cannot be pickled
 
 
-def _work(task: tuple[str, int]) -> Result:
+def _work(task: tuple[str, int]) -> tuple[Result, bytes]:
     name, arch = task
     spec = _specs[name]
     try:
-        return Result(name, arch, COMPILERS[type(spec)].compile(spec, arch))
+        facts, cubin = COMPILERS[type(spec)].compile(spec, arch)
+        return Result(name, arch, facts), cubin
     except Exception as error:  # compilers' failures have no common base class; each is a verdict
         said = str(error).strip()
         if len(said) > 1000:   # Triton puts the reason last, ptxas first
             said = f"{said[:500]} [...] {said[-500:]}"
-        return Result(name, arch, None, f"{type(error).__name__}: {said}")
+        return Result(name, arch, None, f"{type(error).__name__}: {said}"), b""
+
+
+def _read(task: tuple[int, list[bytes]]) -> list[dict[str, Any]]:
+    arch, cubins = task
+    return [machine_code.sass_facts(text) for text in machine_code.disassemble(cubins, arch)]
 
 
 def compile_all(specs: dict[str, Any], archs: Sequence[int], jobs: int) -> list[Result]:
@@ -221,7 +219,16 @@ def compile_all(specs: dict[str, Any], archs: Sequence[int], jobs: int) -> list[
     pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork"))
     try:
         with pool:
-            return list(pool.map(_work, tasks))
+            compiled = list(pool.map(_work, tasks))
+            # One disassembly for each architecture: see machine_code.
+            by_arch = {a: [i for i, (r, _) in enumerate(compiled) if r.arch == a and r.facts] for a in archs
+                       if machine_code.cannot_disassemble(a) is None}
+            listings = pool.map(_read, [(a, [compiled[i][1] for i in mine]) for a, mine in by_arch.items()])
+            results = [r for r, _ in compiled]
+            for mine, read in zip(by_arch.values(), listings, strict=True):
+                for i, sass in zip(mine, read, strict=True):
+                    results[i] = replace(results[i], facts=replace(results[i].facts, **sass))
+            return results
     except BrokenProcessPool:
         raise SystemExit("compile-gate: a compiler crashed and took its process with it; "
                          "run again with --jobs 1 and --op to find the kernel") from None
@@ -229,7 +236,8 @@ def compile_all(specs: dict[str, Any], archs: Sequence[int], jobs: int) -> list[
 
 # ---- the verdict
 
-BUDGETED = ("registers", "shared", "load", "store", "uses")
+BUDGETED = ("registers", "shared", "load", "store", "uses",
+            "sass_load", "sass_store", "wide_loads", "wide_stores", "sass_uses")
 
 
 def problems(result: Result) -> list[str]:
@@ -241,9 +249,31 @@ def problems(result: Result) -> list[str]:
     if f.spill or f.local:
         found.append(f"spills {f.spill} bytes a thread, has {f.local} bytes of stack and local memory; "
                      "accepted: 0")
+    if f.local_instructions:
+        found.append(f"has {f.local_instructions} loads and stores of local memory (LDL, STL); accepted: 0")
     limit = SHARED_LIMIT[result.arch]
     if f.shared > limit:
         found.append(f"needs {f.shared} bytes of shared memory, sm_{result.arch} has {limit}")
+    return found
+
+
+def unmet(result: Result, spec: Any) -> list[str]:
+    """What the spec needs and the kernel does not have, whatever its budget."""
+    f = result.facts
+    if f is None:
+        return []
+    found = []
+    for kind in ("load", "store"):
+        need, have = getattr(spec, kind), {"PTX": getattr(f, kind), "SASS": getattr(f, f"sass_{kind}")}
+        if any(bits is not None and bits < need for bits in have.values()):
+            found.append(f"needs a global {kind} of {need} bits, the widest has "
+                         + " and ".join(f"{bits} in {where}" for where, bits in have.items() if bits is not None))
+    for name in spec.uses.get(result.arch, ()):
+        have = {"PTX": f.uses, "SASS": f.sass_uses}
+        if any(uses is not None and name not in uses for uses in have.values()):
+            found.append(f"needs {name}, uses "
+                         + " and ".join(f"{'+'.join(uses) or 'none such'} in {where}"
+                                        for where, uses in have.items() if uses is not None))
     return found
 
 
@@ -257,16 +287,27 @@ def over_budget(result: Result, budget: dict[str, Any] | None) -> list[str]:
     found = [f"{what}: {getattr(f, key)}, budget {budget[key]}"
              for key, what in (("registers", "registers a thread"), ("shared", "bytes of shared memory"))
              if getattr(f, key) > budget[key]]
-    found += [f"widest global {key}: {getattr(f, key)} bits, budget {budget[key]}"
-              for key in ("load", "store") if getattr(f, key) < budget[key]]
-    return found + [f"no longer uses {name}" for name in budget["uses"] if name not in f.uses]
+    least = (("load", "widest global load", " bits"), ("store", "widest global store", " bits"),
+             ("sass_load", "widest global load in SASS", " bits"),
+             ("sass_store", "widest global store in SASS", " bits"),
+             ("wide_loads", "loaded by 128 bits or more", "%"), ("wide_stores", "stored by 128 bits or more", "%"))
+    found += [f"{what}: {getattr(f, key)}{unit}, budget {budget[key]}" for key, what, unit in least
+              if _known(f, budget, key) and getattr(f, key) < budget[key]]
+    return found + [f"no longer uses {name}{where}" for key, where in (("uses", ""), ("sass_uses", " in SASS"))
+                    if _known(f, budget, key) for name in budget[key] if name not in getattr(f, key)]
 
 
-def judge(results: Sequence[Result], budgets: dict[str, Any] | None,
+def _known(facts: Facts, budget: dict[str, Any], key: str) -> bool:
+    """False for machine code that could not be read here, or where the budget was written."""
+    return getattr(facts, key) is not None and budget[key] is not None
+
+
+def judge(results: Sequence[Result], specs: dict[str, Any], budgets: dict[str, Any] | None,
           in_scope: Callable[[str], bool]) -> list[str]:
     """One sentence a failure. budgets None: there are none for this compiler, and nothing is compared."""
     found = [f"{r.key}: {p}" for r in results
-             for p in problems(r) + ([] if budgets is None else over_budget(r, budgets.get(r.key)))]
+             for p in [*problems(r), *unmet(r, specs[r.name]),
+                       *([] if budgets is None else over_budget(r, budgets.get(r.key)))]]
     present = {r.key for r in results}
     found += [f"{key}: has a budget but no kernel; --update removes it"
               for key in budgets or () if key not in present and in_scope(key)]
@@ -285,9 +326,10 @@ def table(results: Sequence[Result], archs: Sequence[int]) -> str:
     for r in results:
         by_name.setdefault(r.name, []).append(r)
     width = max(map(len, by_name))
-    row = f"{{:<{width}}}  {{:<12}}{{:<13}}{{:<20}}{{:<17}}{{}}"
+    row = f"{{:<{width}}}  {{:<12}}{{:<13}}{{:<20}}{{:<17}}{{:<13}}{{:<22}}{{}}"
     heads = "for " + ", ".join(f"sm_{a}" for a in archs)
-    lines = [row.format(heads, "registers", "spill+local", "shared", "load/store bits", "uses")]
+    lines = [row.format(heads, "registers", "spill+local", "shared", "load/store bits", "in SASS", "wide bytes, %",
+                        "uses")]
     for name, found in by_name.items():
         def each(show, found=found):
             values = [show(r.facts) if r.facts else "-" for r in found]
@@ -296,6 +338,8 @@ def table(results: Sequence[Result], archs: Sequence[int]) -> str:
         lines.append(row.format(
             name, each(lambda f: str(f.registers)), each(lambda f: str(f.spill + f.local)),
             each(lambda f: str(f.shared)), each(lambda f: f"{f.load}/{f.store}"),
+            each(lambda f: "-" if f.sass_load is None else f"{f.sass_load}/{f.sass_store}"),
+            each(lambda f: "-" if f.sass_load is None else f"{f.wide_loads}/{f.wide_stores}"),
             each(lambda f: "+".join(f.uses) or "-")))
     return "\n".join(lines)
 
@@ -328,7 +372,9 @@ def main(argv: list[str] | None = None) -> int:
     def in_scope(key: str) -> bool:
         return (not args.op or key.split("/")[0] in args.op) and int(key.rsplit("_", 1)[1]) in archs
 
-    failures, notes = [], []
+    failures = []
+    notes = [f"sm_{a}: {reason}; of its machine code nothing was checked" for a in archs
+             if (reason := machine_code.cannot_disassemble(a))]
     for kind, compiler in COMPILERS.items():
         path = compiler.budget_file()
         mine = [r for r in results if type(specs[r.name]) is kind]
@@ -341,8 +387,8 @@ def main(argv: list[str] | None = None) -> int:
         elif budgets is None:
             have = ", ".join(sorted(p.stem for p in BUDGETS.glob("*.json"))) or "none"
             notes.append(f"no budgets for {compiler.name} {compiler.version()} (there are: {have}): only "
-                         "compilation, spills, local memory and the GPUs' limits were checked")
-        failures += judge(mine, budgets, in_scope)
+                         "compilation, spills, local memory, needs and the GPUs' limits were checked")
+        failures += judge(mine, specs, budgets, in_scope)
 
     versions = {c.name: c.version() for c in COMPILERS.values()}
     if args.json:

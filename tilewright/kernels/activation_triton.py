@@ -140,6 +140,8 @@ def specs() -> list[KernelSpec]:
                          "BLOCKS": "i32", **dict.fromkeys(strides, "i64" if tail else "i32")}
                 signature = {n: types[n] for n in kernel.arg_names if n in types}
                 divisible = () if tail else tuple(n for n in signature if n in (*strides, "columns"))
+                # Rows of odd strides start at any element, each tensor's at another: nothing wider than one is aligned.
+                need = 0 if tail else 128
                 found.append(KernelSpec(kernel, f"{name} {label} {data}{tail}", signature, {"KIND": kind, **c},
-                                        warps, divisible=divisible))
+                                        warps, divisible=divisible, load=need, store=need))
     return found

@@ -295,13 +295,14 @@ def specs() -> list[KernelSpec]:
                           "CAPPED": all_options, "SMOOTH": all_options, "WEIGHTS": all_options,
                           "MEAN": all_options}
 
-                def spec(kernel, name, constexprs, warps, data=data, label=label, peel=peel):
+                def spec(kernel, name, constexprs, warps, store=128, data=data, label=label, peel=peel):
                     known = {**types, "logits_ptr": f"*{data}", "out_ptr": f"*{data}"}
                     signature = {n: known[n] for n in kernel.arg_names if n in known}
                     divisible = tuple(n for n in ("V", "stride", "out_stride") if n in signature and not peel)
                     found.append(KernelSpec(kernel, f"{name} {label}", signature, constexprs, warps,
-                                            divisible=divisible))
+                                            divisible=divisible, store=store))
 
-                spec(_forward, "forward", {**shared, "ARGMAX": all_options}, WARPS)
+                # Forward writes a few scalars a row, and no vector.
+                spec(_forward, "forward", {**shared, "ARGMAX": all_options}, WARPS, store=0)
                 spec(_backward, "backward", shared, BACKWARD_WARPS)
     return found

@@ -16,6 +16,11 @@ class KernelSpec:
         constexpr. Pointers are taken as 16-byte aligned, as torch's allocator gives them.
     constexprs: argument name -> value.   divisible: integer arguments that the launch knows to be multiples of 16.
     min_arch: the lowest compute capability that launches this (80, 90, 100, ...).
+
+    What it needs to reach its floors of memory and arithmetic, which the gate finds in PTX and in machine code:
+    load, store: bits of the widest access to global memory; 0 for a kernel that is narrow by nature, with the
+        reason beside it.   uses: compute capability -> families of instructions, keys of
+        `bench.machine_code.FAMILIES`, e.g. {90: ("wgmma", "tma"), 100: ("tcgen05", "tma")}.
     """
 
     kernel: Any
@@ -27,3 +32,6 @@ class KernelSpec:
     divisible: tuple[str, ...] = ()
     min_arch: int = 80
     options: Mapping[str, Any] = field(default_factory=dict)
+    load: int = 128
+    store: int = 128
+    uses: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
