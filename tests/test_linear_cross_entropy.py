@@ -249,6 +249,7 @@ def test_rows_in_a_chunk_follow_free_memory(free, cached, budget, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda d: (cached + 10) * MiB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda d: 10 * MiB)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "one that nobody tuned")
     T, V = 2**20, 2**15
     found = rows(T, V, 2, "cuda")
     most = budget * MiB // (V * 2)

@@ -99,6 +99,11 @@ def cpu_name() -> str:
     return f"{names[0] if names else 'unknown'} ({capability})"
 
 
+def slug(name: str) -> str:
+    """A device's name as a folder's: lower case, letters and digits, single hyphens."""
+    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
 def launched() -> tuple[int, int, int] | None:
     """(rank, world size, local rank) if torchrun, or another launcher of its kind, started this process."""
     try:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import os
 import pathlib
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from tilewright import platform
-from tilewright.bench import contract, report, timing
-from tilewright.bench.providers import BASELINES, Provider, Unsupported, gate, providers
+from tilewright.bench import contract, peers, report, timing
+from tilewright.bench.peers import Unsupported
+from tilewright.bench.providers import BASELINES, Provider, gate, providers
 from tilewright.registry import Case, Op, short
 
 SEED = 0
@@ -174,20 +175,46 @@ def _git(*args: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def metadata(device: str, settings: Settings, argv: list[str]) -> dict[str, Any]:
-    """Device, versions, commit, date and settings: what a number means nothing without."""
-    versions = platform.describe()
+def source_digest(tables: bool = True) -> str:
+    """Names the sources that a number comes from, also where git does not know them: of all but the trainer.
+
+    tables: tuned constants count as sources.
+    """
+    package = pathlib.Path(platform.__file__).parent
+    digest = hashlib.sha256()
+    found = [*package.rglob("*.py"), *package.parent.glob("csrc/**/*.*")]
+    for path in sorted([*found, *package.rglob("tuned/*/*.json")] if tables else found):
+        if "trainer" not in path.parts:
+            digest.update(str(path.relative_to(package.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def clocks() -> dict[str, float] | None:
+    """What the first CUDA device runs at just now, by nvidia-smi; None where that cannot tell."""
+    names = ("sm_mhz", "memory_mhz", "power_w", "temperature_c")
     try:
-        versions["liger-kernel"] = version("liger-kernel")
-    except PackageNotFoundError:
-        versions["liger-kernel"] = "not installed"
-    commit = _git("rev-parse", "HEAD")
+        said = subprocess.run(["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu",
+                               "--format=csv,noheader,nounits", "-i", "0"], capture_output=True, text=True, timeout=20)
+        return dict(zip(names, map(float, said.stdout.split(",")), strict=True))
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+
+
+def metadata(device: str, settings: Settings, argv: list[str], commit: str | None = None) -> dict[str, Any]:
+    """Device, versions, commit, date and settings: what a number means nothing without.
+
+    commit: of the sources, where git cannot tell.
+    """
+    versions = {**platform.describe(), **peers.versions()}
+    known = _git("rev-parse", "HEAD")
     return {
         "device_type": device,
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.cpu_name(),
         "versions": versions,
-        "commit": commit,
-        "dirty": None if commit is None else bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": known or commit,
+        "dirty": None if known is None else bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "source": source_digest(),
+        "clocks": clocks() if device == "cuda" else None,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "threads": torch.get_num_threads(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
@@ -198,8 +225,7 @@ def metadata(device: str, settings: Settings, argv: list[str]) -> dict[str, Any]
 
 
 def default_folder(meta: dict[str, Any]) -> pathlib.Path:
-    name = "".join(c if c.isalnum() else "-" for c in meta["device"].lower())
-    return pathlib.Path("bench_results") / ("-".join(filter(None, name.split("-"))) + "-" + meta["date"][:10])
+    return pathlib.Path("bench_results") / f"{platform.slug(meta['device'])}-{meta['date'][:10]}"
 
 
 # ---- the whole

@@ -11,9 +11,9 @@ in place, two GEMMs, next rows.
 
 Rows in a chunk (`chunk_rows`): budget / (V * itemsize), down to a multiple of 128 (CPU: 32) but no less than
 one such tile, and then evened out over the least number of chunks that hold T. The budget is 1/8 of the
-memory that is free, down to a power of two, within 64 MiB and 1 GiB; on a CPU, in a process group (whose
-ranks must agree) and while a CUDA graph is recorded, a constant. So it is the same from run to run while free
-memory stays in the same octave.
+memory that is free, down to a power of two, within 64 MiB and 1 GiB (or what was tuned for this H and V); on
+a CPU, in a process group (whose ranks must agree) and while a CUDA graph is recorded, a constant. So it is the
+same from run to run while free memory stays in the same octave.
 
 With reduction "mean" and "sum" forward computes the gradients too, and backward scales them by the upstream
 gradient: 6 T H V flops in total. For "none" and for `linear_logprob` the upstream gradient differs by row:
@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewright import platform
+from tilewright.kernels.tuning import Tunable
 from tilewright.ops import _checks, _softmax_stats, cases
 from tilewright.ops._library import define, differentiate
 from tilewright.ops._softmax_stats import (
@@ -50,8 +51,13 @@ from tilewright.registry import Case, Cost, Implementation, Op
 
 ACCUMULATE = ("fp32", "bf16")
 MiB = 2**20
-CPU_BUDGET = 64 * MiB     # see bench: smaller chunks read and write the weight's gradient more often
 FIXED_BUDGET = 256 * MiB  # on a GPU, where free memory may not decide
+# The largest budget. On a CPU: smaller chunks read and write the weight's gradient more often, larger ones leave
+# the caches. On a GPU: 1 GiB makes GEMMs of 4,096 rows at V = 128,256.
+CHUNK = Tunable("linear_cross_entropy", "chunk", ("H", "V", "itemsize", "cuda"), "forward_backward",
+                lambda H, V, itemsize, cuda: {"budget_mib": 1024 if cuda else 64},
+                lambda H, V, itemsize, cuda: [{"budget_mib": n} for n in
+                                              ((256, 512, 2048) if cuda else (8, 16, 32, 128, 256))])
 # Of the logits' gradient, converted to float32 at a time where the GEMM needs that: a core's cache holds it.
 BLOCK_BYTES = MiB
 # GEMMs from 16-bit operands into a float32 result, and onto one: CUDA only.
@@ -282,11 +288,12 @@ def chunk_rows(x: torch.Tensor, V: int, chunk_size: int | None = None, group: bo
     if chunk_size is None:
         cuda = x.device.type == "cuda"
         tile = 128 if cuda else 32
-        budget = CPU_BUDGET if not cuda else FIXED_BUDGET
+        most = CHUNK.config(x.device, x.shape[1], V, x.element_size(), cuda)["budget_mib"] * MiB
+        budget = min(most, FIXED_BUDGET) if cuda else most
         if cuda and not group and not torch.cuda.is_current_stream_capturing():
             cached = torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
             free = (torch.cuda.mem_get_info(x.device)[0] + cached) // 8
-            budget = min(max(2 ** (free.bit_length() - 1), 64 * MiB), 1024 * MiB)
+            budget = min(max(2 ** (free.bit_length() - 1), 64 * MiB), most)
         chunk_size = max(budget // (V * x.element_size()) // tile, 1) * tile
         chunks = max(-(-T // chunk_size), 1)
         chunk_size = -(-T // chunks // tile) * tile
@@ -704,9 +711,10 @@ def _logprob_cases():
 
 
 def _implementations(which: str) -> tuple[Implementation, ...]:
-    return (Implementation("triton", lambda: getattr(_chunked("triton"), which), platform.no_triton),
+    return (Implementation("triton", lambda: getattr(_chunked("triton"), which), platform.no_triton,
+                           tunables=lambda: (CHUNK,)),
             Implementation("cpp", lambda: getattr(_chunked("cpp"), which), platform.no_cpp, ("cpu",),
-                           (torch.float32, torch.bfloat16)))
+                           (torch.float32, torch.bfloat16), tunables=lambda: (CHUNK,)))
 
 
 LINEAR_CROSS_ENTROPY = Op(

@@ -1,0 +1,331 @@
+"""Everything that a device can say about the registry: does it hold, how fast is it, what does a call cost.
+
+    python -m tilewright.bench suite --minutes 9 --out DIR [--op OP,..] [--stage STAGE,..] [--dtype DTYPE,..]
+
+Stages, in this order, over every op, implementation and case of the registry:
+
+    roofline   copy bandwidth and dense matmul: what the device can do at all
+    parity     the numerics contract of every implementation, on every small case, in every dtype it takes
+    graph      CUDA-graph capture and replay of every implementation that runs on CUDA tensors
+    big        cases of more than 2^31 elements (CUDA)
+    time       every timed case: implementations and peers, correctness-gated, interleaved
+    overhead   what the dispatch above a kernel costs
+
+Results are one file a case. A call ends within its minutes, and the next one with the same DIR goes on where it
+stopped; what was made by other sources, on another device or with other versions is made again (--keep: only on another
+device).
+Exit code: 0, all is there and holds; 1, an implementation broke the contract or failed; 3, time ran out first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tilewright import registry
+from tilewright.bench import contract, overhead, report, run, runner, timing
+from tilewright.bench.providers import BASELINES
+from tilewright.bench.runner import Unit
+from tilewright.registry import Op, short
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
+TIMED = (torch.bfloat16, torch.float32)
+STAGES = ("roofline", "parity", "graph", "big", "time", "overhead")
+# Stages that share processes. Those of the second group can run side by side: nothing is timed there.
+GROUPS = (("roofline",), ("parity", "graph"), ("big", "time", "overhead"))
+
+
+# ---- the units
+
+def roofline_unit(device: str) -> Unit:
+    def make():
+        return {"roofline": timing.measure_roofline(device, TIMED).asdict()}
+
+    return Unit("roofline", make, {"roofline": None})
+
+
+def parity_unit(op: Op, case: registry.Case, device: str, dtypes: Sequence[torch.dtype]) -> Unit:
+    def make():
+        results = []
+        for dtype in dtypes:
+            mine = [i for i in op.implementations if i.name != "eager" and dtype in i.dtypes]
+            usable = [i for i in mine if i.why_not(device, dtype) is None]
+            results += [_result(i.name, dtype, "unavailable", i.why_not(device, dtype)) for i in mine
+                        if i not in usable]
+            if usable:
+                results += _parity(op, case, device, dtype, [i.name for i in usable])
+        return {"op": op.name, "case": case.name, "results": results}
+
+    return Unit(f"parity/{op.name}.{case.name}", make, {"op": op.name, "case": case.name, "results": []})
+
+
+def _result(implementation, dtype, status, reason=None, tensors=()):
+    return {"implementation": implementation, "dtype": short(dtype), "status": status, "reason": reason,
+            "tensors": list(tensors)}
+
+
+def _parity(op, case, device, dtype, names) -> list[dict[str, Any]]:
+    """A result for each implementation: of each tensor the layout of upstream gradients with the worst error."""
+    worst: dict[str, dict[str, contract.Finding]] = {n: {} for n in names}
+    raised: dict[str, str] = {}
+    with contract.poisoned():
+        for seed, layout in enumerate(contract.LAYOUTS):
+            kwargs = case.make(device, dtype, seed)
+            by = contract.reference(op, kwargs, dtype, layout)
+            for name in names:
+                try:
+                    found = contract.judge(op, name, kwargs, by)
+                except Exception as error:
+                    raised[name] = f"{layout} gradients: {timing.first_line(error)}"
+                    continue
+                for f in found:
+                    before = worst[name].get(f.name)
+                    if before is None or _share(f) > _share(before):
+                        worst[name][f.name] = f
+    results = []
+    for name in names:
+        broken = [f for f in worst[name].values() if not f.holds]
+        status = "error" if name in raised else "broken" if broken else "holds"
+        reason = raised.get(name) or "; ".join(map(str, broken)) or None
+        results.append(_result(name, dtype, status, reason, map(_tensor, worst[name].values())))
+    return results
+
+
+def _share(f: contract.Finding) -> float:
+    return f.error / f.budget
+
+
+def _tensor(f: contract.Finding) -> dict[str, Any]:
+    # JSON has no infinity; a tensor that is missing or NaN is None.
+    finite = f.error if f.error < float("inf") else None
+    return {"name": f.name, "error": finite, "eager": f.eager, "budget": f.budget}
+
+
+def check_unit(kind: str, op: Op, case: registry.Case, device: str, dtypes: Sequence[torch.dtype], check,
+               skip: str | None = None, limit: float = 180.0) -> Unit:
+    """A unit of findings without a reference: check(op, implementation, case, dtype) -> what is beyond."""
+    def make():
+        results = []
+        for impl in op.implementations:
+            for dtype in dtypes:
+                if dtype not in impl.dtypes or (impl.name == "eager" and kind == "big"):
+                    continue
+                if reason := skip or impl.why_not(device, dtype):
+                    results.append(_result(impl.name, dtype, "unavailable", reason))
+                    continue
+                try:
+                    broken = check(op, impl.name, case, dtype)
+                except Exception as error:
+                    results.append(_result(impl.name, dtype, "error", timing.first_line(error)))
+                    if device == "cuda":   # an error that poisons the device must not be blamed on the next
+                        torch.cuda.synchronize()
+                    continue
+                results.append(_result(impl.name, dtype, "broken" if broken else "holds",
+                                       "; ".join(map(str, broken)) or None))
+                run.free(device, compiled=False)
+        return {"op": op.name, "case": case.name, "results": results}
+
+    return Unit(f"{kind}/{op.name}.{case.name}", make, {"op": op.name, "case": case.name, "results": []}, limit)
+
+
+def time_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype, settings: run.Settings,
+              out: pathlib.Path) -> Unit:
+    def make():
+        roof = json.loads((out / "roofline.json").read_text())["roofline"]
+        if roof is None:
+            raise RuntimeError("the roofline could not be measured")
+        rows = run.measure(op, case, device, dtype, timing.Roofline(**roof), _clock(device), settings)
+        run.free(device)
+        return {"roofline": roof, "rows": rows}
+
+    return Unit(f"time/{op.name}.{case.name}.{short(dtype)}", make, {"roofline": None, "rows": []}, 300.0)
+
+
+@functools.cache   # a CUDA clock measures its own flush first
+def _clock(device):
+    return timing.clock(device)
+
+
+def overhead_unit(op: Op, device: str, dtypes: Sequence[torch.dtype]) -> Unit:
+    def make():
+        return {"rows": [r for d in dtypes for r in overhead.overhead([op], device, d, rounds=15)]}
+
+    return Unit(f"overhead/{op.name}", make, {"rows": []})
+
+
+def units(stage: str, ops: Iterable[Op], device: str, dtypes: Sequence[torch.dtype], settings: run.Settings,
+          out: pathlib.Path, cases: Sequence[str] | None = None) -> list[Unit]:
+    """The work of a stage, most telling first."""
+    ops = list(ops)
+
+    def tagged(tag):
+        return [(op, case) for op in ops for case in op.cases
+                if tag in case.tags and (cases is None or case.name in cases)]
+
+    taken = {op.name: [d for d in dtypes if any(d in i.dtypes for i in op.implementations if i.name != "eager")]
+             for op in ops}
+    if stage == "roofline":
+        return [roofline_unit(device)]
+    if stage == "parity":
+        return [parity_unit(op, case, device, taken[op.name]) for op, case in tagged("contract")]
+    if stage == "graph":
+        if device != "cuda":
+            return []
+        return [check_unit("graph", op, case, device, taken[op.name][:1], contract_capture,
+                           contract.no_capture(case)) for op, case in tagged("contract")]
+    if stage == "big":
+        if device != "cuda":
+            return []
+        big = functools.partial(_big, device)
+        return [check_unit("big", op, case, device, taken[op.name], big, limit=300.0) for op, case in tagged("big")]
+    if stage == "time":
+        return [time_unit(op, case, device, dtype, settings, out)
+                for dtype in TIMED for op, case in tagged(device) if dtype in taken[op.name]]
+    if stage == "overhead":
+        return [overhead_unit(op, device, [d for d in TIMED if d in taken[op.name]][:1]) for op in ops]
+    raise ValueError(f"stage must be one of {list(STAGES)}, got {stage!r}")
+
+
+def contract_capture(op, name, case, dtype):
+    return contract.check_capture(op, name, case, dtype)
+
+
+def _big(device, op, name, case, dtype):
+    return contract.check_big(op, name, case, device, dtype)
+
+
+# ---- what came out
+
+def describe(document: dict[str, Any]) -> str:
+    """A document in a few words, for the terminal."""
+    if "roofline" in document and "rows" not in document:
+        return report.roofline_text(document["roofline"])
+    if "results" in document:
+        count = {}
+        for r in document["results"]:
+            count[r["status"]] = count.get(r["status"], 0) + 1
+        bad = [f"{r['implementation']} {r['dtype']}: {r['reason']}" for r in document["results"]
+               if r["status"] in ("broken", "error")]
+        return ", ".join(f"{n} {s}" for s, n in count.items()) + "".join(f"\n    {b}" for b in bad)
+    if document["rows"] and "provider" in document["rows"][0]:
+        return "".join("\n    " + report.line(r) for r in document["rows"] if r["status"] != "unavailable")
+    return "\n" + overhead.table(document["rows"])
+
+
+def failures(document: dict[str, Any]) -> list[str]:
+    """What is this library's fault: not a peer that fails, nor what cannot run here."""
+    if document.get("error"):
+        return [document["error"]]
+    found = [f"{r['implementation']} {r['dtype']}: {r['reason']}" for r in document.get("results", ())
+             if r["status"] in ("broken", "error")]
+    return found + [f"{r['provider']}: {r['reason']}" for r in document.get("rows", ())
+                    if r.get("status") in ("failed", "error") and r["provider"] not in BASELINES]
+
+
+def conclude(all_units: Sequence[Unit], out: pathlib.Path, meta: dict[str, Any], keep: bool) -> tuple[dict, list[str]]:
+    """suite.json's content, and one line for each failure."""
+    found, broken = {}, []
+    for unit in all_units:
+        document = runner.current(unit, out, meta, keep)
+        if document is None:
+            found[unit.name] = {"status": "not reached", "seconds": None, "reason": None}
+            continue
+        bad = failures(document)
+        broken += [f"{unit.name}: {b}" for b in bad]
+        found[unit.name] = {"status": "error" if bad else "done", "seconds": document.get("seconds"),
+                            "reason": "; ".join(bad) or None}
+    complete = all(u["status"] != "not reached" for u in found.values())
+    return {"schema": runner.SCHEMA, "kind": "suite", "meta": meta, "complete": complete, "units": found}, broken
+
+
+# ---- the command
+
+def parser() -> argparse.ArgumentParser:
+    from tilewright.bench.__main__ import DTYPES as NAMED
+    from tilewright.bench.__main__ import _at_least, _names
+
+    ops = registry.operations()
+    p = argparse.ArgumentParser(prog="python -m tilewright.bench suite", description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def several(known):
+        def parse(text):
+            for name in (names := _names(text)):
+                if name not in known:
+                    raise argparse.ArgumentTypeError(f"unknown {name!r}; have {', '.join(known)}")
+            return names
+
+        return parse
+
+    add = p.add_argument
+    add("--minutes", type=_at_least(0.05, float), required=True, help="the call ends within so many")
+    add("--out", type=pathlib.Path, required=True, metavar="DIR", help="where results are, and go")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    add("--op", type=several(list(ops)), default=list(ops), metavar="OP,..", help="default: every op")
+    add("--stage", type=several(STAGES), default=list(STAGES), metavar="STAGE,..", help="default: every stage")
+    add("--case", type=_names, metavar="CASE,..", help="default: every case")
+    add("--dtype", type=several(sorted({*map(short, DTYPES), *NAMED})), default=[short(d) for d in DTYPES],
+        metavar="DTYPE,..", help="default: %(default)s")
+    add("--jobs", type=_at_least(1, int), help="processes of the stages in which nothing is timed (default: half the "
+        "cores, 8 at most; on a CPU 1)")
+    add("--rounds", type=_at_least(1, int), default=9, help="of a timed case (default %(default)s)")
+    add("--case-seconds", type=_at_least(0, float), default=6.0,
+        help="begin no further round of a timed case after so long (default %(default)s)")
+    add("--baseline-slack", type=_at_least(1, float), default=8.0, help="as in `run` (default %(default)s)")
+    add("--keep", action="store_true", help="take results of other sources and versions as they are")
+    add("--commit", help="the commit of these sources, where git cannot tell")
+    for hidden, kind in (("--until", float), ("--group", int), ("--worker", int), ("--of", int)):
+        add(hidden, type=kind, help=argparse.SUPPRESS)
+    return p
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser().error("argument --device: 'cuda' was asked for, but there is no CUDA device")
+    begun = time.time()
+    settings = run.Settings(rounds=args.rounds, max_seconds=args.case_seconds, baseline_slack=args.baseline_slack)
+    table = registry.operations()
+    by_name = {short(d): d for d in (*DTYPES, torch.float64)}
+    plan = functools.partial(units, ops=[table[n] for n in args.op], device=args.device,
+                             dtypes=[by_name[n] for n in args.dtype], settings=settings, out=args.out,
+                             cases=args.case)
+    meta = run.metadata(args.device, settings, ["suite", *argv], commit=args.commit)
+    if args.until is not None:   # a worker
+        mine = [u for stage in GROUPS[args.group] if stage in args.stage for u in plan(stage)]
+        runner.work(runner.split(mine, args.worker, args.of), args.out, args.until, meta, keep=args.keep,
+                    slot=str(args.worker), say=functools.partial(print, flush=True), describe=describe)
+        return 0
+    until = begun + 60 * args.minutes - runner.FINISH
+    jobs = args.jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if args.device == "cuda" else 1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    print(f"{meta['device']}, {', '.join(f'{k} {v}' for k, v in meta['versions'].items())}, commit "
+          f"{report.commit(meta)}, clocks {meta.get('clocks') or 'unknown'}", flush=True)
+    wanted = []
+    for i, group in enumerate(GROUPS):
+        # The roofline is measured whatever was asked for: times mean nothing without it.
+        here = [u for stage in group if stage in args.stage or (stage == "roofline" and "time" in args.stage)
+                for u in plan(stage)]
+        wanted += here
+        if all(runner.current(u, args.out, meta, args.keep) for u in here) or time.time() >= until:
+            continue
+        of = jobs if "parity" in group else 1
+        stages = ",".join({*args.stage, "roofline"} if "roofline" in group else args.stage)
+        runner.supervise([runner.again(["suite", *argv], "--stage", stages, "--until", str(until), "--group", str(i),
+                                       "--worker", str(k), "--of", str(of)) for k in range(of)],
+                         args.out, until)
+    document, broken = conclude(wanted, args.out, meta, args.keep)
+    report.write_json(args.out / "suite.json", document)
+    reached = sum(u["status"] != "not reached" for u in document["units"].values())
+    print(f"\n{reached} of {len(wanted)} units in {args.out}, {time.time() - begun:.0f} s")
+    for line in broken:
+        print(f"FAILED {line}")
+    return 1 if broken else 0 if document["complete"] else 3

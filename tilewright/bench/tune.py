@@ -1,0 +1,210 @@
+"""Searches launch constants, within a budget of time, and writes them where the launchers look them up.
+
+    python -m tilewright.bench tune --minutes 9 [--op OP,..] [--dtype DTYPE,..] [--tables DIR] [--work DIR]
+
+For every timed case of every op, every implementation with tunable launches is called once, to see which constants it
+asks for; each such launch is then timed with every candidate of its space, interleaved, in the pass of the op that the
+launch belongs to. The fastest whose results hold the numerics contract is kept, if it is faster than the heuristic by
+more than the spread; else the heuristic stands, and that is written down too. Constants of a launch are searched once,
+in the first case that asks for them with the same key. As `suite`: a call ends in time, the next one goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilewright import platform, registry
+from tilewright.bench import contract, report, run, runner, timing
+from tilewright.bench.providers import Provider
+from tilewright.bench.runner import Unit
+from tilewright.kernels import tuning
+from tilewright.kernels.tuning import Tunable
+from tilewright.registry import Case, Implementation, Op, short
+
+DTYPES = (torch.bfloat16, torch.float32)
+LEAST_GAIN = 1.01   # below that, a difference would not outlive the next compiler
+
+
+def usable(op: Op, device: str, dtype: torch.dtype) -> list[Implementation]:
+    """Implementations with something to tune that can be timed here."""
+    return [i for i in op.implementations if i.why_not(device, dtype) is None and i.tunables()
+            and not (i.name == "triton" and device == "cpu")]
+
+
+def asked_for(op: Op, impl: Implementation, kwargs: dict[str, Any]) -> list[tuple[Tunable, tuple]]:
+    """The launches of one forward and backward, with their keys, that this implementation declares."""
+    mine = set(impl.tunables())
+    with tuning.recording() as seen:
+        contract.run(op, impl.name, contract.convert(kwargs, None))
+    return [(tunable, key) for tunable, key in seen if tunable in mine]
+
+
+def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable: Tunable, key: tuple, device: str,
+           rounds: int = 7, seconds: float = 8.0) -> dict[str, Any]:
+    """The entry for one key: {"key", "config", "heuristic", "median_us", "heuristic_us", "tried", "rejected"}."""
+    kwargs = case.make(device, dtype, run.SEED)
+    place = next(v.device for v in kwargs.values() if isinstance(v, torch.Tensor))
+    named = tunable.named(key)
+    candidates = tunable.candidates(**named)
+    provider = Provider(impl.name, functools.partial(op.public, implementation=impl.name))
+    mine = contract.convert(kwargs, None) if kwargs.get("inplace") else kwargs
+    passes = run.passes(provider, mine)
+    timed = passes.get(tunable.which, passes["forward"])
+    clock = timing.clock(device)
+
+    def with_config(config):
+        before, fn = (timed.before, timed.fn) if isinstance(timed, timing.After) else (None, timed)
+
+        def under(call):
+            def called():
+                with tunable.override(place, key, config):
+                    return call()
+            return called
+
+        return timing.After(under(before), under(fn)) if before else under(fn)
+
+    tasks = {i: with_config(c) for i, c in enumerate(candidates)}
+    timings, errors = timing.interleave(tasks, clock, rounds=rounds, max_seconds=seconds, seed=run.SEED)
+    rejected = {i: reason for i, reason in errors.items()}
+    by = contract.reference(op, kwargs, dtype)
+    best = 0
+    for i in sorted(timings, key=lambda i: timings[i].median):
+        if i == 0 or 0 not in timings or (timings[i].p80 < timings[0].p20
+                                          and timings[i].median * LEAST_GAIN < timings[0].median):
+            with tunable.override(place, key, candidates[i]):
+                broken = [f for f in contract.judge(op, impl.name, kwargs, by) if not f.holds]
+            if not broken:
+                best = i
+                break
+            rejected[i] = "; ".join(map(str, broken))
+        if i == 0:
+            break
+
+    def micros(i):
+        return timings[i].median * 1e6 if i in timings else None
+
+    return {"key": named, "config": candidates[best], "heuristic": candidates[0], "median_us": micros(best),
+            "heuristic_us": micros(0), "op": op.name, "case": case.name, "dtype": short(dtype),
+            "tried": [{"config": c, "median_us": micros(i)} for i, c in enumerate(candidates)],
+            "rejected": [{"config": candidates[i], "reason": r} for i, r in rejected.items()]}
+
+
+def unit(op: Op, impl: Implementation, case: Case, device: str, dtype: torch.dtype, out: pathlib.Path) -> Unit:
+    def make():
+        done = {(e["launch"], json.dumps(e["key"], sort_keys=True)) for e in _entries(out, device_name(device))}
+        entries = []
+        for tunable, key in asked_for(op, impl, case.make(device, dtype, run.SEED)):
+            if (tunable.name, json.dumps(tunable.named(key), sort_keys=True)) not in done:
+                entries.append({"launch": tunable.name,
+                                **search(op, impl, case, dtype, tunable, key, device)})
+            run.free(device, compiled=False)
+        return {"entries": entries}
+
+    # A search times every candidate of every launch; a compiler may take seconds for each.
+    return Unit(f"{op.name}.{impl.name}.{case.name}.{short(dtype)}", make, {"entries": []}, 600.0)
+
+
+def units(ops: Sequence[Op], device: str, dtypes: Sequence[torch.dtype], out: pathlib.Path) -> list[Unit]:
+    return [unit(op, impl, case, device, dtype, out) for dtype in dtypes for op in ops
+            for impl in usable(op, device, dtype) for case in run.timed(op, device)]
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else platform.cpu_name()
+
+
+def _entries(out: pathlib.Path, device: str) -> list[dict[str, Any]]:
+    """Every entry that was found on this device, oldest first, with when and from which commit."""
+    found = []
+    for path in out.glob("*.json"):
+        document = json.loads(path.read_text())
+        if document.get("meta", {}).get("device") == device:
+            meta = document["meta"]
+            found += [{**e, "date": meta["date"], "commit": meta["commit"], "dirty": meta["dirty"],
+                       "versions": meta["versions"]} for e in document.get("entries", ())]
+    return sorted(found, key=lambda e: e["date"])
+
+
+def write_tables(out: pathlib.Path, tables: pathlib.Path, device: str) -> list[pathlib.Path]:
+    """Puts what was found into tables/<device>/<op>.json, beside entries for other keys that are there."""
+    by_op: dict[str, dict[tuple[str, str], dict]] = {}
+    for entry in _entries(out, device):
+        op, launch = entry["launch"].split("/")
+        by_op.setdefault(op, {})[launch, json.dumps(entry["key"], sort_keys=True)] = entry
+    written = []
+    for op, entries in by_op.items():
+        path = tables / platform.slug(device) / f"{op}.json"
+        launches = tuning.read(path)["launches"] if path.exists() else {}
+        for (launch, _), entry in entries.items():
+            kept = [e for e in launches.get(launch, ()) if e["key"] != entry["key"]]
+            slim = {k: v for k, v in entry.items() if k not in ("launch", "tried", "rejected")}
+            launches[launch] = sorted([*kept, slim], key=lambda e: json.dumps(e["key"], sort_keys=True))
+        report.write_json(path, {"schema": tuning.SCHEMA, "device": device, "launches": dict(sorted(launches.items()))})
+        written.append(path)
+    return written
+
+
+def table(entries: Sequence[dict[str, Any]]) -> str:
+    """What was found, a line a key: the gain over the heuristic, and the constants."""
+    lines = []
+    for e in entries:
+        key = " ".join(f"{k}={v}" for k, v in e["key"].items())
+        new = {k: v for k, v in e["config"].items() if v != e["heuristic"][k]}
+        gain = e["heuristic_us"] / e["median_us"] if e["median_us"] and e["heuristic_us"] else 1.0
+        lines.append(f"{e['launch']:<32} {key:<44} {e['median_us'] or 0:10.1f} us  {gain:5.2f}x the heuristic  "
+                     + (", ".join(f"{k}={v}" for k, v in new.items()) or "(the heuristic)"))
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    from tilewright.bench.__main__ import _at_least, _names
+
+    p = argparse.ArgumentParser(prog="python -m tilewright.bench tune", description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = p.add_argument
+    add("--minutes", type=_at_least(0.05, float), required=True, help="the call ends within so many")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    add("--op", type=_names, metavar="OP,..", help="default: every op")
+    add("--dtype", type=_names, default=[short(d) for d in DTYPES], metavar="DTYPE,..", help="default: %(default)s")
+    add("--tables", type=pathlib.Path, default=tuning.TABLES, metavar="DIR", help="default: where launchers look")
+    add("--work", type=pathlib.Path, metavar="DIR", help="where searches are kept (default: build/tune/<device>)")
+    add("--commit", help="the commit of these sources, where git cannot tell")
+    add("--until", type=float, help=argparse.SUPPRESS)
+    args = p.parse_args(argv)
+    ops = registry.operations()
+    for option, given, known in (("--op", args.op or (), ops), ("--dtype", args.dtype, [short(d) for d in DTYPES])):
+        for name in given:
+            if name not in known:
+                p.error(f"argument {option}: unknown {name!r}; have {', '.join(known)}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        p.error("argument --device: 'cuda' was asked for, but there is no CUDA device")
+    begun = time.time()
+    device = device_name(args.device)
+    out = args.work or pathlib.Path("build/tune") / platform.slug(device)
+    out.mkdir(parents=True, exist_ok=True)
+    plan = units([ops[n] for n in args.op or ops], args.device, [d for d in DTYPES if short(d) in args.dtype], out)
+    meta = run.metadata(args.device, run.Settings(), ["tune", *argv], commit=args.commit)
+    # The tables are among the sources; a search must not go stale because an earlier one was written down.
+    meta["source"] = run.source_digest(tables=False)
+    if args.until is not None:
+        runner.work(plan, out, args.until, meta, say=functools.partial(print, flush=True),
+                    describe=lambda d: "\n" + table(d["entries"]) if d["entries"] else "nothing new to search")
+        return 0
+    until = begun + 60 * args.minutes - runner.FINISH
+    runner.supervise([runner.again(["tune", *argv], "--until", str(until))], out, until)
+    for path in write_tables(out, args.tables, device):
+        print(f"wrote {path}")
+    done = [runner.current(u, out, meta) for u in plan]
+    failed = [f"{u.name}: {d['error']}" for u, d in zip(plan, done, strict=True) if d and d.get("error")]
+    print(f"{sum(d is not None for d in done)} of {len(plan)} searches done, {time.time() - begun:.0f} s")
+    for line in failed:
+        print(f"FAILED {line}")
+    return 1 if failed else 0 if all(done) else 3

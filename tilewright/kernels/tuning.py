@@ -1,0 +1,155 @@
+"""Launch constants: a heuristic for every launch, and a table of tuned ones for the devices that were tuned.
+
+A launcher asks its `Tunable` for constants by a key, such as the width of a row and the size of an element. The answer
+is the entry of `tuned/<device>/<op>.json` if that table has this very key, else the heuristic's. Nothing is ever
+searched while a program runs: `python -m tilewright.bench tune` does that, and writes the tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from tilewright import platform
+
+TABLES = pathlib.Path(__file__).with_name("tuned")
+SCHEMA = 1
+Config = dict[str, Any]
+
+
+def _no_specs(key: dict[str, Any], config: Config) -> list:
+    return []
+
+
+class Tunable:
+    """The constants of one launch.
+
+    op, launch: where its tuned constants are filed: `launches[launch]` of tuned/<device>/<op>.json. Ops that share a
+        launch share its entries.
+    fields: names of the key's parts, which are ints, bools or strings.
+    which: the pass of the op that is timed in a search: "forward", "backward" or "forward_backward".
+    heuristic: (**key) -> constants. Its names are all the names there are.
+    space: (**key) -> constants worth trying; the heuristic's need not be among them.
+    keys: keys that stand for the others, for which the compile gate compiles the whole space.
+    specs: (key, constants) -> what the gate compiles for them; [] for constants of something that is not compiled.
+    """
+
+    def __init__(self, op: str, launch: str, fields: tuple[str, ...], which: str,
+                 heuristic: Callable[..., Config], space: Callable[..., Iterable[Config]],
+                 keys: Iterable[tuple] = (), specs: Callable[[dict[str, Any], Config], list] = _no_specs):
+        self.op, self.launch, self.fields, self.which = op, launch, fields, which
+        self.heuristic, self.specs, self.keys = heuristic, specs, tuple(keys)
+        self._space = space
+        self._chosen: dict[tuple, Config] = {}
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}/{self.launch}"
+
+    def config(self, device: torch.device, *key) -> Config:
+        """The constants for a launch on `device`; the caller must not change them."""
+        if _asked is not None:
+            _asked[self, key] = None
+        found = self._chosen.get((device, key))
+        if found is None:
+            found = self._chosen[device, key] = self._look_up(device, key)
+        return found
+
+    def _look_up(self, device: torch.device, key: tuple) -> Config:
+        named = self.named(key)
+        for entry in table(device_folder(device), self.op).get(self.launch, ()):
+            if entry["key"] == named:
+                return entry["config"]
+        return self.heuristic(**named)
+
+    def named(self, key: tuple) -> dict[str, Any]:
+        return dict(zip(self.fields, key, strict=True))
+
+    def candidates(self, **key) -> list[Config]:
+        """The heuristic's constants first, then the rest of the space, each once."""
+        found = [self.heuristic(**key)]
+        for config in self._space(**key):
+            if set(config) != set(found[0]):
+                raise ValueError(f"{self.name}: a candidate must name {sorted(found[0])}, got {sorted(config)}")
+            if config not in found:
+                found.append(config)
+        return found
+
+    @contextlib.contextmanager
+    def override(self, device: torch.device, key: tuple, config: Config) -> Iterator[None]:
+        """Inside the block these constants are the answer for this key."""
+        before = self._chosen.get((device, key))
+        self._chosen[device, key] = config
+        try:
+            yield
+        finally:
+            del self._chosen[device, key]
+            if before is not None:
+                self._chosen[device, key] = before
+
+    def forget(self) -> None:
+        """Constants are looked up again: after a table was written."""
+        self._chosen.clear()
+
+
+_asked: dict[tuple[Tunable, tuple], None] | None = None
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[dict[tuple[Tunable, tuple], None]]:
+    """Collects the (tunable, key) that launches ask for inside the block, in order."""
+    global _asked
+    before, _asked = _asked, {}
+    try:
+        yield _asked
+    finally:
+        _asked = before
+
+
+def device_folder(device: torch.device) -> str:
+    """The name of a device's folder of tables."""
+    return platform.slug(torch.cuda.get_device_name(device) if device.type == "cuda" else platform.cpu_name())
+
+
+@functools.cache
+def table(folder: str, op: str, root: pathlib.Path | None = None) -> dict[str, list[dict[str, Any]]]:
+    """Entries by launch; {} where nothing was tuned. Raises ValueError, naming the file, for one that is malformed."""
+    path = (root or TABLES) / folder / f"{op}.json"
+    return read(path)["launches"] if path.exists() else {}
+
+
+def read(path: pathlib.Path) -> dict[str, Any]:
+    """A table file: {"schema", "device", "launches": {launch: [{"key", "config", ...}]}}."""
+    try:
+        document = json.loads(path.read_text())
+        if document["schema"] != SCHEMA:
+            raise ValueError(f"schema must be {SCHEMA}, got {document['schema']!r}")
+        for entries in document["launches"].values():
+            for entry in entries:
+                if not (isinstance(entry["key"], dict) and isinstance(entry["config"], dict)):
+                    raise ValueError(f"an entry must have a key and a config, got {entry!r}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not a table of tuned constants: {type(error).__name__}: {error}") from error
+    return document
+
+
+def tuned(tunable: Tunable, root: pathlib.Path | None = None) -> Iterator[tuple[str, dict[str, Any], Config]]:
+    """(device folder, key, constants) of every committed entry of a launch, whatever the device.
+
+    Raises ValueError for an entry that the launcher could not use.
+    """
+    names = None
+    for path in sorted((root or TABLES).glob(f"*/{tunable.op}.json")):
+        for entry in read(path)["launches"].get(tunable.launch, ()):
+            key, config = entry["key"], entry["config"]
+            names = None if set(key) != set(tunable.fields) else set(tunable.heuristic(**key))
+            if names is None or set(config) != names:
+                raise ValueError(f"{path}: {tunable.launch}: the key must name {list(tunable.fields)} and the config "
+                                 f"what the heuristic does, got {key} and {config}")
+            yield path.parent.name, key, config
