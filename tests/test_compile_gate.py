@@ -6,10 +6,12 @@ import os
 import pathlib
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from tilewright.bench import compile_gate, machine_code
+from tilewright.kernels.spec import KernelSpec
 
 ROOT = pathlib.Path(__file__).parents[1]
 pytest.importorskip("triton")
@@ -35,6 +37,20 @@ def copy(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 def hold(x_ptr, y_ptr, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + tl.arange(0, BLOCK))
     tl.store(y_ptr + tl.arange(0, BLOCK), x / tl.sum(x))
+
+
+@triton.jit
+def strided(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i * n))
+
+
+@triton.jit
+def product(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    at = i[:, None] * BLOCK + i[None, :]
+    x = tl.load(x_ptr + at).to(tl.float16)
+    tl.store(y_ptr + at, tl.dot(x, x))
 
 
 def spec(kernel, label, block, warps=4, **options):
@@ -67,7 +83,9 @@ written = json.loads(FILE.read_text())
 (key,) = written
 found["written"] = written
 found["green"] = gate(COPY)
-for name, value in [("registers", 4), ("shared", -1), ("load", 256), ("store", 256), ("uses", ["wgmma"])]:
+for name, value in [("registers", 4), ("shared", -1), ("load", 256), ("store", 256), ("uses", ["wgmma"]),
+                    ("sass_load", 256), ("sass_store", 256), ("wide_loads", 101), ("wide_stores", 101),
+                    ("sass_uses", ["tma"])]:
     found[name] = gate(COPY, budgets={key: {**written[key], name: value}})
 found["no budget"] = gate(COPY, budgets={})
 found["stale"] = gate(COPY, budgets={**written, "planted/gone sm_90": written[key]})
@@ -82,6 +100,18 @@ try:
     gate(COPY, spec(copy, "copy", 512))
 except ValueError as error:
     found["one label"] = str(error)
+WGMMA = {90: ("wgmma",), 100: ("tcgen05",)}
+for name, needs in {
+    "need wide": (copy, 1024, ("n",), {}), "need no loads": (strided, 1024, (), {"load": 0}),
+    "need loads": (strided, 1024, (), {}), "need stores": (copy, 1024, ("n",), {"store": 256}),
+    "need wgmma": (copy, 1024, ("n",), {"uses": WGMMA}), "has wgmma": (product, 64, (), {"uses": WGMMA}),
+}.items():
+    kernel, block, divisible, options = needs
+    planted = spec(kernel, kernel.__name__, block, divisible=divisible, **options)
+    found[name] = gate(planted, argv=["--update"])
+    FILE.unlink()
+    if name == "has wgmma":   # the other architecture, where another instruction is needed
+        found["has tcgen05"] = gate(planted, argv=["--arch", "100"])
 print(json.dumps(found))
 '''
 
@@ -126,6 +156,11 @@ def test_update_writes_what_was_compiled_and_is_then_green(planted):
     ("load", "widest global load: 128 bits, budget 256"),
     ("store", "widest global store: 128 bits, budget 256"),
     ("uses", "no longer uses wgmma"), ("no budget", "has no budget"),
+    ("sass_load", "widest global load in SASS: 128 bits, budget 256"),
+    ("sass_store", "widest global store in SASS: 128 bits, budget 256"),
+    ("wide_loads", "loaded by 128 bits or more: 100%, budget 101"),
+    ("wide_stores", "stored by 128 bits or more: 100%, budget 101"),
+    ("sass_uses", "no longer uses tma in SASS"),
 ])
 def test_worse_than_the_budget_is_red(planted, name, sentence):
     assert planted[name]["code"] == 1
@@ -141,11 +176,30 @@ def test_a_stale_budget_is_red_where_it_was_asked_about(planted):
 def test_a_spill_is_red_and_no_update_excuses_it(planted):
     assert planted["spill"]["code"] == 1
     assert "FAILED planted/spill sm_90: spills " in planted["spill"]["out"]
+    assert "loads and stores of local memory (LDL, STL); accepted: 0" in planted["spill"]["out"]
 
 
 def test_an_access_that_stays_narrow_is_seen(planted):
     (result,) = json.loads(planted["narrow"]["out"])["results"]
-    assert (result["facts"]["load"], result["facts"]["store"]) == (32, 32)
+    assert {result["facts"][key] for key in ("load", "store", "sass_load", "sass_store")} == {32}
+    assert (result["facts"]["wide_loads"], result["facts"]["wide_stores"]) == (0, 0)
+    assert planted["narrow"]["code"] == 1
+
+
+@pytest.mark.parametrize("name, sentence", [
+    ("need loads", "strided sm_90: needs a global load of 128 bits, the widest has 32 in PTX and 32 in SASS"),
+    ("need stores", "copy sm_90: needs a global store of 256 bits, the widest has 128 in PTX and 128 in SASS"),
+    ("need wgmma", "copy sm_90: needs wgmma, uses none such in PTX and none such in SASS"),
+])
+def test_a_need_that_is_not_met_is_red_and_no_update_excuses_it(planted, name, sentence):
+    assert planted[name]["code"] == 1
+    assert f"FAILED planted/{sentence}" in planted[name]["out"]
+    assert planted[name]["out"].count("FAILED") == 1
+
+
+@pytest.mark.parametrize("name", ["need wide", "need no loads", "has wgmma", "has tcgen05"])
+def test_a_need_that_is_met_is_green(planted, name):
+    assert planted[name]["code"] == 0, planted[name]["out"]
 
 
 def test_a_kernel_that_does_not_compile_is_red_with_the_compilers_reason(planted):
@@ -168,11 +222,28 @@ def facts(**changes):
 
 @pytest.mark.parametrize("changes, sentence", [
     ({"local": 8}, "8 bytes of stack and local memory"), ({"spill": 8}, "spills 8 bytes"),
+    ({"local_instructions": 2}, "has 2 loads and stores of local memory"),
     ({"shared": 100 * 1024}, "sm_120 has 101376"), ({}, None),
 ])
 def test_some_facts_need_no_budget_to_be_wrong(changes, sentence):
     found = compile_gate.problems(compile_gate.Result("op/kernel", 120, facts(**changes)))
     assert (sentence in found[0]) if sentence else not found
+
+
+def test_a_need_is_looked_for_in_ptx_and_in_machine_code():
+    def unmet(need, **changes):
+        return compile_gate.unmet(compile_gate.Result("op/kernel", 90, facts(**changes)), need)
+
+    plain = KernelSpec(None, "kernel", {}, {})
+    assert unmet(plain) == []   # machine code that was not read fails nothing
+    assert unmet(plain, sass_load=128, sass_store=128, sass_uses=()) == []
+    (said,) = unmet(plain, sass_load=32, sass_store=128, sass_uses=())   # ptxas split a load that PTX asked for
+    assert said == "needs a global load of 128 bits, the widest has 128 in PTX and 32 in SASS"
+    copies = replace(plain, uses={90: ("tma",)})
+    (said,) = unmet(copies, uses=("tma",), sass_load=128, sass_store=128, sass_uses=("mma",))
+    assert said == "needs tma, uses tma in PTX and mma in SASS"
+    assert unmet(replace(plain, uses={100: ("tcgen05",)})) == []
+    assert unmet(replace(plain, load=0), load=16) == []
 
 
 @pytest.mark.parametrize("ptx, load", [
@@ -182,9 +253,69 @@ def test_some_facts_need_no_budget_to_be_wrong(changes, sentence):
     ("ld.global.v8.b32 {%r1}, [%rd1];", 256), ("ld.shared.v4.b32 {%r1}, [%r2];", 0),
     ("ld.param.b64 %rd1, [p];", 0),
     ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;", 128),
+    ("@%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2}], [%r3];",
+     128),
+    ("cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], 1024;", 0),
 ])
 def test_the_width_of_a_load_is_read_from_ptx(ptx, load):
     assert machine_code.widest(ptx, "ld") == load
+
+
+@pytest.mark.parametrize("ptx, uses", [
+    ("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%r1}, %rd1, %rd2, %p1, 1, 1;", {"wgmma"}),
+    ("@%p4 tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %rd1, %rd2, %r2, %p5;", {"tcgen05"}),
+    ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1}, {%r2}, {%r3}, {%r4};", {"mma"}),
+    ("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%rd1, {%r1}], [%r2];", {"tma"}),
+    ("cp.async.bulk.commit_group; cp.async.commit_group; wgmma.commit_group.sync.aligned; tcgen05.alloc.x;", set()),
+    ("barrier.cluster.arrive.aligned;", {"cluster"}),
+])
+def test_families_of_instructions_are_read_from_ptx(ptx, uses):
+    assert set(machine_code.ptx_facts(ptx)["uses"]) == uses
+
+
+# As nvdisasm prints them: a copy; and what it prints for single lines of PTX of each family.
+COPY = """
+        /*00e0*/                   LDG.E.128 R4, desc[UR6][R2.64] ;
+        /*00f0*/              @!P1 LDG.E.64 R8, desc[UR6][R2.64+0x10] ;
+        /*0100*/                   LDS.128 R12, [R49] ;
+        /*0110*/                   LDC.64 R2, c[0x0][0x210] ;
+        /*0120*/              @P0 STG.E.128 desc[UR6][R2.64], R4 ;
+        /*0130*/                   EXIT ;
+"""
+
+
+def test_widths_and_their_shares_are_read_from_sass():
+    assert machine_code.sass_facts(COPY) == {
+        "sass_load": 128, "sass_store": 128, "wide_loads": 66, "wide_stores": 100, "local_instructions": 0,
+        "sass_uses": ()}
+
+
+@pytest.mark.parametrize("instruction, fact, value", [
+    ("LDG.E.U16 R4, desc[UR14][R2.64+0x2]", "sass_load", 16), ("LDG.E R4, desc[UR14][R2.64]", "sass_load", 32),
+    ("LDG.E.LTC128B.64 R6, desc[UR12][R6.64+0x10]", "sass_load", 64),
+    ("LDG.E.ENL2.256 R20, R16, desc[UR12][R16.64+0x400]", "sass_load", 256),
+    ("STG.E.ENL2.256 desc[UR12][R2.64+0x800], R16, R20", "sass_store", 256),
+    ("LDGSTS.E.BYPASS.128 [R13], desc[UR18][R2.64], P0", "sass_load", 128),
+    ("UBLKCP.S.G [UR4], [UR6], UR10", "sass_load", 128), ("UBLKCP.S.S [UR4], [UR6], UR10", "sass_load", 0),
+    ("UTMASTG.2D [UR4], [UR10]", "sass_store", 128), ("STG.E.U8 desc[UR12][R4.64], R19", "sass_store", 8),
+    ("LDL.64 R2, [R1+0x8]", "local_instructions", 1), ("@!P0 STL [R1], R2", "local_instructions", 1),
+    ("LDGSTS.E [R13], desc[UR18][R2.64]", "sass_uses", ("cp.async",)),
+    ("HGMMA.64x64x16.F32 R24, gdesc[UR4], !UPT", "sass_uses", ("wgmma",)),
+    ("@!UP0 UTCHMMA gdesc[UR8], gdesc[UR10], tmem[UR4], tmem[UR6], idesc[UR7], UP1", "sass_uses", ("tcgen05",)),
+    ("HMMA.16816.F32 R4, R8, R12, R4", "sass_uses", ("mma",)),
+    ("UTMALDG.2D.MULTICAST [UR4], [UR10], UR9", "sass_uses", ("tma",)),
+    ("UCGABAR_ARV", "sass_uses", ("cluster",)), ("STAS.128 [R10.64], R4", "sass_uses", ("cluster",)),
+])
+def test_an_instruction_is_read_from_sass(instruction, fact, value):
+    for text in (f"        /*1c3a0*/              {instruction} ;", f"        /*02e0*/  {instruction} ;   /* 0x02 */"):
+        assert machine_code.sass_facts(text)[fact] == value
+
+
+def test_what_is_no_cubin_is_not_disassembled():
+    with pytest.raises((ValueError, RuntimeError), match=r"not a cubin|cannot disassemble"):
+        machine_code.disassemble([b"PK"], 90)
+    with pytest.raises(RuntimeError, match=r"does not know SM1|no nvdisasm"):
+        machine_code.disassemble([], 1)
 
 
 def test_spills_and_stack_are_read_from_what_ptxas_says():
