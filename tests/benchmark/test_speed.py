@@ -11,7 +11,8 @@ from helpers import DEVICE
 pytest.importorskip("pytest_benchmark")
 
 from tilewright.bench import contract, run
-from tilewright.bench.providers import Unsupported, gate, providers
+from tilewright.bench.peers import PEERS, Unsupported
+from tilewright.bench.providers import gate, providers
 from tilewright.ops import OPS
 from tilewright.registry import short
 
@@ -20,7 +21,7 @@ def grid():
     for op in OPS.values():
         for case in run.timed(op, DEVICE):
             for dtype in (torch.float32, torch.bfloat16):
-                for name in dict.fromkeys(("eager", "compile", *op.names(), "liger")):
+                for name in dict.fromkeys(("eager", "compile", *op.names(), *PEERS)):
                     yield pytest.param(op, case, dtype, name,
                                        id=f"{op.name}-{case.name}-{short(dtype)}-{name}")
 
