@@ -50,6 +50,20 @@ def no_triton(device_type: str) -> str | None:
     return None if device_type == "cpu" else f"no Triton kernels for {device_type} tensors"
 
 
+def no_cute(device_type: str) -> str | None:
+    """The CuTe DSL kernels are written for clusters of blocks and compiled for two architectures."""
+    if importlib.util.find_spec("nvidia_cutlass_dsl") is None:   # another package, too, is called cutlass
+        return "the package 'nvidia-cutlass-dsl' is not installed"
+    if device_type != "cuda":
+        return f"the CuTe DSL kernels take CUDA tensors, not {device_type}"
+    if reason := no_cuda():
+        return reason
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) != (9, 0) and major != 10:
+        return f"needs compute capability 9.0 or 10.x, this device has {major}.{minor}"
+    return None
+
+
 @functools.cache
 def no_extension() -> str | None:
     """Loads tilewright._C once, in the variant for this processor; None if that worked, else the reason."""

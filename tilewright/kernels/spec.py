@@ -1,4 +1,4 @@
-"""How a Triton kernel tells the compile gate what it is launched with."""
+"""How a kernel tells the compile gate what it is launched with."""
 
 from __future__ import annotations
 
@@ -32,6 +32,25 @@ class KernelSpec:
     divisible: tuple[str, ...] = ()
     min_arch: int = 80
     options: Mapping[str, Any] = field(default_factory=dict)
+    load: int = 128
+    store: int = 128
+    uses: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CuteSpec:
+    """One compilation of one CuTe DSL kernel, as the launcher would launch it.
+
+    function: the @cute.jit host function.   label: unique within the op.
+    types: of its arguments but the last, which is the stream: "*bf16 16" (pointer to memory aligned to 16 bytes),
+        "i32", "i64", "fp32", None, or a constant.
+    min_arch, load, store, uses: as KernelSpec's.
+    """
+
+    function: Any
+    label: str
+    types: tuple
+    min_arch: int = 90
     load: int = 128
     store: int = 128
     uses: Mapping[int, tuple[str, ...]] = field(default_factory=dict)

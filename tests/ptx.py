@@ -1,0 +1,424 @@
+"""Runs PTX on the CPU, so that a kernel for a GPU can be tested without one: what it computes, and that every access
+to memory is inside a tensor and aligned.
+
+All threads of a cluster run in NumPy arrays, those at the lowest instruction first, so that they meet again after a
+branch. It knows the instructions that the CuTe DSL kernels are compiled to and raises for any other. fma is computed
+in float64 and rounded once more; ex2.approx and lg2.approx are exact to float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import numpy as np
+import torch
+
+WINDOW = 1 << 20   # shared::cluster addresses: block r's shared memory is at (r + 1) * WINDOW
+U = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+I = {16: np.int16, 32: np.int32, 64: np.int64}
+
+
+class Memory:
+    """Global memory: tensors at 256-byte boundaries, with nothing readable between them. `shift` bytes are put before
+    each, to misalign it."""
+
+    def __init__(self):
+        self.data = np.zeros(4096, np.uint8)
+        self.inside = np.zeros(4096, bool)
+        self.written = np.zeros(4096, np.uint8)
+        self.read = np.zeros(4096, bool)
+        self.tensors = []
+
+    def put(self, t: torch.Tensor | None, shift: int = 0) -> int:
+        """Its address. The whole storage travels, so that strides keep their meaning; only t's elements can be read."""
+        if t is None:
+            return 0
+        for known, address in self.tensors:
+            if known.data_ptr() == t.data_ptr() and known.numel() and known.shape == t.shape:
+                return address
+        whole = torch.as_strided(t, (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)),), (1,))
+        raw = whole.contiguous().view(torch.uint8).numpy() if t.numel() else np.zeros(0, np.uint8)
+        held = torch.zeros(whole.numel(), dtype=torch.uint8)
+        if t.numel():
+            torch.as_strided(held, t.shape, t.stride()).fill_(1)
+        start = -(-len(self.data) // 256) * 256 + shift
+        grown = start + len(raw) + 512
+        for name, fill in (("data", 0xFF), ("inside", 0), ("written", 0), ("read", 0)):
+            old = getattr(self, name)
+            new = np.full(grown, fill, old.dtype)
+            new[:len(old)] = old
+            setattr(self, name, new)
+        self.data[start:start + len(raw)] = raw
+        self.inside[start:start + len(raw)] = np.repeat(held.numpy().astype(bool), t.element_size())
+        self.tensors.append((t, start))
+        return start
+
+    def take_back(self) -> None:
+        """Writes what the kernel wrote into the tensors."""
+        for t, start in self.tensors:
+            if t.numel():
+                span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+                raw = torch.from_numpy(self.data[start:start + span * t.element_size()].copy()).view(t.dtype)
+                t.copy_(torch.as_strided(raw, t.shape, t.stride()))
+
+    def times(self, t: torch.Tensor, which: str) -> torch.Tensor:
+        """How often each element was written, or whether it was read."""
+        start = next(a for known, a in self.tensors if known is t)
+        span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        raw = getattr(self, which)[start:start + span * t.element_size():t.element_size()]
+        return torch.as_strided(torch.from_numpy(raw.astype(np.uint8)), t.shape, t.stride())
+
+
+def _f32(bits):
+    return bits.view(np.float32)
+
+
+def _widen(bits, kind):
+    """Numbers of 16 bits as float32."""
+    if kind == "bf16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(np.float16).astype(np.float32)
+
+
+def _narrow(x, kind):
+    t = torch.from_numpy(np.ascontiguousarray(x, np.float32)).to(torch.bfloat16 if kind == "bf16" else torch.float16)
+    return t.view(torch.int16).numpy().view(np.uint16)
+
+
+class Kernel:
+    def __init__(self, ptx: str):
+        body = re.sub(r"//[^\n]*", "", ptx)
+        head, body = body[body.index(".entry"):].split("{", 1)
+        lines = [line.strip() for line in head.splitlines()]
+        self.parameters = [line.split()[-1].rstrip(",") for line in lines if line.startswith(".param")]
+        self.threads = int(re.search(r"\.reqntid (\d+)", head)[1])
+        self.shared, self.shared_size = {}, 1024
+        self.code, self.labels = [], {}
+        for statement in re.split(r"(?<=;)|(?<=:)(?=\s)", body):
+            s = " ".join(statement.split()).rstrip(";").strip()
+            if m := re.match(r"\.shared \.align (\d+) \.b8 (\S+)\[(\d+)\]", s):
+                self.shared_size = -(-self.shared_size // int(m[1])) * int(m[1])
+                self.shared[m[2]] = self.shared_size
+                self.shared_size += int(m[3])
+            elif m := re.match(r"(\$\w+):$", s):
+                self.labels[m[1]] = len(self.code)
+            elif s and not s.startswith((".", "}", "{")):
+                m = re.match(r"(?:@(!?)(%p\d+) )?(\S+) ?(.*)", s)
+                operands = [o.strip() for o in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,]+", m[4].replace(", ", ","))]
+                self.code.append((m[2], m[1] == "!", m[3].split("."), [o for o in operands if o]))
+
+    def run(self, memory: Memory, values: list, grid: tuple[int, int, int], cluster: int = 1) -> None:
+        values = dict(zip(self.parameters, values, strict=True))
+        with np.errstate(all="ignore"):
+            for z in range(grid[1]):
+                for first in range(0, grid[0], cluster):
+                    _Cluster(self, memory, values, first, z, cluster).run()
+
+
+class _Cluster:
+    def __init__(self, kernel, memory, values, first, y, cluster):
+        self.k, self.memory, self.values, self.cluster = kernel, memory, values, cluster
+        n = self.n = kernel.threads * cluster
+        self.thread = np.arange(n) % kernel.threads
+        self.block = np.arange(n) // kernel.threads
+        self.special = {"%tid.x": self.thread, "%ctaid.x": first + self.block, "%ctaid.y": np.full(n, y),
+                        "%laneid": self.thread % 32, "%cluster_ctarank": self.block}
+        self.shared = np.full((cluster, kernel.shared_size), 0xFF, np.uint8)
+        # Since the last barrier: by which thread + 1 a byte was written, and read (-1: by several).
+        self.written = np.zeros((cluster, kernel.shared_size), np.int64)
+        self.read = np.zeros((cluster, kernel.shared_size), np.int64)
+        self.abroad = np.full(n, -1)   # barrier.cluster.arrive's that a thread had made when it wrote to another block
+        self.regs = {}
+        self.pc = np.zeros(n, np.int64)
+        self.waits = np.zeros(n, np.int8)   # 1: at bar.sync, 2: at barrier.cluster.wait
+        self.arrived = np.zeros(n, np.int64)
+        self.waited = np.zeros(n, np.int64)
+
+    def run(self):
+        code, end = self.k.code, len(self.k.code)
+        while True:
+            ready = (self.waits == 0) & (self.pc < end)
+            if not ready.any():
+                if (self.pc >= end).all():
+                    return
+                self.release()
+                continue
+            pc = self.pc[ready].min()
+            who = ready & (self.pc == pc)
+            predicate, negated, op, args = code[pc]
+            self.pc[who] = pc + 1
+            if predicate is not None:
+                who = who & (self.regs[predicate] != negated)
+            self.step(op, args, who, pc)
+
+    def release(self):
+        done = self.pc >= len(self.k.code)
+        moved = False
+        for b in range(self.cluster):
+            here = self.block == b
+            if (self.waits[here] == 1).all():   # bar.sync counts every thread of the block
+                self.waits[here] = 0
+                self.written[b] = self.read[b] = 0
+                moved = True
+        if (self.waits == 2).any() and (self.arrived >= self.waited.max() + 1).all():
+            self.waited[self.waits == 2] += 1
+            self.waits[self.waits == 2] = 0
+            self.written[:] = self.read[:] = 0
+            moved = True
+        if not moved:
+            at = [int((self.waits == i).sum()) for i in (1, 2)]
+            raise RuntimeError(f"deadlock: {at[0]} at bar.sync, {at[1]} at barrier.cluster.wait, {done.sum()} ended")
+
+    # ---- operands
+
+    def get(self, name, bits):
+        if name in self.regs:
+            return self.regs[name]
+        if name in self.special:
+            return self.special[name].astype(U[bits])
+        if name in self.k.shared:
+            return np.full(self.n, self.k.shared[name], U[bits])
+        if name.startswith("0f"):
+            return np.full(self.n, int(name[2:], 16), np.uint32)
+        return np.full(self.n, int(name, 0) & (1 << bits) - 1, U[bits])
+
+    def put(self, name, value, who):
+        if name not in self.regs:
+            self.regs[name] = np.zeros(self.n, value.dtype)
+        if self.regs[name].dtype != value.dtype:
+            raise TypeError(f"{name} holds {self.regs[name].dtype}, gets {value.dtype}")
+        self.regs[name][who] = value[who]
+
+    def address(self, operand):
+        m = re.match(r"\[(\S+?)(?:\+(-?\d+))?\]$", operand)
+        base = self.get(m[1], 64).astype(np.int64)
+        return base + int(m[2] or 0)
+
+    # ---- memory
+
+    def places(self, space, address, size, who, name):
+        at = address[who]
+        if (at % size).any():
+            raise RuntimeError(f"{name}: address not a multiple of {size}")
+        each = at[:, None] + np.arange(size)
+        if space == "global":
+            if (each >= len(self.memory.data)).any() or not self.memory.inside[each].all():
+                raise RuntimeError(f"{name}: outside every tensor")
+            return each
+        own = self.block[who][:, None]
+        block = np.where(each >= WINDOW, each // WINDOW - 1, own)
+        each = each % WINDOW
+        if (each >= self.k.shared_size).any() or (each < 1024).any():
+            raise RuntimeError(f"{name}: outside shared memory")
+        if (abroad := (block != own).any(1)).any():
+            if (self.waited[who][abroad] == 0).any():
+                raise RuntimeError(f"{name}: to a block that may not have begun")
+            self.abroad[np.flatnonzero(who)[abroad]] = self.arrived[who][abroad]
+        return block, each
+
+    def load(self, space, address, size, who, name):
+        places = self.places(space, address, size, who, name)
+        if space == "global":
+            self.memory.read[places] = True
+            return self.memory.data[places]
+        thread = np.broadcast_to((np.flatnonzero(who) + 1)[:, None], places[1].shape)
+        if ((self.written[places] != 0) & (self.written[places] != thread)).any():
+            raise RuntimeError(f"{name}: reads what another thread wrote, without a barrier between")
+        for t, b, p in zip(thread.T, places[0].T if places[0].shape == thread.shape else [places[0][:, 0]] * size,
+                           places[1].T, strict=True):
+            before = self.read[b, p]
+            self.read[b, p] = np.where((before == 0) | (before == t), t, -1)
+            again = self.read[b, p] != t   # two lanes of this very instruction
+            self.read[b[again], p[again]] = -1
+        return self.shared[places]
+
+    def store(self, space, address, raw, who, name):
+        places = self.places(space, address, raw.shape[1], who, name)
+        if space == "global":
+            np.add.at(self.memory.written, places, 1)
+            self.memory.data[places] = raw
+        else:
+            thread = (np.flatnonzero(who) + 1)[:, None]
+            for before in (self.written[places], self.read[places]):
+                if ((before != 0) & (before != thread)).any():
+                    raise RuntimeError(f"{name}: writes where another thread wrote or read, no barrier between")
+            self.written[places] = np.broadcast_to(thread, before.shape)
+            if (self.written[places] != thread).any():
+                raise RuntimeError(f"{name}: two threads write one place at once")
+            self.shared[places] = raw
+
+    # ---- instructions
+
+    def step(self, op, args, who, pc):
+        if not who.any():
+            return
+        name, kind = op[0], op[-1]
+        text = ".".join(op)
+        bits = int(re.sub(r"\D", "", kind)[:2] or 0) if kind[0] in "busf" and kind != "f32x2" else 0
+        if name == "ret":
+            if (self.abroad[who] >= self.arrived[who]).any():
+                raise RuntimeError("ret: wrote to another block, which may have ended: no barrier.cluster.arrive since")
+            self.pc[who] = len(self.k.code)
+        elif name == "bra":
+            self.pc[who] = self.k.labels[args[0]]
+        elif name == "bar" and op[1] == "sync":
+            self.waits[who] = 1
+        elif name == "barrier" and op[2] == "arrive":
+            self.arrived[who] += 1
+        elif name == "barrier" and op[2] == "wait":
+            self.waits[who] = 2
+        elif name in ("ld", "st"):
+            self.move(name, op, args, who, text, bits)
+        elif name == "mapa":
+            self.put(args[0], ((self.get(args[2], 32) + 1) * WINDOW + self.get(args[1], 32)).astype(np.uint32), who)
+        elif name == "shfl":
+            self.shuffle(op, args, who, text)
+        elif name == "mov" and args[0].startswith("{"):
+            parts = [p.strip() for p in args[0][1:-1].split(",")]
+            small = U[bits // len(parts)]
+            split = self.get(args[1], bits)[:, None].view(small)
+            for i, part in enumerate(parts):
+                if part != "_":
+                    self.put(part, split[:, i].copy(), who)
+        elif name == "mov" and args[1].startswith("{"):
+            parts = [p.strip() for p in args[1][1:-1].split(",")]
+            joined = np.stack([self.get(p, bits // len(parts)) for p in parts], 1)
+            self.put(args[0], np.ascontiguousarray(joined).view(U[bits])[:, 0], who)
+        elif name == "mov":
+            self.put(args[0], self.get(args[1], bits or 32), who)
+        elif name == "setp":
+            self.put(args[0], self.compare(op, args), who)
+        elif name == "selp":
+            a, b = self.get(args[1], bits), self.get(args[2], bits)
+            self.put(args[0], np.where(self.regs[args[3]], a, b), who)
+        elif kind == "pred":
+            given = [self.regs[a] for a in args[1:]]
+            self.put(args[0], {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor,
+                               "not": np.logical_not}[name](*given), who)
+        elif name == "testp":
+            self.put(args[0], {"infinite": np.isinf}[op[1]](_f32(self.get(args[1], 32))), who)
+        elif name == "cvt":
+            self.put(args[0], self.convert(op, args), who)
+        elif kind in ("f32", "f32x2", "bf16", "bf16x2", "f16", "f16x2"):
+            self.put(args[0], self.float(op, args), who)
+        else:
+            self.put(args[0], self.integer(op, args, bits), who)
+
+    def move(self, name, op, args, who, text, bits):
+        space = next(o for o in op if o.split(":")[0] in ("global", "shared", "param")).split(":")[0]
+        if space == "param":
+            value = self.values[args[1][1:-1]]
+            raw = np.float32(value).view(np.uint32) if isinstance(value, float) else int(value) & (1 << bits) - 1
+            return self.put(args[0], np.full(self.n, raw, U[bits]), who)
+        data = args[0] if name == "ld" else args[1]
+        where = self.address(args[1] if name == "ld" else args[0])
+        parts = [p.strip() for p in data.strip("{}").split(",")]
+        size = bits // 8
+        if name == "ld":
+            raw = self.load(space, where, size * len(parts), who, text)
+            for i, part in enumerate(parts):
+                value = np.zeros(self.n, U[bits])
+                value[who] = np.ascontiguousarray(raw[:, i * size:(i + 1) * size]).view(U[bits])[:, 0]
+                self.put(part, value, who)
+            return None
+        raw = np.concatenate([self.get(p, bits)[who][:, None].view(np.uint8) for p in parts], 1)
+        return self.store(space, where, raw, who, text)
+
+    def shuffle(self, op, args, who, text):
+        value = self.get(args[1], 32)
+        lanes = who.reshape(-1, 32) if self.k.threads % 32 == 0 else who.reshape(self.cluster, -1)
+        if args[4] == "-1" and not (lanes.all(1) | ~lanes.any(1)).all():
+            raise RuntimeError(f"{text}: part of a warp")
+        lane, me = self.thread % 32, np.arange(self.n)
+        other = lane ^ int(args[2]) if op[2] == "bfly" else np.full(self.n, int(args[2]))
+        self.put(args[0], value[me - lane + other], who)
+
+    def compare(self, op, args):
+        kind, bits = op[-1], int(re.sub(r"\D", "", op[-1]))
+        a, b = self.get(args[1], bits), self.get(args[2], bits)
+        if kind == "f32":
+            a, b = _f32(a), _f32(b)
+        elif kind in ("bf16", "f16"):
+            a, b = _widen(a, kind), _widen(b, kind)
+        elif kind[0] == "s":
+            a, b = a.view(I[bits]), b.view(I[bits])
+        how = op[1]
+        unordered = how.endswith("u") and kind[-3:] in ("f32", "f16") and how not in ("lu",)
+        found = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+                 "ge": np.greater_equal}[how[:2]](a, b)
+        if kind[-2:] in ("32", "16") and "f" in kind:
+            nan = np.isnan(a) | np.isnan(b)
+            found = (found | nan) if unordered else (found & ~nan)
+        return found
+
+    def convert(self, op, args):
+        to, source = op[-2], op[-1]
+        if to in ("bf16x2", "f16x2"):   # the first source is the upper half
+            high, low = (_narrow(_f32(self.get(a, 32)), to[:-2]) for a in args[1:3])
+            return high.astype(np.uint32) << 16 | low
+        a = self.get(args[1], int(re.sub(r"\D", "", source)))
+        if source in ("bf16", "f16"):
+            return _widen(a, source).view(np.uint32)
+        if source == "f32":
+            return _narrow(_f32(a), to)
+        bits = int(to[1:])
+        wide = a.view(I[a.itemsize * 8]) if source[0] == "s" else a
+        return wide.astype(np.float32).view(np.uint32) if to == "f32" else wide.astype(U[bits])
+
+    def float(self, op, args):
+        name, kind = op[0], op[-1]
+        if kind == "f32x2":
+            given = [self.get(a, 64).view(np.float32) for a in args[1:]]
+        elif kind.endswith("16x2"):
+            given = [_widen(self.get(a, 32).view(np.uint16), kind[:-2]) for a in args[1:]]
+        elif kind.endswith("16"):   # also add.rn.f32.bf16: all but the last are 16 bits wide
+            given = [_widen(v, kind) if v.dtype == np.uint16 else _f32(v)
+                     for v in (self.get(a, 32 if op[-2] == "f32" else 16) for a in args[1:])]
+        else:
+            given = [_f32(self.get(a, 32)) for a in args[1:]]
+        if name == "fma":
+            a, b, c = (g.astype(np.float64) for g in given)
+            value = (a * b + c).astype(np.float32)
+        elif name in ("max", "min"):
+            pick = {"max": np.fmax, "min": np.fmin} if "NaN" not in op else {"max": np.maximum, "min": np.minimum}
+            value = functools.reduce(pick[name], given)   # two, or (sm_100) three
+        else:
+            value = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "abs": np.abs,
+                     "neg": np.negative, "sqrt": np.sqrt, "rcp": lambda x: np.float32(1) / x,
+                     "ex2": lambda x: np.exp2(x.astype(np.float64)).astype(np.float32),
+                     "lg2": lambda x: np.log2(x.astype(np.float64)).astype(np.float32)}[name](*given)
+        value = np.ascontiguousarray(value, np.float32)
+        if kind == "f32x2":
+            return value.view(np.uint64)
+        if kind.endswith("16x2"):
+            return np.ascontiguousarray(_narrow(value, kind[:-2])).view(np.uint32)
+        return _narrow(value, kind) if kind.endswith("16") and op[-2] != "f32" else value.view(np.uint32)
+
+    def integer(self, op, args, bits):
+        name = op[0]
+        given = [self.get(a, bits) for a in args[1:]]
+        if op[-1][0] == "s":
+            given = [g.view(I[g.itemsize * 8]) for g in given]
+        if name == "mul" or name == "mad":
+            wide = op[1] == "wide"
+            if wide:
+                given[:2] = [g.astype(np.int64 if op[-1][0] == "s" else np.uint64) for g in given[:2]]
+            out = given[0] * given[1]
+            if name == "mad":
+                third = self.get(args[3], bits * 2 if wide else bits)
+                out = out + third.view(out.dtype)
+            return out.view(U[bits * 2 if wide else bits])
+        if name in ("shl", "shr"):
+            by = self.get(args[2], 32).astype(given[0].dtype)
+            return (np.left_shift if name == "shl" else np.right_shift)(given[0], by).view(U[bits])
+        if name in ("div", "rem"):
+            a, b = given
+            q = np.where(b == 0, 0, a // np.where(b == 0, 1, b))
+            if op[-1][0] == "s":   # toward zero
+                q = q + ((q < 0) & (q * b != a))
+            return (q if name == "div" else a - q * b).astype(given[0].dtype).view(U[bits])
+        found = {"add": np.add, "sub": np.subtract, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+                 "not": np.bitwise_not, "neg": np.negative, "min": np.minimum, "max": np.maximum, "abs": np.abs}
+        many = functools.reduce if name in ("min", "max") else (lambda fn, given: fn(*given))
+        return many(found[name], given).view(U[bits])

@@ -1,0 +1,458 @@
+"""Statistics of rows of logits, and the logits' gradient from theirs, in CuTe DSL for sm_90 and sm_100. The
+definition, and the formulas, are in tilewright/ops/_softmax_stats.py.
+
+T = rows, V = columns; rows are contiguous and may lie further apart than V. Forward: a row of up to 16,384 columns is
+walked once by one block, a wider one by a cluster of 2, 4 or 8, each thread with a running maximum and running sums of
+its own, so that nothing waits during the walk; at its end warps merge by shuffles and blocks through distributed
+shared memory. Backward: elementwise, in place if asked; rows whose gradients are all 0 are written without being read.
+Exponentials are base 2.
+
+Any V, any stride and any address: the elements before the first multiple of 16 bytes and after the last one (`head`
+and the tail) are taken one by one, the rest in chunks of 16 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64, const_expr
+
+from tilewright.kernels import cute as tw
+from tilewright.kernels.spec import CuteSpec
+
+ONE_BLOCK = 16384   # columns that one block walks alone
+THREADS = 256
+# Chunks of 16 bytes that a thread has in flight: 64 KiB a multiprocessor at four blocks of 256 threads, where 25 KiB
+# cover its share of the memory's latency. Not tuned on a GPU.
+UNROLL = 4
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+LOWEST = -3.4028234663852886e38
+LAST = 0x7FFFFFFF
+
+TOP, PEAK, S, SZ, SW = range(5)   # of a thread's state: largest logit, its z, and the sums of e, e z and w z
+
+
+@dataclass(frozen=True)
+class Options:
+    """vec: elements in a chunk.   cluster: blocks a row."""
+
+    vec: int
+    cluster: int
+    capped: bool
+    smooth: bool
+    weights: bool
+    mean: bool
+    argmax: bool = False
+
+    def chunk(self, rank, thread, k):
+        """The k-th chunk that a thread of block `rank` takes."""
+        return (k * self.cluster + rank) * THREADS + thread
+
+
+# ---- in both kernels
+
+def _tanh(x: cute.TensorSSA) -> cute.TensorSSA:
+    """tanh to 2 ulp, by the formula of softmax_stats_triton.py: below 0.625 a polynomial, since
+    1 - 2 / (exp(2x) + 1) would lose the low bits of a small x."""
+    u = x * x
+    p = u * -5.704986862838268e-3 + 2.063908614218235e-2
+    p = p * u - 5.373971536755762e-2
+    p = p * u + 1.3331441581249237e-1
+    p = p * u - 3.333328068256378e-1
+    near = x + x * u * p
+    far = 1.0 - 2.0 / (cute.math.exp2(x * (2.0 * LOG2E), fastmath=True) + 1.0)
+    return cute.where((x < 0.625) & (x > -0.625), near, far)
+
+
+def _capped(x, softcap: Float32, o: Options):
+    return softcap * _tanh(x / softcap) if o.capped else x
+
+
+def _cap(x: Float32, softcap: Float32, o: Options) -> Float32:
+    """The same of one number, which `_tanh` wants as a vector."""
+    if not o.capped:
+        return x
+    out = cute.make_rmem_tensor(1, Float32)
+    out[0] = x
+    return _capped(out.load(), softcap, o)[0]
+
+
+def _finite(x: Float32) -> Float32:
+    """x, or 0 where it is infinite, since inf - inf is NaN."""
+    return cutlass.select_((x == Float32.inf) | (x == -Float32.inf), Float32(0.0), x)
+
+
+def _exp(x):
+    return cute.math.exp2(x * LOG2E, fastmath=True)
+
+
+def _bits(x, dtype, other):
+    """x, of dtype, read as a number of another one."""
+    out = cute.make_rmem_tensor(1, dtype)
+    out[0] = x
+    return cute.recast_tensor(out, other)[0]
+
+
+def _split(start: cute.Pointer, V: Int32, o: Options):
+    """(elements before the first whole chunk, whole chunks) of the row that begins at `start`."""
+    itemsize = start.dtype.width // 8
+    beyond = Int32(start.toint() % (o.vec * itemsize)) // itemsize
+    head = cutlass.select_(beyond == 0, Int32(0), o.vec - beyond)
+    head = cutlass.select_(head > V, V, head)
+    return head, (V - head) // o.vec
+
+
+def _whole_chunks(start: cute.Pointer, head: Int32, o: Options) -> cute.Pointer:
+    """Where the whole chunks of the row at `start` begin: aligned to a chunk."""
+    itemsize = start.dtype.width // 8
+    return cute.make_ptr(start.dtype, start.toint() + Int64(head) * itemsize, start.memspace,
+                         assumed_align=o.vec * itemsize)
+
+
+def _loose(thread: Int32, head: Int32, body: Int32, V: Int32, o: Options):
+    """(column, whether there is one) of the loose element that a thread takes: those of the head, then the tail."""
+    column = cutlass.select_(thread < head, thread, body * o.vec + thread)
+    return column, column < V
+
+
+# ---- forward
+
+@cute.jit
+def _take(chunks: list, columns: list, wanted: cutlass.Constexpr, conditions: list, weight: cute.Pointer | None,
+          state: cute.Tensor, best: cute.Tensor, softcap: Float32, o: cutlass.Constexpr):
+    """Takes chunks (first columns in `columns`, ascending) into a thread's running maximum and sums. wanted: whether
+    only those count whose condition holds; the others are -inf."""
+    n = cute.size(chunks[0])
+    here = -Float32.inf
+    for i in cutlass.range_constexpr(len(chunks)):
+        here = cute.arch.fmax(here, chunks[i].load().to(Float32).reduce(
+            cute.ReductionOp.MAX, init_val=-Float32.inf, reduction_profile=0))
+    if const_expr(o.argmax):
+        if here > state[TOP]:
+            first = Int32(LAST)
+            for i in cutlass.range_constexpr(len(chunks) - 1, -1, -1):
+                for j in cutlass.range_constexpr(n - 1, -1, -1):
+                    first = cutlass.select_(chunks[i][j].to(Float32) == here, columns[i] + j, first)
+            best[0] = first
+    state[TOP] = cute.arch.fmax(state[TOP], here)
+    peak = _cap(state[TOP], softcap, o)   # the largest z but for rounding, which does not matter
+    shift = _finite(peak)
+    shrink = _exp(state[PEAK] - shift)
+    state[PEAK] = peak
+    state[S] = state[S] * shrink
+    state[SZ] = state[SZ] * shrink
+    for i in cutlass.range_constexpr(len(chunks)):
+        # exp(-inf) is 0 and adds nothing, but softcap makes -inf a number and 0 * -inf would be NaN.
+        if const_expr(wanted and (o.capped or o.smooth)):
+            if conditions[i]:
+                _add(chunks[i], columns[i], weight, state, shift, softcap, o)
+        else:
+            _add(chunks[i], columns[i], weight, state, shift, softcap, o)
+
+
+def _sum(values: cute.TensorSSA) -> Float32:
+    return values.reduce(cute.ReductionOp.ADD, init_val=0.0, reduction_profile=0)
+
+
+def _add(chunk: cute.Tensor, column: Int32, weight: cute.Pointer | None, state: cute.Tensor, shift: Float32,
+         softcap: Float32, o: Options) -> None:
+    z = _capped(chunk.load().to(Float32), softcap, o)
+    e = _exp(z - shift)   # folded into one FMA, a large shift would cost its rounding
+    state[S] = state[S] + _sum(e)
+    if o.mean:   # 0 * -inf is NaN
+        state[SZ] = state[SZ] + _sum(e * cute.where(z > LOWEST, z, LOWEST))
+    if o.smooth:
+        if o.weights:
+            z = z * _weights(weight, column, cute.size(chunk))
+        state[SW] = state[SW] + _sum(z)
+
+
+def _weights(weight: cute.Pointer, column: Int32, n: int) -> cute.TensorSSA:
+    """Class weights of n columns, one by one: a chunk of logits may begin anywhere among them."""
+    out = cute.make_rmem_tensor(n, Float32)
+    for j in range(n):
+        out[j] = weight[column + j]
+    return out.load()
+
+
+def _join(a: tuple, b: tuple) -> tuple:
+    """Maximum, sums and index of two sets of columns from those of each."""
+    top, peak = cute.arch.fmax(a[TOP], b[TOP]), cute.arch.fmax(a[PEAK], b[PEAK])
+    shift = _finite(peak)
+    left, right = _exp(a[PEAK] - shift), _exp(b[PEAK] - shift)
+    first = cutlass.select_(a[-1] < b[-1], a[-1], b[-1])
+    first = cutlass.select_(a[TOP] > b[TOP], a[-1], cutlass.select_(a[TOP] < b[TOP], b[-1], first))
+    return (top, peak, a[S] * left + b[S] * right, a[SZ] * left + b[SZ] * right, a[SW] + b[SW], first)
+
+
+def _join_warp(values: tuple) -> tuple:
+    for offset in (16, 8, 4, 2, 1):
+        values = _join(values, tuple(cute.arch.shuffle_sync_bfly(v, offset=offset) for v in values))
+    return values
+
+
+@cute.kernel
+def _forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None, lse: cute.Pointer,
+             picked: cute.Pointer, weighted: cute.Pointer | None, mean: cute.Pointer | None,
+             argmax: cute.Pointer | None, V: Int32, stride: Int64, softcap: Float32, o: cutlass.Constexpr):
+    thread = cute.arch.thread_idx()[0]
+    block = cute.arch.block_idx()[0]
+    rank = block % o.cluster
+    row = Int64(block // o.cluster)
+    warps = const_expr(THREADS // 32)
+    buffer = tw.exchange_buffer(6, warps, o.cluster)
+    if const_expr(o.cluster > 1):
+        cute.arch.cluster_arrive_relaxed(aligned=True)   # waited for after the walk: all blocks have begun then
+
+    start = logits + row * stride
+    head, body = _split(start, V, o)
+    chunks = _whole_chunks(start, head, o)
+    state = cute.make_rmem_tensor(5, Float32)
+    state.fill(0.0)
+    state[TOP] = -Float32.inf
+    state[PEAK] = -Float32.inf
+    best = cute.make_rmem_tensor(1, Int32)
+    best[0] = 0
+
+    if rank == 0:
+        column, wanted = _loose(thread, head, body, V, o)
+        if wanted:
+            _take([tw.load(start, column, 1)], [column], False, None, weight, state, best, softcap, o)
+    rounds = body // (THREADS * o.cluster * UNROLL)
+    for i in cutlass.range(rounds, unroll=1):
+        at = [o.chunk(rank, thread, i * UNROLL + k) for k in range(UNROLL)]
+        _take([tw.load(chunks, a * o.vec, o.vec) for a in at], [head + a * o.vec for a in at], False, None, weight,
+              state, best, softcap, o)
+    if rounds * (THREADS * o.cluster * UNROLL) < body:
+        at = [o.chunk(rank, thread, rounds * UNROLL + k) for k in range(UNROLL)]
+        conditions = [a < body for a in at]
+        _take([tw.load(chunks, a * o.vec, o.vec, c, -float("inf")) for a, c in zip(at, conditions, strict=True)],
+              [head + a * o.vec for a in at], True, conditions, weight, state, best, softcap, o)
+
+    mine = _join_warp((state[TOP], state[PEAK], state[S], state[SZ], state[SW], best[0]))
+    if const_expr(o.cluster > 1):
+        cute.arch.cluster_wait()
+    tw.exchange((*mine[:-1], _bits(mine[-1], Int32, Float32)), buffer, Int32(0), rank, warps, o.cluster)
+    low, zero = -Float32.inf, Float32(0.0)
+    whole = (low, low, zero, zero, zero, Int32(LAST))
+    for i in cutlass.range_constexpr((warps * o.cluster + 31) // 32):
+        place = i * 32 + cute.arch.lane_idx()
+        there = place < warps * o.cluster
+        place = cutlass.select_(there, place, Int32(0))
+        read = [buffer[0, v, place] for v in range(6)]
+        read[-1] = _bits(read[-1], Float32, Int32)
+        whole = _join(whole, tuple(cutlass.select_(there, r, w) for r, w in zip(
+            read, (low, low, zero, zero, zero, Int32(LAST)), strict=True)))
+    whole = _join_warp(whole)
+
+    if (thread == 0) & (rank == 0):
+        lse[row] = _finite(whole[PEAK]) + LN2 * cute.math.log2(whole[S])
+        y = target[row]
+        inside = (y >= 0) & (y < V)
+        x = tw.load(start, y, 1, inside)
+        picked[row] = _cap(x[0].to(Float32), softcap, o)
+        if const_expr(o.smooth):
+            weighted[row] = whole[SW]
+        if const_expr(o.mean):
+            mean[row] = whole[SZ] / whole[S]
+        if const_expr(o.argmax):   # with a NaN in the row, no thread may have an index
+            argmax[row] = Int64(cutlass.select_(whole[-1] < V, whole[-1], Int32(0)))
+
+
+@cute.jit
+def _launch_forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None, lse: cute.Pointer,
+                    picked: cute.Pointer, weighted: cute.Pointer | None, mean: cute.Pointer | None,
+                    argmax: cute.Pointer | None, V: Int32, stride: Int64, softcap: Float32, o: cutlass.Constexpr,
+                    blocks: Int32, parts: Int32, stream: cuda.CUstream):
+    _forward(logits, target, weight, lse, picked, weighted, mean, argmax, V, stride, softcap, o).launch(
+        grid=(blocks, parts, 1), block=(THREADS, 1, 1), cluster=tw.shape(o.cluster), stream=stream)
+
+
+# ---- backward
+
+@cute.kernel
+def _backward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None, lse: cute.Pointer,
+              mean: cute.Pointer | None, g_lse: cute.Pointer, g_target: cute.Pointer,
+              g_weighted: cute.Pointer | None, g_mean: cute.Pointer | None, out: cute.Pointer, V: Int32,
+              stride: Int64, out_stride: Int64, softcap: Float32, o: cutlass.Constexpr):
+    """dlogits = (p (g_lse + g_mean + g_mean (z - mean)) + g_weighted w + [c = y] g_target) (1 - tanh^2)"""
+    thread = cute.arch.thread_idx()[0]
+    row = Int64(cute.arch.block_idx()[0])
+    part = cute.arch.block_idx()[1]
+    start = logits + row * stride
+    out_start = out + row * out_stride
+    head, body = _split(start, V, o)   # of `out` too: the launcher has seen to it
+
+    y = target[row]
+    learn = (g_lse[row] != 0.0) | ((g_target[row] != 0.0) & (y >= 0) & (y < V))
+    numbers = [lse[row], g_lse[row], g_target[row], Float32(0.0), Float32(0.0), Float32(0.0)]
+    if const_expr(o.mean):
+        numbers[3] = mean[row]
+        numbers[4] = g_mean[row]
+        learn = learn | (numbers[4] != 0.0)
+    if const_expr(o.smooth):
+        numbers[5] = g_weighted[row]
+        learn = learn | (numbers[5] != 0.0)
+    y = Int32(cutlass.select_((y >= 0) & (y < V), y, Int64(-1)))
+
+    chunks, out_chunks = _whole_chunks(start, head, o), _whole_chunks(out_start, head, o)
+    at = [(part * UNROLL + k) * THREADS + thread for k in range(UNROLL)]
+    if (part + 1) * (UNROLL * THREADS) <= body:   # no conditions: all reads are under way before the first is used
+        _write(chunks, out_chunks, at, None, head, learn, y, numbers, weight, softcap, o)
+    else:
+        _write(chunks, out_chunks, at, [a < body for a in at], head, learn, y, numbers, weight, softcap, o)
+    if part == 0:
+        column, wanted = _loose(thread, head, body, V, o)
+        if wanted:
+            d = cute.make_rmem_tensor(1, Float32)
+            d.fill(0.0)
+            if learn:
+                _gradient(tw.load(start, column, 1), d, column, y, numbers, weight, softcap, o)
+            tw.store(tw.rounded(d.load(), out.dtype), out_start, column)
+
+
+@cute.jit
+def _write(chunks: cute.Pointer, out: cute.Pointer, at: list, conditions, head: Int32, learn: cutlass.Boolean,
+           y: Int32, numbers: list, weight: cute.Pointer | None, softcap: Float32, o: cutlass.Constexpr):
+    """Gradients of this thread's chunks; zeros, and nothing read, in a row that none is to learn from."""
+    ds = [cute.make_rmem_tensor(o.vec, out.dtype) for a in at]
+    for k in cutlass.range_constexpr(len(at)):
+        ds[k].fill(0.0)
+    if learn:
+        xs = [tw.load(chunks, a * o.vec, o.vec, None if conditions is None else conditions[k])
+              for k, a in enumerate(at)]
+        for k in cutlass.range_constexpr(len(at)):
+            d = cute.make_rmem_tensor(o.vec, Float32)
+            d.fill(0.0)
+            if const_expr(conditions is not None and o.weights):   # there are no weights beyond the row's end
+                if conditions[k]:
+                    _gradient(xs[k], d, head + at[k] * o.vec, y, numbers, weight, softcap, o)
+            else:
+                _gradient(xs[k], d, head + at[k] * o.vec, y, numbers, weight, softcap, o)
+            ds[k].store(d.load().to(out.dtype))
+    for k in cutlass.range_constexpr(len(at)):
+        tw.store(ds[k], out, at[k] * o.vec, None if const_expr(conditions is None) else conditions[k])
+
+
+@cute.jit
+def _gradient(x: cute.Tensor, d: cute.Tensor, column: Int32, y: Int32, numbers: list,
+              weight: cute.Pointer | None, softcap: Float32, o: cutlass.Constexpr):
+    """Of the elements x from `column` on, into d."""
+    n = const_expr(cute.size(x))
+    lse, g_lse, g_target, mean, g_mean, g_weighted = numbers
+    z = x.load().to(Float32)
+    if const_expr(o.capped):
+        t = _tanh(z / softcap)
+        z = softcap * t
+    p = _exp(z - lse)
+    if const_expr(o.mean):
+        v = p * (g_lse + g_mean + g_mean * (cute.where(z > LOWEST, z, LOWEST) - mean))
+    else:
+        v = p * g_lse
+    if const_expr(o.smooth and o.weights):
+        v = v + g_weighted * _weights(weight, column, n)
+    elif const_expr(o.smooth):
+        v = v + g_weighted
+    d.store(v)
+    if (y >= column) & (y < column + n):
+        for j in cutlass.range_constexpr(n):
+            d[j] = d[j] + cutlass.select_(column + j == y, g_target, Float32(0.0))
+    if const_expr(o.capped):
+        d.store(d.load() * (1.0 - t * t))
+
+
+@cute.jit
+def _launch_backward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None, lse: cute.Pointer,
+                     mean: cute.Pointer | None, g_lse: cute.Pointer, g_target: cute.Pointer,
+                     g_weighted: cute.Pointer | None, g_mean: cute.Pointer | None, out: cute.Pointer, V: Int32,
+                     stride: Int64, out_stride: Int64, softcap: Float32, o: cutlass.Constexpr, blocks: Int32,
+                     parts: Int32, stream: cuda.CUstream):
+    _backward(logits, target, weight, lse, mean, g_lse, g_target, g_weighted, g_mean, out, V, stride, out_stride,
+              softcap, o).launch(grid=(blocks, parts, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+# ---- launchers
+
+def forward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
+            smooth: bool, entropy: bool, argmax: bool,
+            overwrite: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """overwrite is for the autograd formula. Results that were not asked for are empty."""
+    T, V = logits.shape
+
+    def new(wanted, dtype=torch.float32):
+        return logits.new_empty(T if wanted else 0, dtype=dtype)
+
+    lse, picked, weighted, mean = new(True), new(True), new(smooth), new(entropy)
+    best = new(argmax, torch.int64)
+    if T:
+        weights = class_weight if smooth else None
+        o = Options(16 // logits.element_size(), tw.cluster_for(V, ONE_BLOCK), softcap != 0, smooth,
+                    weights is not None, entropy, argmax)
+        tw.launch(_launch_forward, logits, target, weights, lse, picked, weighted if smooth else None,
+                  mean if entropy else None, best if argmax else None, V, logits.stride(0), softcap, o,
+                  T * o.cluster, 1)
+    return lse, picked, weighted, mean, best
+
+
+def _common(logits: torch.Tensor, out: torch.Tensor) -> int:
+    """Elements in the widest chunks, up to 16 bytes, whose bounds fall alike in both tensors' rows."""
+    itemsize = logits.element_size()
+    apart = math.gcd(16, tw.address(logits) - tw.address(out), (logits.stride(0) - out.stride(0)) * itemsize)
+    return apart // itemsize
+
+
+def _run_backward(out, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean):
+    T, V = logits.shape
+    if T == 0:
+        return
+    weights = class_weight if g_weighted is not None else None
+    o = Options(_common(logits, out), 1, softcap != 0, g_weighted is not None, weights is not None, g_mean is not None)
+    tw.launch(_launch_backward, logits, target, weights, lse, mean if o.mean else None, g_lse, g_target, g_weighted,
+              g_mean, out, V, logits.stride(0), out.stride(0), softcap, o, T,
+              max(1, -(-(V // o.vec) // (UNROLL * THREADS))))
+
+
+def backward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
+             lse: torch.Tensor, mean: torch.Tensor | None, g_lse: torch.Tensor, g_target: torch.Tensor,
+             g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None) -> torch.Tensor:
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    _run_backward(dlogits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean)
+    return dlogits
+
+
+def backward_(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
+              lse: torch.Tensor, mean: torch.Tensor | None, g_lse: torch.Tensor, g_target: torch.Tensor,
+              g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None) -> None:
+    _run_backward(logits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean)
+
+
+def specs() -> list[CuteSpec]:
+    """What the launchers above launch, for the compile gate: no option and all of them. V is no constant of a
+    kernel, but the cluster that it asks for is."""
+    found = []
+    for data in (torch.bfloat16, torch.float32):
+        for everything in (False, True):
+            def new(*shape, dtype=torch.float32):
+                return torch.empty(shape, dtype=dtype, device="meta")
+
+            label = f"{tw.name(data)}{' all options' if everything else ''}"
+            y, rows = new(4, dtype=torch.int64), new(4)
+            more = rows if everything else None
+            softcap = 30.0 if everything else 0.0
+            for V in (16000, 32000, 50257, 128256):
+                x, w = new(4, V, dtype=data), new(V) if everything else None
+                found.append(tw.spec(f"cute forward {label} V={V}", forward, x, y, w, softcap, everything, everything,
+                                     everything, False))
+            found.append(tw.spec(f"cute backward {label}", backward, x, y, w, softcap, rows, more, rows, rows, more,
+                                 more))
+            apart = new(4, V + 1, dtype=data)[:, :V]   # rows one element further apart than those of the gradient
+            found.append(tw.spec(f"cute backward {label} odd stride", backward, apart, y, w, softcap, rows, more, rows,
+                                 rows, more, more))
+    return found
