@@ -277,6 +277,17 @@ def test_flash_attention_is_laid_out_as_the_op_is(version, packed, monkeypatch):
     assert names == [next(m for d, m, _ in peers._FLASH if d == version)]
 
 
+def hollow(monkeypatch):
+    """Peers that need not be installed, with None for every function: a call is a TypeError or an AttributeError."""
+    names = ("LigerRMSNormFunction", "LigerGELUMulFunction", "LigerRopeFunction", "liger_cross_entropy",
+             "liger_fused_linear_cross_entropy", "rmsnorm", "cross_entropy", "chunked_linear_cross_entropy")
+    for module in ("liger_kernel", LIGER, "liger_kernel.transformers", LOSSES, "quack", "quack.rmsnorm",
+                   "quack.cross_entropy", "quack.linear_cross_entropy"):
+        monkeypatch.setitem(sys.modules, module, type(sys)(module))
+        vars(sys.modules[module]).update(dict.fromkeys(names))
+    monkeypatch.setattr(peers, "_version", lambda name: "1")
+
+
 @pytest.mark.parametrize("peer, op, kwargs, message", [
     ("liger", "rmsnorm", given(x=HEADS, weight=tensor(4, 8)), "takes one weight row, not one a head"),
     ("liger", "rmsnorm", given(x=ROWS, weight=WEIGHT, bias=WEIGHT), "liger-kernel does not take bias"),
@@ -295,13 +306,25 @@ def test_flash_attention_is_laid_out_as_the_op_is(version, packed, monkeypatch):
     ("flash-attn", "attention", {n: t[..., :5] for n, t in QKV.items()}, "multiples of 8 up to 256, not 5"),
 ])
 def test_what_a_peer_lacks_is_refused_before_it_is_called(peer, op, kwargs, message, monkeypatch):
-    modules = ("liger_kernel", "liger_kernel.ops", "liger_kernel.transformers", LOSSES, "quack", "quack.rmsnorm",
-               "quack.cross_entropy", "quack.linear_cross_entropy")
-    names = ("LigerRMSNormFunction", "liger_cross_entropy", "rmsnorm", "cross_entropy", "chunked_linear_cross_entropy")
-    for module in modules:   # that the peers need not be installed; a call would be a TypeError
-        monkeypatch.setitem(sys.modules, module, type(sys)(module))
-        vars(sys.modules[module]).update(dict.fromkeys(names))
-    monkeypatch.setattr(peers, "_version", lambda name: "1")
+    hollow(monkeypatch)
     inspect.signature(OPS[op].public).bind(**kwargs)
     with pytest.raises(Unsupported, match=message):
         PEERS[peer].ops[op](**kwargs)
+
+
+@pytest.mark.parametrize("peer, op, kwargs", [
+    ("liger", "rmsnorm", given(x=ROWS, weight=WEIGHT)),
+    ("liger", "gelu_mul", given(gate=ROWS)),
+    ("liger", "cross_entropy", given(logits=LOGITS, target=TARGET)),
+    ("liger", "linear_cross_entropy", given(x=ROWS, weight=tensor(16, 8), target=TARGET[:, :3])),
+    ("liger", "rope", given(q=HEADS, k=HEADS, cos=tensor(9, 8), sin=tensor(9, 8))),
+    ("quack", "add_rmsnorm", given(x=ROWS, residual=ROWS, weight=WEIGHT)),
+    ("quack", "cross_entropy", given(logits=LOGITS, target=TARGET)),
+    ("quack", "linear_cross_entropy", given(x=tensor(8, 8), weight=tensor(16, 8), target=TARGET.view(8))),
+])
+def test_an_option_that_is_written_out_at_its_default_is_not_refused(peer, op, kwargs, monkeypatch):
+    hollow(monkeypatch)
+    parameters = inspect.signature(OPS[op].public).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "implementation"}
+    with pytest.raises((TypeError, AttributeError), match="NoneType"):   # the call itself
+        PEERS[peer].ops[op](**{**defaults, **kwargs})
