@@ -1,0 +1,127 @@
+"""The pictures of docs/performance.md: drawn from plain data, and marked with its digest.
+
+The digest lies in the PNG as text, so whether a picture shows the present numbers can be told without drawing it again:
+the bytes of a drawing differ between versions of matplotlib and FreeType.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import pathlib
+from dataclasses import dataclass
+from typing import Any
+
+STYLE = 1   # raise when the drawing changes, so that pictures of the same numbers are drawn again
+COMPILE, PEER = "#8c8c8c", "#2a6f97"
+COLOURS = ("#2a6f97", "#e0a458", "#468f6b", "#b5534c", "#8a5a9e", "#5c6b73")
+MARKERS = "osD^vP"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """kind: which drawing.   link: path from the page.   data: all that is drawn, as JSON."""
+
+    kind: str
+    link: str
+    alt: str
+    caption: str
+    data: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        text = json.dumps([STYLE, self.kind, self.data], sort_keys=True)
+        return "tilewright " + hashlib.sha256(text.encode()).hexdigest()
+
+    def draw(self, beside: pathlib.Path) -> None:
+        path = beside / self.link
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure = {"roofline": _roofline, "ratios": _ratios}[self.kind](self.data)
+        # No Software: the version of matplotlib is not a property of the numbers.
+        figure.savefig(path, dpi=130, metadata={"Description": self.digest, "Software": None})
+
+
+def is_drawn(picture: Picture, beside: pathlib.Path) -> bool:
+    """The file is there and shows these numbers."""
+    path = beside / picture.link
+    return path.exists() and picture.digest.encode() in path.read_bytes()
+
+
+def _panels(data: dict[str, Any], width: float, height: float, **shared):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = figure.subplots(1, len(data["panels"]), squeeze=False, sharey=True, **shared)[0]
+    for axes in panels:
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    figure.suptitle(f"{data['title']}\nmeasured at {'; '.join(data['from'])}", fontsize=9)
+    return figure, panels
+
+
+def _style(op: str, ops: list[str]) -> dict[str, str]:
+    i = ops.index(op)
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % len(MARKERS)]}
+
+
+def _roofline(data: dict[str, Any]):
+    """Intensity against achieved rate, under the measured roofs: a panel a dtype."""
+    figure, panels = _panels(data, max(5.5, 4.2 * len(data["panels"])), 4.4, sharex=True)
+    ops = list(dict.fromkeys(p[0] for panel in data["panels"] for p in panel["points"]))
+    x = [p[1] for panel in data["panels"] for p in panel["points"]]
+    ridges = [panel["flops"] / panel["copy"] for panel in data["panels"]]
+    low, high = min(x) / 2, 3 * max(*x, *ridges)
+    for axes, panel in zip(panels, data["panels"], strict=True):
+        ridge = panel["flops"] / panel["copy"]
+        axes.plot([low, ridge, high], [low * panel["copy"], panel["flops"], panel["flops"]], color="black",
+                  linewidth=1, zorder=2)
+        axes.annotate(f"matmul {panel['flops'] / 1e12:.3g} TFLOP/s", (high, panel["flops"]), xytext=(0, 3),
+                      textcoords="offset points", ha="right", va="bottom", fontsize=7.5)
+        axes.annotate(f"copy {panel['copy'] / 1e9:.3g} GB/s", (0.02, 0.98), xycoords="axes fraction", va="top",
+                      fontsize=7.5)
+        for op in ops:
+            mine = [p for p in panel["points"] if p[0] == op]
+            axes.scatter([p[1] for p in mine], [p[2] for p in mine], s=22, linewidth=0, alpha=0.85, zorder=3,
+                         **_style(op, ops))
+        axes.set(xscale="log", yscale="log", xlim=(low, high), title=panel["dtype"])
+        axes.set_xlabel("FLOP per byte")
+        axes.grid(color="#e4e4e4", linewidth=0.5, zorder=1)
+    panels[0].set_ylabel("achieved FLOP/s")
+    _legend(figure, [(op, _style(op, ops)) for op in ops], 5)
+    return figure
+
+
+def _ratios(data: dict[str, Any]):
+    """`auto` over torch.compile and over the best peer: a row a case, a panel a dtype, a line at 1."""
+    rows = data["rows"]
+    figure, panels = _panels(data, 2.6 + 3.4 * len(data["panels"]), 1.7 + 0.19 * len(rows))
+    found = [p[2] for panel in data["panels"] for p in panel["points"]]
+    left, right = math.log2(min(0.8, *found)) - 0.2, math.log2(max(1.25, *found)) + 0.2
+    for axes, panel in zip(panels, data["panels"], strict=True):
+        for i, (op, _) in enumerate(rows):
+            if list(dict.fromkeys(o for o, _ in rows)).index(op) % 2:   # every other op, so that blocks are seen
+                axes.axhspan(i - 0.5, i + 0.5, color="#f3f6f8", linewidth=0, zorder=0)
+        for what, colour, marker, size in (("compile", COMPILE, "o", 26), ("peer", PEER, "D", 18)):
+            mine = [p for p in panel["points"] if p[1] == what]
+            axes.scatter([math.log2(p[2]) for p in mine], [p[0] for p in mine], s=size, color=colour, marker=marker,
+                         linewidth=0, zorder=3)
+        axes.axvline(0, color="black", linewidth=1, zorder=2)
+        step = 1 if right - left < 7 else 2
+        ticks = range(math.ceil(left / step) * step, math.floor(right) + 1, step)
+        axes.set_xticks(list(ticks), [f"{2.0**t:.3g}x" for t in ticks])
+        axes.set(xlim=(left, right), ylim=(len(rows) - 0.5, -0.5), title=panel["dtype"])
+        axes.set_xlabel("times as fast (log scale)")
+        axes.grid(axis="x", color="#e4e4e4", linewidth=0.5, zorder=1)
+        axes.tick_params(axis="y", length=0)
+    panels[0].set_yticks(range(len(rows)), [f"{op}  {case}" for op, case in rows], fontsize=7.5)
+    _legend(figure, [("auto over torch.compile", {"color": COMPILE, "marker": "o"}),
+                     ("auto over the best peer", {"color": PEER, "marker": "D"})], 2)
+    return figure
+
+
+def _legend(figure, entries: list[tuple[str, dict[str, str]]], columns: int) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], linestyle="", markersize=5, label=label, **style) for label, style in entries]
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)

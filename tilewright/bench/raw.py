@@ -1,0 +1,311 @@
+"""Reads committed raw results: every folder of bench_results, and the tables of tuned constants.
+
+What a number means nothing without, its device, date and commit, stays with it as its `Source`. Nothing is dropped
+here: which of several results is the one to show is for the reader of `Raw` to say, with `newest`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from tilewright.bench import report
+
+CHECKS = ("parity", "graph", "big")   # folders of a suite whose files hold results, not rows
+CHECK_STATUSES = ("holds", "broken", "unavailable", "error")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a number comes from.   folder: below the results.   path: of the file, for errors and for ties."""
+
+    folder: str
+    path: str
+    meta: dict[str, Any] = field(compare=False, hash=False)
+
+    @property
+    def device(self) -> tuple[str, str]:
+        return self.meta["device_type"], self.meta["device"]
+
+    @property
+    def when(self) -> datetime:
+        found = datetime.fromisoformat(self.meta["date"])
+        return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+    @property
+    def age(self) -> tuple[datetime, str]:
+        """Sorts the newest last; equal dates by path, so that the order never depends on the file system."""
+        return self.when, self.path
+
+    @property
+    def day(self) -> str:
+        return self.when.astimezone(UTC).date().isoformat()
+
+    @property
+    def commit(self) -> str:
+        """The commit, short; where there was no git, the digest of the sources."""
+        if self.meta.get("commit"):
+            return self.meta["commit"][:10] + (" + local changes" if self.meta.get("dirty") else "")
+        return f"sources {self.meta['source'][:10]}" if self.meta.get("source") else "unknown"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows of one (op, case, dtype) that were timed in the same interleaved rounds, by provider."""
+
+    source: Source
+    op: str
+    case: str
+    dtype: str
+    rows: dict[str, dict[str, Any]]
+    roofline: dict[str, Any]
+
+    @property
+    def auto(self) -> dict[str, Any] | None:
+        return next((r for r in self.rows.values() if r["auto"]), None)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One record of another kind: a check's result, a row of overhead, a measured roof, a table of constants."""
+
+    source: Source
+    kind: str
+    op: str
+    case: str
+    data: dict[str, Any]
+
+
+@dataclass
+class Folder:
+    """A folder of results.   complete: None where its files do not say.   units: of a suite, by name."""
+
+    name: str
+    kind: str
+    sources: list[Source] = field(default_factory=list)
+    complete: bool | None = None
+    units: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Raw:
+    """Everything that was found."""
+
+    groups: list[Group] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    folders: list[Folder] = field(default_factory=list)
+
+    def of(self, kind: str, device: tuple[str, str] | None = None) -> list[Entry]:
+        return [e for e in self.entries if e.kind == kind and device in (None, e.source.device)]
+
+    def devices(self) -> list[tuple[str, str]]:
+        """(device type, name), that with the newest result first. Tables of constants are not results."""
+        found: dict[tuple[str, str], tuple] = {}
+        for source in [s for f in self.folders for s in f.sources]:
+            found[source.device] = max(found.get(source.device, source.age), source.age)
+        return sorted(found, key=lambda d: (found[d], d), reverse=True)
+
+
+T = TypeVar("T", Group, Entry)
+
+
+def newest(found: Iterable[T], key: Callable[[T], Hashable]) -> dict[Hashable, T]:
+    """By key the one with the newest date, in the order in which the keys are first met."""
+    chosen: dict[Hashable, T] = {}
+    for each in found:
+        k = key(each)
+        if k not in chosen or each.source.age > chosen[k].source.age:
+            chosen[k] = each
+    return chosen
+
+
+# ---- one file
+
+def _constant(name: str):
+    raise ValueError(f"{name} is no number")
+
+
+def load(path: pathlib.Path, *fields: str) -> dict[str, Any]:
+    """A JSON object of this schema with these fields. Raises ValueError, naming the file, otherwise."""
+    try:
+        document = json.loads(path.read_text(), parse_constant=_constant)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("schema") != report.SCHEMA:
+        found = document.get("schema") if isinstance(document, dict) else type(document).__name__
+        raise ValueError(f"{path}: schema must be {report.SCHEMA}, got {found!r}")
+    for name in fields:
+        if name not in document:
+            raise ValueError(f"{path}: has no {name!r}")
+    return document
+
+
+def _source(document: dict[str, Any], path: pathlib.Path, folder: str) -> Source:
+    source = Source(folder, f"{folder}/{path.name}", document["meta"])
+    for name in ("device_type", "device", "date"):
+        if not isinstance(source.meta.get(name), str):
+            raise ValueError(f"meta has no {name!r}")
+    _ = source.when   # a date that is none is this file's fault, not the page's
+    return source
+
+
+def _groups(document: dict[str, Any], source: Source, path: pathlib.Path) -> Iterator[Group]:
+    report.check({"summary": None, "complete": True, **document}, str(path))
+    found: dict[tuple[str, str, str], dict[str, dict]] = {}
+    for r in document["rows"]:
+        for figures in filter(None, (r[p] for p in report.PASSES)):
+            if not all(figures[f"{q}_ms"] > 0 for q in ("median", "p20", "p80")):
+                raise ValueError(f"{' '.join(report.key(r))}: a time must be positive")
+        found.setdefault((r["op"], r["case"], r["dtype"]), {})[r["provider"]] = r
+    for name, rows in found.items():
+        yield Group(source, *name, rows, document["roofline"])
+
+
+def _check_result(result: dict[str, Any]) -> dict[str, Any]:
+    """A result of a check with every field. Raises KeyError or ValueError."""
+    if result["status"] not in CHECK_STATUSES:
+        raise ValueError(f"status must be one of {CHECK_STATUSES}, got {result['status']!r}")
+    tensors = [{"name": t["name"], "share": _share(t["error"], t["budget"])} for t in result.get("tensors", ())]
+    return {"implementation": result["implementation"], "dtype": result["dtype"], "status": result["status"],
+            "reason": result.get("reason"), "tensors": tensors}
+
+
+def _share(error: float | None, budget: float) -> float:
+    """Error over its budget. JSON has no infinity: an infinite error is written as null."""
+    if error is None:
+        return math.inf
+    return error / budget if budget else (math.inf if error else 0.0)
+
+
+def _overhead(document: dict[str, Any], source: Source) -> Iterator[Entry]:
+    for r in document["rows"]:
+        data = {"implementation": r["implementation"], "dtype": r["dtype"], "grad": bool(r["grad"]),
+                "us": {level: t and float(t["median"]) for level, t in r["us"].items()},
+                "overhead_us": r["overhead_us"], "errors": dict(r["errors"])}
+        yield Entry(source, "overhead", r["op"], r["case"], data)
+
+
+# ---- one folder
+
+class _Reader:
+    """Fills a `Raw` from one folder; an error in a file names the file."""
+
+    def __init__(self, raw: Raw, folder: pathlib.Path, kind: str):
+        self.raw, self.root = raw, folder
+        self.folder = Folder(folder.name, kind)
+        raw.folders.append(self.folder)
+
+    def file(self, path: pathlib.Path, take: Callable[[dict, Source], None], *fields: str) -> None:
+        document = load(path, "meta", *fields)
+        inside = path.parent.relative_to(self.root.parent).as_posix()
+        try:
+            source = _source(document, path, self.folder.name)
+            source = Source(source.folder, f"{inside}/{path.name}", source.meta)
+            # A unit of a suite that could not be made says why; a newer one that could be made takes that back.
+            unit = path.relative_to(self.root).with_suffix("").as_posix()
+            self.raw.entries.append(Entry(source, "unit", "", unit, {"error": document.get("error")}))
+            take(document, source)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            said = f"has no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(said if said.startswith(str(path)) else f"{path}: {said}") from error
+        self.folder.sources.append(source)
+
+    def rows(self, path: pathlib.Path) -> None:
+        def take(document, source):
+            if document["rows"]:
+                self.raw.groups += _groups(document, source, path)
+            self._roof(document["roofline"], source)
+            if "complete" in document:
+                self.folder.complete = bool(document["complete"])
+
+        self.file(path, take, "rows", "roofline")
+
+    def roofline(self, path: pathlib.Path) -> None:
+        self.file(path, lambda document, source: self._roof(document["roofline"], source), "roofline")
+
+    def _roof(self, roof: dict | None, source: Source) -> None:
+        if roof is not None:
+            data = {"copy": float(roof["copy_bytes_per_second"]),
+                    "flops": {d: float(f) for d, f in roof["flops_per_second"].items()}}
+            self.raw.entries.append(Entry(source, "roofline", "", "", data))
+
+    def overhead(self, path: pathlib.Path) -> None:
+        def take(document, source):
+            self.raw.entries += _overhead(document, source)
+
+        self.file(path, take, "rows")
+
+    def check(self, path: pathlib.Path, kind: str) -> None:
+        def take(document, source):
+            for result in document["results"]:
+                self.raw.entries.append(Entry(source, kind, document["op"], document["case"], _check_result(result)))
+
+        self.file(path, take, "op", "case", "results")
+
+    def suite(self, path: pathlib.Path) -> None:
+        def take(document, source):
+            self.folder.complete = bool(document["complete"])
+            self.folder.units = {n: {"status": u["status"], "reason": u.get("reason")}
+                                 for n, u in document["units"].items()}
+
+        self.file(path, take, "complete", "units")
+
+
+def _kind(folder: pathlib.Path) -> str:
+    # A suite that was ended before it could sum up has no suite.json, but its files count.
+    if any((folder / n).exists() for n in ("suite.json", "time", "overhead", *CHECKS)):
+        return "suite"
+    for name, kind in (("results.json", "run"), ("overhead.json", "overhead")):
+        if (folder / name).exists():
+            return kind
+    return "training" if folder.name.startswith("training-") else "other"
+
+
+def _read_folder(raw: Raw, folder: pathlib.Path) -> None:
+    reader = _Reader(raw, folder, _kind(folder))
+    reader.folder.files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    for name, read in (("suite.json", reader.suite), ("roofline.json", reader.roofline),
+                       ("results.json", reader.rows), ("overhead.json", reader.overhead)):
+        if (folder / name).exists():
+            read(folder / name)
+    for kind in CHECKS:
+        for path in sorted((folder / kind).glob("*.json")):
+            reader.check(path, kind)
+    for path in sorted((folder / "time").glob("*.json")):
+        reader.rows(path)
+    for path in sorted((folder / "overhead").glob("*.json")):
+        reader.overhead(path)
+    if reader.folder.kind == "suite" and reader.folder.complete is None:
+        reader.folder.complete = False
+
+
+def _read_tuned(raw: Raw, path: pathlib.Path) -> None:
+    document = load(path, "device", "launches")
+    try:
+        meta = {"device_type": "cuda", **(document.get("meta") or {}), "device": document["device"]}
+        source = _source({"meta": meta}, path, path.parent.name)
+        for launch, entries in document["launches"].items():
+            tried = [{"config": e["config"], "heuristic": e["heuristic"], "us": e["median_us"],
+                      "heuristic_us": e["heuristic_us"]} for e in entries]
+            raw.entries.append(Entry(source, "tuned", path.stem, launch, {"tried": tried}))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        said = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path}: {said}") from error
+
+
+def read(results: pathlib.Path, tuned: pathlib.Path | None = None) -> Raw:
+    """Every folder of `results`, and every table of `tuned`. Raises ValueError, naming the file, for a broken one."""
+    if not results.is_dir():
+        raise ValueError(f"{results}: no such folder")
+    raw = Raw()
+    for folder in sorted(p for p in results.iterdir() if p.is_dir()):
+        _read_folder(raw, folder)
+    for path in sorted(tuned.glob("*/*.json")) if tuned else ():
+        _read_tuned(raw, path)
+    return raw
