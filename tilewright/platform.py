@@ -50,10 +50,16 @@ def no_triton(device_type: str) -> str | None:
     return None if device_type == "cpu" else f"no Triton kernels for {device_type} tensors"
 
 
+def no_cutlass() -> str | None:
+    """None if CuTe DSL can be imported. Other packages, too, bring a module `cutlass`."""
+    name = "nvidia-cutlass-dsl"
+    return None if importlib.util.find_spec(name.replace("-", "_")) else f"the package {name!r} is not installed"
+
+
 def no_cute(device_type: str) -> str | None:
     """The CuTe DSL kernels are written for clusters of blocks and compiled for two architectures."""
-    if importlib.util.find_spec("nvidia_cutlass_dsl") is None:   # another package, too, is called cutlass
-        return "the package 'nvidia-cutlass-dsl' is not installed"
+    if reason := no_cutlass():
+        return reason
     if device_type != "cuda":
         return f"the CuTe DSL kernels take CUDA tensors, not {device_type}"
     if reason := no_cuda():

@@ -142,12 +142,17 @@ def _nvdisasm() -> str | None:
 
 
 def _code(cubin: bytes) -> bytes:
-    """The sections .text.<function> of a 64-bit ELF file."""
+    """The sections .text.<function> of a cubin."""
+    return b"".join(data for name, data in sections(cubin) if name.startswith(b".text."))
+
+
+def sections(cubin: bytes) -> list[tuple[bytes, bytes]]:
+    """Name and contents of each section of a 64-bit ELF file."""
     if cubin[:5] != b"\x7fELF\x02":
         raise ValueError("not a cubin: no 64-bit ELF header")
     start, = struct.unpack_from("<Q", cubin, 40)
     size, count, names = struct.unpack_from("<HHH", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
-    strings = sections[names][4]
-    return b"".join(cubin[offset:offset + length] for name, _, _, _, offset, length in sections
-                    if cubin.startswith(b".text.", strings + name))
+    headers = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
+    strings = headers[names][4]
+    return [(cubin[strings + name:cubin.index(b"\0", strings + name)], cubin[offset:offset + length])
+            for name, _, _, _, offset, length in headers]

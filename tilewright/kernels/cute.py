@@ -239,9 +239,10 @@ def recording() -> Iterator[list[tuple]]:
         _recorded = before
 
 
-def spec(label: str, launcher: Callable, *arguments) -> CuteSpec:
-    """What launcher(*arguments), with meta tensors, launches: one kernel."""
+def spec(label: str, launcher: Callable, *arguments, **needs: int) -> CuteSpec:
+    """What launcher(*arguments), with meta tensors, launches: one kernel. needs: load, store of CuteSpec."""
     with recording() as calls:
         launcher(*arguments)
     (function, types), = calls
-    return CuteSpec(function, label, types)
+    clusters = any(getattr(kind, "cluster", 1) > 1 for kind in types)
+    return CuteSpec(function, label, types, uses={90: ("cluster",), 100: ("cluster",)} if clusters else {}, **needs)

@@ -21,9 +21,11 @@ from tilewright.kernels import cute as tw
 from tilewright.kernels.spec import CuteSpec
 
 # Widest row of one block. Forward: 512 threads with 32 elements of x each. Backward also holds dy, w and the sums for
-# dw and db, and the next row's x and dy, so 16 elements each. Not tuned on a GPU.
+# dw and db, and the next row's x and dy, so 16 elements each; in a cluster its blocks have 256 threads, which may have
+# 255 registers, as long as 8 of them are enough for the row. Not tuned on a GPU.
 ONE_BLOCK = 16384
 ONE_BLOCK_BACKWARD = 8192
+SHARED_BACKWARD = 4096
 PER_THREAD = 32
 PER_THREAD_BACKWARD = 16
 
@@ -64,7 +66,9 @@ class Plan:
 
 def plan(D: int, H: int, vec: int, backward: bool = False) -> Plan:
     per_thread = PER_THREAD_BACKWARD if backward else PER_THREAD
-    cluster = tw.cluster_for(D, ONE_BLOCK_BACKWARD if backward else ONE_BLOCK)
+    cluster = tw.cluster_for(D, ONE_BLOCK)
+    if backward:
+        cluster = 1 if D <= ONE_BLOCK_BACKWARD else tw.cluster_for(D, SHARED_BACKWARD)
     threads = 1
     while threads < 32 and threads * 16 < D:   # narrow rows share a warp, with 16 elements a thread
         threads *= 2
@@ -72,6 +76,8 @@ def plan(D: int, H: int, vec: int, backward: bool = False) -> Plan:
     total = -(-D // vec)
     if total > threads * chunks:
         threads = 32 * -(-total // (32 * chunks * cluster))
+        if backward and cluster > 1 and threads > 256:   # 416, say, take more registers for addresses, and spilled
+            threads = 512
     chunks = -(-total // (threads * cluster))
     return Plan(D, H, vec, chunks, threads, max(1, 128 // threads) if threads <= 32 else 1, cluster)
 
@@ -84,12 +90,18 @@ def _wanted(p: Plan, k: int, column, live):
     return inside & live
 
 
+def _where(p: Plan):
+    """Block and head. The only head is the constant 0, which takes no registers."""
+    block, h, _ = cute.arch.block_idx()
+    return block, h if p.H > 1 else 0
+
+
 @cute.kernel
 def _forward(x: cute.Pointer, residual: cute.Pointer | None, weight: cute.Pointer, bias: cute.Pointer | None,
              y: cute.Pointer, total: cute.Pointer | None, rstd: cute.Pointer, T: Int64, eps: Float32, offset: Float32,
              p: cutlass.Constexpr, round_xhat: cutlass.Constexpr):
     thread = cute.arch.thread_idx()[0] % p.threads
-    block, h, _ = cute.arch.block_idx()
+    block, h = _where(p)
     rank = block % p.cluster
     t = Int64(block // p.cluster) * p.rows + cute.arch.thread_idx()[0] // p.threads
     row = t * p.H + h
@@ -142,7 +154,8 @@ def _launch_forward(x: cute.Pointer, residual: cute.Pointer | None, weight: cute
                     offset: Float32, p: cutlass.Constexpr, round_xhat: cutlass.Constexpr, blocks: Int32, heads: Int32,
                     stream: cuda.CUstream):
     _forward(x, residual, weight, bias, y, total, rstd, T, eps, offset, p, round_xhat).launch(
-        grid=(blocks, heads, 1), block=(p.block, 1, 1), cluster=tw.shape(p.cluster), stream=stream)
+        grid=(blocks, heads, 1), block=(p.block, 1, 1), cluster=tw.shape(p.cluster), stream=stream,
+        min_blocks_per_mp=int(p.vec * x.dtype.width < 128))   # else it spilled 8 bytes at 40 registers, D=4100
 
 
 def _read_rows(x, dy, rstd, t, T, h, columns, p: Plan):
@@ -161,7 +174,7 @@ def _backward(dy: cute.Pointer, dsum: cute.Pointer | None, x: cute.Pointer, rstd
     it reads the next rows while it works on these, and keeps the weights; else it reads those from L1 again."""
     group = cute.arch.thread_idx()[0] // p.threads
     thread = cute.arch.thread_idx()[0] % p.threads
-    block, h, _ = cute.arch.block_idx()
+    block, h = _where(p)
     rank = block % p.cluster
     c = block // p.cluster
     buffer = None
@@ -200,6 +213,7 @@ def _backward(dy: cute.Pointer, dsum: cute.Pointer | None, x: cute.Pointer, rstd
 
         r = scale[0]
         dot = Float32(0.0)
+        gws = [cute.make_rmem_tensor(p.vec, Float32) for k in range(p.chunks)]
         for k in cutlass.range_constexpr(p.chunks):
             g = gs[k].load().to(Float32)
             v = xs[k].load().to(Float32) * r
@@ -210,13 +224,11 @@ def _backward(dy: cute.Pointer, dsum: cute.Pointer | None, x: cute.Pointer, rstd
             else:
                 dws[k].store(dws[k].load() + g * v)
             w = ws[k] if const_expr(ahead) else tw.load(weight, Int64(h) * p.D + columns[k], p.vec, inside[k])
-            g = g * (w.load().to(Float32) + offset)
-            dot += (g * v).reduce(cute.ReductionOp.ADD, init_val=0.0, reduction_profile=0)
+            gws[k].store(g * (w.load().to(Float32) + offset))
+            dot += (gws[k].load() * v).reduce(cute.ReductionOp.ADD, init_val=0.0, reduction_profile=0)
         dot = tw.row_sum(dot, buffer, i % 2, rank, p.threads, p.cluster) / Float32(p.D)
         for k in cutlass.range_constexpr(p.chunks):
-            w = ws[k] if const_expr(ahead) else tw.load(weight, Int64(h) * p.D + columns[k], p.vec, inside[k])
-            g = gs[k].load().to(Float32) * (w.load().to(Float32) + offset)
-            v = (g - xs[k].load().to(Float32) * r * dot) * r
+            v = (gws[k].load() - xs[k].load().to(Float32) * r * dot) * r
             if const_expr(dsum is not None):
                 v = v + tw.load(dsum, row * p.D + columns[k], p.vec, wanted[k]).load().to(Float32)
             tw.store(tw.rounded(v, dx.dtype), dx, row * p.D + columns[k], wanted[k])
@@ -253,9 +265,11 @@ def _store_share(sums: list, out: cute.Pointer, share: Int64, columns: list, ins
 def _launch_backward(dy: cute.Pointer, dsum: cute.Pointer | None, x: cute.Pointer, rstd: cute.Pointer,
                      weight: cute.Pointer, dx: cute.Pointer, dw: cute.Pointer, db: cute.Pointer | None, T: Int64,
                      P: Int32, offset: Float32, p: cutlass.Constexpr, round_xhat: cutlass.Constexpr,
-                     ahead: cutlass.Constexpr, blocks: Int32, heads: Int32, stream: cuda.CUstream):
+                     ahead: cutlass.Constexpr, alone: cutlass.Constexpr, blocks: Int32, heads: Int32,
+                     stream: cuda.CUstream):
     _backward(dy, dsum, x, rstd, weight, dx, dw, db, T, P, offset, p, round_xhat, ahead).launch(
-        grid=(blocks, heads, 1), block=(p.block, 1, 1), cluster=tw.shape(p.cluster), stream=stream)
+        grid=(blocks, heads, 1), block=(p.block, 1, 1), cluster=tw.shape(p.cluster), stream=stream,
+        min_blocks_per_mp=int(alone))
 
 
 # ---- launchers
@@ -298,11 +312,10 @@ def _clusters(x: torch.Tensor, p: Plan, T: int) -> int:
     return max(1, min(-(-T // p.rows), blocks // (p.cluster * p.H)))
 
 
-def _reads_ahead(p: Plan, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, has_bias: bool) -> bool:
-    """Whether there are registers for the next row's x and dy, and for w, beside this row's, dw and db. 512 threads
-    have 128 each; where these took 112 of them (fp32), ptxas spilled 72 bytes. 256 threads have 255."""
+def _registers(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, has_bias: bool) -> int:
+    """That a thread needs for this row's and the next one's x and dy, for w, dw and db."""
     data, others = 2 * (x.element_size() + dy.element_size()), weight.element_size() + 4 + 4 * has_bias
-    return p.block <= 256 or PER_THREAD_BACKWARD * (data + others) // 4 <= 80
+    return PER_THREAD_BACKWARD * (data + others) // 4
 
 
 def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd: torch.Tensor,
@@ -315,22 +328,31 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
     p = plan(D, H, tw.vector(D, dy, dsum, x, weight, dx), backward=True)
     P = _clusters(x, p, T)
     dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
-    db = torch.empty((P, H, D), dtype=torch.float32, device=x.device) if has_bias else None
+    # 512 threads have 128 registers each; where these took 72 of them, ptxas spilled up to 24 bytes. 256 have 255, but
+    # ptxas keeps to 128, for a second block's sake, and spills 8 to 16 bytes, unless told that one is enough.
+    many = _registers(dy, x, weight, has_bias) > 64
+    ahead, alone = p.block <= 256 or not many, many or p.cluster > 1
+    # Without registers to read ahead there are none for db either: PyTorch adds up dy.
+    db = torch.empty((P, H, D), dtype=torch.float32, device=x.device) if has_bias and ahead else None
     tw.launch(_launch_backward, dy, dsum, x, rstd, weight, dx, dw, db, T, P, offset, p, round_xhat,
-              _reads_ahead(p, dy, x, weight, has_bias), P * p.cluster, H)
+              ahead, alone, P * p.cluster, H)
     dweight = dw.sum(0).reshape(weight.shape).to(weight.dtype)
-    dbias = db.sum((0, 1)).to(weight.dtype) if has_bias else weight.new_empty(0)
-    return dx, dweight, dbias
+    if not has_bias:
+        return dx, dweight, weight.new_empty(0)
+    dbias = dy.reshape(-1, D).sum(0, dtype=torch.float32) if db is None else db.sum((0, 1))
+    return dx, dweight, dbias.to(weight.dtype)
 
 
 def specs() -> list[CuteSpec]:
     """What the launchers above launch, for the compile gate: rows shared by part of a warp, a warp, a block and
-    clusters, and one whose width is odd; few options and all of them."""
+    clusters, and one of odd width; few options and all of them."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    usual, float_weight, all_float = (bf16, bf16, False, True), (bf16, fp32, True, True), (fp32, fp32, True, False)
     found = []
     for D in (128, 1024, 4096, 4097, 8192, 16384, 32768, 65536):
-        for data, weight_type, bias, cast in ((torch.bfloat16, torch.bfloat16, False, True),
-                                              (torch.bfloat16, torch.float32, True, True),
-                                              (torch.float32, torch.float32, True, False)):
+        variants = (usual,) if D in (4097, 32768) else (usual, float_weight, all_float)
+        needs = {"load": 0, "store": 0} if D == 4097 else {}   # a row begins at a multiple of 2 bytes
+        for data, weight_type, bias, cast in variants:
             def new(*shape, dtype=data):
                 return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -338,10 +360,10 @@ def specs() -> list[CuteSpec]:
             x = new(4, H, D)
             w = new(H, D, dtype=weight_type) if H > 1 else new(D, dtype=weight_type)
             b = new(D, dtype=weight_type) if bias else None
-            rstd = new(4, H, dtype=torch.float32)
+            rstd = new(4, H, dtype=fp32)
             tail = f"{tw.name(data)} weight={tw.name(weight_type)}{' bias' if bias else ''} D={D}"
-            found += [tw.spec(f"cute forward {tail}", forward, x, w, b, 1e-6, 0.0, cast),
-                      tw.spec(f"cute add_forward {tail}", add_forward, x, x, w, b, 1e-6, 0.0, cast),
-                      tw.spec(f"cute backward {tail}", backward, x, x if bias else None, x, rstd, w, 0.0, cast,
-                              bias)]
+            found += [tw.spec(f"cute forward {tail}", forward, x, w, b, 1e-6, 0.0, cast, **needs),
+                      tw.spec(f"cute add_forward {tail}", add_forward, x, x, w, b, 1e-6, 0.0, cast, **needs),
+                      tw.spec(f"cute backward {tail}", backward, x, x if bias else None, x, rstd, w, 0.0, cast, bias,
+                              **needs)]
     return found

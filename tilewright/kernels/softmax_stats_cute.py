@@ -446,13 +446,13 @@ def specs() -> list[CuteSpec]:
             y, rows = new(4, dtype=torch.int64), new(4)
             more = rows if everything else None
             softcap = 30.0 if everything else 0.0
-            for V in (16000, 32000, 50257, 128256):
+            for V in (16000, 32000, 50257, 128256):   # forward stores a number or two a row
                 x, w = new(4, V, dtype=data), new(V) if everything else None
                 found.append(tw.spec(f"cute forward {label} V={V}", forward, x, y, w, softcap, everything, everything,
-                                     everything, False))
+                                     everything, False, store=0))
             found.append(tw.spec(f"cute backward {label}", backward, x, y, w, softcap, rows, more, rows, rows, more,
                                  more))
             apart = new(4, V + 1, dtype=data)[:, :V]   # rows one element further apart than those of the gradient
             found.append(tw.spec(f"cute backward {label} odd stride", backward, apart, y, w, softcap, rows, more, rows,
-                                 rows, more, more))
+                                 rows, more, more, load=0, store=0))
     return found
