@@ -3,6 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PINNED_TRITON := 3.9.0
 TRITON ?= $(PINNED_TRITON)
+CUTE := 4.8.1
 VENV := .venv
 BIN := $(VENV)/bin
 # OpenMP threads that sleep while they wait: spinning made a training step eight times slower on a shared machine.
@@ -17,7 +18,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip "setuptools>=77" wheel ninja
-	$(BIN)/python -m pip install -q "$(TORCH)" "triton==$(TRITON)" numpy safetensors
+	$(BIN)/python -m pip install -q "$(TORCH)" "triton==$(TRITON)" "nvidia-cutlass-dsl[cu13]==$(CUTE)" numpy safetensors
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]"
 	touch $@
 
@@ -43,10 +44,12 @@ test: $(STAMP) build lint .cache/smollm2/config.json
 	$(BIN)/python -m pytest -q
 	$(MAKE) gate
 
-# Every Triton kernel, compiled for sm_90, sm_100 and sm_120 without a GPU, against the committed budgets.
+# Every Triton kernel, compiled for sm_90, sm_100 and sm_120 without a GPU, against the committed budgets; and every
+# kernel in CuTe DSL, for sm_90 and sm_100.
 # `make gate TRITON=3.6.0` does it with that Triton, in an environment of its own.
 ifeq ($(TRITON),$(PINNED_TRITON))
 GATE_PYTHON := $(BIN)/python
+gate: GATE_ARGS += --require triton,cute
 gate: $(STAMP)
 else
 GATE_PYTHON := .venv-gate-$(TRITON)/bin/python

@@ -31,8 +31,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tilewright import platform
-from tilewright.bench import machine_code
-from tilewright.kernels.spec import KernelSpec
+from tilewright.bench import gate_cute, machine_code
+from tilewright.kernels.spec import CuteSpec, KernelSpec
 from tilewright.registry import Op, operations
 
 BUDGETS = pathlib.Path(__file__).parent / "budgets"
@@ -89,6 +89,8 @@ class Compiler:
     compile: (spec, arch) -> the facts without those of the machine code, and the cubin, which is disassembled
     later, many at once; raises what the compiler raises.
     identity: what makes two specs the same compilation and the same needs.
+    archs: compute capabilities that its kernels are launched on.
+    Its name is also that of the implementations whose kernels it compiles.
     A spec, of whatever type, has label, min_arch, and the needs that KernelSpec describes: load, store, uses.
     """
 
@@ -97,6 +99,7 @@ class Compiler:
     version: Callable[[], str]
     compile: Callable[[Any, int], tuple[Facts, bytes]]
     identity: Callable[[Any], str]
+    archs: tuple[int, ...] = ARCHS
 
     def budget_file(self) -> pathlib.Path:
         return BUDGETS / f"{self.name}-{self.version()}.json"
@@ -163,18 +166,30 @@ def resources(log: str) -> tuple[int, int, int]:
             most(r"(\d+) bytes (?:stack frame|cumulative stack size)") + most(r"(\d+) bytes lmem"))
 
 
+# ---- CuTe DSL
+
+def _compile_cute(spec: CuteSpec, arch: int) -> tuple[Facts, bytes]:
+    facts, cubin = gate_cute.compile(spec, arch)
+    return Facts(spill=0, **facts), cubin
+
+
 COMPILERS: dict[type, Compiler] = {
     KernelSpec: Compiler("triton", _triton_missing, _triton_version, _compile_triton, _triton_identity),
+    CuteSpec: Compiler("cute", gate_cute.missing, gate_cute.version, _compile_cute, gate_cute.identity,
+                       gate_cute.ARCHS),
 }
 
 
 # ---- collecting and compiling
 
-def collect(ops: Iterable[Op]) -> dict[str, Any]:
-    """Specs by name, "op/label". What two ops share is compiled once, under the first one's name."""
+def collect(ops: Iterable[Op], without: Iterable[str] = ()) -> dict[str, Any]:
+    """Specs by name, "op/label". What two ops share is compiled once, under the first one's name. without:
+    implementations that are left out."""
     found, seen = {}, set()
     for op in ops:
         for impl in op.implementations:
+            if impl.name in without:
+                continue
             for spec in impl.gate():
                 if type(spec) not in COMPILERS:
                     raise TypeError(f"{op.name}[{impl.name}]: gate() must return one of "
@@ -213,7 +228,8 @@ def _read(task: tuple[int, list[bytes]]) -> list[dict[str, Any]]:
 
 def compile_all(specs: dict[str, Any], archs: Sequence[int], jobs: int) -> list[Result]:
     """Compiles every spec for every architecture that launches it, in `jobs` processes."""
-    tasks = [(name, arch) for name, spec in specs.items() for arch in archs if arch >= spec.min_arch]
+    tasks = [(name, arch) for name, spec in specs.items() for arch in archs
+             if arch >= spec.min_arch and arch in COMPILERS[type(spec)].archs]
     _specs.clear()
     _specs.update(specs)
     pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork"))
@@ -352,16 +368,22 @@ def main(argv: list[str] | None = None) -> int:
     add("--op", action="append", choices=list(ops), help="only this op's kernels (may be repeated)")
     add("--arch", action="append", type=int, choices=ARCHS, help="only this one (may be repeated)")
     add("--update", action="store_true", help="write the budgets instead of comparing with them")
+    add("--require", type=lambda names: names.split(","), default=["triton"], metavar="COMPILERS",
+        help="compilers that must be here, by commas; others' kernels are skipped, with the reason (default: triton)")
     add("--json", action="store_true", help="print one JSON object instead of the table")
     add("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one a core)")
     args = parser.parse_args(argv)
     start = time.time()
-    for compiler in COMPILERS.values():
-        if reason := compiler.missing():
+    if unknown := set(args.require) - {c.name for c in COMPILERS.values()}:
+        parser.error(f"argument --require: no compiler {', '.join(sorted(unknown))}; have "
+                     f"{', '.join(c.name for c in COMPILERS.values())}")
+    absent = {c.name: reason for c in COMPILERS.values() if (reason := c.missing())}
+    for name, reason in absent.items():
+        if name in args.require:
             print(f"compile-gate: {reason}", file=sys.stderr)
             return 2
     archs = tuple(sorted(set(args.arch or ARCHS)))
-    specs = collect(ops.values())
+    specs = collect(ops.values(), absent)
     if args.op:
         specs = {name: spec for name, spec in specs.items() if name.split("/")[0] in args.op}
     if not specs:
@@ -375,7 +397,10 @@ def main(argv: list[str] | None = None) -> int:
     failures = []
     notes = [f"sm_{a}: {reason}; of its machine code nothing was checked" for a in archs
              if (reason := machine_code.cannot_disassemble(a))]
+    notes += [f"kernels in {name} were skipped: {reason}" for name, reason in absent.items()]
     for kind, compiler in COMPILERS.items():
+        if compiler.name in absent:
+            continue
         path = compiler.budget_file()
         mine = [r for r in results if type(specs[r.name]) is kind]
         budgets = json.loads(path.read_text()) if path.exists() else None
@@ -390,7 +415,7 @@ def main(argv: list[str] | None = None) -> int:
                          "compilation, spills, local memory, needs and the GPUs' limits were checked")
         failures += judge(mine, specs, budgets, in_scope)
 
-    versions = {c.name: c.version() for c in COMPILERS.values()}
+    versions = {c.name: c.version() for c in COMPILERS.values() if c.name not in absent}
     if args.json:
         print(json.dumps({"compilers": versions, "results": [asdict(r) for r in results],
                           "failures": failures, "notes": notes}, indent=1))

@@ -296,6 +296,18 @@ def triton() -> SimpleNamespace:
     return _loaded["triton"]
 
 
+def cute() -> SimpleNamespace:
+    """forward, backward and differentiable, in CuTe DSL for sm_90 and sm_100."""
+    if "cute" not in _loaded:
+        from tilewright.kernels import softmax_stats_cute as k
+
+        _loaded["cute"] = _register(define("softmax_stats_cute_forward", k.forward, _fake_forward),
+                                    define("softmax_stats_cute_backward", k.backward, _fake_backward),
+                                    define("softmax_stats_cute_backward_", k.backward_, _fake_backward_,
+                                           mutates=("logits",)))
+    return _loaded["cute"]
+
+
 def cpp() -> SimpleNamespace:
     """forward, backward and differentiable, in C++ for the CPU (float32 and bfloat16)."""
     if "cpp" not in _loaded:
@@ -309,3 +321,9 @@ def specs() -> list:
     from tilewright.kernels import softmax_stats_triton
 
     return softmax_stats_triton.specs()
+
+
+def cute_specs() -> list:
+    from tilewright.kernels import softmax_stats_cute
+
+    return softmax_stats_cute.specs()

@@ -325,6 +325,9 @@ CROSS_ENTROPY = Op(
     (
         Implementation("triton", lambda: _fused(_softmax_stats.triton), platform.no_triton,
                        gate=_softmax_stats.specs),
+        # Never the choice of `auto` until it has been measured to beat Triton on a GPU.
+        Implementation("cute", lambda: _fused(_softmax_stats.cute), platform.no_cute, devices=(),
+                       gate=_softmax_stats.cute_specs),
         Implementation("cpp", lambda: _fused(_softmax_stats.cpp), platform.no_cpp, ("cpu",),
                        (torch.float32, torch.bfloat16)),
         Implementation("torch", _torch, devices=("cuda", "cpu"),

@@ -13,7 +13,7 @@ import torch
 from tilewright import platform
 from tilewright.ops import _checks, cases
 from tilewright.ops._library import adopt, define, differentiate
-from tilewright.registry import Case, Cost, Implementation, Op
+from tilewright.registry import FLOATS, Case, Cost, Implementation, Op
 
 CASTS = ("llama", "gemma", "none")
 MAX_D = 65536  # widest row that the Triton kernels are compiled and tested for
@@ -205,6 +205,16 @@ def _triton():
     return _loaded["triton"]
 
 
+def _cute():
+    if "cute" not in _loaded:
+        from tilewright.kernels import rmsnorm_cute as k
+
+        _loaded["cute"] = _register(define("rmsnorm_cute_forward", k.forward, _fake_forward),
+                                    define("add_rmsnorm_cute_forward", k.add_forward, _fake_add_forward),
+                                    define("rmsnorm_cute_backward", k.backward, _fake_backward), FLOATS)
+    return _loaded["cute"]
+
+
 def _cpp():
     if "cpp" not in _loaded:
         _loaded["cpp"] = _register(adopt("rmsnorm_cpp_forward", _fake_forward),
@@ -218,6 +228,12 @@ def _specs():
     from tilewright.kernels import rmsnorm_triton
 
     return rmsnorm_triton.specs()
+
+
+def _cute_specs():
+    from tilewright.kernels import rmsnorm_cute
+
+    return rmsnorm_cute.specs()
 
 
 # ---- cases
@@ -278,6 +294,8 @@ RMSNORM = Op(
     "rmsnorm", rmsnorm, rmsnorm_eager,
     (
         Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_specs),
+        # Never the choice of `auto` until it has been measured to beat Triton on a GPU.
+        Implementation("cute", lambda: _cute()[0], platform.no_cute, devices=(), gate=_cute_specs),
         Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
         Implementation("torch", _torch, devices=("cuda", "cpu"),
                        dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)),
@@ -288,6 +306,7 @@ ADD_RMSNORM = Op(
     "add_rmsnorm", add_rmsnorm, add_rmsnorm_eager,
     (
         Implementation("triton", lambda: _triton()[1], platform.no_triton),
+        Implementation("cute", lambda: _cute()[1], platform.no_cute, devices=()),   # see above
         Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
     ),
     _all_cases(add=True),
