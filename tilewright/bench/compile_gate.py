@@ -1,6 +1,7 @@
 """The compile gate: every GPU kernel of the registry, compiled for the GPUs it is meant for, without one.
 
-Each `Implementation.gate()` returns specs, and each spec is compiled for every architecture. Red are: a
+The launches of each implementation (`tunables`, `gate`) give specs: for their heuristics' constants and for all
+constants in the committed tables. Each spec is compiled for every architecture. Red are: a
 kernel that does not compile; spilled registers or any local memory; more shared memory than the GPU has;
 what a spec needs (wide loads and stores, matrix or copy instructions) and PTX or machine code does not have;
 and anything worse than the committed budget: more registers or shared memory, narrower global loads or
@@ -8,7 +9,7 @@ stores, a smaller share of wide ones, a matrix or copy instruction no longer use
 budget without a kernel. A budget belongs to one version of one compiler (budgets/triton-3.9.0.json); with a
 version that has no such file, only the rules that need none are checked.
 
-    python -m tilewright.bench compile-gate [--op OP] [--arch 90] [--update] [--json]
+    python -m tilewright.bench compile-gate [--op OP] [--arch 90] [--update] [--space] [--json]
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +33,9 @@ from typing import Any
 
 from tilewright import platform
 from tilewright.bench import gate_cute, machine_code
+from tilewright.kernels import tuning
 from tilewright.kernels.spec import CuteSpec, KernelSpec
+from tilewright.kernels.tuning import Tunable
 from tilewright.registry import Op, operations
 
 BUDGETS = pathlib.Path(__file__).parent / "budgets"
@@ -182,15 +185,19 @@ COMPILERS: dict[type, Compiler] = {
 
 # ---- collecting and compiling
 
-def collect(ops: Iterable[Op], without: Iterable[str] = ()) -> dict[str, Any]:
+def collect(ops: Iterable[Op], space: bool = False, without: Iterable[str] = ()) -> dict[str, Any]:
     """Specs by name, "op/label". What two ops share is compiled once, under the first one's name. without:
-    implementations that are left out."""
+    implementations that are left out.
+
+    Of a launch that can be tuned: its heuristic's constants for the keys that stand for all, and whatever constants
+    are in a committed table; with `space`, all candidates of a search instead.
+    """
     found, seen = {}, set()
     for op in ops:
         for impl in op.implementations:
             if impl.name in without:
                 continue
-            for spec in impl.gate():
+            for spec in (*([] if space else impl.gate()), *_tunable_specs(impl.tunables(), space)):
                 if type(spec) not in COMPILERS:
                     raise TypeError(f"{op.name}[{impl.name}]: gate() must return one of "
                                     f"{[t.__name__ for t in COMPILERS]}, got {type(spec).__name__}")
@@ -203,6 +210,33 @@ def collect(ops: Iterable[Op], without: Iterable[str] = ()) -> dict[str, Any]:
                     raise ValueError(f"{op.name}[{impl.name}]: two specs have the label {spec.label!r}")
                 found[name] = spec
     return found
+
+
+def _tunable_specs(tunables: Iterable[Tunable], space: bool) -> Iterator[Any]:
+    for tunable in tunables:
+        for key in map(tunable.named, tunable.keys):
+            if space:
+                for config in tunable.candidates(**key):
+                    yield from _labelled(tunable, key, config, "")
+            else:
+                yield from tunable.specs(key, tunable.heuristic(**key))
+        for folder, key, config in () if space else tuning.tuned(tunable):
+            yield from _labelled(tunable, key, config, f"{folder}: ")
+
+
+def _labelled(tunable: Tunable, key: dict[str, Any], config: dict[str, Any], where: str) -> Iterator[Any]:
+    constants = " ".join(f"{name}={value}" for name, value in config.items())
+    for spec in tunable.specs(key, config):
+        yield replace(spec, label=f"{spec.label} [{where}{_key_text(key)}; {constants}]")
+
+
+def _key_text(key: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in key.items())
+
+
+def budgeted(name: str) -> bool:
+    """Whether a kernel has budgets: searched constants change with every search, and answer to the rules alone."""
+    return "[" not in name
 
 
 _specs: dict[str, Any] = {}   # for the workers, which inherit it: kernels cannot be pickled
@@ -323,7 +357,7 @@ def judge(results: Sequence[Result], specs: dict[str, Any], budgets: dict[str, A
     """One sentence a failure. budgets None: there are none for this compiler, and nothing is compared."""
     found = [f"{r.key}: {p}" for r in results
              for p in [*problems(r), *unmet(r, specs[r.name]),
-                       *([] if budgets is None else over_budget(r, budgets.get(r.key)))]]
+                       *([] if budgets is None or not budgeted(r.name) else over_budget(r, budgets.get(r.key)))]]
     present = {r.key for r in results}
     found += [f"{key}: has a budget but no kernel; --update removes it"
               for key in budgets or () if key not in present and in_scope(key)]
@@ -368,6 +402,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--op", action="append", choices=list(ops), help="only this op's kernels (may be repeated)")
     add("--arch", action="append", type=int, choices=ARCHS, help="only this one (may be repeated)")
     add("--update", action="store_true", help="write the budgets instead of comparing with them")
+    add("--space", action="store_true", help="compile every candidate of every search instead: none may spill, "
+        "need more shared memory than there is, or have narrower accesses than its kernel needs")
     add("--require", type=lambda names: names.split(","), default=["triton"], metavar="COMPILERS",
         help="compilers that must be here, by commas; others' kernels are skipped, with the reason (default: triton)")
     add("--json", action="store_true", help="print one JSON object instead of the table")
@@ -383,7 +419,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"compile-gate: {reason}", file=sys.stderr)
             return 2
     archs = tuple(sorted(set(args.arch or ARCHS)))
-    specs = collect(ops.values(), absent)
+    specs = collect(ops.values(), args.space, absent)
+    if args.space and args.update:
+        parser.error("argument --update: candidates of a search have no budgets")
     if args.op:
         specs = {name: spec for name, spec in specs.items() if name.split("/")[0] in args.op}
     if not specs:
@@ -392,7 +430,7 @@ def main(argv: list[str] | None = None) -> int:
     results = compile_all(specs, archs, args.jobs)
 
     def in_scope(key: str) -> bool:
-        return (not args.op or key.split("/")[0] in args.op) and int(key.rsplit("_", 1)[1]) in archs
+        return not args.space and (not args.op or key.split("/")[0] in args.op) and int(key.rsplit("_", 1)[1]) in archs
 
     failures = []
     notes = [f"sm_{a}: {reason}; of its machine code nothing was checked" for a in archs
@@ -406,7 +444,7 @@ def main(argv: list[str] | None = None) -> int:
         budgets = json.loads(path.read_text()) if path.exists() else None
         if args.update:
             budgets = {key: b for key, b in (budgets or {}).items() if not in_scope(key)}
-            budgets |= {r.key: {k: asdict(r.facts)[k] for k in BUDGETED} for r in mine if r.facts}
+            budgets |= {r.key: {k: asdict(r.facts)[k] for k in BUDGETED} for r in mine if r.facts and budgeted(r.name)}
             write_budgets(path, budgets)
             notes.append(f"wrote {path.name}: {len(budgets)} budgets")
         elif budgets is None:

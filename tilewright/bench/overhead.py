@@ -1,6 +1,7 @@
-"""What the dispatch above a kernel costs: the same tiny call at four depths, in microseconds.
+"""What the dispatch above a kernel costs: the same tiny call at several depths, in microseconds.
 
 public: the op's function, with its argument checks.
+launch: Triton's own launch of the first kernel, where it is Triton that runs; the floor of any such call.
 resolved: what `Op.resolve` returns, with the arguments that the public function passes on.
 operator: the first registered torch operator that it calls, alone.
 pick: `Op.pick` alone, the look-up between public and resolved.
@@ -8,17 +9,19 @@ pick: `Op.pick` alone, the look-up between public and resolved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilewright import platform
 from tilewright.bench import timing
 from tilewright.registry import Op, short
 
-LEVELS = ("public", "resolved", "operator", "pick")
+LEVELS = ("public", "resolved", "operator", "launch", "pick")
 
 
 class _FirstOperator(TorchDispatchMode):
@@ -30,6 +33,29 @@ class _FirstOperator(TorchDispatchMode):
         if self.found is None and func.namespace == "tilewright":
             self.found = func, args, kwargs or {}
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _first_launch() -> Iterator[list[Callable[[], object]]]:
+    """Collects the first launch of a Triton kernel inside the block, as a callable that repeats it."""
+    found: list[Callable[[], object]] = []
+    if platform.no_module("triton"):
+        yield found
+        return
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    with contextlib.ExitStack() as stack:
+        for kind in (JITFunction, InterpretedFunction):
+            run = kind.run
+
+            def spy(kernel, *args, run=run, **options):
+                if not found:
+                    found.append(lambda: run(kernel, *args, **options))
+                return run(kernel, *args, **options)
+
+            stack.enter_context(mock.patch.object(kind, "run", spy))
+        yield found
 
 
 def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], object]]:
@@ -45,7 +71,8 @@ def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], 
         passed.append((args, options))
         return resolved(*args, **options)
 
-    with mock.patch.object(op, "pick", lambda name, tensor: spy), _FirstOperator() as recorder:
+    with (mock.patch.object(op, "pick", lambda name, tensor: spy), _FirstOperator() as recorder,
+          _first_launch() as launches):
         op.public(**kwargs, implementation=name)
     args, options = passed[0]
     found = {"public": lambda: op.public(**kwargs, implementation=name),
@@ -53,6 +80,8 @@ def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], 
     if recorder.found is not None:
         operator, inner, inner_options = recorder.found
         found["operator"] = lambda: operator(*inner, **inner_options)
+    if launches:
+        found["launch"] = launches[0]
     return found
 
 
@@ -81,19 +110,22 @@ def overhead(ops: Iterable[Op], device: str, dtype: torch.dtype, *, rounds: int 
                 t = timings.get(level)
                 row["us"][level] = t and {"median": t.median * 1e6, "p20": t.p20 * 1e6,
                                           "p80": t.p80 * 1e6}
-            public, operator = row["us"]["public"], row["us"]["operator"]
+            public, operator, launch = (row["us"][n] for n in ("public", "operator", "launch"))
             row["overhead_us"] = public["median"] - operator["median"] if public and operator else None
+            row["over_launch_us"] = public["median"] - launch["median"] if public and launch else None
             rows.append(row)
     return rows
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
     out = [f"{'op':<22} {'implementation':<14} {'grad':<5} "
-           + " ".join(f"{level + ' us':>12}" for level in LEVELS) + f" {'public - operator':>18}"]
+           + " ".join(f"{level + ' us':>12}" for level in LEVELS)
+           + f" {'public - operator':>18} {'public - launch':>16}"]
     for r in rows:
         cells = [f"{r['us'][level]['median']:12.2f}" if r["us"][level] else f"{'-':>12}" for level in LEVELS]
-        over = "-" if r["overhead_us"] is None else f"{r['overhead_us']:.2f} us"
+        over = [f"{'-' if r[n] is None else f'{r[n]:.2f} us':>{width}}"
+                for n, width in (("overhead_us", 18), ("over_launch_us", 16))]
         out.append(f"{r['op']:<22} {r['implementation']:<14} {'yes' if r['grad'] else 'no':<5} "
-                   + " ".join(cells) + f" {over:>18}")
+                   + " ".join((*cells, *over)))
         out += [f"  {level}: {reason}" for level, reason in r["errors"].items()]
     return "\n".join(out)

@@ -149,10 +149,10 @@ def line(r: dict) -> str:
     """One row, for the terminal."""
     name = ("*" if r["auto"] else " ") + r["provider"]
     if r["status"] == "failed":
-        return f"{name:<9} FAILED: {r['reason']}"
+        return f"{name:<13} FAILED: {r['reason']}"
     if r["status"] != "ok":
-        return f"{name:<9} {r['status']}: {r['reason']}"
-    parts = [f"{name:<9}"]
+        return f"{name:<13} {r['status']}: {r['reason']}"
+    parts = [f"{name:<13}"]
     for which, label in zip(PASSES, ("fwd", "bwd", "fwd+bwd"), strict=True):
         if r[which]:
             f = r[which]
@@ -260,7 +260,7 @@ def plot(document: dict, path: pathlib.Path) -> None:
     rows, meta = plotted(document["rows"]), document["meta"]
     dtypes = list(dict.fromkeys(r["dtype"] for r in rows))
     names = list(dict.fromkeys(r["provider"] for r in rows))
-    order = [n for n in ("torch", "compile", "liger") if n in names]
+    order = [n for n in BASELINES if n in names]
     order += [n for n in names if n not in BASELINES]
     extra = iter(MORE_COLOURS * 5)
     colour = {n: COLOURS.get(n) or next(extra) for n in order}
@@ -328,7 +328,7 @@ def plot(document: dict, path: pathlib.Path) -> None:
                     f"torch {meta['versions']['torch']}\ncommit {commit(meta)}, {meta['date'][:10]}",
                     fontsize=11)
     shown = {"compile": "torch.compile", "torch": "torch's fused op", "liger": "Liger-Kernel"}
-    handles = [Patch(color=colour[n], label=shown.get(n, f"tilewright {n}")) for n in order]
+    handles = [Patch(color=colour[n], label=shown.get(n, n if n in BASELINES else f"tilewright {n}")) for n in order]
     handles.append(Line2D([], [], color="black", linewidth=1, label="eager = 1"))
     if hatched:
         handles.append(Patch(facecolor="#8c8c8c", edgecolor="white", hatch="////", linewidth=0,

@@ -134,6 +134,9 @@ def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timin
     if device == "cuda":
         for (name, which), fn in tasks.items():
             if which == "forward_backward" and rows[name]["status"] == "ok":
+                for t in kwargs.values():   # gradients of earlier calls would count as held already
+                    if isinstance(t, torch.Tensor):
+                        t.grad = None
                 rows[name]["peak_mib"] = _peak_mib(fn)
     report.compare_with_baselines(list(rows.values()))
     return list(rows.values())
@@ -296,8 +299,8 @@ def listing(ops: Iterable[Op], device: str, dtypes: list[torch.dtype]) -> str:
                 reasons.setdefault(provider.name, {})[short(dtype)] = provider.reason or "usable"
         for name, by_dtype in reasons.items():
             if len(set(by_dtype.values())) == 1:
-                lines.append(f"  {name:<8} {next(iter(by_dtype.values()))}")
+                lines.append(f"  {name:<12} {next(iter(by_dtype.values()))}")
             else:
-                lines.append(f"  {name:<8} " + "; ".join(f"{d}: {r}" for d, r in by_dtype.items()))
+                lines.append(f"  {name:<12} " + "; ".join(f"{d}: {r}" for d, r in by_dtype.items()))
         lines.append("")
     return "\n".join(lines)

@@ -73,7 +73,7 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
 
     tasks = {i: with_config(c) for i, c in enumerate(candidates)}
     timings, errors = timing.interleave(tasks, clock, rounds=rounds, max_seconds=seconds, seed=run.SEED)
-    rejected = {i: reason for i, reason in errors.items()}
+    rejected = dict(errors)
     by = contract.reference(op, kwargs, dtype)
     best = 0
     for i in sorted(timings, key=lambda i: timings[i].median):

@@ -1,6 +1,8 @@
 """silu(gate) * up and gelu(gate) * up in Triton. The definition is tilewright/ops/activation.py.
 
-gate and up are [rows, I] matrices with a row stride each and contiguous columns. A program takes BLOCK columns
+gate and up are [rows, I] matrices with a row stride each and contiguous columns. Strides and I come in units of UNIT
+elements, 16 bytes where they all are multiples of that: it is then in the code that rows are aligned, where Triton by
+itself takes note of multiples of 16 elements only (32 bytes, of bf16). A program takes BLOCK columns
 of one row: BLOCKS programs in a row, numbered row by row in one grid dimension (the others end at 65,535).
 float32 math, one rounding on store. KIND: 0 SiLU, 1 GELU (tanh), 2 GELU (erf).
 """
@@ -12,12 +14,19 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
 
 
-def config(columns: int) -> dict:
+def _heuristic(columns: int, itemsize: int) -> dict:
     """8 elements a thread: one 128-bit load of each 16-bit operand."""
     block = min(1024, triton.next_power_of_2(columns))
     return {"BLOCK": block, "num_warps": max(1, block // 256)}
+
+
+def _space(columns: int, itemsize: int) -> list[dict]:
+    """One to four 128-bit loads of each operand a thread, 16 elements at most."""
+    return [{"BLOCK": block, "num_warps": warps} for block in (512, 1024, 2048, 4096) for warps in (1, 2, 4, 8)
+            if 16 // itemsize <= block // (32 * warps) <= 16 and block <= triton.next_power_of_2(columns)]
 
 
 @triton.jit
@@ -80,38 +89,45 @@ def _activate(g, KIND: tl.constexpr):
 
 @triton.jit
 def _forward(gate_ptr, up_ptr, y_ptr, columns, BLOCKS, gate_stride, up_stride, y_stride,
-             KIND: tl.constexpr, BLOCK: tl.constexpr):
+             KIND: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     c = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-    mask = c < columns
-    g = tl.load(gate_ptr + row * gate_stride + c, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up_ptr + row * up_stride + c, mask=mask, other=0.0).to(tl.float32)
+    mask = c < columns * UNIT
+    g = tl.load(gate_ptr + row * gate_stride * UNIT + c, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up_ptr + row * up_stride * UNIT + c, mask=mask, other=0.0).to(tl.float32)
     a, _ = _activate(g, KIND)
-    tl.store(y_ptr + row * y_stride + c, (a * u).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + row * y_stride * UNIT + c, (a * u).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _backward(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, columns, BLOCKS, dy_stride, gate_stride,
-              up_stride, dgate_stride, dup_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
+              up_stride, dgate_stride, dup_stride, KIND: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     c = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-    mask = c < columns
-    d = tl.load(dy_ptr + row * dy_stride + c, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(gate_ptr + row * gate_stride + c, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up_ptr + row * up_stride + c, mask=mask, other=0.0).to(tl.float32)
+    mask = c < columns * UNIT
+    d = tl.load(dy_ptr + row * dy_stride * UNIT + c, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate_ptr + row * gate_stride * UNIT + c, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up_ptr + row * up_stride * UNIT + c, mask=mask, other=0.0).to(tl.float32)
     a, da = _activate(g, KIND)
-    tl.store(dgate_ptr + row * dgate_stride + c, (d * u * da).to(dgate_ptr.dtype.element_ty), mask=mask)
-    tl.store(dup_ptr + row * dup_stride + c, (d * a).to(dup_ptr.dtype.element_ty), mask=mask)
+    tl.store(dgate_ptr + row * dgate_stride * UNIT + c, (d * u * da).to(dgate_ptr.dtype.element_ty), mask=mask)
+    tl.store(dup_ptr + row * dup_stride * UNIT + c, (d * a).to(dup_ptr.dtype.element_ty), mask=mask)
+
+
+def _unit(columns: int, *tensors: torch.Tensor) -> int:
+    """Elements in which columns and row strides are counted."""
+    vector = 16 // tensors[0].element_size()
+    return vector if columns % vector == 0 and all(t.stride(0) % vector == 0 for t in tensors) else 1
 
 
 def forward(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
     rows, columns = gate.shape
     y = torch.empty((rows, columns), dtype=gate.dtype, device=gate.device)
     if y.numel():
-        c = config(columns)
+        c = FORWARD[kind].config(gate.device, columns, gate.element_size())
         blocks = triton.cdiv(columns, c["BLOCK"])
-        _forward[(rows * blocks,)](gate, up, y, columns, blocks, gate.stride(0), up.stride(0), columns,
-                                   KIND=kind, **c)
+        by = _unit(columns, gate, up)
+        _forward[(rows * blocks,)](gate, up, y, columns // by, blocks, gate.stride(0) // by, up.stride(0) // by,
+                                   columns // by, KIND=kind, UNIT=by, **c)
     return y
 
 
@@ -120,28 +136,45 @@ def backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, dgate: torc
     """Writes dgate and dup, which may be the halves of one tensor."""
     rows, columns = gate.shape
     if gate.numel():
-        c = config(columns)
+        c = BACKWARD[kind].config(gate.device, columns, gate.element_size())
         blocks = triton.cdiv(columns, c["BLOCK"])
-        _backward[(rows * blocks,)](dy, gate, up, dgate, dup, columns, blocks, dy.stride(0), gate.stride(0),
-                                    up.stride(0), dgate.stride(0), dup.stride(0), KIND=kind, **c)
+        tensors = (dy, gate, up, dgate, dup)
+        by = _unit(columns, *tensors)
+        _backward[(rows * blocks,)](*tensors, columns // by, blocks, *(t.stride(0) // by for t in tensors),
+                                    KIND=kind, UNIT=by, **c)
 
 
-def specs() -> list[KernelSpec]:
-    """What the launchers launch: every activation, in bf16 and float32, rows aligned to 16 elements; and in bf16
-    an odd width, whose rows are read element by element and whose strides are past 2^31."""
-    found = []
+_NAMES = ("silu", "gelu_tanh", "gelu_erf")
+
+
+def _specs(kernel, kind: int):
+    """Rows aligned to 16 bytes, no argument saying of more; and in bf16 an odd width, whose rows are read element by
+    element and whose strides are past 2^31."""
+    label = f"{_NAMES[kind]} {'forward' if kernel is _forward else 'backward'}"
     strides = ("dy_stride", "gate_stride", "up_stride", "y_stride", "dgate_stride", "dup_stride")
-    c = config(4096)
-    warps = c.pop("num_warps")
-    for kind, name in enumerate(("silu", "gelu_tanh", "gelu_erf")):
-        for kernel, label in ((_forward, "forward"), (_backward, "backward")):
-            for data, tail in (("bf16", ""), ("fp32", ""), ("bf16", " odd")):
-                types = {**{n: f"*{data}" for n in kernel.arg_names if n.endswith("_ptr")}, "columns": "i32",
-                         "BLOCKS": "i32", **dict.fromkeys(strides, "i64" if tail else "i32")}
-                signature = {n: types[n] for n in kernel.arg_names if n in types}
-                divisible = () if tail else tuple(n for n in signature if n in (*strides, "columns"))
-                # Rows of odd strides start at any element, each tensor's at another: nothing wider than one is aligned.
-                need = 0 if tail else 128
-                found.append(KernelSpec(kernel, f"{name} {label} {data}{tail}", signature, {"KIND": kind, **c},
-                                        warps, divisible=divisible, load=need, store=need))
-    return found
+
+    def specs(key: dict, config: dict) -> list[KernelSpec]:
+        found = []
+        for data, tail in ((("bf16", ""), ("bf16", " odd")) if key["itemsize"] == 2 else (("fp32", ""),)):
+            types = {**{n: f"*{data}" for n in kernel.arg_names if n.endswith("_ptr")}, "columns": "i32",
+                     "BLOCKS": "i32", **dict.fromkeys(strides, "i64" if tail else "i32")}
+            signature = {n: types[n] for n in kernel.arg_names if n in types}
+            # Rows of odd strides start at any element, each tensor's at another: nothing wider than one is aligned.
+            need = 0 if tail else 128
+            found.append(KernelSpec(kernel, f"{label} {data}{tail}", signature,
+                                    {"KIND": kind, "UNIT": 1 if tail else 16 // key["itemsize"],
+                                     "BLOCK": config["BLOCK"]}, config["num_warps"], load=need, store=need))
+        return found
+
+    return specs
+
+
+def _tunables(kernel, which: str) -> tuple[Tunable, ...]:
+    """One for each KIND."""
+    return tuple(Tunable("silu_mul" if kind == 0 else "gelu_mul", f"{which}{name.removeprefix('silu')[4:]}",
+                         ("columns", "itemsize"), which, _heuristic, _space, [(4096, 2), (4096, 4)],
+                         _specs(kernel, kind)) for kind, name in enumerate(_NAMES))
+
+
+FORWARD, BACKWARD = _tunables(_forward, "forward"), _tunables(_backward, "backward")
+TUNABLES = (*FORWARD, *BACKWARD)

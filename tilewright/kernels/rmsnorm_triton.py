@@ -14,25 +14,60 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
 
 WHOLE_ROW = 16384   # widest row kept in registers: 16,384 fp32 over 512 threads is 32 registers an operand
 # The same in backward, which holds x, dy, w and the sum for dw (and db): at 16,384 columns ptxas spills up to
 # 1,336 bytes a thread for sm_90 to sm_120, whether w is kept or loaded again for every row; at 8,192 none.
 WHOLE_ROW_BACKWARD = 8192
 WALK_BLOCK = 8192   # column block beyond those
+# Rows of so many columns share a program. For D=128 on sm_100 ptxas spills 8 bytes in the float32 forward with 16
+# elements a thread, and 24 bytes in the bf16 backward with 8; the other way round, nothing.
+NARROW = 512
 
 
-def config(D: int, backward: bool = False) -> dict:
-    """Launch constants for rows of D columns. Aims at 16 to 32 elements a thread in one operand."""
-    whole_row = WHOLE_ROW_BACKWARD if backward else WHOLE_ROW
-    walk = whole_row < D
+def _heuristic(D: int, backward: bool) -> dict:
+    """Aims at 16 to 32 elements a thread in one operand."""
+    walk = (WHOLE_ROW_BACKWARD if backward else WHOLE_ROW) < D
     block_d = WALK_BLOCK if walk else triton.next_power_of_2(D)
     block_t = max(1, 1024 // block_d)   # narrow rows (QK norm) share a program: a warp's loads stay 512 B
-    # For D=128 on sm_100 ptxas spills 8 bytes in the float32 forward with 16 elements a thread, and 24 bytes
-    # in the bf16 backward with 8; the other way round, nothing.
     warp = 256 if block_t > 1 and not backward else 512
-    warps = min(16, max(1, block_d * block_t // warp))
-    return {"BLOCK_D": block_d, "BLOCK_T": block_t, "WALK": walk, "num_warps": warps}
+    return {"BLOCK_D": block_d, "BLOCK_T": block_t, "num_warps": min(16, max(1, block_d * block_t // warp))}
+
+
+def _blocks(D: int, backward: bool, least: int, most: int) -> list[dict]:
+    """Half, as many and twice as many rows a program, on 1 to 16 warps with `least` to `most` elements a thread."""
+    base = _heuristic(D, backward)
+    found = []
+    for block_t in (base["BLOCK_T"] // 2, base["BLOCK_T"], 2 * base["BLOCK_T"]):
+        for warps in (1, 2, 4, 8, 16):
+            if block_t and least <= base["BLOCK_D"] * block_t // (32 * warps) <= most:
+                found.append({**base, "BLOCK_T": block_t, "num_warps": warps})
+    return found
+
+
+def _forward_heuristic(D: int, itemsize: int, add: bool) -> dict:
+    return _heuristic(D, False)
+
+
+def _forward_space(D: int, itemsize: int, add: bool) -> list[dict]:
+    if D > WHOLE_ROW:
+        return [{"BLOCK_D": block, "BLOCK_T": 1, "num_warps": warps}
+                for block, warps in ((4096, 8), (4096, 16), (8192, 16))]
+    return _blocks(D, False, *((16 // itemsize, 8) if D <= NARROW else (8, 32)))
+
+
+def _backward_heuristic(D: int, itemsize: int) -> dict:
+    # Two programs a multiprocessor keep loads in flight while one of them reduces.
+    return {**_heuristic(D, True), "PROGRAMS": 2}
+
+
+def _backward_space(D: int, itemsize: int) -> list[dict]:
+    if D > WHOLE_ROW_BACKWARD:
+        return [{"BLOCK_D": block, "BLOCK_T": 1, "num_warps": warps, "PROGRAMS": 2}
+                for block, warps in ((4096, 16), (8192, 8))]
+    return [{**c, "PROGRAMS": programs} for c in _blocks(D, True, 16 if D <= NARROW else 8, 16)
+            for programs in (1, 2, 4, 8)]
 
 
 @triton.jit
@@ -189,9 +224,9 @@ def _weight_walk(dy_ptr, x_ptr, rstd_ptr, dw_ptr, db_ptr, T, H: tl.constexpr, D:
         tl.store(db_ptr + (p * H + h).to(tl.int64) * D + c, db, mask=c < D)
 
 
-def programs(t: torch.Tensor) -> int:
-    """How many programs share the rows of a column reduction: two a multiprocessor keeps loads in flight."""
-    return 2 * torch.cuda.get_device_properties(t.device).multi_processor_count if t.is_cuda else 4
+def programs(t: torch.Tensor, each: int) -> int:
+    """How many programs share the rows of a column reduction: `each` a multiprocessor."""
+    return each * torch.cuda.get_device_properties(t.device).multi_processor_count if t.is_cuda else 4
 
 
 def _heads(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:
@@ -206,10 +241,11 @@ def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat):
     total = None if residual is None else torch.empty_like(residual)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if T:
-        c = config(D)
+        c = FORWARD.config(x.device, D, x.element_size(), residual is not None)
         grid = (triton.cdiv(T, c["BLOCK_T"]), H)
         _forward[grid](x, residual, weight, bias, y, total, rstd, T, eps, offset, H=H, D=D,
-                       ADD=residual is not None, BIAS=bias is not None, ROUND_XHAT=round_xhat, **c)
+                       WALK=c["BLOCK_D"] < D, ADD=residual is not None, BIAS=bias is not None,
+                       ROUND_XHAT=round_xhat, **c)
     return y, total, rstd
 
 
@@ -232,12 +268,12 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
     dx = torch.empty_like(x)
     if T == 0:
         return dx, torch.zeros_like(weight), weight.new_zeros(D if has_bias else 0)
-    c = config(D, backward=True)
+    c = BACKWARD.config(x.device, D, x.element_size())
     block_t, block_d, warps = c["BLOCK_T"], c["BLOCK_D"], c["num_warps"]
-    P = min(programs(x), triton.cdiv(T, block_t))
+    P = min(programs(x, c["PROGRAMS"]), triton.cdiv(T, block_t))
     dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
     db = torch.empty((P, H, D) if has_bias else (0,), dtype=torch.float32, device=x.device)
-    if c["WALK"]:
+    if block_d < D:
         _backward_walk[(T, H)](dy, dsum, x, rstd, weight, dx, T, offset, H=H, D=D, BLOCK_D=block_d,
                                DSUM=dsum is not None, num_warps=warps)
         _weight_walk[(P, H, triton.cdiv(D, 1024))](dy, x, rstd, dw, db, T, H=H, D=D, BLOCK_D=1024,
@@ -251,32 +287,50 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
     return dx, dweight, dbias
 
 
-def specs() -> list[KernelSpec]:
-    """What the launchers above launch, for the compile gate: each block size, few options and all of them."""
+# The usual training step; float32 weights, which cost most registers in forward; and all in float32:
+# x, weight, whether there is a bias, whether the normalised row is rounded.
+_TYPES = {2: (("bf16", "bf16", False, True), ("bf16", "fp32", True, True)), 4: (("fp32", "fp32", True, False),)}
+
+
+def _specs(D: int, itemsize: int, launches) -> list[KernelSpec]:
     found = []
-    for D in (128, 1024, 4096, 8192, 16384, 65536):
-        shape = {"H": 8 if D == 128 else 1, "D": D}
-        c, b = config(D), config(D, backward=True)
-        warps, warps_backward = c.pop("num_warps"), b.pop("num_warps")
-        walk = b.pop("WALK")
-        # The usual training step; float32 weights, which cost most registers in forward; and all in float32.
-        for data, weight, bias, cast in (("bf16", "bf16", False, True), ("bf16", "fp32", True, True),
-                                         ("fp32", "fp32", True, False)):
-            types = {"T": "i32", "eps": "fp32", "offset": "fp32", "rstd_ptr": "*fp32", "dw_ptr": "*fp32",
-                     "db_ptr": "*fp32", "w_ptr": f"*{weight}", "b_ptr": f"*{weight}",
-                     **{f"{n}_ptr": f"*{data}" for n in ("x", "residual", "y", "sum", "dy", "dsum", "dx")}}
-            options = {"BIAS": bias, "ROUND_XHAT": cast}
-            tail = f"{data} weight={weight}{' bias' if bias else ''} D={D}"
-
-            def spec(kernel, label, constexprs, warps, types=types, tail=tail, shape=shape):
-                signature = {n: types[n] for n in kernel.arg_names if n in types}
-                found.append(KernelSpec(kernel, f"{label} {tail}", signature, {**shape, **constexprs}, warps))
-
-            spec(_forward, "forward", {**c, **options, "ADD": False}, warps)
-            spec(_forward, "add_forward", {**c, **options, "ADD": True}, warps)
-            if walk:
-                spec(_backward_walk, "backward_walk", {"BLOCK_D": b["BLOCK_D"], "DSUM": True}, warps_backward)
-                spec(_weight_walk, "weight_walk", {**options, "BLOCK_D": 1024}, 4)
-            else:
-                spec(_backward, "backward", {**b, **options, "DSUM": True}, warps_backward)
+    shape = {"H": 8 if D == 128 else 1, "D": D}
+    for data, weight, bias, cast in _TYPES[itemsize]:
+        types = {"T": "i32", "eps": "fp32", "offset": "fp32", "rstd_ptr": "*fp32", "dw_ptr": "*fp32",
+                 "db_ptr": "*fp32", "w_ptr": f"*{weight}", "b_ptr": f"*{weight}",
+                 **{f"{n}_ptr": f"*{data}" for n in ("x", "residual", "y", "sum", "dy", "dsum", "dx")}}
+        tail = f"{data} weight={weight}{' bias' if bias else ''} D={D}"
+        for kernel, label, constexprs, warps in launches({"BIAS": bias, "ROUND_XHAT": cast}):
+            signature = {n: types[n] for n in kernel.arg_names if n in types}
+            found.append(KernelSpec(kernel, f"{label} {tail}", signature, {**shape, **constexprs}, warps))
     return found
+
+
+def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
+    blocks = {n: config[n] for n in ("BLOCK_D", "BLOCK_T")} | {"WALK": config["BLOCK_D"] < key["D"], "ADD": key["add"]}
+
+    def launches(options):
+        yield _forward, "add_forward" if key["add"] else "forward", {**blocks, **options}, config["num_warps"]
+
+    return _specs(key["D"], key["itemsize"], launches)
+
+
+def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
+    def launches(options):
+        if config["BLOCK_D"] < key["D"]:
+            yield (_backward_walk, "backward_walk", {"BLOCK_D": config["BLOCK_D"], "DSUM": True},
+                   config["num_warps"])
+            yield _weight_walk, "weight_walk", {**options, "BLOCK_D": 1024}, 4
+        else:
+            blocks = {n: config[n] for n in ("BLOCK_D", "BLOCK_T")}
+            yield _backward, "backward", {**blocks, **options, "DSUM": True}, config["num_warps"]
+
+    return _specs(key["D"], key["itemsize"], launches)
+
+
+_WIDTHS = (128, 1024, 4096, 8192, 16384, 65536)
+FORWARD = Tunable("rmsnorm", "forward", ("D", "itemsize", "add"), "forward", _forward_heuristic, _forward_space,
+                  [(D, size, add) for D in _WIDTHS for size in (2, 4) for add in (False, True)], _forward_specs)
+BACKWARD = Tunable("rmsnorm", "backward", ("D", "itemsize"), "backward", _backward_heuristic, _backward_space,
+                   [(D, size) for D in _WIDTHS for size in (2, 4)], _backward_specs)
+TUNABLES = (FORWARD, BACKWARD)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
 
 
 @triton.jit
@@ -69,13 +70,17 @@ def _rotate(q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, pos_ptr, S, P,
                BLOCK_R, BLOCK_D, INTERLEAVED, COPY)
 
 
-def config(half: int) -> dict:
-    """About 1,024 pairs in flight a program: 8 a thread, a 128-bit load of 16-bit elements.
+def _heuristic(half: int, itemsize: int, HQ: int, HK: int) -> dict:
+    """About 1,024 pairs in flight a program: 8 a thread, a 128-bit load of 16-bit elements."""
+    return {"BLOCK_H": max(1, 1024 // triton.next_power_of_2(half)), "num_warps": 4}
 
-    Fewer than one a thread would break in-place use: two threads would load an element that one of them overwrites.
-    """
-    block_r = triton.next_power_of_2(half)
-    return {"BLOCK_R": block_r, "BLOCK_H": max(1, 1024 // block_r), "num_warps": 4}
+
+def _space(half: int, itemsize: int, HQ: int, HK: int) -> list[dict]:
+    """A 128-bit load or two of each half a thread. Fewer than one pair would break in-place use: two threads would
+    load an element that one of them overwrites. (16 pairs a thread spill with 64 features of 192.)"""
+    block_r, most = triton.next_power_of_2(half), 16 if half > 32 else 8
+    return [{"BLOCK_H": block_h, "num_warps": warps} for block_h in (4, 8, 16, 32) for warps in (1, 2, 4, 8)
+            if block_h < 2 * max(HQ, HK) and 16 // itemsize <= block_h * block_r // (32 * warps) <= most]
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor | None, q_out: torch.Tensor, k_out: torch.Tensor | None,
@@ -86,27 +91,35 @@ def rotate(q: torch.Tensor, k: torch.Tensor | None, q_out: torch.Tensor, k_out: 
     if B * S == 0:
         return
     kk, ko = (q, q_out) if k is None else (k, k_out)
-    c = config(half)
+    c = ROTATE.config(q.device, half, q.element_size(), HQ, 0 if k is None else k.shape[1])
     rest = D - 2 * half
     _rotate[(B * S,)](q, kk, q_out, ko, cos, sin, positions, S, cos.shape[0],
                       *q.stride()[:3], *kk.stride()[:3], *q_out.stride()[:3], *ko.stride()[:3],
                       HQ=HQ, HK=0 if k is None else k.shape[1], D=D, HALF=half,
-                      BLOCK_D=triton.next_power_of_2(rest) if rest else 1, INTERLEAVED=interleaved, INVERSE=inverse,
-                      HAS_POS=positions is not None, COPY=rest > 0 and q.data_ptr() != q_out.data_ptr(), **c)
+                      BLOCK_R=triton.next_power_of_2(half), BLOCK_D=triton.next_power_of_2(rest) if rest else 1,
+                      INTERLEAVED=interleaved, INVERSE=inverse, HAS_POS=positions is not None,
+                      COPY=rest > 0 and q.data_ptr() != q_out.data_ptr(), **c)
 
 
-def specs() -> list[KernelSpec]:
-    found = []
+def _specs(key: dict, config: dict) -> list[KernelSpec]:
+    """Rotation of a whole head, by halves and interleaved; and of 64 features of 192."""
+    half, hq, hk = key["half"], key["HQ"], key["HK"]
     strides = [f"{t}_{d}" for t in ("q", "k", "qo", "ko") for d in "bhs"]
-    types = {**{f"{n}_ptr": "*bf16" for n in ("q", "k", "q_out", "k_out")}, "cos_ptr": "*fp32", "sin_ptr": "*fp32",
-             "pos_ptr": "*i64", "S": "i32", "P": "i32", **dict.fromkeys(strides, "i32")}
-    for label, hq, hk, d, half, interleaved in (("half-split D=128", 32, 8, 128, 64, False),
-                                                ("half-split D=256", 8, 4, 256, 128, False),
-                                                ("interleaved D=192 R=64", 128, 128, 192, 32, True)):
-        c = config(half)
-        warps = c.pop("num_warps")
+    data = "bf16" if key["itemsize"] == 2 else "fp32"
+    types = {**{f"{n}_ptr": f"*{data}" for n in ("q", "k", "q_out", "k_out")}, "cos_ptr": "*fp32",
+             "sin_ptr": "*fp32", "pos_ptr": "*i64", "S": "i32", "P": "i32", **dict.fromkeys(strides, "i32")}
+    found = []
+    for d, interleaved in ((2 * half, False), (2 * half, True)) if half != 32 else ((192, True),):
         rest = d - 2 * half
-        constexprs = {"HQ": hq, "HK": hk, "D": d, "HALF": half, "BLOCK_D": triton.next_power_of_2(rest) if rest else 1,
-                      "INTERLEAVED": interleaved, "INVERSE": False, "HAS_POS": True, "COPY": rest > 0, **c}
-        found.append(KernelSpec(_rotate, f"rotate {label} bf16", types, constexprs, warps, divisible=tuple(strides)))
+        label = f"{'interleaved' if interleaved else 'half-split'} D={d}{f' R={2 * half}' if rest else ''}"
+        constexprs = {"HQ": hq, "HK": hk, "D": d, "HALF": half, "BLOCK_R": triton.next_power_of_2(half),
+                      "BLOCK_H": config["BLOCK_H"], "BLOCK_D": triton.next_power_of_2(rest) if rest else 1,
+                      "INTERLEAVED": interleaved, "INVERSE": False, "HAS_POS": True, "COPY": rest > 0}
+        found.append(KernelSpec(_rotate, f"rotate {label} {data}", types, constexprs, config["num_warps"],
+                                divisible=tuple(strides)))
     return found
+
+
+ROTATE = Tunable("rope", "rotate", ("half", "itemsize", "HQ", "HK"), "forward", _heuristic, _space,
+                 [(64, 2, 32, 8), (128, 2, 8, 4), (32, 2, 128, 128), (64, 4, 32, 8)], _specs)
+TUNABLES = (ROTATE,)

@@ -7,7 +7,9 @@ reduced at the end). Backward: a program an output block; one read, one write, i
 are base 2. Rows whose gradients are all 0 are written without being read.
 
 A row that does not start at a multiple of 16 bytes (V odd, say) is walked from the multiple of 16 bytes below
-its start, so that all loads but those of its first and last block stay 128 bits wide.
+its start, so that all loads but those of its first and last block stay 128 bits wide. Strides come in units of UNIT
+elements and V in units of V_UNIT, 16 bytes where they are multiples of that: it is then in the code that rows and
+masks are aligned, where Triton by itself takes note of multiples of 16 elements only (32 bytes, of bf16).
 """
 
 from __future__ import annotations
@@ -17,14 +19,31 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
 
-# Forward: 16 elements a thread, as many running sums beside them, 48 registers (bf16, sm_90); its loop copies
-# two blocks ahead, 80 KiB in flight a multiprocessor. Backward keeps no sums: 32 elements a thread, so 64
-# bytes of bf16 in flight, 53 registers. (There 8 warps make ptxas spill 32 bytes in fp32 for sm_120.) Not
-# tuned on a GPU.
-BLOCK = 4096
-WARPS = 8
-BACKWARD_WARPS = 4
+
+def _forward_heuristic(V: int, itemsize: int, plain: bool) -> dict:
+    """16 elements a thread, as many running sums beside them, 48 registers (bf16, sm_90); the loop copies two blocks
+    ahead, 80 KiB in flight a multiprocessor."""
+    return {"BLOCK": 4096, "STAGES": 3, "num_warps": 8}
+
+
+def _forward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
+    # With all options ptxas spills for 8,192 columns, and for 4,096 on 8 warps with two stages.
+    blocks = ((2048, 4), (4096, 16), *(((4096, 8), (8192, 16)) if plain else ()))
+    return [{"BLOCK": block, "STAGES": stages, "num_warps": warps} for block, warps in blocks for stages in (2, 3, 4)
+            if block * stages * itemsize <= 64 * 1024]
+
+
+def _backward_heuristic(V: int, itemsize: int, plain: bool) -> dict:
+    """No sums are kept: 32 elements a thread, so 64 bytes of bf16 in flight, 53 registers. (8 warps make ptxas spill
+    32 bytes in fp32 for sm_120.)"""
+    return {"BLOCK": 4096, "num_warps": 4}
+
+
+def _backward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
+    return [{"BLOCK": block, "num_warps": warps} for block, warps in ((1024, 4), (2048, 4), (2048, 8), (8192, 8))]
+
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -55,9 +74,9 @@ def _capped(x, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _row_start(row, stride, VECTOR: tl.constexpr, PEEL: tl.constexpr):
+def _row_start(row, stride, UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr):
     """Offset from which a row is walked, and how many elements before the row's own first one that is."""
-    own = row * stride
+    own = row * stride * UNIT
     start = own
     if PEEL:
         start = own // VECTOR * VECTOR
@@ -66,11 +85,12 @@ def _row_start(row, stride, VECTOR: tl.constexpr, PEEL: tl.constexpr):
 
 @triton.jit
 def _forward(logits_ptr, target_ptr, weight_ptr, lse_ptr, picked_ptr, weighted_ptr, mean_ptr, argmax_ptr,
-             V, stride, softcap, BLOCK: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr,
-             CAPPED: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr,
-             ARGMAX: tl.constexpr):
+             V, stride, softcap, BLOCK: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+             V_UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr, CAPPED: tl.constexpr,
+             SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr, ARGMAX: tl.constexpr):
+    V = V * V_UNIT
     row = tl.program_id(0).to(tl.int64)
-    start, before = _row_start(row, stride, VECTOR, PEEL)
+    start, before = _row_start(row, stride, UNIT, VECTOR, PEEL)
     lanes = tl.arange(0, BLOCK)
     extent = V + before   # columns to walk, those before the row's first included
     full = extent // BLOCK * BLOCK
@@ -94,7 +114,7 @@ def _forward(logits_ptr, target_ptr, weight_ptr, lse_ptr, picked_ptr, weighted_p
         x = tl.load(x_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
         top, peak, best, s, sz, sw = _step(x, c, mask, top, peak, best, s, sz, sw, weight_ptr, softcap, True,
                                            CAPPED, SMOOTH, WEIGHTS, MEAN, ARGMAX)
-    for at in tl.range(edge, full, BLOCK, num_stages=3):
+    for at in tl.range(edge, full, BLOCK, num_stages=STAGES):
         c = at + lanes - before
         x = tl.load(x_ptr + at).to(tl.float32)
         top, peak, best, s, sz, sw = _step(x, c, c >= 0, top, peak, best, s, sz, sw, weight_ptr, softcap,
@@ -111,7 +131,7 @@ def _forward(logits_ptr, target_ptr, weight_ptr, lse_ptr, picked_ptr, weighted_p
     tl.store(lse_ptr + row, shift + LN2 * tl.log2(total))
     y = tl.load(target_ptr + row)
     inside = (y >= 0) & (y < V)
-    x = tl.load(logits_ptr + row * stride + y, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(logits_ptr + row * stride * UNIT + y, mask=inside, other=0.0).to(tl.float32)
     tl.store(picked_ptr + row, _capped(x, softcap, CAPPED))
     if SMOOTH:
         tl.store(weighted_ptr + row, tl.sum(sw, axis=0))
@@ -151,13 +171,14 @@ def _step(x, c, mask, top, peak, best, s, sz, sw, weight_ptr, softcap, MASKED: t
 
 @triton.jit
 def _backward(logits_ptr, target_ptr, weight_ptr, lse_ptr, mean_ptr, g_lse_ptr, g_target_ptr, g_weighted_ptr,
-              g_mean_ptr, out_ptr, V, stride, out_stride, softcap, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-              PEEL: tl.constexpr, CAPPED: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr,
-              MEAN: tl.constexpr):
+              g_mean_ptr, out_ptr, V, stride, out_stride, softcap, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+              V_UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr, CAPPED: tl.constexpr,
+              SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr):
     """dlogits = (p (g_lse + g_mean + g_mean (z - mean)) + g_weighted w + [c = y] g_target) (1 - tanh^2)"""
+    V = V * V_UNIT
     row = tl.program_id(0).to(tl.int64)
-    start, before = _row_start(row, stride, VECTOR, PEEL)
-    out_start, _ = _row_start(row, out_stride, VECTOR, PEEL)
+    start, before = _row_start(row, stride, UNIT, VECTOR, PEEL)
+    out_start, _ = _row_start(row, out_stride, UNIT, VECTOR, PEEL)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     c = at - before
     lse = tl.load(lse_ptr + row)
@@ -222,6 +243,13 @@ def vector(t: torch.Tensor) -> int:
     return 16 // t.element_size()
 
 
+def units(V: int, *tensors: torch.Tensor) -> dict[str, int]:
+    """Elements in which row strides and V are counted."""
+    size = vector(tensors[0])
+    return {"UNIT": size if all(t.stride(0) % size == 0 for t in tensors) else 1,
+            "V_UNIT": size if V % size == 0 else 1}
+
+
 def peels(V: int, *tensors: torch.Tensor) -> bool:
     """Whether rows start off a multiple of 16 bytes, all tensors' alike, so that walking them from the
     multiple below helps. Where their row strides differ it cannot be had for both, and where memory itself is
@@ -242,10 +270,12 @@ def forward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tens
     lse, picked, weighted, mean = new(True), new(True), new(smooth), new(entropy)
     best = new(argmax, torch.int64)
     if T:
-        _forward[(T,)](logits, target, class_weight, lse, picked, weighted, mean, best, V, logits.stride(0),
-                       softcap, BLOCK=BLOCK, VECTOR=vector(logits), PEEL=peels(V, logits),
-                       CAPPED=softcap != 0, SMOOTH=smooth, WEIGHTS=smooth and class_weight is not None,
-                       MEAN=entropy, ARGMAX=argmax, num_warps=WARPS)
+        c = FORWARD.config(logits.device, V, logits.element_size(), not (softcap or smooth or entropy or argmax))
+        by = units(V, logits)
+        _forward[(T,)](logits, target, class_weight, lse, picked, weighted, mean, best, V // by["V_UNIT"],
+                       logits.stride(0) // by["UNIT"], softcap, **by, VECTOR=vector(logits),
+                       PEEL=peels(V, logits), CAPPED=softcap != 0, SMOOTH=smooth,
+                       WEIGHTS=smooth and class_weight is not None, MEAN=entropy, ARGMAX=argmax, **c)
     return lse, picked, weighted, mean, best
 
 
@@ -255,12 +285,16 @@ def _launch_backward(out, logits, target, class_weight, softcap, lse, mean, g_ls
     if T == 0:
         return
     peel = peels(V, logits, out)
-    blocks = triton.cdiv(V + (vector(logits) - 1 if peel else 0), BLOCK)
+    plain = not (softcap or g_weighted is not None or g_mean is not None)
+    c = BACKWARD.config(logits.device, V, logits.element_size(), plain)
+    blocks = triton.cdiv(V + (vector(logits) - 1 if peel else 0), c["BLOCK"])
+    by = units(V, logits, out)
     _backward[(T, blocks)](logits, target, class_weight, lse, mean, g_lse, g_target, g_weighted, g_mean, out,
-                           V, logits.stride(0), out.stride(0), softcap, BLOCK=BLOCK, VECTOR=vector(logits),
+                           V // by["V_UNIT"], logits.stride(0) // by["UNIT"], out.stride(0) // by["UNIT"], softcap,
+                           **by, VECTOR=vector(logits),
                            PEEL=peel, CAPPED=softcap != 0, SMOOTH=g_weighted is not None,
                            WEIGHTS=g_weighted is not None and class_weight is not None,
-                           MEAN=g_mean is not None, num_warps=BACKWARD_WARPS)
+                           MEAN=g_mean is not None, **c)
 
 
 def backward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
@@ -279,30 +313,38 @@ def backward_(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Te
                      g_mean)
 
 
-def specs() -> list[KernelSpec]:
-    """What the launchers above launch, for the compile gate: no option and all of them, whole and odd row
-    strides."""
+def _specs(kernel):
+    """No option or all of them, whole and odd row strides. Whole ones are multiples of 16 bytes, and no argument says
+    that they are of more."""
     types = {"target_ptr": "*i64", "argmax_ptr": "*i64", "V": "i32", "stride": "i32", "out_stride": "i32",
              "softcap": "fp32",
              **{f"{n}_ptr": "*fp32" for n in ("weight", "lse", "picked", "weighted", "mean", "g_lse",
                                               "g_target", "g_weighted", "g_mean")}}
-    found = []
-    for data in ("bf16", "fp32"):
-        for all_options in (False, True):
-            for peel in (False, True):
-                label = f"{data}{' all options' if all_options else ''}{' odd' if peel else ''}"
-                shared = {"BLOCK": BLOCK, "VECTOR": 8 if data == "bf16" else 4, "PEEL": peel,
-                          "CAPPED": all_options, "SMOOTH": all_options, "WEIGHTS": all_options,
-                          "MEAN": all_options}
 
-                def spec(kernel, name, constexprs, warps, store=128, data=data, label=label, peel=peel):
-                    known = {**types, "logits_ptr": f"*{data}", "out_ptr": f"*{data}"}
-                    signature = {n: known[n] for n in kernel.arg_names if n in known}
-                    divisible = tuple(n for n in ("V", "stride", "out_stride") if n in signature and not peel)
-                    found.append(KernelSpec(kernel, f"{name} {label}", signature, constexprs, warps,
-                                            divisible=divisible, store=store))
+    def specs(key: dict, config: dict) -> list[KernelSpec]:
+        found = []
+        data, options = "bf16" if key["itemsize"] == 2 else "fp32", not key["plain"]
+        known = {**types, "logits_ptr": f"*{data}", "out_ptr": f"*{data}"}
+        signature = {n: known[n] for n in kernel.arg_names if n in known}
+        for peel in (False, True):
+            flags = dict.fromkeys(("CAPPED", "SMOOTH", "WEIGHTS", "MEAN", "ARGMAX"), options)
+            size = 16 // key["itemsize"]
+            unit = 1 if peel else size
+            constexprs = {"UNIT": unit, "V_UNIT": unit, "VECTOR": size, "PEEL": peel, **flags, **config}
+            label = f"{data}{' all options' if options else ''}{' odd' if peel else ''}"
+            found.append(KernelSpec(kernel, f"{kernel.fn.__name__[1:]} {label}", signature,
+                                    {n: v for n, v in constexprs.items() if n in kernel.arg_names},
+                                    config["num_warps"],
+                                    # Forward writes a few scalars a row, and no vector.
+                                    store=0 if kernel is _forward else 128))
+        return found
 
-                # Forward writes a few scalars a row, and no vector.
-                spec(_forward, "forward", {**shared, "ARGMAX": all_options}, WARPS, store=0)
-                spec(_backward, "backward", shared, BACKWARD_WARPS)
-    return found
+    return specs
+
+
+_KEYS = [(128256, size, plain) for size in (2, 4) for plain in (True, False)]
+FORWARD = Tunable("cross_entropy", "forward", ("V", "itemsize", "plain"), "forward", _forward_heuristic,
+                  _forward_space, _KEYS, _specs(_forward))
+BACKWARD = Tunable("cross_entropy", "backward", ("V", "itemsize", "plain"), "backward", _backward_heuristic,
+                   _backward_space, _KEYS, _specs(_backward))
+TUNABLES = (FORWARD, BACKWARD)

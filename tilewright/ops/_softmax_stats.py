@@ -317,10 +317,10 @@ def cpp() -> SimpleNamespace:
     return _loaded["cpp"]
 
 
-def specs() -> list:
+def tunables() -> tuple:
     from tilewright.kernels import softmax_stats_triton
 
-    return softmax_stats_triton.specs()
+    return softmax_stats_triton.TUNABLES
 
 
 def cute_specs() -> list:

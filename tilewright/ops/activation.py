@@ -160,10 +160,10 @@ def _cpp():
     return _loaded["cpp"]
 
 
-def _specs():
+def _tunables(op):
     from tilewright.kernels import activation_triton
 
-    return activation_triton.specs()
+    return tuple(t for t in activation_triton.TUNABLES if t.op == op)
 
 
 # ---- cases
@@ -198,6 +198,7 @@ def _all_cases(models, **options):
         _case("one_row", (1,), 17, **options),
         _case("no_columns", (3,), 0, **options),
         _case("wide", (2,), 2500, packed=True, **options),
+        _case("by_eight", (3,), 1048, packed=True, **options),   # rows aligned to 16 bytes and no more
     ]
     timed = []
     for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU)):
@@ -207,17 +208,19 @@ def _all_cases(models, **options):
     return (*small, *timed, _case("big", (2**17 + 1,), 16384, tags=cases.BIG, **options))
 
 
-def _implementations():
+def _implementations(op):
     return (
-        Implementation("triton", _triton, platform.no_triton, gate=_specs),
+        Implementation("triton", _triton, platform.no_triton, tunables=lambda: _tunables(op)),
         Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
         Implementation("torch", _torch, devices=("cuda", "cpu"),
                        dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)),
     )
 
 
-SILU_MUL = Op("silu_mul", silu_mul, act_mul_eager, _implementations(),
-              _all_cases(("qwen3-8b", "qwen3-30b-a3b", "llama-3-8b", "deepseek-v3")))
-GELU_MUL = Op("gelu_mul", gelu_mul, act_mul_eager, _implementations(),
+SILU_MUL = Op("silu_mul", silu_mul, act_mul_eager, _implementations("silu_mul"),
+              _all_cases(("qwen3-8b", "qwen3-30b-a3b", "llama-3-8b", "deepseek-v3")),
+              goals=cases.near_copy(92, "forward", "backward"))
+GELU_MUL = Op("gelu_mul", gelu_mul, act_mul_eager, _implementations("gelu_mul"),
               (*_all_cases(("gemma-3-4b",)), _case("erf", (3, 5), 200, approximate="none"),
-               _case("erf_packed", (3,), 33, packed=True, approximate="none")))
+               _case("erf_packed", (3,), 33, packed=True, approximate="none")),
+              goals=cases.near_copy(92, "forward", "backward"))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewright.registry import Goal
+
 CONTRACT = frozenset({"contract"})
 CPU = frozenset({"cpu"})
 CUDA = frozenset({"cuda"})
@@ -35,6 +37,11 @@ MODELS = {
 
 # Tokens in a timed case: enough on a GPU to fill it (64 MiB and more), few enough on a CPU to time in a minute.
 TOKENS = {"cuda": 16384, "cpu": 1024}
+
+
+def near_copy(percent: float, *which: str) -> tuple[Goal, ...]:
+    """Goals of ops that only move memory, on an H200: that share of the measured copy bandwidth, in each pass."""
+    return tuple(Goal("H200", w, "roofline_percent", at_least=percent) for w in which)
 
 
 def generator(device: str, seed: int) -> torch.Generator:

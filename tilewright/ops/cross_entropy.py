@@ -292,6 +292,7 @@ def _all_cases():
     small = [
         _case("ragged", (3, 7, 1003)),
         _case("tiny", (5, 7)),
+        _case("by_eight", (3, 4408)),   # rows aligned to 16 bytes and no more
         _case("none_ignored", (6, 100), ignored="none"),
         _case("all_ignored", (4, 100), ignored="all", **returns),
         _case("no_rows", (0, 64)),
@@ -316,6 +317,8 @@ def _all_cases():
         for name in ("qwen3-8b", "llama-3-8b", "gemma-3-4b", "deepseek-v3"):
             options = {"softcap": 30.0} if name.startswith("gemma") else {}
             timed.append(_case(name, (T, cases.MODELS[name].vocab), tags=tags, ignored="none", **options))
+    timed.append(_case("llama-3-8b-inplace", (8192, cases.MODELS["llama-3-8b"].vocab), tags=cases.CUDA,
+                       ignored="none", inplace=True))
     big = _case("big", (2**13 + 3, 2**18), tags=cases.BIG, reduction="none", ignored="none")
     return (*small, *timed, big)
 
@@ -324,7 +327,7 @@ CROSS_ENTROPY = Op(
     "cross_entropy", cross_entropy, cross_entropy_eager,
     (
         Implementation("triton", lambda: _fused(_softmax_stats.triton), platform.no_triton,
-                       gate=_softmax_stats.specs),
+                       tunables=_softmax_stats.tunables),
         # Never the choice of `auto` until it has been measured to beat Triton on a GPU.
         Implementation("cute", lambda: _fused(_softmax_stats.cute), platform.no_cute, devices=(),
                        gate=_softmax_stats.cute_specs),
@@ -334,4 +337,5 @@ CROSS_ENTROPY = Op(
                        dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)),
     ),
     _all_cases(),
+    goals=cases.near_copy(92, "forward", "forward_backward"),
 )

@@ -224,10 +224,10 @@ def _cpp():
     return _loaded["cpp"]
 
 
-def _specs():
+def _tunables():
     from tilewright.kernels import rmsnorm_triton
 
-    return rmsnorm_triton.specs()
+    return rmsnorm_triton.TUNABLES
 
 
 def _cute_specs():
@@ -293,7 +293,7 @@ def _all_cases(add):
 RMSNORM = Op(
     "rmsnorm", rmsnorm, rmsnorm_eager,
     (
-        Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_specs),
+        Implementation("triton", lambda: _triton()[0], platform.no_triton, tunables=_tunables),
         # Never the choice of `auto` until it has been measured to beat Triton on a GPU.
         Implementation("cute", lambda: _cute()[0], platform.no_cute, devices=(), gate=_cute_specs),
         Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
@@ -301,13 +301,15 @@ RMSNORM = Op(
                        dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)),
     ),
     _all_cases(add=False),
+    goals=(*cases.near_copy(92, "forward"), *cases.near_copy(85, "backward")),
 )
 ADD_RMSNORM = Op(
     "add_rmsnorm", add_rmsnorm, add_rmsnorm_eager,
     (
-        Implementation("triton", lambda: _triton()[1], platform.no_triton),
+        Implementation("triton", lambda: _triton()[1], platform.no_triton, tunables=_tunables),
         Implementation("cute", lambda: _cute()[1], platform.no_cute, devices=()),   # see above
         Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
     ),
     _all_cases(add=True),
+    goals=(*cases.near_copy(92, "forward"), *cases.near_copy(85, "backward")),
 )

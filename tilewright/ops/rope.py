@@ -332,10 +332,10 @@ def _cpp():
     return _loaded["cpp"]
 
 
-def _specs():
+def _tunables():
     from tilewright.kernels import rope_triton
 
-    return rope_triton.specs()
+    return rope_triton.TUNABLES
 
 
 # ---- cases
@@ -400,8 +400,9 @@ def _all_cases():
 ROPE = Op(
     "rope", rope, rope_eager,
     (
-        Implementation("triton", _triton, platform.no_triton, gate=_specs),
+        Implementation("triton", _triton, platform.no_triton, tunables=_tunables),
         Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
     ),
     _all_cases(),
+    goals=cases.near_copy(92, "forward", "backward"),
 )

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Everything that this repository wants to know of a GPU, in one command, from its root:
+#
+#     scripts/gpu.sh RESULTS MINUTES [STAGE...]       stages: tests suite tune report (default: all)
+#
+# RESULTS is a folder such as bench_results/nvidia-h200-2026-12-01. Every stage ends within its share of the minutes
+# and goes on where an earlier call stopped, so calls may be as short as the machine's lease. Where $OUT is set, what
+# was found is packed into it as well. COMMIT names the sources where there is no git. Where wheels were brought (see
+# prepare_wheels.py), run `. TARGET/env.sh` first.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+results=${1:?the folder of results}
+minutes=${2:?minutes for this call}
+shift 2
+stages=${*:-tests suite tune report}
+export PYTHONUNBUFFERED=1 TILEWRIGHT_REQUIRE=triton PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+began=$SECONDS
+code=0
+mkdir -p "$results"
+
+left() {   # minutes of what is left, as a share in percent
+    "$PYTHON" -c "print(max(0.1, ($minutes - ($SECONDS - $began) / 60 - 0.5) * $1 / 100))"
+}
+commit=${COMMIT:+--commit $COMMIT}
+
+for stage in $stages; do
+    echo "== $stage, $(((SECONDS - began) / 60)) min in"
+    case $stage in
+    tests)   # parity over the whole registry first: nothing is timed that may be wrong
+        timeout "$(left 40)m" "$PYTHON" -m pytest -q -p no:cacheprovider -x --maxfail=30 \
+            tests/test_contract.py tests/test_rmsnorm.py tests/test_activation.py tests/test_rope.py \
+            tests/test_cross_entropy.py tests/test_linear_cross_entropy.py tests/test_attention.py \
+            tests/test_operators.py tests/test_nn.py 2>&1 | tee "$results/tests.txt" ;;
+    suite) "$PYTHON" -m tilewright.bench suite --minutes "$(left 60)" --out "$results" $commit ;;
+    tune) "$PYTHON" -m tilewright.bench tune --minutes "$(left 90)" --work "$results/tune" $commit ;;
+    report) "$PYTHON" -m tilewright.bench report ;;
+    *) echo "unknown stage $stage; have tests suite tune report" >&2; exit 2 ;;
+    esac
+    found=$?   # pipefail: of the command, not of tee
+    [ "$found" -gt "$code" ] && code=$found
+done
+if [ -n "${OUT:-}" ]; then
+    tar czf "$OUT/results.tar.gz" "$results" tilewright/kernels/tuned docs/performance.md docs/img 2>/dev/null
+fi
+exit "$code"

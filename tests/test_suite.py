@@ -1,0 +1,435 @@
+"""The suite and the search for constants: budgets, crashes, hangs, resuming; and both of them end to end on a CPU."""
+
+import json
+import pathlib
+import sys
+import textwrap
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewright.bench import contract, report, run, runner, suite, tune
+from tilewright.bench.__main__ import main
+from tilewright.bench.runner import Unit
+from tilewright.kernels import tuning
+from tilewright.kernels.tuning import Tunable
+from tilewright.ops import OPS
+from tilewright.ops.rmsnorm import RMSNORM, rmsnorm_eager
+from tilewright.registry import Case, Cost, Implementation, Op
+
+META = {"device": "a cpu", "source": "1", "versions": {}}
+RAGGED = next(c for c in RMSNORM.cases if c.name == "ragged")
+
+
+def counting(name, log, fail=None, limit=60.0):
+    def make():
+        log.append(name)
+        if fail:
+            raise fail
+        return {"value": name}
+
+    return Unit(name, make, {"value": None}, limit)
+
+
+# ---- one process
+
+def test_what_is_there_from_the_same_sources_is_not_made_again(tmp_path):
+    log = []
+    units = [counting("a/one", log), counting("a/two", log, ValueError("no\nmore")), counting("b", log)]
+    for _ in range(2):
+        runner.work(units, tmp_path, time.time() + 60, META)
+    assert log == ["a/one", "a/two", "b"]
+    document = json.loads((tmp_path / "a/one.json").read_text())
+    assert document["value"] == "a/one" and document["meta"] == META and document["seconds"] >= 0
+    assert json.loads((tmp_path / "a/two.json").read_text())["error"] == "ValueError: no"
+    assert not list(tmp_path.glob("running*"))
+    changed = {**META, "source": "2"}
+    runner.work(units[:1], tmp_path, time.time() + 60, changed, keep=True)
+    assert len(log) == 3
+    runner.work(units[:1], tmp_path, time.time() + 60, changed)
+    assert len(log) == 4
+    runner.work(units[:1], tmp_path, time.time() + 60, {**changed, "device": "another"}, keep=True)
+    assert len(log) == 5, "no number of one device may stand for another's"
+
+
+def test_nothing_is_begun_when_time_is_out(tmp_path):
+    log = []
+    runner.work([counting("a", log)], tmp_path, time.time() - 1, META)
+    assert log == [] and not list(tmp_path.iterdir())
+
+
+def test_a_half_written_file_is_made_again(tmp_path):
+    (tmp_path / "a.json").write_text('{"meta": {"dev')
+    log = []
+    runner.work([counting("a", log)], tmp_path, time.time() + 60, META)
+    assert log == ["a"] and runner.current(counting("a", log), tmp_path, META)["value"] == "a"
+
+
+# ---- processes that are watched
+
+WORKER = """
+import os, pathlib, sys, time
+from tilewright.bench import runner
+out, until, slot = pathlib.Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+def unit(name, make, limit=60.0):
+    return runner.Unit(name, make, {"rows": []}, limit)
+def stuck():
+    time.sleep(600)
+units = {UNITS}
+runner.work(units, out, until, {"device": "a cpu", "source": "1", "versions": {}}, slot=slot)
+"""
+
+
+def watch(tmp_path, units, seconds, workers=1):
+    script = tmp_path / "worker.py"
+    script.write_text(textwrap.dedent(WORKER).replace("{UNITS}", units))
+    out = tmp_path / "out"
+    out.mkdir(exist_ok=True)
+    begun = time.time()
+    said = []
+    runner.supervise([[sys.executable, str(script), str(out), str(begun + seconds), str(i)] for i in range(workers)],
+                     out, begun + seconds, say=said.append)
+    return out, time.time() - begun, "\n".join(said)
+
+
+def value(out, name):
+    return json.loads((out / f"{name}.json").read_text())
+
+
+def test_a_crash_and_a_hang_cost_one_unit_each(tmp_path):
+    out, took, said = watch(tmp_path, """[
+        unit("first", lambda: {"rows": [1]}), unit("crash", lambda: os.abort()),
+        unit("hang", stuck, 1.0), unit("last", lambda: {"rows": [2]})]""", 120)
+    assert value(out, "first")["rows"] == [1] and value(out, "last")["rows"] == [2]
+    assert "SIGABRT" in value(out, "crash")["error"] and value(out, "crash")["rows"] == []
+    assert "within 1 s" in value(out, "hang")["error"] and value(out, "hang")["meta"]["device"] == "a cpu"
+    assert "crash: its process died" in said and took < 100 and not list(out.glob("running*"))
+
+
+def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path):
+    units = """[unit("quick", lambda: {"rows": [1]}), unit("slow", stuck), unit("never", lambda: {"rows": [3]})]"""
+    out, took, said = watch(tmp_path, units, 12)
+    assert took < 14 and (out / "quick.json").exists()
+    assert not (out / "slow.json").exists() and "slow: out of time" in said, "it may need just the time that was left"
+    units = units.replace("stuck", 'lambda: {"rows": [2]}')
+    out, _, _ = watch(tmp_path, units, 120)
+    assert [value(out, n)["rows"] for n in ("slow", "never")] == [[2], [3]]
+
+
+def test_a_worker_that_cannot_start_is_not_started_for_ever(tmp_path):
+    _, took, said = watch(tmp_path, "no_such_name", 120)
+    assert took < 100 and said.count("exit code 1") == 2
+
+
+# ---- units of the suite
+
+def fake_op(**implementations):
+    op = Op("rmsnorm", None, rmsnorm_eager,
+            tuple(Implementation(n, lambda fn=fn: fn, devices=("cpu",), dtypes=(torch.float32,))
+                  for n, fn in implementations.items()),
+            (RAGGED, Case("tiny", RAGGED.make, lambda itemsize: Cost(1000, 2000), frozenset({"cpu"}))))
+
+    def public(x, weight, eps=1e-6, *, bias=None, offset=0.0, cast="llama", implementation="auto"):
+        return op.pick(implementation, x)(x, weight, bias, eps, offset, cast)
+
+    op.public = public
+    return op
+
+
+def raises(*args):
+    raise RuntimeError("an illegal address")
+
+
+def plan(op, stage, out=pathlib.Path()):
+    return suite.units(stage, [op], "cpu", suite.DTYPES, run.Settings(rounds=1, sample_seconds=0.0), out)
+
+
+def test_parity_tells_what_holds_what_is_broken_and_what_raised():
+    op = fake_op(right=rmsnorm_eager, wrong=lambda x, *rest: rmsnorm_eager(x, *rest) * 1.02, broken=raises)
+    (unit,) = plan(op, "parity")
+    assert unit.name == "parity/rmsnorm.ragged"
+    document = unit.make()
+    found = {r["implementation"]: r for r in document["results"]}
+    assert {n: r["status"] for n, r in found.items()} == {"right": "holds", "wrong": "broken", "broken": "error"}
+    assert [t["name"] for t in found["right"]["tensors"]] == ["out 0", "grad x", "grad weight"]
+    assert all(t["error"] <= t["budget"] for t in found["right"]["tensors"])
+    assert "exceeds" in found["wrong"]["reason"] and "illegal address" in found["broken"]["reason"]
+    assert len(suite.failures(document)) == 2
+    json.dumps(document, allow_nan=False)
+
+
+def test_parity_sees_a_fault_that_only_strided_gradients_show():
+    class Careless(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return torch.as_strided(g, g.shape, g.contiguous().stride())   # takes it for contiguous
+
+    op = fake_op(careless=lambda x, *rest: Careless.apply(rmsnorm_eager(x, *rest)))
+    (result,) = plan(op, "parity")[0].make()["results"]
+    assert result["status"] in ("broken", "error")
+
+
+def test_parity_sees_what_was_never_written():
+    def unwritten(x, weight, bias, eps, offset, cast):
+        y = torch.empty_like(x)
+        y[1:] = rmsnorm_eager(x, weight, bias, eps, offset, cast)[1:]
+        return y
+
+    (result,) = plan(fake_op(unwritten=unwritten), "parity")[0].make()["results"]
+    assert result["status"] == "broken"
+    assert next(t for t in result["tensors"] if t["name"] == "out 0")["error"] is None, "NaN: no number"
+
+
+def test_what_cannot_run_here_says_why():
+    op = fake_op(right=rmsnorm_eager)
+    op.implementations = (replace(op.implementations[0], missing=lambda device: f"no {device} here"),
+                          *op.implementations[1:])
+    document = plan(op, "parity")[0].make()
+    assert [(r["status"], r["reason"]) for r in document["results"]] == [("unavailable", "no cpu here")]
+    assert not suite.failures(document)
+    assert plan(OPS["silu_mul"], "graph") == [] and plan(OPS["silu_mul"], "big") == []
+
+
+def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
+    op = fake_op(right=rmsnorm_eager)
+    names = [u.name for stage in suite.STAGES for u in plan(op, stage, tmp_path)]
+    assert names == ["roofline", "parity/rmsnorm.ragged", "time/rmsnorm.tiny.float32", "overhead/rmsnorm"]
+    runner.work([replace(u, make=lambda: {"roofline": {"copy_bytes_per_second": 1e10, "flops_per_second": {}}})
+                 if u.name == "roofline" else u for stage in suite.STAGES for u in plan(op, stage, tmp_path)],
+                tmp_path, time.time() + 120, META)
+    rows = value(tmp_path, "time/rmsnorm.tiny.float32")["rows"]
+    assert {r["provider"]: r["status"] for r in rows}["right"] == "ok"
+    document, broken = suite.conclude([u for s in suite.STAGES for u in plan(op, s, tmp_path)], tmp_path, META, False)
+    assert document["complete"] and not broken
+    assert {u["status"] for u in document["units"].values()} == {"done"}
+
+
+def test_every_registered_case_is_in_the_plan():
+    def names(stage, device):
+        return {u.name for u in suite.units(stage, OPS.values(), device, suite.DTYPES, run.Settings(), pathlib.Path())}
+
+    for op in OPS.values():
+        others = [i for i in op.implementations if i.name != "eager"]
+        for case in op.cases:
+            if "contract" in case.tags:
+                assert f"parity/{op.name}.{case.name}" in names("parity", "cpu")
+                assert f"graph/{op.name}.{case.name}" in names("graph", "cuda")
+            if "big" in case.tags:
+                assert f"big/{op.name}.{case.name}" in names("big", "cuda")
+            for device in {"cpu", "cuda"} & case.tags:
+                for dtype in suite.TIMED:
+                    if any(dtype in i.dtypes for i in others):
+                        assert f"time/{op.name}.{case.name}.{suite.short(dtype)}" in names("time", device)
+
+
+def test_float8_is_checked_where_an_op_takes_it():
+    op = fake_op(right=rmsnorm_eager)
+    assert suite.DTYPES[-2:] == (torch.float8_e4m3fn, torch.float8_e5m2)
+    op.implementations = (replace(op.implementations[0], dtypes=(torch.float8_e4m3fn,)), *op.implementations[1:])
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suite, "_parity", lambda op, case, device, dtype, names: seen.append((dtype, names)) or [])
+        plan(op, "parity")[0].make()
+    assert seen == [(torch.float8_e4m3fn, ["right"])]
+
+
+# ---- end to end
+
+def suite_command(tmp_path, *more):
+    return main(["suite", "--minutes", "3", "--out", str(tmp_path), "--device", "cpu", "--op", "rmsnorm", "--dtype",
+                 "float32", "--stage", "parity", *more])
+
+
+def test_the_command_end_to_end_and_resumed(tmp_path, capfd):
+    assert suite_command(tmp_path, "--case", "ragged,gemma") == 0
+    document = value(tmp_path, "suite")
+    assert document["complete"] and set(document["units"]) == {"parity/rmsnorm.ragged", "parity/rmsnorm.gemma"}
+    assert document["meta"]["source"] and document["meta"]["argv"][0] == "suite"
+    stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "parity").iterdir()}
+    capfd.readouterr()
+    assert suite_command(tmp_path, "--case", "ragged,gemma,one_row") == 0
+    assert {p: p.stat().st_mtime_ns for p in stamps} == stamps
+    assert (tmp_path / "parity/rmsnorm.one_row.json").exists() and "parity/rmsnorm.ragged" not in capfd.readouterr().out
+
+
+def test_a_broken_result_is_exit_code_1_and_a_missing_one_3(tmp_path):
+    assert suite_command(tmp_path, "--case", "ragged") == 0
+    path = tmp_path / "parity/rmsnorm.ragged.json"
+    document = json.loads(path.read_text())
+    document["results"][0].update(status="broken", reason="grad x: error 1")
+    path.write_text(json.dumps(document))
+    assert suite_command(tmp_path, "--case", "ragged") == 1
+    assert value(tmp_path, "suite")["units"]["parity/rmsnorm.ragged"]["status"] == "error"
+    assert main(["suite", "--minutes", "0.05", "--out", str(tmp_path), "--device", "cpu", "--op", "rope", "--stage",
+                 "parity", "--case", "gqa"]) == 3
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--op", "rmsnrom"], "unknown 'rmsnrom'; have"), (["--stage", "party"], "unknown 'party'; have"),
+    (["--dtype", "half"], "unknown 'half'; have"), (["--minutes", "0"], "at least 0.05, got '0'")])
+def test_bad_arguments_are_named(argv, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["suite", "--minutes", "1", "--out", str(tmp_path), "--device", "cpu", *argv])
+    assert message in capsys.readouterr().err
+
+
+# ---- constants and their search
+
+def tunable(**more):
+    return Tunable("fake", "step", ("D", "itemsize"), "forward", lambda D, itemsize: {"WAIT": 4},
+                   lambda D, itemsize: [{"WAIT": w} for w in (1, 2, 4, 9)], **more)
+
+
+CPU = torch.device("cpu")
+
+
+def write_table(root, config, key=None, device="a-cpu"):
+    entry = {"key": key or {"D": 64, "itemsize": 4}, "config": config}
+    report.write_json(root / device / "fake.json", {"schema": 1, "device": device, "launches": {"step": [entry]}})
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "TABLES", tmp_path)
+    monkeypatch.setattr(tuning, "device_folder", lambda device: "a-cpu")
+    tuning.table.cache_clear()
+    yield tmp_path
+    tuning.table.cache_clear()
+
+
+def test_a_tuned_entry_wins_over_the_heuristic_for_its_key_alone(tables):
+    write_table(tables, {"WAIT": 1})
+    t = tunable()
+    assert t.config(CPU, 64, 4) == {"WAIT": 1} and t.config(CPU, 65, 4) == {"WAIT": 4}
+    with t.override(CPU, (64, 4), {"WAIT": 9}):
+        assert t.config(CPU, 64, 4) == {"WAIT": 9}
+    assert t.config(CPU, 64, 4) == {"WAIT": 1}
+
+
+def test_another_devices_table_is_not_read(tables, monkeypatch):
+    write_table(tables, {"WAIT": 1})
+    monkeypatch.setattr(tuning, "device_folder", lambda device: "another")
+    assert tunable().config(CPU, 64, 4) == {"WAIT": 4}
+
+
+def test_a_malformed_table_is_named(tables):
+    (tables / "a-cpu").mkdir()
+    (tables / "a-cpu/fake.json").write_text('{"schema": 1, "launches": {"step": [{"key": 3}]}}')
+    with pytest.raises(ValueError, match=r"a-cpu.fake\.json: not a table"):
+        tunable().config(CPU, 64, 4)
+
+
+def test_an_entry_that_no_launch_could_use_is_refused(tables):
+    write_table(tables, {"STALL": 1})
+    with pytest.raises(ValueError, match="STALL"):
+        list(tuning.tuned(tunable(), tables))
+    write_table(tables, {"WAIT": 1}, key={"D": 64})
+    with pytest.raises(ValueError, match="itemsize"):
+        list(tuning.tuned(tunable(), tables))
+
+
+def test_the_committed_tables_can_be_used():
+    for op in OPS.values():
+        for impl in op.implementations:
+            for t in impl.tunables():
+                for folder, key, config in tuning.tuned(t):
+                    assert folder and config in t.candidates(**key), "what a search does not try was not found by one"
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+def test_every_candidate_names_what_the_heuristic_does(op):
+    for impl in op.implementations:
+        for t in impl.tunables():
+            assert {t.op, op.name} <= set(OPS) and t.which in report.PASSES
+            for key in t.keys:
+                assert t.candidates(**t.named(key))[0] == t.heuristic(**t.named(key))
+            assert not t.keys or any(len(t.candidates(**t.named(key))) > 1 for key in t.keys), "nothing to search"
+
+
+def searched(monkeypatch, spoil=()):
+    """An op that takes as long as its constant says, and is wrong for the constants in `spoil`."""
+    t = tunable()
+
+    def compute(x, weight, bias, eps, offset, cast):
+        wait = t.config(x.device, x.shape[-1], x.element_size())["WAIT"]
+        time.sleep(wait * 1e-3)
+        return rmsnorm_eager(x, weight, bias, eps, offset, cast) * (1.02 if wait in spoil else 1)
+
+    op = fake_op(fake=compute)
+    op.implementations = (replace(op.implementations[0], tunables=lambda: (t,)), *op.implementations[1:])
+    op._by_name = {i.name: i for i in op.implementations}
+    impl = op.implementations[0]
+    case = op.cases[0]
+    ((asked, key),) = tune.asked_for(op, impl, case.make("cpu", torch.float32, 0))
+    assert asked is t and key == (100, 4)
+    return tune.search(op, impl, case, torch.float32, t, key, "cpu", rounds=5)
+
+
+def test_the_fastest_constants_are_found(tables, monkeypatch):
+    entry = searched(monkeypatch)
+    assert entry["config"] == {"WAIT": 1} and entry["heuristic"] == {"WAIT": 4}
+    assert entry["median_us"] < entry["heuristic_us"] and len(entry["tried"]) == 4 and not entry["rejected"]
+
+
+def test_fast_and_wrong_is_rejected(tables, monkeypatch):
+    entry = searched(monkeypatch, spoil=(1,))
+    assert entry["config"] == {"WAIT": 2}
+    assert entry["rejected"][0]["config"] == {"WAIT": 1} and "exceeds" in entry["rejected"][0]["reason"]
+
+
+def test_found_constants_reach_the_launchers(tables, tmp_path):
+    work = tmp_path / "work"
+    meta = {"device": "a cpu", "date": "2026-01-01", "commit": "c", "dirty": False, "versions": {}}
+    entry = {"launch": "fake/step", "key": {"D": 64, "itemsize": 4}, "config": {"WAIT": 2},
+             "heuristic": {"WAIT": 4}, "median_us": 2.0, "heuristic_us": 4.0, "tried": [], "rejected": []}
+    report.write_json(work / "x.json", {"meta": meta, "entries": [entry]})
+    write_table(tables, {"WAIT": 9}, key={"D": 65, "itemsize": 4})
+    tuning.table.cache_clear()
+    tune.write_tables(work, tables, "a cpu")
+    t = tunable()
+    assert t.config(CPU, 64, 4) == {"WAIT": 2} and t.config(CPU, 65, 4) == {"WAIT": 9}
+    kept = tuning.read(tables / "a-cpu/fake.json")["launches"]["step"]
+    assert [e.get("commit") for e in kept] == ["c", None] and "2.00x" in tune.table([entry])
+
+
+def test_the_search_end_to_end(tmp_path):
+    argv = ["tune", "--minutes", "5", "--device", "cpu", "--op", "linear_cross_entropy", "--dtype", "bfloat16",
+            "--tables", str(tmp_path / "tables"), "--work", str(tmp_path / "work")]
+    assert main(argv) == 0
+    (path,) = (tmp_path / "tables").glob("*/linear_cross_entropy.json")
+    entries = tuning.read(path)["launches"]["chunk"]
+    chunk = OPS["linear_cross_entropy"].implementation("cpp").tunables()[0]
+    assert {e["key"]["itemsize"] for e in entries} == {2}
+    assert all(e["config"] in chunk.candidates(**e["key"]) and e["median_us"] <= e["heuristic_us"] for e in entries)
+    before = path.stat().st_mtime_ns, sorted(p.stat().st_mtime_ns for p in (tmp_path / "work").glob("*.json"))
+    assert main(argv) == 0
+    assert sorted(p.stat().st_mtime_ns for p in (tmp_path / "work").glob("*.json")) == before[1]
+
+
+def test_the_chunk_of_rows_follows_its_table(monkeypatch):
+    from tilewright.ops.linear_cross_entropy import CHUNK, chunk_rows
+
+    x, V = torch.empty(4096, 64, dtype=torch.bfloat16), 32768
+    key = (64, V, 2, False)
+    with CHUNK.override(x.device, key, {"budget_mib": 16}):
+        assert chunk_rows(x, V) == 256
+    with CHUNK.override(x.device, key, {"budget_mib": 32}):
+        assert chunk_rows(x, V) == 512
+
+
+def test_contract_of_an_op_holds_with_every_candidate():
+    """On a CPU the chunk is all there is to tune; Triton's constants are checked by a search itself, on a GPU."""
+    op = OPS["linear_cross_entropy"]
+    case = next(c for c in op.cases if "contract" in c.tags)
+    kwargs = case.make("cpu", torch.float32, 0)
+    by = contract.reference(op, kwargs, torch.float32)
+    for t, key in tune.asked_for(op, op.implementation("cpp"), kwargs):
+        for config in t.candidates(**t.named(key)):
+            with t.override(CPU, key, config):
+                assert all(f.holds for f in contract.judge(op, "cpp", kwargs, by))
