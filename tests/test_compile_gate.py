@@ -337,7 +337,7 @@ COLLECTED = """
 import json
 from tilewright.bench import compile_gate as gate
 
-specs = gate.collect(gate.operations().values())
+specs = gate.collect(gate.operations().values(), without=("cute",))
 print(json.dumps([gate.COMPILERS[gate.KernelSpec].budget_file().name,
                   sorted({s.kernel.fn.__module__ for s in specs.values()}),
                   [f"{n} sm_{a}" for n, s in specs.items() for a in gate.ARCHS if a >= s.min_arch]]))

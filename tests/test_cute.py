@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import json
 import tempfile
 from types import SimpleNamespace
 
@@ -255,3 +256,13 @@ def test_rows_off_16_bytes(emulator):
         assert contract.error(y, expected)[0] < 4 * torch.finfo(dtype).eps
         vec = next(a.vec for a in emulator.calls[-1][1] if hasattr(a, "vec"))
         assert vec == {F32: 1, BF16: 4}[dtype]
+
+
+def test_every_kernel_has_a_budget():
+    cute = compile_gate.COMPILERS[CuteSpec]
+    if not cute.budget_file().exists():
+        pytest.skip(f"no budgets for {cute.budget_file().stem}")
+    specs = compile_gate.collect(operations().values(), without=("triton",))
+    assert {s.function.__module__ for s in specs.values()} == {rmsnorm_cute.__name__, softmax_stats_cute.__name__}
+    keys = {f"{name} sm_{arch}" for name in specs for arch in cute.archs}
+    assert keys == set(json.loads(cute.budget_file().read_text()))
