@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 STAMP := $(VENV)/.installed
 
-.PHONY: setup build demo test lint gate bench wheel clean
+.PHONY: setup build demo test lint gate bench report wheel clean
 
 setup: $(STAMP)
 
@@ -64,6 +64,10 @@ endif
 
 bench: $(STAMP)
 	$(BIN)/python -m tilewright.bench run
+
+# docs/performance.md and its pictures, from the results that are committed.
+report: $(STAMP)
+	$(BIN)/python -m tilewright.bench report
 
 wheel: $(STAMP)
 	$(BIN)/python -m build --no-isolation
