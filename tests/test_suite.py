@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewright.bench import contract, report, run, runner, suite, tune
+from tilewright.bench import contract, report, run, runner, suite, timing, tune
 from tilewright.bench.__main__ import main
 from tilewright.bench.runner import Unit
 from tilewright.kernels import tuning
@@ -433,3 +433,17 @@ def test_contract_of_an_op_holds_with_every_candidate():
         for config in t.candidates(**t.named(key)):
             with t.override(CPU, key, config):
                 assert all(f.holds for f in contract.judge(op, "cpp", kwargs, by))
+
+
+def test_luck_is_not_taken_for_speed(tables, monkeypatch):
+    """Constants that were fast among all, and are not in rounds of two, are no gain."""
+    measured = []
+
+    def interleave(tasks, clock, **options):
+        measured.append(list(tasks))
+        lucky = {i: 1.0 if i == 1 and len(tasks) > 2 else 4.0 for i in tasks}
+        return {i: timing.Timing.of([t, t, t]) for i, t in lucky.items()}, {}
+
+    monkeypatch.setattr(timing, "interleave", interleave)
+    assert searched(monkeypatch)["config"] == {"WAIT": 4}
+    assert measured == [[0, 1, 2, 3], [0, 1]]

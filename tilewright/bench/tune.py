@@ -72,21 +72,29 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
         return timing.After(under(before), under(fn)) if before else under(fn)
 
     tasks = {i: with_config(c) for i, c in enumerate(candidates)}
-    timings, errors = timing.interleave(tasks, clock, rounds=rounds, max_seconds=seconds, seed=run.SEED)
+    measure = functools.partial(timing.interleave, clock=clock, rounds=rounds, max_seconds=seconds)
+    timings, errors = measure(tasks, seed=run.SEED)
     rejected = dict(errors)
     by = contract.reference(op, kwargs, dtype)
     best = 0
     for i in sorted(timings, key=lambda i: timings[i].median):
-        if i == 0 or 0 not in timings or (timings[i].p80 < timings[0].p20
-                                          and timings[i].median * LEAST_GAIN < timings[0].median):
-            with tunable.override(place, key, candidates[i]):
-                broken = [f for f in contract.judge(op, impl.name, kwargs, by) if not f.holds]
-            if not broken:
-                best = i
-                break
-            rejected[i] = "; ".join(map(str, broken))
         if i == 0:
             break
+        if 0 in timings and not _faster(timings[i], timings[0]):
+            continue
+        with tunable.override(place, key, candidates[i]):
+            broken = [f for f in contract.judge(op, impl.name, kwargs, by) if not f.holds]
+        if broken:
+            rejected[i] = "; ".join(map(str, broken))
+            continue
+        if 0 in timings:
+            # The fastest of many is also the luckiest: it must be faster again, in rounds of the two alone.
+            pair, _ = measure({k: tasks[k] for k in (0, i)}, seed=run.SEED + 1)
+            if set(pair) != {0, i} or not _faster(pair[i], pair[0]):
+                continue
+            timings.update(pair)
+        best = i
+        break
 
     def micros(i):
         return timings[i].median * 1e6 if i in timings else None
@@ -95,6 +103,10 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
             "heuristic_us": micros(0), "op": op.name, "case": case.name, "dtype": short(dtype),
             "tried": [{"config": c, "median_us": micros(i)} for i, c in enumerate(candidates)],
             "rejected": [{"config": candidates[i], "reason": r} for i, r in rejected.items()]}
+
+
+def _faster(a: timing.Timing, b: timing.Timing) -> bool:
+    return a.p80 < b.p20 and a.median * LEAST_GAIN < b.median
 
 
 def unit(op: Op, impl: Implementation, case: Case, device: str, dtype: torch.dtype, out: pathlib.Path) -> Unit:
