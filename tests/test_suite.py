@@ -112,6 +112,7 @@ def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path):
     units = """[unit("quick", lambda: {"rows": [1]}), unit("slow", stuck), unit("never", lambda: {"rows": [3]})]"""
     out, took, said = watch(tmp_path, units, 12)
     assert took < 14 and (out / "quick.json").exists()
+    assert not list(out.glob("running*"))
     assert not (out / "slow.json").exists() and "slow: out of time" in said, "it may need just the time that was left"
     units = units.replace("stuck", 'lambda: {"rows": [2]}')
     out, _, _ = watch(tmp_path, units, 120)

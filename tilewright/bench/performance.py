@@ -647,13 +647,17 @@ def goals(devices: Sequence[Device]) -> list[str]:
 
 def tuned(found: Raw) -> list[str]:
     out = ["## Tuned constants", ""]
+    launches: dict[tuple, list[Entry]] = {}
+    for e in found.of("tuned"):
+        launches.setdefault((e.source.device[1], e.op, e.case), []).append(e)
     rows = []
-    for e in sorted(found.of("tuned"), key=lambda e: (e.source.device[1], e.op, e.case)):
-        tried = [t for t in e.data["tried"] if t["us"] and t["heuristic_us"]]
-        gains = [t["heuristic_us"] / t["us"] for t in tried]
-        other = sum(t["config"] != t["heuristic"] for t in e.data["tried"])
-        rows.append(([e.source.device[1], f"`{e.op}`", e.case, len(e.data["tried"]), other,
-                      *map(number, (geomean(gains), min(gains, default=None), max(gains, default=None)))], [e.source]))
+    for (device, op, launch), entries in sorted(launches.items()):
+        gains = [e.data["heuristic_us"] / e.data["median_us"] for e in entries
+                 if e.data["median_us"] and e.data["heuristic_us"]]
+        other = sum(e.data["config"] != e.data["heuristic"] for e in entries)
+        rows.append(([device, f"`{op}`", launch, len(entries), other,
+                      *map(number, (geomean(gains), min(gains, default=None), max(gains, default=None)))],
+                     [e.source for e in entries]))
     if not rows:
         return [*out, "None are committed: every launch uses its heuristic.", ""]
     return [*out, "How many times as fast as with the heuristic's constants a launch is with the tuned ones.", "",

@@ -288,12 +288,12 @@ def _read_folder(raw: Raw, folder: pathlib.Path) -> None:
 def _read_tuned(raw: Raw, path: pathlib.Path) -> None:
     document = load(path, "device", "launches")
     try:
-        meta = {"device_type": "cuda", **(document.get("meta") or {}), "device": document["device"]}
-        source = _source({"meta": meta}, path, path.parent.name)
         for launch, entries in document["launches"].items():
-            tried = [{"config": e["config"], "heuristic": e["heuristic"], "us": e["median_us"],
-                      "heuristic_us": e["heuristic_us"]} for e in entries]
-            raw.entries.append(Entry(source, "tuned", path.stem, launch, {"tried": tried}))
+            for e in entries:   # a table is written to again and again: each entry says when and from what
+                meta = {"device_type": "cuda", "threads": None, "argv": [], **e, "device": document["device"]}
+                data = {n: e[n] for n in ("config", "heuristic", "median_us", "heuristic_us")}
+                raw.entries.append(Entry(_source({"meta": meta}, path, path.parent.name), "tuned", path.stem, launch,
+                                         data))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         said = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{path}: {said}") from error

@@ -110,6 +110,7 @@ def supervise(commands: Sequence[Sequence[str]], out: pathlib.Path, until: float
                 elif late:
                     _kill(process)
                     del running[i]
+                    (out / f"running-{i}.json").unlink(missing_ok=True)
                     if state:
                         say(f"{state['unit']}: out of time, left for the next call")
                     continue
