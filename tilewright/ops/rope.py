@@ -47,7 +47,8 @@ def rope(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.
     Source: arXiv:2104.09864; pairs as in transformers' LlamaRotaryEmbedding, or neighbouring as in GPT-J.
     """
     R = _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens)
-    cos, sin = cos.detach(), sin.detach()   # so that no implementation differentiates them
+    if cos.requires_grad or sin.requires_grad:   # so that no implementation differentiates them
+        cos, sin = cos.detach(), sin.detach()
     B, _, S, _ = q.shape
     if cos.dim() == 3:
         if position_ids is not None or cu_seqlens is not None:
@@ -61,7 +62,8 @@ def rope(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.
         position_ids = _checked_positions(position_ids.expand(B, S), cos.shape[0])
     elif cos.shape[0] < S:
         raise IndexError(_outside(f"S is {S}: position", cos.shape[0], cos.shape[0]))
-    cos, sin = cos[:, :R // 2], sin[:, :R // 2]
+    if cos.shape[1] != R // 2:   # a view costs two microseconds
+        cos, sin = cos[:, :R // 2], sin[:, :R // 2]
     fn = ROPE.pick(implementation, q)
     if inplace:
         return _in_place(fn, q, k, cos, sin, position_ids, interleaved)
