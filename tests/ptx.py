@@ -2,13 +2,14 @@
 to memory is inside a tensor and aligned.
 
 All threads of a cluster run in NumPy arrays, those at the lowest instruction first, so that they meet again after a
-branch. It knows the instructions that the CuTe DSL kernels are compiled to and raises for any other. fma is computed
-in float64 and rounded once more; ex2.approx and lg2.approx are exact to float32.
+branch. It knows the instructions that the CuTe DSL and Triton kernels are compiled to and raises for any other. fma is
+computed in float64 and rounded once more; ex2.approx, lg2.approx, div.full and the like are exact to float32.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 
 import numpy as np
@@ -28,6 +29,9 @@ class Memory:
         self.inside = np.zeros(4096, bool)
         self.written = np.zeros(4096, np.uint8)
         self.read = np.zeros(4096, bool)
+        # In this launch, by which thread + 1 of all a byte was written, and read (-1: by several).
+        self.writer = np.zeros(4096, np.int64)
+        self.reader = np.zeros(4096, np.int64)
         self.tensors = []
 
     def put(self, t: torch.Tensor | None, shift: int = 0) -> int:
@@ -44,7 +48,8 @@ class Memory:
             torch.as_strided(held, t.shape, t.stride()).fill_(1)
         start = -(-len(self.data) // 256) * 256 + shift
         grown = start + len(raw) + 512
-        for name, fill in (("data", 0xFF), ("inside", 0), ("written", 0), ("read", 0)):
+        for name, fill in (("data", 0xFF), ("inside", 0), ("written", 0), ("read", 0), ("writer", 0),
+                           ("reader", 0)):
             old = getattr(self, name)
             new = np.full(grown, fill, old.dtype)
             new[:len(old)] = old
@@ -57,8 +62,8 @@ class Memory:
     def take_back(self) -> None:
         """Writes what the kernel wrote into the tensors."""
         for t, start in self.tensors:
-            if t.numel():
-                span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+            span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+            if t.numel() and self.written[start:start + span * t.element_size()].any():
                 raw = torch.from_numpy(self.data[start:start + span * t.element_size()].copy()).view(t.dtype)
                 t.copy_(torch.as_strided(raw, t.shape, t.stride()))
 
@@ -81,19 +86,27 @@ def _widen(bits, kind):
     return bits.view(np.float16).astype(np.float32)
 
 
-def _narrow(x, kind):
+def _narrow(x, kind, truncate=False):
+    if truncate:
+        assert kind == "bf16"
+        return (np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     t = torch.from_numpy(np.ascontiguousarray(x, np.float32)).to(torch.bfloat16 if kind == "bf16" else torch.float16)
     return t.view(torch.int16).numpy().view(np.uint16)
 
 
 class Kernel:
-    def __init__(self, ptx: str):
-        body = re.sub(r"//[^\n]*", "", ptx)
+    def __init__(self, ptx: str, dynamic_shared: int = 0):
+        """dynamic_shared: bytes of the shared memory whose size the launch says, not the PTX."""
+        body = re.sub(r"//[^\n]*|^\s*\.loc\s[^\n]*", "", ptx, flags=re.MULTILINE)
+        outer = re.findall(r"\.extern \.shared \.align \d+ \.b8 (\S+)\[\];", body)
         head, body = body[body.index(".entry"):].split("{", 1)
+        body = re.split(r"^\s*\.(?:file|section)\s", body, maxsplit=1, flags=re.MULTILINE)[0]
         lines = [line.strip() for line in head.splitlines()]
         self.parameters = [line.split()[-1].rstrip(",") for line in lines if line.startswith(".param")]
         self.threads = int(re.search(r"\.reqntid (\d+)", head)[1])
-        self.shared, self.shared_size = {}, 1024
+        self.shared, self.shared_size = dict.fromkeys(outer, 1024), 1024 + dynamic_shared
+        self.widths = {name: 1 if kind == "pred" else int(kind[1:])
+                       for kind, name in re.findall(r"\.reg \.(\w+)\s+(%[a-z]+)<", body)}
         self.code, self.labels = [], {}
         for statement in re.split(r"(?<=;)|(?<=:)(?=\s)", body):
             s = " ".join(statement.split()).rstrip(";").strip()
@@ -111,23 +124,29 @@ class Kernel:
     def run(self, memory: Memory, values: list, grid: tuple[int, int, int], cluster: int = 1) -> None:
         values = dict(zip(self.parameters, values, strict=True))
         with np.errstate(all="ignore"):
-            for z in range(grid[1]):
-                for first in range(0, grid[0], cluster):
-                    _Cluster(self, memory, values, first, z, cluster).run()
+            for z, y, first in itertools.product(range(grid[2]), range(grid[1]), range(0, grid[0], cluster)):
+                _Cluster(self, memory, values, (first, y, z), cluster, grid).run()
 
 
 class _Cluster:
-    def __init__(self, kernel, memory, values, first, y, cluster):
+    def __init__(self, kernel, memory, values, at, cluster, grid):
         self.k, self.memory, self.values, self.cluster = kernel, memory, values, cluster
         n = self.n = kernel.threads * cluster
         self.thread = np.arange(n) % kernel.threads
         self.block = np.arange(n) // kernel.threads
+        first, y, z = at
+        # Threads of the launch, from 1.
+        self.everywhere = ((z * grid[1] + y) * grid[0] + first) * kernel.threads + np.arange(n) + 1
         self.special = {"%tid.x": self.thread, "%ctaid.x": first + self.block, "%ctaid.y": np.full(n, y),
+                        "%ctaid.z": np.full(n, z), **{f"%nctaid.{d}": np.full(n, grid[i]) for i, d in enumerate("xyz")},
                         "%laneid": self.thread % 32, "%cluster_ctarank": self.block}
         self.shared = np.full((cluster, kernel.shared_size), 0xFF, np.uint8)
         # Since the last barrier: by which thread + 1 a byte was written, and read (-1: by several).
         self.written = np.zeros((cluster, kernel.shared_size), np.int64)
         self.read = np.zeros((cluster, kernel.shared_size), np.int64)
+        # Copies of cp.async on their way: (threads, their groups, where to, bytes). Nobody may touch the places.
+        self.copies, self.groups = [], np.zeros(n, np.int64)
+        self.flying = np.zeros((cluster, kernel.shared_size), bool)
         self.abroad = np.full(n, -1)   # barrier.cluster.arrive's that a thread had made when it wrote to another block
         self.regs = {}
         self.pc = np.zeros(n, np.int64)
@@ -181,7 +200,12 @@ class _Cluster:
             return np.full(self.n, self.k.shared[name], U[bits])
         if name.startswith("0f"):
             return np.full(self.n, int(name[2:], 16), np.uint32)
-        return np.full(self.n, int(name, 0) & (1 << bits) - 1, U[bits])
+        if name.rstrip("0123456789") in self.k.widths:   # never written: of a pair, the half that does not matter
+            return np.full(self.n, (1 << bits) - 1, U[bits])
+        return np.full(self.n, int(name.rstrip("U"), 0) & (1 << bits) - 1, U[bits])
+
+    def truth(self, name):
+        return self.regs[name] if name in self.regs else np.full(self.n, bool(int(name)))
 
     def put(self, name, value, who):
         if name not in self.regs:
@@ -191,7 +215,7 @@ class _Cluster:
         self.regs[name][who] = value[who]
 
     def address(self, operand):
-        m = re.match(r"\[(\S+?)(?:\+(-?\d+))?\]$", operand)
+        m = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+)\s*)?\]$", operand)
         base = self.get(m[1], 64).astype(np.int64)
         return base + int(m[2] or 0)
 
@@ -225,8 +249,16 @@ class _Cluster:
     def load(self, space, address, size, who, name):
         places = self.places(space, address, size, who, name)
         if space == "global":
-            self.memory.read[places] = True
-            return self.memory.data[places]
+            me, m = self.everywhere[who][:, None], self.memory
+            if ((m.writer[places] != 0) & (m.writer[places] != me)).any():
+                raise RuntimeError(f"{name}: reads what another thread writes in this launch")
+            m.read[places] = True
+            for at, i in zip(places.T, np.broadcast_to(me, places.shape).T, strict=True):
+                m.reader[at] = np.where((m.reader[at] == 0) | (m.reader[at] == i), i, -1)
+                m.reader[at[m.reader[at] != i]] = -1   # two threads of this very instruction
+            return m.data[places]
+        if self.flying[places].any():
+            raise RuntimeError(f"{name}: reads what cp.async may still be writing, without a wait_group between")
         thread = np.broadcast_to((np.flatnonzero(who) + 1)[:, None], places[1].shape)
         if ((self.written[places] != 0) & (self.written[places] != thread)).any():
             raise RuntimeError(f"{name}: reads what another thread wrote, without a barrier between")
@@ -241,17 +273,63 @@ class _Cluster:
     def store(self, space, address, raw, who, name):
         places = self.places(space, address, raw.shape[1], who, name)
         if space == "global":
-            np.add.at(self.memory.written, places, 1)
-            self.memory.data[places] = raw
+            me, m = self.everywhere[who][:, None], self.memory
+            if ((m.reader[places] != 0) & (m.reader[places] != me)).any():
+                raise RuntimeError(f"{name}: writes what another thread reads in this launch")
+            np.add.at(m.written, places, 1)
+            m.writer[places] = me
+            m.data[places] = raw
         else:
-            thread = (np.flatnonzero(who) + 1)[:, None]
-            for before in (self.written[places], self.read[places]):
-                if ((before != 0) & (before != thread)).any():
-                    raise RuntimeError(f"{name}: writes where another thread wrote or read, no barrier between")
-            self.written[places] = np.broadcast_to(thread, before.shape)
-            if (self.written[places] != thread).any():
-                raise RuntimeError(f"{name}: two threads write one place at once")
+            self.claim(places, raw, who, name)
             self.shared[places] = raw
+
+    def claim(self, places, raw, who, name):
+        """That these threads may write this to shared memory, where until a barrier nobody else may. Threads with
+        copies of one value may all write it."""
+        thread = (np.flatnonzero(who) + 1)[:, None]
+        if self.flying[places].any():
+            raise RuntimeError(f"{name}: writes where cp.async may still be writing")
+        for before in (self.written[places], self.read[places]):
+            if ((before != 0) & (before != thread)).any():
+                raise RuntimeError(f"{name}: writes where another thread wrote or read, no barrier between")
+        self.written[places] = np.broadcast_to(thread, before.shape)
+        if (again := self.written[places] != thread).any():
+            trial = np.zeros_like(self.shared)
+            trial[places] = raw
+            if (trial[places] != raw).any():
+                raise RuntimeError(f"{name}: two threads write one place at once")
+            block, each = (np.broadcast_to(p, again.shape)[again] for p in places)
+            self.written[block, each] = -1
+
+    def copy(self, op, args, who, text):
+        """cp.async: what it brings is in shared memory once the thread has waited for the group it was committed in."""
+        if op[2] == "commit_group":
+            self.groups[who] += 1
+            return
+        if op[2] == "wait_group":
+            on_the_way, self.copies = self.copies, []
+            for threads, group, places, raw in on_the_way:
+                here = who[threads] & (group < self.groups[threads] - int(args[0]))
+                block, each = (np.broadcast_to(p, raw.shape) for p in places)
+                landed = block[here], each[here]
+                self.flying[landed] = False
+                self.shared[landed] = raw[here]
+                self.written[landed] = (threads[here] + 1)[:, None]   # others see it after a barrier
+                if not here.all():
+                    self.copies.append((threads[~here], group[~here], (block[~here], each[~here]), raw[~here]))
+            return
+        size = int(args[2], 0)
+        given = self.get(args[3], 32) if len(args) > 3 else np.full(self.n, size)
+        if not np.isin(given[who], (0, size)).all():
+            raise RuntimeError(f"{text}: copies a part")
+        threads = np.flatnonzero(who)
+        raw, full = np.zeros((len(threads), size), np.uint8), who & (given == size)   # the others get zeros
+        if full.any():
+            raw[full[who]] = self.load("global", self.address(args[1]), size, full, text)
+        places = self.places("shared", self.address(args[0]), size, who, text)
+        self.claim(places, raw, who, text)
+        self.flying[places] = True
+        self.copies.append((threads, self.groups[threads], places, raw))
 
     # ---- instructions
 
@@ -275,6 +353,20 @@ class _Cluster:
             self.waits[who] = 2
         elif name in ("ld", "st"):
             self.move(name, op, args, who, text, bits)
+        elif name == "cp" and op[1] == "async":
+            self.copy(op, args, who, text)
+        elif name in ("ldmatrix", "stmatrix"):
+            self.matrix(name, op, args, who, text)
+        elif name == "redux":
+            lanes = who.reshape(-1, 32)
+            if not (lanes.all(1) | ~lanes.any(1)).all():
+                raise RuntimeError(f"{text}: part of a warp")
+            given = self.get(args[1], 32).view({"s32": np.int32, "u32": np.uint32, "f32": np.float32}[kind])
+            if set(op) - {"redux", "sync", "min", "max", kind}:
+                raise KeyError(text)
+            one, either = (np.fmin, np.minimum) if op[2] == "min" else (np.fmax, np.maximum)
+            found = (one if kind == "f32" else either).reduce(given.reshape(-1, 32), axis=1)
+            self.put(args[0], np.repeat(found, 32).view(np.uint32), who)
         elif name == "mapa":
             self.put(args[0], ((self.get(args[2], 32) + 1) * WINDOW + self.get(args[1], 32)).astype(np.uint32), who)
         elif name == "shfl":
@@ -290,15 +382,20 @@ class _Cluster:
             parts = [p.strip() for p in args[1][1:-1].split(",")]
             joined = np.stack([self.get(p, bits // len(parts)) for p in parts], 1)
             self.put(args[0], np.ascontiguousarray(joined).view(U[bits])[:, 0], who)
+        elif name == "mov" and kind == "pred":
+            self.put(args[0], self.truth(args[1]), who)
         elif name == "mov":
             self.put(args[0], self.get(args[1], bits or 32), who)
+        elif name == "setp" and "|" in args[0]:   # of both halves
+            for i, half in enumerate(args[0].split("|")):
+                self.put(half, self.compare(op, args, i), who)
         elif name == "setp":
             self.put(args[0], self.compare(op, args), who)
         elif name == "selp":
             a, b = self.get(args[1], bits), self.get(args[2], bits)
             self.put(args[0], np.where(self.regs[args[3]], a, b), who)
         elif kind == "pred":
-            given = [self.regs[a] for a in args[1:]]
+            given = [self.truth(a) for a in args[1:]]
             self.put(args[0], {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor,
                                "not": np.logical_not}[name](*given), who)
         elif name == "testp":
@@ -314,8 +411,11 @@ class _Cluster:
         space = next(o for o in op if o.split(":")[0] in ("global", "shared", "param")).split(":")[0]
         if space == "param":
             value = self.values[args[1][1:-1]]
-            raw = np.float32(value).view(np.uint32) if isinstance(value, float) else int(value) & (1 << bits) - 1
-            return self.put(args[0], np.full(self.n, raw, U[bits]), who)
+            raw = int(np.float32(value).view(np.uint32)) if isinstance(value, float) else int(value) & (1 << bits) - 1
+            width = self.k.widths[args[0].rstrip("0123456789")]   # ld.param.s32 fills one of 64 bits, too
+            if op[-1][0] == "s" and raw >> bits - 1:
+                raw |= (1 << width) - (1 << bits)
+            return self.put(args[0], np.full(self.n, raw, U[width]), who)
         data = args[0] if name == "ld" else args[1]
         where = self.address(args[1] if name == "ld" else args[0])
         parts = [p.strip() for p in data.strip("{}").split(",")]
@@ -336,12 +436,36 @@ class _Cluster:
         if args[4] == "-1" and not (lanes.all(1) | ~lanes.any(1)).all():
             raise RuntimeError(f"{text}: part of a warp")
         lane, me = self.thread % 32, np.arange(self.n)
-        other = lane ^ int(args[2]) if op[2] == "bfly" else np.full(self.n, int(args[2]))
+        given = self.get(args[2], 32).astype(np.int64)
+        other = lane ^ given if op[2] == "bfly" else given
         self.put(args[0], value[me - lane + other], who)
 
-    def compare(self, op, args):
-        kind, bits = op[-1], int(re.sub(r"\D", "", op[-1]))
-        a, b = self.get(args[1], bits), self.get(args[2], bits)
+    def matrix(self, name, op, args, who, text):
+        """Matrices of 8 x 8 elements of 16 bits: thread i of a warp has two of row i / 4, and says where row i is."""
+        if "trans" in op or not who.reshape(-1, 32).all(1)[who.reshape(-1, 32).any(1)].all():
+            raise RuntimeError(f"{text}: transposed, or part of a warp")
+        data, where = (args[0], args[1]) if name == "ldmatrix" else (args[1], args[0])
+        rows, lane = self.address(where), self.thread % 32
+        for i, part in enumerate(p.strip() for p in data.strip("{}").split(",")):
+            start = rows[np.arange(self.n) - lane + 8 * i + lane // 4]
+            if (start[who] % 16).any():
+                raise RuntimeError(f"{text}: address not a multiple of 16")
+            at = start + lane % 4 * 4
+            if name == "stmatrix":
+                self.store("shared", at, self.get(part, 32)[who][:, None].view(np.uint8), who, text)
+            else:
+                value = np.zeros(self.n, np.uint32)
+                value[who] = np.ascontiguousarray(self.load("shared", at, 4, who, text)).view(np.uint32)[:, 0]
+                self.put(part, value, who)
+
+    def compare(self, op, args, half=None):
+        if {"and", "or", "xor"} & set(op):
+            raise KeyError(".".join(op))
+        kind, bits = op[-1], int(re.sub(r"\D", "", op[-1])[:2])
+        a, b = self.get(args[1], 32 if half is not None else bits), self.get(args[2], 32 if half is not None else bits)
+        if half is not None:   # of 16 bits, the lower one first
+            kind = kind.removesuffix("x2")
+            a, b = ((v >> 16 * half).astype(np.uint16) for v in (a, b))
         if kind == "f32":
             a, b = _f32(a), _f32(b)
         elif kind in ("bf16", "f16"):
@@ -352,21 +476,23 @@ class _Cluster:
         unordered = how.endswith("u") and kind[-3:] in ("f32", "f16") and how not in ("lu",)
         found = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
                  "ge": np.greater_equal}[how[:2]](a, b)
-        if kind[-2:] in ("32", "16") and "f" in kind:
+        if "f" in kind:
             nan = np.isnan(a) | np.isnan(b)
             found = (found | nan) if unordered else (found & ~nan)
         return found
 
     def convert(self, op, args):
         to, source = op[-2], op[-1]
+        if extra := set(op[1:-2]) - {"rn", "rz", "ftz"}:
+            raise KeyError(f"{'.'.join(op)}: {extra}")
         if to in ("bf16x2", "f16x2"):   # the first source is the upper half
-            high, low = (_narrow(_f32(self.get(a, 32)), to[:-2]) for a in args[1:3])
+            high, low = (_narrow(_f32(self.get(a, 32)), to[:-2], "rz" in op) for a in args[1:3])
             return high.astype(np.uint32) << 16 | low
         a = self.get(args[1], int(re.sub(r"\D", "", source)))
         if source in ("bf16", "f16"):
             return _widen(a, source).view(np.uint32)
         if source == "f32":
-            return _narrow(_f32(a), to)
+            return _narrow(_f32(a), to, "rz" in op)
         bits = int(to[1:])
         wide = a.view(I[a.itemsize * 8]) if source[0] == "s" else a
         return wide.astype(np.float32).view(np.uint32) if to == "f32" else wide.astype(U[bits])
@@ -382,6 +508,8 @@ class _Cluster:
                      for v in (self.get(a, 32 if op[-2] == "f32" else 16) for a in args[1:])]
         else:
             given = [_f32(self.get(a, 32)) for a in args[1:]]
+        if "ftz" in op:   # denormal numbers are zeros of their sign
+            given = [np.where(np.abs(g) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), g), g) for g in given]
         if name == "fma":
             a, b, c = (g.astype(np.float64) for g in given)
             value = (a * b + c).astype(np.float32)
@@ -394,6 +522,8 @@ class _Cluster:
                      "ex2": lambda x: np.exp2(x.astype(np.float64)).astype(np.float32),
                      "lg2": lambda x: np.log2(x.astype(np.float64)).astype(np.float32)}[name](*given)
         value = np.ascontiguousarray(value, np.float32)
+        if "ftz" in op:
+            value = np.where(np.abs(value) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), value), value)
         if kind == "f32x2":
             return value.view(np.uint64)
         if kind.endswith("16x2"):
@@ -423,6 +553,20 @@ class _Cluster:
             if op[-1][0] == "s":   # toward zero
                 q = q + ((q < 0) & (q * b != a))
             return (q if name == "div" else a - q * b).astype(given[0].dtype).view(U[bits])
+        if name == "bfe":   # bits of a number, the signed one's highest repeated
+            at, count = (self.get(a, 32).astype(np.int64) for a in args[2:])
+            up = bits - count
+            return ((given[0].astype(given[0].dtype) << (up - at).astype(given[0].dtype))
+                    >> up.astype(given[0].dtype)).view(U[bits])
+        if name == "prmt":   # bytes of two numbers, chosen by four digits; one of 8 or more repeats the byte's sign
+            both = given[0].astype(np.uint64) | given[1].astype(np.uint64) << np.uint64(32)
+            out = np.zeros(self.n, np.uint32)
+            for i in range(4):
+                digit = given[2] >> np.uint32(4 * i) & 15
+                byte = (both >> (digit & 7).astype(np.uint64) * np.uint64(8)).astype(np.uint8)
+                byte = np.where(digit > 7, np.where(byte > 127, 255, 0), byte)
+                out |= byte.astype(np.uint32) << np.uint32(8 * i)
+            return out
         found = {"add": np.add, "sub": np.subtract, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
                  "not": np.bitwise_not, "neg": np.negative, "min": np.minimum, "max": np.maximum, "abs": np.abs}
         many = functools.reduce if name in ("min", "max") else (lambda fn, given: fn(*given))

@@ -1,6 +1,6 @@
 """Searches launch constants, within a budget of time, and writes them where the launchers look them up.
 
-    python -m tilewright.bench tune --minutes 9 [--op OP,..] [--dtype DTYPE,..] [--tables DIR] [--work DIR]
+    python -m tilewright.bench tune --minutes 9 [--op OP,..] [--case CASE,..] [--dtype DTYPE,..] [--tables DIR]
 
 For every timed case of every op, every implementation with tunable launches is called once, to see which constants it
 asks for; each such launch is then timed with every candidate of its space, interleaved, in the pass of the op that the
@@ -124,9 +124,10 @@ def unit(op: Op, impl: Implementation, case: Case, device: str, dtype: torch.dty
     return Unit(f"{op.name}.{impl.name}.{case.name}.{short(dtype)}", make, {"entries": []}, 600.0)
 
 
-def units(ops: Sequence[Op], device: str, dtypes: Sequence[torch.dtype], out: pathlib.Path) -> list[Unit]:
+def units(ops: Sequence[Op], device: str, dtypes: Sequence[torch.dtype], out: pathlib.Path,
+          cases: Sequence[str] | None = None) -> list[Unit]:
     return [unit(op, impl, case, device, dtype, out) for dtype in dtypes for op in ops
-            for impl in usable(op, device, dtype) for case in run.timed(op, device)]
+            for impl in usable(op, device, dtype) for case in run.timed(op, device, cases)]
 
 
 def device_name(device: str) -> str:
@@ -185,6 +186,7 @@ def main(argv: Sequence[str]) -> int:
     add("--minutes", type=_at_least(0.05, float), required=True, help="the call ends within so many")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     add("--op", type=_names, metavar="OP,..", help="default: every op")
+    add("--case", type=_names, metavar="CASE,..", help="default: every timed case")
     add("--dtype", type=_names, default=[short(d) for d in DTYPES], metavar="DTYPE,..", help="default: %(default)s")
     add("--tables", type=pathlib.Path, default=tuning.TABLES, metavar="DIR", help="default: where launchers look")
     add("--work", type=pathlib.Path, metavar="DIR", help="where searches are kept (default: build/tune/<device>)")
@@ -202,7 +204,8 @@ def main(argv: Sequence[str]) -> int:
     device = device_name(args.device)
     out = args.work or pathlib.Path("build/tune") / platform.slug(device)
     out.mkdir(parents=True, exist_ok=True)
-    plan = units([ops[n] for n in args.op or ops], args.device, [d for d in DTYPES if short(d) in args.dtype], out)
+    plan = units([ops[n] for n in args.op or ops], args.device, [d for d in DTYPES if short(d) in args.dtype], out,
+                 args.case)
     meta = run.metadata(args.device, run.Settings(), ["tune", *argv], commit=args.commit)
     # The tables are among the sources; a search must not go stale because an earlier one was written down.
     meta["source"] = run.source_digest(tables=False)

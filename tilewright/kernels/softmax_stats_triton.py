@@ -156,7 +156,8 @@ def _step(x, c, mask, top, peak, best, s, sz, sw, weight_ptr, softcap, MASKED: t
         z = tl.where(mask, z, float("-inf"))
     higher = _capped(top, softcap, CAPPED)   # the largest z but for rounding, which does not matter
     shift = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)   # inf - inf is NaN
-    shrink = tl.exp2((peak - shift) * LOG2E)
+    # Above 1 only once a logit was inf, and then 0 times it could be NaN.
+    shrink = tl.minimum(tl.exp2((peak - shift) * LOG2E), 1.0)
     e = tl.exp2((z - shift) * LOG2E)   # folded into one FMA, a large shift would cost its rounding
     s = s * shrink + e
     if MEAN:   # 0 * -inf is NaN
