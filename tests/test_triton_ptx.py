@@ -1,0 +1,241 @@
+"""What Triton compiles of its kernels for sm_90 and sm_100, run on the CPU (ptx.py), where it must hold the numerics
+contract, keep inside tensors, write every element once and have no races. No GPU is needed.
+
+Triton's interpreter truncates on a cast to bfloat16 and runs a kernel's Python on whole blocks. So bfloat16 is tested
+here, and what the compiler makes of a kernel: vectors, layouts, exchanges through shared memory, copies ahead of use.
+Two other processes do it, since this one may be running the interpreter; they print a line of JSON for each test.
+"""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilewright import platform
+from tilewright.bench import contract
+from tilewright.registry import operations, short
+
+pytest.importorskip("triton")
+
+ROOT = pathlib.Path(__file__).parents[1]
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+OPS = [op for op in operations().values() if "triton" in op.names()]
+
+# For sm_100 and in float32, those that between them have every kernel and most of their branches; the first ones in
+# float16, too. (These two are tested in the interpreter with all cases.)
+MORE = {"rmsnorm": ("gemma", "bias_none_cast", "wide"), "add_rmsnorm": ("qk_norm", "fp32_weight"),
+        "silu_mul": ("packed", "by_eight"), "gelu_mul": ("ragged", "erf_packed"),
+        "rope": ("per_token", "partial", "partial_interleaved"), "cross_entropy": ("one_class", "everything_wide"),
+        "linear_cross_entropy": ("bf16_sums",), "linear_logprob": ("everything",)}
+
+
+# ---- in the other processes
+
+class Driver:
+    """Triton's driver of a GPU that is ptx.py. So Triton itself binds and specializes arguments, as for a GPU. A
+    device's number is its architecture, since Triton keeps by device what it compiled."""
+
+    def __init__(self):
+        self.arch = 90
+        self.memories = []            # of each launch
+        self.change = None            # of PTX, to plant faults
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
+            load_binary=lambda name, cubin, shared, device: (name, name, 0, 0, 1024), unload_module=lambda name: None)
+
+    def get_current_device(self):
+        return self.arch
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+    def launcher_cls(self, source, metadata):
+        import ptx
+        from triton.runtime.cache import get_cache_manager
+
+        text = pathlib.Path(get_cache_manager(metadata.hash).get_file(f"{metadata.name}.ptx")).read_text()
+        kernels = {}
+
+        def launch(x, y, z, stream, function, packed, about, enter, leave, *arguments):
+            if self.change not in kernels:
+                kernels[self.change] = ptx.Kernel(self.change(text) if self.change else text, metadata.shared)
+            kernel = kernels[self.change]
+            assert metadata.num_ctas == 1 and kernel.threads == 32 * metadata.num_warps
+            assert metadata.global_scratch_size == metadata.profile_scratch_size == 0
+            memory, values = ptx.Memory(), [0, 0]   # at the end, the pointers to those two
+            for a, kind in reversed(list(zip(arguments, source.signature.values(), strict=True))):
+                if kind != "constexpr":
+                    values.insert(0, memory.put(a, a.data_ptr() % 16) if isinstance(a, torch.Tensor) else
+                                  float(a) if kind == "fp32" else a)
+            kernel.run(memory, values, (x, y, z))
+            memory.take_back()
+            self.memories.append(memory)
+
+        return launch
+
+
+def contract_holds(driver, op, case, dtype):
+    with contract.poisoned():
+        broken = contract.check(op, "triton", case, "cpu", dtype)
+    assert not broken, "; ".join(map(str, broken))
+    for memory in driver.memories:   # nothing is left out or done twice
+        for t, _ in memory.tensors:
+            times = memory.times(t, "written")
+            assert not times.numel() or times.max() == times.min() <= 1, (t.shape, times)
+
+
+def any_row_of_logits(driver, V, stride, offset, dtype):
+    """Rows of infinities and NaN, ignored and bad targets, in all widths, strides and alignments."""
+    from tilewright.kernels import softmax_stats_triton as kernels
+    from tilewright.ops import _softmax_stats
+
+    g = torch.Generator().manual_seed(0)
+    memory = torch.randn(8 * stride + offset, generator=g).to(dtype) * 3
+    x = torch.as_strided(memory, (8, V), (stride, 1), offset)
+    inf = float("inf")
+    x[1], x[2, V // 2], x[3, 5], x[4, :V // 2] = -inf, inf, float("nan"), -inf
+    target = torch.tensor([0, 1, 2, 3, V - 1, -100, V, 7])
+    options = 0.0, True, True, True
+    found = kernels.forward(x, target, None, *options, False)
+    truth = _softmax_stats.stats_eager(x.double(), target, None, *options)
+    for name, a, t in zip(truth._fields, found, truth, strict=True):
+        for i in [0, 4, 5, 6, 7] if name in ("mean", "weighted", "argmax") else range(8):
+            assert contract.error(a[i:i + 1], t[i:i + 1])[0] < 2e-5, (name, i, a[i], t[i])
+    inside = (target >= 0) & (target < V)
+    g_lse, g_target = torch.randn(8, generator=g), torch.randn(8, generator=g)
+    g_lse[[1, 2, 3, 5]] = 0   # rows 1 to 3 have a target to learn from, row 5 has not
+    g_target[[1, 2, 3]] = 0
+    lse = found[0]
+    expected = torch.exp(x.double() - lse.double()[:, None]) * g_lse.double()[:, None]
+    expected[inside.nonzero()[:, 0], target[inside]] += g_target.double()[inside]
+    expected[[1, 2, 3, 5]] = 0
+    args = x, target, None, 0.0, lse, None, g_lse, g_target, None, None
+    out = kernels.backward(*args)
+    assert not driver.memories[-1].times(x, "read")[[1, 2, 3, 5]].any()   # rows without gradients are not read
+    before = memory.clone()
+    kernels.backward_(*args)
+    for result in (out, x):
+        assert contract.error(result, expected)[0] < 8 * torch.finfo(dtype).eps
+    torch.as_strided(before, (8, V), (stride, 1), offset).copy_(x)
+    assert torch.equal(before, memory)   # what lies between rows is as it was
+
+
+def rounds_to_nearest(driver):
+    """The contract's slack has room for a truncation."""
+    rmsnorm, silu_mul = (operations()[name].public for name in ("rmsnorm", "silu_mul"))
+    for dtype in (BF16, F16):
+        g = torch.Generator().manual_seed(0)
+        a, b = torch.randn(8, 512, generator=g).to(dtype), torch.randn(8, 512, generator=g).to(dtype)
+        w = b[0].contiguous()
+        for found, truth in (
+                (silu_mul(a, b, implementation="triton"), torch.nn.functional.silu(a.double()) * b.double()),
+                (rmsnorm(a, w, cast="none", implementation="triton"), rmsnorm(a.double(), w.double(), cast="none"))):
+            assert (found == truth.to(dtype)).double().mean() > 0.99   # float32 may lie on the other side of a tie
+
+
+def planted(driver, old, new, test, *arguments):
+    """A fault in the compiled kernels must be found."""
+    changed = 0
+
+    def change(text):
+        nonlocal changed
+        text, n = re.subn(old, new, text)
+        changed += n
+        return text
+
+    driver.change = change
+    try:
+        test(driver, *arguments)
+    except (AssertionError, RuntimeError):
+        assert changed
+        return
+    raise AssertionError(f"not found, with {changed} changes")
+
+
+def runs():
+    """Name of a test -> architecture and what to call."""
+    found = {}
+    for op in OPS:
+        for case in op.cases:
+            if "contract" in case.tags:
+                more = MORE[op.name]
+                for arch, dtype in ((90, BF16), *(((100, BF16), (90, F32)) if case.name in more else ()),
+                                    *(((90, F16),) if case.name == more[0] else ())):
+                    found[f"sm_{arch}-{op.name}-{case.name}-{short(dtype)}"] = arch, contract_holds, op, case, dtype
+    for arch, dtype, V, stride, offset in (
+            (90, BF16, 9001, 9001, 0),      # odd: rows are walked from the multiple of 16 bytes below, in three blocks
+            (90, BF16, 12300, 12312, 0),    # a stride that is a multiple of 8 elements and not of 16
+            (90, BF16, 8712, 8728, 0),      # and so is the width
+            (90, BF16, 4099, 4104, 3),      # memory that is off 16 bytes
+            (90, F16, 16, 24, 1), (90, F32, 5003, 5003, 0), (90, F32, 4100, 4108, 0), (100, BF16, 9001, 9001, 0)):
+        found[f"sm_{arch}-rows-{V}-{stride}-{offset}-{short(dtype)}"] = (
+            arch, any_row_of_logits, V, stride, offset, dtype)
+    found["sm_90-nearest"] = 90, rounds_to_nearest
+    wide = found["sm_90-cross_entropy-everything_wide-bfloat16"][1:]
+    for name, old, new, test in (("barrier", r"bar\.sync\s+0;", "", wide),
+                                 ("wait", r"(cp\.async\.wait_group)\s+\d+;", r"\1 9;", wide),
+                                 ("bounds", r"setp\.lt\.s32", "setp.le.s32", wide),
+                                 ("rounding", r"cvt\.rn\.bf16", "cvt.rz.bf16", (rounds_to_nearest,))):
+        found[f"planted-{name}"] = 90, planted, old, new, *test
+    return found
+
+
+def main(names):
+    from triton.runtime import driver as triton_driver
+
+    platform.interpreting = lambda: True   # Triton takes tensors of a CPU, and this is not the interpreter
+    driver = Driver()
+    triton_driver.set_active(driver)
+    known = runs()
+    for name in names:
+        driver.arch, test, *arguments = known[name]
+        driver.memories = []
+        driver.change = None
+        try:
+            test(driver, *arguments)
+            wrong = ""
+        except Exception:   # of any kind: each is a verdict
+            wrong = traceback.format_exc()
+        print(json.dumps({"name": name, "wrong": wrong}), flush=True)
+
+
+# ---- in pytest's process
+
+@pytest.fixture(scope="module")
+def verdicts(request):
+    """Of all tests that are selected: name -> what is wrong."""
+    names = [item.callspec.params["name"] for item in request.session.items
+             if item.path == request.path and "name" in item.callspec.params]
+    variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+
+    def answers(names):
+        run = subprocess.run([sys.executable, __file__], input=json.dumps(names), env=variables, cwd=ROOT,
+                             capture_output=True, text=True, timeout=900, check=False)
+        lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+        return {**dict.fromkeys(names, f"no verdict: {run.stderr[-3000:]}"), **{v["name"]: v["wrong"] for v in lines}}
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(answers, (names[::2], names[1::2]))
+    return {**first, **second}
+
+
+@pytest.mark.parametrize("name", runs())
+def test_compiled_kernels(name, verdicts):
+    assert not verdicts[name], verdicts[name]
+
+
+if __name__ == "__main__":
+    main(json.load(sys.stdin))
