@@ -448,3 +448,18 @@ def test_luck_is_not_taken_for_speed(tables, monkeypatch):
     monkeypatch.setattr(timing, "interleave", interleave)
     assert searched(monkeypatch)["config"] == {"WAIT": 4}
     assert measured == [[0, 1, 2, 3], [0, 1]]
+
+
+def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(tmp_path, monkeypatch):
+    argv = ["suite", "--minutes", "3", "--out", str(tmp_path), "--device", "cpu", "--op", "rmsnorm", "--dtype",
+            "float32", "--stage", "time", "--case", "gemma-3-4b", "--rounds", "1"]
+    meta = run.metadata("cpu", run.Settings(), [])
+    failed = {"meta": meta, "roofline": None, "error": "out of memory"}
+    report.write_json(tmp_path / "roofline.json", failed)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "supervise", lambda *a, **k: report.write_json(tmp_path / "roofline.json", failed))
+        assert main(argv) == 1
+    assert not (tmp_path / "time").exists()
+    assert main(argv) == 0
+    rows = value(tmp_path, "time/rmsnorm.gemma-3-4b.float32")["rows"]
+    assert next(r for r in rows if r["auto"])["status"] == "ok"

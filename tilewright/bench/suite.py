@@ -246,6 +246,16 @@ def conclude(all_units: Sequence[Unit], out: pathlib.Path, meta: dict[str, Any],
     return {"schema": runner.SCHEMA, "kind": "suite", "meta": meta, "complete": complete, "units": found}, broken
 
 
+def _failed(path: pathlib.Path) -> bool:
+    """Whether a unit's file says that it could not be made."""
+    try:
+        return bool(json.loads(path.read_text()).get("error"))
+    except OSError:
+        return False
+    except ValueError:
+        return True
+
+
 # ---- the command
 
 def parser() -> argparse.ArgumentParser:
@@ -307,6 +317,9 @@ def main(argv: Sequence[str]) -> int:
     until = begun + 60 * args.minutes - runner.FINISH
     jobs = args.jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if args.device == "cuda" else 1)
     args.out.mkdir(parents=True, exist_ok=True)
+    roof = args.out / "roofline.json"
+    if "time" in args.stage and _failed(roof):   # nothing can be timed without it
+        roof.unlink()
     print(f"{meta['device']}, {', '.join(f'{k} {v}' for k, v in meta['versions'].items())}, commit "
           f"{report.commit(meta)}, clocks {meta.get('clocks') or 'unknown'}", flush=True)
     wanted = []
@@ -317,6 +330,9 @@ def main(argv: Sequence[str]) -> int:
         wanted += here
         if all(runner.current(u, args.out, meta, args.keep) for u in here) or time.time() >= until:
             continue
+        if "time" in group and _failed(roof):
+            print("no roofline: nothing is timed")
+            break
         of = jobs if "parity" in group else 1
         stages = ",".join({*args.stage, "roofline"} if "roofline" in group else args.stage)
         runner.supervise([runner.again(["suite", *argv], "--stage", stages, "--until", str(until), "--group", str(i),
