@@ -340,7 +340,8 @@ from tilewright.bench import compile_gate as gate
 specs = gate.collect(gate.operations().values(), without=("cute",))
 print(json.dumps([gate.COMPILERS[gate.KernelSpec].budget_file().name,
                   sorted({s.kernel.fn.__module__ for s in specs.values()}),
-                  [f"{n} sm_{a}" for n, s in specs.items() for a in gate.ARCHS if a >= s.min_arch]]))
+                  [f"{n} sm_{a}" for n, s in specs.items() for a in gate.ARCHS
+                   if a >= s.min_arch and gate.budgeted(n)]]))
 """
 
 
@@ -355,3 +356,43 @@ def test_every_triton_module_is_in_the_gate_and_every_kernel_has_a_budget():
         pytest.skip(f"no budgets for {path.stem}")
     differ = set(json.loads(path.read_text())) ^ set(keys)
     assert not differ, f"run `python -m tilewright.bench compile-gate --update`: {sorted(differ)}"
+
+
+TUNED = """
+import json, pathlib, sys
+from tilewright.bench import compile_gate as gate
+from tilewright.kernels import tuning
+
+tuning.TABLES = pathlib.Path(sys.argv[1])
+specs = gate.collect(gate.operations().values(), without=("cute",))
+specs = {n: s for n, s in specs.items() if not gate.budgeted(n)}
+results = gate.compile_all(specs, gate.ARCHS, 2)
+print(json.dumps([sorted(r.key for r in results), gate.judge(results, specs, {}, lambda key: True)]))
+"""
+
+
+def test_every_entry_of_every_table_is_compiled_for_every_architecture(tmp_path):
+    path = tmp_path / "some-gpu/rmsnorm.json"
+    path.parent.mkdir()
+
+    def verdict(config):
+        entry = {"key": {"D": 128, "itemsize": 4, "add": False}, "config": config}
+        path.write_text(json.dumps({"schema": 1, "device": "some gpu", "launches": {"forward": [entry]}}))
+        run = python("-c", TUNED, tmp_path)
+        assert run.returncode == 0, run.stderr[-3000:]
+        return json.loads(run.stdout.splitlines()[-1])
+
+    keys, failures = verdict({"BLOCK_D": 128, "BLOCK_T": 8, "num_warps": 8})
+    assert failures == [] and [k.rsplit(" ", 1)[1] for k in keys] == ["sm_100", "sm_120", "sm_90"]
+    assert all("some-gpu: D=128 itemsize=4 add=False; BLOCK_D=128 BLOCK_T=8 num_warps=8" in k for k in keys)
+    _, failures = verdict({"BLOCK_D": 128, "BLOCK_T": 64, "num_warps": 1})   # 256 elements a thread
+    assert any("spills" in f for f in failures)
+
+
+def test_candidates_of_searches_are_collected_for_the_gate():
+    run = python("-c", "from tilewright.bench import compile_gate as g\n"
+                       "from tilewright.ops import OPS\n"
+                       "print('\\n'.join(g.collect([OPS['rope']], space=True)))")
+    assert run.returncode == 0, run.stderr[-3000:]
+    names = run.stdout.splitlines()
+    assert len(names) > 4 and all(n.startswith("rope/rotate") and "; BLOCK_H=" in n for n in names)

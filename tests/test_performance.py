@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import pytest
 
@@ -501,3 +502,11 @@ def test_the_committed_page_is_what_the_committed_results_make(monkeypatch):
     page = performance.build(pathlib.Path("bench_results"), out, pathlib.Path("tilewright/kernels/tuned"))
     assert out.read_text() == page.text, f"run `{performance.COMMAND}`"
     assert not page.unexplained
+
+
+def test_implementations_without_a_time_are_named(root):
+    results(root, [row("triton", 2.0)])
+    said = next(text for text in build(root).text.splitlines() if text.startswith("Implementations without a time"))
+    by_name = dict(re.findall(r"(\w+) \(([^)]*)\)", said))
+    assert "`rmsnorm`" not in by_name["triton"] and "`rope`" in by_name["triton"]
+    assert "`rmsnorm`" in by_name["cute"] and "`rmsnorm`" in by_name["cpp"] and "only where it is faster" in said

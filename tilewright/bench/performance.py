@@ -736,6 +736,21 @@ NO_GPU = (
     f"and is repeated while its exit code is 3; `{COMMAND}` then adds what it wrote to this page.\n")
 
 
+def untimed(devices: Sequence[Device]) -> list[str]:
+    """A sentence about the implementations that no row of any device has timed."""
+    timed = {(g.op, r["provider"]) for d in devices for g in d.groups for r in g.rows.values() if r["status"] == "ok"}
+    missing: dict[str, list[str]] = {}
+    for op in registry.operations().values():
+        for impl in op.implementations:
+            if (op.name, impl.name) not in timed:
+                missing.setdefault(impl.name, []).append(op.name)
+    if not missing:
+        return []
+    return ["Implementations without a time on any device, whose speed is not known: "
+            + "; ".join(f"{name} ({', '.join(f'`{op}`' for op in ops)})" for name, ops in missing.items())
+            + ". One that `auto` would not take anywhere stays until it is measured, and only where it is faster.\n"]
+
+
 def opening(devices: Sequence[Device], found: Raw) -> list[str]:
     out = [OPENING]
     rows = []
@@ -750,7 +765,7 @@ def opening(devices: Sequence[Device], found: Raw) -> list[str]:
         out.append(NO_GPU)
     elif not any(d.timed for d in devices if d.kind == "cuda"):
         out += ["**No time here was measured on a GPU**: what its suite has reached is below.", ""]
-    return out
+    return out + untimed(devices)
 
 
 def pictures_of(plots: Iterable[Picture], kind: str) -> list[str]:
