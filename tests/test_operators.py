@@ -280,11 +280,15 @@ def test_operators_pass_opcheck(op, name):
 def test_no_operator_escapes_opcheck():
     """Every operator that can stand in a graph (it has a fake) is called by some case."""
     called = set()
+    elsewhere = set()   # implementations that cannot run here, although another test may have loaded them
     for op in OPS.values():
         for impl in op.implementations:
+            if impl.why_not(DEVICE) is not None:
+                elsewhere.add(f"_{impl.name}_")
             if impl.why_not(DEVICE, torch.float32) is None:
                 called |= {func.name().split(".")[0] for func, _ in record(op, impl.name)}
     there = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tilewright::")}
     fakes = {n for n in there if torch._C._dispatch_has_kernel_for_dispatch_key(n, "Meta")}
     assert fakes, "no operator was found: the test looks in the wrong place"
+    fakes = {n for n in fakes if not any(name in n for name in elsewhere)}
     assert fakes <= called, f"no small contract case calls {sorted(fakes - called)}"
