@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that this repository wants to know of a GPU, in one command, from its root:
 #
-#     scripts/gpu.sh RESULTS MINUTES [STAGE...]       stages: tests suite tune report (default: all)
+#     scripts/gpu.sh RESULTS MINUTES [STAGE...]       stages: tests tune suite report (default: all)
 #
 # RESULTS is a folder such as bench_results/nvidia-h200-2026-12-01. Every stage ends within its share of the minutes
 # and goes on where an earlier call stopped, so calls may be as short as the machine's lease. Where $OUT is set, what
@@ -13,7 +13,7 @@ PYTHON=${PYTHON:-python3}
 results=${1:?the folder of results}
 minutes=${2:?minutes for this call}
 shift 2
-stages=${*:-tests suite tune report}
+stages=${*:-tests tune suite report}   # tables are sources: the suite keeps nothing that older ones made
 export PYTHONUNBUFFERED=1 TILEWRIGHT_REQUIRE=triton PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 began=$SECONDS
 code=0
@@ -28,17 +28,19 @@ for stage in $stages; do
     echo "== $stage, $(((SECONDS - began) / 60)) min in"
     case $stage in
     tests)   # parity over the whole registry first: nothing is timed that may be wrong
-        timeout "$(left 40)m" "$PYTHON" -m pytest -q -p no:cacheprovider -x --maxfail=30 \
+        timeout "$(left 40)m" "$PYTHON" -m pytest -q -p no:cacheprovider --maxfail=30 \
             tests/test_contract.py tests/test_rmsnorm.py tests/test_activation.py tests/test_rope.py \
             tests/test_cross_entropy.py tests/test_linear_cross_entropy.py tests/test_attention.py \
             tests/test_operators.py tests/test_nn.py 2>&1 | tee "$results/tests.txt" ;;
-    suite) "$PYTHON" -m tilewright.bench suite --minutes "$(left 60)" --out "$results" $commit ;;
-    tune) "$PYTHON" -m tilewright.bench tune --minutes "$(left 90)" --work "$results/tune" $commit ;;
+    suite) "$PYTHON" -m tilewright.bench suite --minutes "$(left 90)" --out "$results" $commit ;;
+    tune) "$PYTHON" -m tilewright.bench tune --minutes "$(left 40)" --work "$results/tune" $commit ;;
     report) "$PYTHON" -m tilewright.bench report ;;
-    *) echo "unknown stage $stage; have tests suite tune report" >&2; exit 2 ;;
+    *) echo "unknown stage $stage; have tests tune suite report" >&2; exit 2 ;;
     esac
     found=$?   # pipefail: of the command, not of tee
-    [ "$found" -gt "$code" ] && code=$found
+    echo "== $stage: exit code $found"
+    # 3, time ran out, must not hide a failure.
+    if [ "$found" -ne 0 ] && { [ "$code" -eq 0 ] || [ "$code" -eq 3 ]; }; then code=$found; fi
 done
 if [ -n "${OUT:-}" ]; then
     tar czf "$OUT/results.tar.gz" "$results" tilewright/kernels/tuned docs/performance.md docs/img 2>/dev/null

@@ -73,6 +73,7 @@ def work(units: Iterable[Unit], out: pathlib.Path, until: float, meta: dict[str,
                 document = {**unit.blank, "error": timing.first_line(error)}
             seconds = time.perf_counter() - begun
             write_json(unit.path(out), {"schema": SCHEMA, "meta": meta, "seconds": seconds, **document})
+            state.unlink()   # a process that dies now dies between units
             say(f"{unit.name} ({seconds:.1f} s) {document.get('error') or describe(document)}")
     finally:
         state.unlink(missing_ok=True)
