@@ -18,6 +18,7 @@ import torch
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tilewright.kernels import cute as tw
+from tilewright.kernels import launchers
 from tilewright.kernels.spec import CuteSpec
 
 # Widest row of one block. Forward: 512 threads with 32 elements of x each. Backward also holds dy, w and the sums for
@@ -274,17 +275,9 @@ def _launch_backward(dy: cute.Pointer, dsum: cute.Pointer | None, x: cute.Pointe
 
 # ---- launchers
 
-def _heads(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:
-    D = x.shape[-1]
-    H = weight.shape[0] if weight.dim() == 2 else 1
-    return (x.numel() // (D * H) if x.numel() else 0), H, D
-
-
 def _run_forward(x, residual, weight, bias, eps, offset, round_xhat):
-    T, H, D = _heads(x, weight)
-    y = torch.empty_like(x)
-    total = None if residual is None else torch.empty_like(residual)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    T, H, D = launchers.sizes(x, weight)
+    y, total, rstd = launchers.normalised(x, residual)
     if T:
         p = plan(D, H, tw.vector(D, x, residual, weight, bias, y, total))
         tw.launch(_launch_forward, x, residual, weight, bias, y, total, rstd, T, eps, offset, p, round_xhat,
@@ -292,16 +285,7 @@ def _run_forward(x, residual, weight, bias, eps, offset, round_xhat):
     return y, total, rstd
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float,
-            round_xhat: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    y, _, rstd = _run_forward(x, None, weight, bias, eps, offset, round_xhat)
-    return y, rstd
-
-
-def add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                eps: float, offset: float,
-                round_xhat: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _run_forward(x, residual, weight, bias, eps, offset, round_xhat)
+forward, add_forward = launchers.rmsnorm_forwards(_run_forward)
 
 
 def _clusters(x: torch.Tensor, p: Plan, T: int) -> int:
@@ -321,7 +305,7 @@ def _registers(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, has_bias
 def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd: torch.Tensor,
              weight: torch.Tensor, offset: float, round_xhat: bool,
              has_bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    T, H, D = _heads(x, weight)
+    T, H, D = launchers.sizes(x, weight)
     dx = torch.empty_like(x)
     if T == 0:
         return dx, torch.zeros_like(weight), weight.new_zeros(D if has_bias else 0)

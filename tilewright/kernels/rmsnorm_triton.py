@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels import launchers
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -229,17 +230,9 @@ def programs(t: torch.Tensor, each: int) -> int:
     return each * torch.cuda.get_device_properties(t.device).multi_processor_count if t.is_cuda else 4
 
 
-def _heads(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:
-    D = x.shape[-1]
-    H = weight.shape[0] if weight.dim() == 2 else 1
-    return (x.numel() // (D * H) if x.numel() else 0), H, D
-
-
 def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat):
-    T, H, D = _heads(x, weight)
-    y = torch.empty_like(x)
-    total = None if residual is None else torch.empty_like(residual)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    T, H, D = launchers.sizes(x, weight)
+    y, total, rstd = launchers.normalised(x, residual)
     if T:
         c = FORWARD.config(x.device, D, x.element_size(), residual is not None)
         grid = (triton.cdiv(T, c["BLOCK_T"]), H)
@@ -249,22 +242,13 @@ def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat):
     return y, total, rstd
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float,
-            round_xhat: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    y, _, rstd = _launch_forward(x, None, weight, bias, eps, offset, round_xhat)
-    return y, rstd
-
-
-def add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                eps: float, offset: float,
-                round_xhat: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _launch_forward(x, residual, weight, bias, eps, offset, round_xhat)
+forward, add_forward = launchers.rmsnorm_forwards(_launch_forward)
 
 
 def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd: torch.Tensor,
              weight: torch.Tensor, offset: float, round_xhat: bool,
              has_bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    T, H, D = _heads(x, weight)
+    T, H, D = launchers.sizes(x, weight)
     dx = torch.empty_like(x)
     if T == 0:
         return dx, torch.zeros_like(weight), weight.new_zeros(D if has_bias else 0)

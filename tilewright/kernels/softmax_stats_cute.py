@@ -23,6 +23,7 @@ import torch
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tilewright.kernels import cute as tw
+from tilewright.kernels import launchers
 from tilewright.kernels.spec import CuteSpec
 
 ONE_BLOCK = 16384   # columns that one block walks alone
@@ -385,12 +386,7 @@ def forward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tens
             overwrite: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """overwrite is for the autograd formula. Results that were not asked for are empty."""
     T, V = logits.shape
-
-    def new(wanted, dtype=torch.float32):
-        return logits.new_empty(T if wanted else 0, dtype=dtype)
-
-    lse, picked, weighted, mean = new(True), new(True), new(smooth), new(entropy)
-    best = new(argmax, torch.int64)
+    lse, picked, weighted, mean, best = launchers.statistics(logits, smooth, entropy, argmax)
     if T:
         weights = class_weight if smooth else None
         o = Options(16 // logits.element_size(), tw.cluster_for(V, ONE_BLOCK), softcap != 0, smooth,
@@ -419,18 +415,7 @@ def _run_backward(out, logits, target, class_weight, softcap, lse, mean, g_lse, 
               max(1, -(-(V // o.vec) // (UNROLL * THREADS))))
 
 
-def backward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
-             lse: torch.Tensor, mean: torch.Tensor | None, g_lse: torch.Tensor, g_target: torch.Tensor,
-             g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None) -> torch.Tensor:
-    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    _run_backward(dlogits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean)
-    return dlogits
-
-
-def backward_(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
-              lse: torch.Tensor, mean: torch.Tensor | None, g_lse: torch.Tensor, g_target: torch.Tensor,
-              g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None) -> None:
-    _run_backward(logits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean)
+backward, backward_ = launchers.statistics_backwards(_run_backward)
 
 
 def specs() -> list[CuteSpec]:

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels import launchers
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -264,12 +265,7 @@ def forward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tens
             overwrite: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """overwrite is for the autograd formula. Results that were not asked for are empty."""
     T, V = logits.shape
-
-    def new(wanted, dtype=torch.float32):
-        return logits.new_empty(T if wanted else 0, dtype=dtype)
-
-    lse, picked, weighted, mean = new(True), new(True), new(smooth), new(entropy)
-    best = new(argmax, torch.int64)
+    lse, picked, weighted, mean, best = launchers.statistics(logits, smooth, entropy, argmax)
     if T:
         c = FORWARD.config(logits.device, V, logits.element_size(), not (softcap or smooth or entropy or argmax))
         by = units(V, logits)
@@ -298,20 +294,7 @@ def _launch_backward(out, logits, target, class_weight, softcap, lse, mean, g_ls
                            MEAN=g_mean is not None, **c)
 
 
-def backward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
-             lse: torch.Tensor, mean: torch.Tensor | None, g_lse: torch.Tensor, g_target: torch.Tensor,
-             g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None) -> torch.Tensor:
-    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    _launch_backward(dlogits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted,
-                     g_mean)
-    return dlogits
-
-
-def backward_(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
-              lse: torch.Tensor, mean: torch.Tensor | None, g_lse: torch.Tensor, g_target: torch.Tensor,
-              g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None) -> None:
-    _launch_backward(logits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted,
-                     g_mean)
+backward, backward_ = launchers.statistics_backwards(_launch_backward)
 
 
 def _specs(kernel):

@@ -23,11 +23,12 @@ eager only). A class that is masked out by a logit of -inf contributes nothing t
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
+from tilewright.kernels.launchers import statistics
 from tilewright.ops._library import adopt, define, differentiate
 
 
@@ -204,12 +205,7 @@ def across(stats: Stats, logits: torch.Tensor, group: torch.distributed.ProcessG
 # ---- fused implementations: two kernels each, one autograd formula for all
 
 def _fake_forward(logits, target, class_weight, softcap, smooth, entropy, argmax, overwrite):
-    T = logits.shape[0]
-
-    def new(wanted, dtype=torch.float32):
-        return logits.new_empty(T if wanted else 0, dtype=dtype)
-
-    return new(True), new(True), new(smooth), new(entropy), new(argmax, torch.int64)
+    return statistics(logits, smooth, entropy, argmax)
 
 
 def _fake_backward(logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean):
@@ -284,27 +280,28 @@ def _register(forward: Callable, backward: Callable, backward_: Callable) -> Sim
 _loaded: dict[str, SimpleNamespace] = {}
 
 
+def _defined(name: str, k: ModuleType) -> SimpleNamespace:
+    """forward, backward and differentiable, of the launchers in a module."""
+    return _register(define(f"softmax_stats_{name}_forward", k.forward, _fake_forward),
+                     define(f"softmax_stats_{name}_backward", k.backward, _fake_backward),
+                     define(f"softmax_stats_{name}_backward_", k.backward_, _fake_backward_, mutates=("logits",)))
+
+
 def triton() -> SimpleNamespace:
     """forward, backward and differentiable, in Triton."""
     if "triton" not in _loaded:
-        from tilewright.kernels import softmax_stats_triton as k
+        from tilewright.kernels import softmax_stats_triton
 
-        _loaded["triton"] = _register(define("softmax_stats_triton_forward", k.forward, _fake_forward),
-                                      define("softmax_stats_triton_backward", k.backward, _fake_backward),
-                                      define("softmax_stats_triton_backward_", k.backward_, _fake_backward_,
-                                             mutates=("logits",)))
+        _loaded["triton"] = _defined("triton", softmax_stats_triton)
     return _loaded["triton"]
 
 
 def cute() -> SimpleNamespace:
     """forward, backward and differentiable, in CuTe DSL for sm_90 and sm_100."""
     if "cute" not in _loaded:
-        from tilewright.kernels import softmax_stats_cute as k
+        from tilewright.kernels import softmax_stats_cute
 
-        _loaded["cute"] = _register(define("softmax_stats_cute_forward", k.forward, _fake_forward),
-                                    define("softmax_stats_cute_backward", k.backward, _fake_backward),
-                                    define("softmax_stats_cute_backward_", k.backward_, _fake_backward_,
-                                           mutates=("logits",)))
+        _loaded["cute"] = _defined("cute", softmax_stats_cute)
     return _loaded["cute"]
 
 

@@ -195,23 +195,26 @@ def _register(forward, add_forward, backward, dtypes=_checks.ACCEPTED):
 _loaded: dict[str, tuple] = {}
 
 
+def _defined(name, k, *dtypes):
+    """The two functions made of the launchers in a module."""
+    return _register(define(f"rmsnorm_{name}_forward", k.forward, _fake_forward),
+                     define(f"add_rmsnorm_{name}_forward", k.add_forward, _fake_add_forward),
+                     define(f"rmsnorm_{name}_backward", k.backward, _fake_backward), *dtypes)
+
+
 def _triton():
     if "triton" not in _loaded:
-        from tilewright.kernels import rmsnorm_triton as k
+        from tilewright.kernels import rmsnorm_triton
 
-        _loaded["triton"] = _register(define("rmsnorm_triton_forward", k.forward, _fake_forward),
-                                      define("add_rmsnorm_triton_forward", k.add_forward, _fake_add_forward),
-                                      define("rmsnorm_triton_backward", k.backward, _fake_backward))
+        _loaded["triton"] = _defined("triton", rmsnorm_triton)
     return _loaded["triton"]
 
 
 def _cute():
     if "cute" not in _loaded:
-        from tilewright.kernels import rmsnorm_cute as k
+        from tilewright.kernels import rmsnorm_cute
 
-        _loaded["cute"] = _register(define("rmsnorm_cute_forward", k.forward, _fake_forward),
-                                    define("add_rmsnorm_cute_forward", k.add_forward, _fake_add_forward),
-                                    define("rmsnorm_cute_backward", k.backward, _fake_backward), FLOATS)
+        _loaded["cute"] = _defined("cute", rmsnorm_cute, FLOATS)
     return _loaded["cute"]
 
 

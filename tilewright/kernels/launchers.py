@@ -1,0 +1,64 @@
+"""What the launchers of one operator have in common, whatever language their kernels are written in: the results that
+they fill, and signatures, which become the operators' schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+# ---- rmsnorm and add_rmsnorm
+
+def sizes(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:
+    """T, H and D of x [..., D] or [..., H, D]: rows of a head, heads (1 unless weight is [H, D]), columns."""
+    D = x.shape[-1]
+    H = weight.shape[0] if weight.dim() == 2 else 1
+    return (x.numel() // (D * H) if x.numel() else 0), H, D
+
+
+def normalised(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Uninitialised y, x + residual (None without one) and rstd."""
+    total = None if residual is None else torch.empty_like(residual)
+    return torch.empty_like(x), total, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+
+
+def rmsnorm_forwards(launch: Callable) -> tuple[Callable, Callable]:
+    """forward and add_forward from launch(x, residual or None, weight, ...) -> what `normalised` returns, filled."""
+    def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float,
+                round_xhat: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        y, _, rstd = launch(x, None, weight, bias, eps, offset, round_xhat)
+        return y, rstd
+
+    def add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                    eps: float, offset: float,
+                    round_xhat: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return launch(x, residual, weight, bias, eps, offset, round_xhat)
+
+    return forward, add_forward
+
+
+# ---- statistics of rows of logits
+
+def statistics(logits: torch.Tensor, smooth: bool, entropy: bool, argmax: bool) -> tuple[torch.Tensor, ...]:
+    """Uninitialised lse, target, weighted, mean and argmax, [T] each. Those that were not asked for are empty."""
+    def new(wanted, dtype=torch.float32):
+        return logits.new_empty(logits.shape[0] if wanted else 0, dtype=dtype)
+
+    return new(True), new(True), new(smooth), new(entropy), new(argmax, torch.int64)
+
+
+def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
+    """backward, and backward_ in place, from launch(dlogits to write, logits, target, ...)."""
+    def backward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
+                 lse: torch.Tensor, mean: torch.Tensor | None, g_lse: torch.Tensor, g_target: torch.Tensor,
+                 g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None) -> torch.Tensor:
+        dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        launch(dlogits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean)
+        return dlogits
+
+    def backward_(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
+                  lse: torch.Tensor, mean: torch.Tensor | None, g_lse: torch.Tensor, g_target: torch.Tensor,
+                  g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None) -> None:
+        launch(logits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean)
+
+    return backward, backward_
