@@ -95,7 +95,7 @@ class Recorder:
         self.seen.append(fn())
         return float(len(self.seen))
 
-    def host(self, fn):
+    def host_seconds(self, fn):
         return None
 
 
@@ -474,3 +474,20 @@ def test_overhead_calls_the_operator_with_what_the_op_passes():
     assert torch.equal(made["public"](), expected) and torch.equal(made["resolved"](), expected)
     assert torch.equal(made["operator"]()[0], expected) and made["operator"]()[0].requires_grad
     assert made["pick"]() is RMSNORM.resolve("cpp", "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("seconds, calls, made", [(0.0, timing.CUDA_CALLS, 6), (0.15, 1, 3)])
+def test_a_slow_call_on_a_gpu_is_sampled_once_and_prepared_in_few(monkeypatch, seconds, calls, made):
+    """Minutes of the device go into calls of a second, if each is made thirty times."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(seconds if queued else 0) or queued.clear())
+    clock = object.__new__(timing.CudaClock)
+    clock._flushes, clock._host, clock._flush_seconds = {}, {}, 1e-3
+    queued, count = [], []
+
+    def call():
+        queued.append(1)
+        count.append(1)
+
+    assert clock.prepare(call) == calls
+    assert len(count) <= made and clock.host_seconds(call) < 0.01
+    assert clock._flushes[id(call)] == 2

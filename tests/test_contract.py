@@ -6,7 +6,7 @@ from helpers import DEVICE, skip_unless_usable
 
 from tilewright.bench import contract
 from tilewright.ops import OPS
-from tilewright.registry import FLOATS, short
+from tilewright.registry import FLOATS, Op, short
 
 
 def grid(tag):
@@ -49,7 +49,7 @@ def test_cuda_graph_capture(op, name, case):
         pytest.skip("no CUDA device")
     dtype = next(d for d in (torch.bfloat16, *op.implementation(name).dtypes) if d in op.implementation(name).dtypes)
     skip_unless_usable(op, name, dtype)
-    if reason := contract.no_capture(case):
+    if reason := contract.no_capture(op, name, case):
         pytest.skip(reason)
     broken = contract.check_capture(op, name, case, dtype)
     assert not broken, "; ".join(map(str, broken))
@@ -171,5 +171,8 @@ def test_large_cases_are_judged_by_their_last_rows():
 
 def test_what_cannot_be_recorded_says_why():
     cases = {c.name: c for c in OPS["attention"].cases if "contract" in c.tags}
-    assert contract.no_capture(cases["gqa"]) is None
-    assert "on the host" in contract.no_capture(cases["documents"])
+    assert contract.no_capture(OPS["attention"], "sdpa", cases["gqa"]) is None
+    assert "on the host" in contract.no_capture(OPS["attention"], "sdpa", cases["documents"])
+    reads = Op("reads", None, None, (), on_host=("eager",))
+    assert "on the host" in contract.no_capture(reads, "eager", cases["gqa"])
+    assert contract.no_capture(reads, "triton", cases["gqa"]) is None

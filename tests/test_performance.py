@@ -293,8 +293,8 @@ def test_tuned_tables_are_summed_up(root):
     entry = {"key": {"N": 1}, "config": {"w": 4}, "heuristic": {"w": 8}, "median_us": 10.0, "heuristic_us": 20.0,
              **{n: meta(commit="c")[n] for n in ("date", "commit", "dirty", "versions")}}
     same = {**entry, "config": {"w": 8}, "median_us": 20.0}
-    write(root.parent / "tuned/h200/rmsnorm.json", {"device": "NVIDIA H200",
-                                                    "launches": {"forward": [entry, same, same]}})
+    write(root.parent / "tuned/h200/rmsnorm.json", {
+        "device": "NVIDIA H200", "device_type": "cuda", "launches": {"forward": [entry, same, same]}})
     said = section(build(root).text, "## Tuned constants")
     assert "| NVIDIA H200 | `rmsnorm` | forward | 3 | 1 | 1.26 | 1.00 | 2.00 |" in said and "cccccccccc" in said
 

@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+import shutil
+import subprocess
 import sys
 import textwrap
 import time
@@ -43,8 +45,14 @@ def test_what_is_there_from_the_same_sources_is_not_made_again(tmp_path):
     assert log == ["a/one", "a/two", "b"]
     document = json.loads((tmp_path / "a/one.json").read_text())
     assert document["value"] == "a/one" and document["meta"] == META and document["seconds"] >= 0
+    assert document["attempts"] == 1
     assert json.loads((tmp_path / "a/two.json").read_text())["error"] == "ValueError: no"
     assert not list(tmp_path.glob("running*"))
+    for field, other in (("source", "2"), ("versions", {"torch": "9"})):
+        runner.work(units[:1], tmp_path, time.time() + 60, {**META, field: other})
+        runner.work(units[:1], tmp_path, time.time() + 60, META)
+        assert len(log) == 5, field
+        del log[3:]
     changed = {**META, "source": "2"}
     runner.work(units[:1], tmp_path, time.time() + 60, changed, keep=True)
     assert len(log) == 3
@@ -52,6 +60,62 @@ def test_what_is_there_from_the_same_sources_is_not_made_again(tmp_path):
     assert len(log) == 4
     runner.work(units[:1], tmp_path, time.time() + 60, {**changed, "device": "another"}, keep=True)
     assert len(log) == 5, "no number of one device may stand for another's"
+
+
+def test_what_was_made_with_other_options_is_made_again(tmp_path):
+    log = []
+    one = replace(counting("a", log), options={"dtypes": ("float32", "bfloat16"), "slack": 8.0})
+    for _ in range(2):
+        runner.work([one], tmp_path, time.time() + 60, META)
+    assert log == ["a"]
+    runner.work([replace(one, options={"dtypes": ["float32"], "slack": 8.0})], tmp_path, time.time() + 60, META,
+                keep=True)
+    assert log == ["a", "a"], "--keep is for other sources, not for other questions"
+
+
+def test_what_failed_is_tried_again_by_later_calls_and_not_for_ever(tmp_path):
+    log = []
+    unit = counting("a", log, MemoryError("full"))
+    for _ in range(3):   # of one call, whose worker was started anew twice
+        runner.work([unit], tmp_path, time.time() + 60, META, since=time.time() - 1)
+    assert len(log) == 1
+    for _ in range(5):
+        runner.work([unit], tmp_path, time.time() + 60, META, since=time.time() + 1)
+    assert len(log) == runner.ATTEMPTS == value(tmp_path, "a")["attempts"]
+    (tmp_path / "a.json").unlink()
+    runner.work([unit], tmp_path, time.time() + 60, META, since=time.time() + 1)
+    runner.work([counting("a", log)], tmp_path, time.time() + 60, META, since=time.time() + 1)
+    assert value(tmp_path, "a")["value"] == "a" and "error" not in value(tmp_path, "a")
+
+
+def test_a_number_that_json_does_not_have_costs_one_unit(tmp_path):
+    unit = Unit("a", lambda: {"value": float("nan")}, {"value": None})
+    log = []
+    runner.work([unit, counting("b", log)], tmp_path, time.time() + 60, META)
+    assert value(tmp_path, "a")["value"] is None and "ValueError" in value(tmp_path, "a")["error"] and log == ["b"]
+
+
+def test_what_there_was_no_time_for_goes_last(tmp_path):
+    log = []
+    (tmp_path / runner.POSTPONED).write_text('["a"]')
+    runner.work([counting("a", log), counting("b", log), counting("c", log)], tmp_path, time.time() + 60, META)
+    assert log == ["b", "c", "a"]
+
+
+def test_each_document_has_its_own_moment(tmp_path):
+    ticks = iter(range(9))
+    runner.work([counting("a", []), counting("b", [])], tmp_path, time.time() + 60, META,
+                now=lambda: {"date": next(ticks)})
+    assert [value(tmp_path, n)["meta"]["date"] for n in "ab"] == [0, 1]
+
+
+def test_a_folder_is_for_one_call_at_a_time(tmp_path):
+    with (runner.alone(tmp_path / "new"), pytest.raises(runner.Unusable, match=r"another call is at work in .*new"),
+          runner.alone(tmp_path / "new")):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(runner.Unusable, match=r"cannot write into .*file"), runner.alone(tmp_path / "file"):
+        pass
 
 
 def test_nothing_is_begun_when_time_is_out(tmp_path):
@@ -70,13 +134,21 @@ def test_a_half_written_file_is_made_again(tmp_path):
 # ---- processes that are watched
 
 WORKER = """
-import os, pathlib, sys, time
-from tilewright.bench import runner
+import os, pathlib, subprocess, sys, time
+from tilewright.bench import runner, timing
 out, until, slot = pathlib.Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 def unit(name, make, limit=60.0):
     return runner.Unit(name, make, {"rows": []}, limit)
 def stuck():
     time.sleep(600)
+def lose():
+    raise timing.DeviceLost("triton bfloat16: an illegal memory access")
+def breed():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (out / "child").write_text(str(child.pid))
+    stuck()
+def me():
+    return {"rows": [os.getpid()]}
 units = {UNITS}
 runner.work(units, out, until, {"device": "a cpu", "source": "1", "versions": {}}, slot=slot)
 """
@@ -114,9 +186,88 @@ def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path):
     assert took < 14 and (out / "quick.json").exists()
     assert not list(out.glob("running*"))
     assert not (out / "slow.json").exists() and "slow: out of time" in said, "it may need just the time that was left"
+    assert value(out, "postponed") == ["slow"]
     units = units.replace("stuck", 'lambda: {"rows": [2]}')
     out, _, _ = watch(tmp_path, units, 120)
     assert [value(out, n)["rows"] for n in ("slow", "never")] == [[2], [3]]
+    assert value(out, "slow")["at"] > value(out, "never")["at"] and not (out / "postponed.json").exists()
+
+
+def test_a_lost_device_is_told_with_its_cause_and_the_rest_goes_on_in_another_process(tmp_path):
+    out, _, _ = watch(tmp_path, """[unit("before", me), unit("lost", lose), unit("after", me)]""", 120)
+    assert value(out, "lost")["error"] == "triton bfloat16: an illegal memory access"
+    assert value(out, "before")["rows"] != value(out, "after")["rows"]
+
+
+def test_the_device_is_asked_after_an_exception(monkeypatch):
+    """A sticky error is reported by the next synchronisation, and by all that follow."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    tasks = {"bad": lambda: 1 / 0, "good": lambda: None}
+    timings, errors = timing.interleave(tasks, timing.CpuClock(0.0), rounds=1)
+    assert list(timings) == ["good"] and list(errors) == ["bad"]
+
+    def sticky():
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", sticky)
+    with pytest.raises(timing.DeviceLost, match="bad: ZeroDivisionError"):
+        timing.interleave(tasks, timing.CpuClock(0.0), rounds=1)
+    with pytest.raises(timing.DeviceLost, match="broken float32: RuntimeError: an illegal address"):
+        plan(fake_op(broken=raises), "parity")[0].make()
+    op = fake_op(right=rmsnorm_eager)
+    unit = suite.check_unit("big", op, RAGGED, "cpu", [torch.float32], raises, lambda *_: None)
+    with pytest.raises(timing.DeviceLost, match="right float32: RuntimeError: an illegal address"):
+        unit.make()
+    with pytest.raises(timing.DeviceLost, match="broken: RuntimeError"):
+        run.measure(fake_op(broken=raises), RAGGED, "cpu", torch.float32, timing.Roofline(1e10, {}),
+                    timing.CpuClock(0.0), run.Settings(rounds=1), only=["broken"])
+
+
+def alive(pid):
+    return pathlib.Path(f"/proc/{pid}").exists() and "zombie" not in pathlib.Path(f"/proc/{pid}/status").read_text()
+
+
+def test_what_a_worker_has_started_ends_with_it(tmp_path):
+    """Compilers run in processes of their own."""
+    out, _, _ = watch(tmp_path, """[unit("hang", breed, 1.0)]""", 120)
+    assert "within 1 s" in value(out, "hang")["error"]
+    assert not alive((out / "child").read_text())
+
+
+def test_workers_end_with_a_supervisor_that_is_killed(tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text("import os, pathlib, sys, time\nfrom tilewright.bench import runner\nrunner.end_with_parent()\n"
+                      "pathlib.Path(sys.argv[1], 'pid').write_text(str(os.getpid()))\ntime.sleep(600)\n")
+    boss = ("import pathlib, sys, time\nfrom tilewright.bench import runner\n"
+            "runner.supervise([[sys.executable, *sys.argv[1:]]], pathlib.Path(sys.argv[2]), time.time() + 300)")
+    process = subprocess.Popen([sys.executable, "-c", boss, str(worker), str(tmp_path)])
+    deadline = time.time() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.time() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    pid = (tmp_path / "pid").read_text()
+    while alive(pid):
+        assert time.time() < deadline
+        time.sleep(0.1)
+
+
+def test_an_interrupt_leaves_no_worker(tmp_path):
+    script = tmp_path / "stuck.py"
+    script.write_text(f"import os, pathlib, signal, time\npathlib.Path({str(tmp_path)!r}, 'pid').write_text("
+                      "str(os.getpid()))\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(600)\n")
+    with pytest.raises(KeyboardInterrupt):
+        runner.supervise([[sys.executable, str(script)]], tmp_path, time.time() + 60)
+    assert not alive((tmp_path / "pid").read_text())
+
+
+def test_the_share_of_each_worker():
+    units = [counting(str(i), []) for i in range(5)]
+    shares = [[u.name for u in runner.split(units, k, 2)] for k in range(2)]
+    assert shares == [["0", "2", "4"], ["1", "3"]]
 
 
 def test_a_worker_that_cannot_start_is_not_started_for_ever(tmp_path):
@@ -156,6 +307,7 @@ def test_parity_tells_what_holds_what_is_broken_and_what_raised():
     assert {n: r["status"] for n, r in found.items()} == {"right": "holds", "wrong": "broken", "broken": "error"}
     assert [t["name"] for t in found["right"]["tensors"]] == ["out 0", "grad x", "grad weight"]
     assert all(t["error"] <= t["budget"] for t in found["right"]["tensors"])
+    assert unit.failed(document) and not unit.failed({**document, "results": [found["right"], found["wrong"]]})
     assert "exceeds" in found["wrong"]["reason"] and "illegal address" in found["broken"]["reason"]
     assert len(suite.failures(document)) == 2
     json.dumps(document, allow_nan=False)
@@ -185,6 +337,46 @@ def test_parity_sees_what_was_never_written():
     (result,) = plan(fake_op(unwritten=unwritten), "parity")[0].make()["results"]
     assert result["status"] == "broken"
     assert next(t for t in result["tensors"] if t["name"] == "out 0")["error"] is None, "NaN: no number"
+
+
+def test_parity_goes_on_through_every_dtype_that_is_taken():
+    """An implementation that is wrong in the last dtype alone."""
+    def late(x, *rest):
+        return rmsnorm_eager(x, *rest) * (1.02 if x.dtype == torch.float16 else 1)
+
+    op = fake_op(late=late)
+    op.implementations = (replace(op.implementations[0], dtypes=(torch.float32, torch.float16)),
+                          *op.implementations[1:])
+    op._by_name = {i.name: i for i in op.implementations}
+    found = plan(op, "parity")[0].make()["results"]
+    assert {r["dtype"]: r["status"] for r in found} == {"float32": "holds", "float16": "broken"}
+
+
+def test_pytorchs_own_failures_are_no_fault_of_this_library():
+    result = {"dtype": "float32", "reason": "exceeds", "status": "broken"}
+    rows = [{"provider": p, "status": s, "reason": "r"} for p, s in
+            (("compile", "error"), ("torch", "failed"), ("liger", "error"), ("triton", "failed"),
+             ("cpp", "unavailable"))]
+    assert suite.failures({"results": [{**result, "implementation": n} for n in ("torch", "cpp")]}) == [
+        "cpp float32: exceeds"]
+    assert suite.failures({"rows": rows}) == ["triton: r"]
+
+
+def test_numbers_that_json_does_not_have_are_none():
+    f = contract.Finding("out 0", float("inf"), float("nan"), float("nan"), ())
+    assert suite._tensor(f) == {"name": "out 0", "error": None, "eager": None, "budget": None}
+
+
+def test_a_failed_capture_says_what_it_failed_of():
+    def check(*_):
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("capture ended")
+
+    unit = suite.check_unit("graph", fake_op(right=rmsnorm_eager), RAGGED, "cpu", [torch.float32], check,
+                            lambda *_: None)
+    assert "not permitted" in unit.make()["results"][0]["reason"]
 
 
 def test_what_cannot_run_here_says_why():
@@ -259,6 +451,61 @@ def test_the_command_end_to_end_and_resumed(tmp_path, capfd):
     assert (tmp_path / "parity/rmsnorm.one_row.json").exists() and "parity/rmsnorm.ragged" not in capfd.readouterr().out
 
 
+def test_other_options_are_another_question(tmp_path):
+    assert suite_command(tmp_path, "--case", "ragged") == 0
+    path = tmp_path / "parity/rmsnorm.ragged.json"
+    before = path.stat().st_mtime_ns
+    argv = ["suite", "--minutes", "3", "--out", str(tmp_path), "--device", "cpu", "--op", "rmsnorm", "--stage",
+            "parity", "--case", "ragged", "--dtype", "bfloat16,float32"]
+    assert main(argv) == 0 and path.stat().st_mtime_ns != before
+    assert {r["dtype"] for r in value(tmp_path, "parity/rmsnorm.ragged")["results"]} == {"bfloat16", "float32"}
+
+
+def test_what_a_result_depends_on(tables):
+    """Times on settings and on this op's constants, what is checked on dtypes: and on nothing else."""
+    op = OPS["linear_cross_entropy"]
+
+    usual, changed = run.Settings(), run.Settings(rounds=3)
+
+    def options(stage, settings=usual, dtypes=suite.DTYPES):
+        return [dict(u.options) for u in suite.units(stage, [op], "cpu", dtypes, settings, pathlib.Path())]
+
+    before = {s: options(s) for s in suite.STAGES}
+    entry = {"key": {"D": 1}, "config": {"budget_mib": 1}}
+    document = {"schema": 1, "device": "a", "device_type": "cpu", "launches": {"chunk": [entry]}}
+    folder = tables / tuning.platform.slug(tuning.platform.cpu_name())
+    report.write_json(folder / "rmsnorm.json", document)
+    tuning.table.cache_clear()
+    assert {s: options(s) for s in suite.STAGES} == before
+    report.write_json(folder / "linear_cross_entropy.json", document)
+    tuning.table.cache_clear()
+    assert [s for s in suite.STAGES if options(s) != before[s]] == ["time"]
+    assert all(a != b for a, b in zip(options("time"), options("time", changed), strict=True))
+    assert all(a != b for a, b in zip(options("parity"), options("parity", dtypes=suite.DTYPES[:1]), strict=True))
+
+
+def test_tables_are_no_sources(tmp_path):
+    """A search must not make stale what was checked, nor the searches before it."""
+    code = "from tilewright.bench import run; print(run.source_digest())"
+    for path in ("tilewright/platform.py", "tilewright/bench/run.py"):
+        assert pathlib.Path(path).exists()
+    root = pathlib.Path(run.__file__).parents[2]
+    copy = tmp_path / "copy"
+    shutil.copytree(root / "tilewright", copy / "tilewright", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+
+    def digest():
+        return subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True,
+                              check=True).stdout
+
+    before = digest()
+    (copy / "tilewright/kernels/tuned/h200").mkdir(parents=True)
+    (copy / "tilewright/kernels/tuned/h200/rmsnorm.json").write_text("{}")
+    (copy / "tilewright/trainer/train.py").write_text("")
+    assert digest() == before
+    (copy / "tilewright/ops/rope.py").write_text("")
+    assert digest() != before
+
+
 def test_a_broken_result_is_exit_code_1_and_a_missing_one_3(tmp_path):
     assert suite_command(tmp_path, "--case", "ragged") == 0
     path = tmp_path / "parity/rmsnorm.ragged.json"
@@ -273,7 +520,9 @@ def test_a_broken_result_is_exit_code_1_and_a_missing_one_3(tmp_path):
 
 @pytest.mark.parametrize("argv, message", [
     (["--op", "rmsnrom"], "unknown 'rmsnrom'; have"), (["--stage", "party"], "unknown 'party'; have"),
-    (["--dtype", "half"], "unknown 'half'; have"), (["--minutes", "0"], "at least 0.05, got '0'")])
+    (["--dtype", "half"], "unknown 'half'; have"), (["--minutes", "0"], "at least 0.05, got '0'"),
+    (["--case", "nosuch"], "unknown 'nosuch'; have"), (["--stage", "graph"], "nothing to do: no op of --op"),
+    (["--op", "rope", "--case", "ragged", "--stage", "time"], "nothing to do")])
 def test_bad_arguments_are_named(argv, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["suite", "--minutes", "1", "--out", str(tmp_path), "--device", "cpu", *argv])
@@ -328,11 +577,13 @@ def test_a_malformed_table_is_named(tables):
 
 def test_an_entry_that_no_launch_could_use_is_refused(tables):
     write_table(tables, {"STALL": 1})
+    with pytest.raises(ValueError, match=r"fake\.json: step: the config .* must name \['WAIT'\], got \['STALL'\]"):
+        tunable().config(CPU, 64, 4)
     with pytest.raises(ValueError, match="STALL"):
-        list(tuning.tuned(tunable(), tables))
+        list(tuning.tuned(tunable()))
     write_table(tables, {"WAIT": 1}, key={"D": 64})
     with pytest.raises(ValueError, match="itemsize"):
-        list(tuning.tuned(tunable(), tables))
+        list(tuning.tuned(tunable()))
 
 
 def test_the_committed_tables_can_be_used():
@@ -386,17 +637,92 @@ def test_fast_and_wrong_is_rejected(tables, monkeypatch):
 
 def test_found_constants_reach_the_launchers(tables, tmp_path):
     work = tmp_path / "work"
-    meta = {"device": "a cpu", "date": "2026-01-01", "commit": "c", "dirty": False, "versions": {}}
+    meta = {"device": "a cpu", "device_type": "cpu", "date": "2026-01-01", "commit": "c", "dirty": False,
+            "source": "1", "versions": {}}
     entry = {"launch": "fake/step", "key": {"D": 64, "itemsize": 4}, "config": {"WAIT": 2},
              "heuristic": {"WAIT": 4}, "median_us": 2.0, "heuristic_us": 4.0, "tried": [], "rejected": []}
     report.write_json(work / "x.json", {"meta": meta, "entries": [entry]})
     write_table(tables, {"WAIT": 9}, key={"D": 65, "itemsize": 4})
     tuning.table.cache_clear()
-    tune.write_tables(work, tables, "a cpu")
+    older = {"meta": {**meta, "source": "0"}, "entries": [{**entry, "config": {"WAIT": 1}}]}
+    report.write_json(work / "old.json", older)
+    assert tune.write_tables(work, tables, meta) == [tables / "a-cpu/fake.json"]
     t = tunable()
     assert t.config(CPU, 64, 4) == {"WAIT": 2} and t.config(CPU, 65, 4) == {"WAIT": 9}
     kept = tuning.read(tables / "a-cpu/fake.json")["launches"]["step"]
     assert [e.get("commit") for e in kept] == ["c", None] and "2.00x" in tune.table([entry])
+
+
+def test_a_search_that_ended_in_the_middle_goes_on_where_it_was(tmp_path, monkeypatch):
+    """Each key is written down when it is found; an older search's file, of other sources, is none."""
+    launches = [Tunable("fake", n, ("D",), "forward", lambda D: {"W": 1}, lambda D: [])
+                for n in ("one", "two", "three")]
+    seen = []
+
+    def search(op, impl, case, dtype, tunable, key, device):
+        seen.append(tunable.launch)
+        if len(seen) == 2:
+            raise MemoryError("full")
+        return {"key": tunable.named(key), "config": {"W": 1}, "heuristic": {"W": 1}, "median_us": 1.0,
+                "heuristic_us": 1.0}
+
+    monkeypatch.setattr(tune, "search", search)
+    monkeypatch.setattr(tune, "asked_for", lambda *_: [(t, (8,)) for t in launches])
+    op = fake_op(right=rmsnorm_eager)
+    meta = {**META, "date": "2026-01-01T00:00:00", "commit": None, "dirty": None}
+
+    def go(meta):
+        unit = tune.unit(op, op.implementations[0], op.cases[1], "cpu", torch.float32, tmp_path, meta)
+        runner.work([unit], tmp_path, time.time() + 60, meta, since=time.time() + 1)
+        document = value(tmp_path, unit.name)
+        return [e["launch"] for e in document["entries"]], document.get("error"), document.get("unfinished")
+
+    assert go(meta) == (["fake/one"], "MemoryError: full", None)
+    assert go(meta) == (["fake/one", "fake/two", "fake/three"], None, None)
+    assert seen == ["one", "two", "two", "three"]
+    assert go({**meta, "source": "2"})[0] == ["fake/one", "fake/two", "fake/three"] and len(seen) == 7
+
+
+def test_a_search_times_the_pass_that_the_launch_belongs_to(tables, monkeypatch):
+    timed = {}
+
+    def interleave(tasks, clock, **options):
+        timed.update(tasks)
+        return {i: timing.Timing.of([1.0]) for i in tasks}, {}
+
+    called = []
+
+    class Traced(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            called.append("forward")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            called.append("backward")
+            return g
+
+    t = Tunable("fake", "step", ("D", "itemsize"), "backward", lambda D, itemsize: {"W": 1}, lambda D, itemsize: [])
+    op = fake_op(fake=lambda x, *rest: Traced.apply(rmsnorm_eager(x, *rest)))
+    monkeypatch.setattr(timing, "interleave", interleave)
+    tune.search(op, op.implementations[0], op.cases[0], torch.float32, t, (100, 4), "cpu")
+    task = timed[0]
+    task.before()
+    called.clear()
+    task.fn()
+    assert called == ["backward"]
+
+
+def test_recording_sees_every_launch_and_key_in_order():
+    one, two = (Tunable("fake", n, ("D",), "forward", lambda D: {"W": D}, lambda D: []) for n in ("one", "two"))
+    with tuning.recording() as seen:
+        for t, D in ((one, 1), (two, 1), (one, 2), (one, 1)):
+            t.config(CPU, D)
+    assert list(seen) == [(one, (1,)), (two, (1,)), (one, (2,))]
+    with tuning.recording() as after:
+        pass
+    assert not after
 
 
 def test_the_search_end_to_end(tmp_path):
@@ -463,3 +789,10 @@ def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(tmp_p
     assert main(argv) == 0
     rows = value(tmp_path, "time/rmsnorm.gemma-3-4b.float32")["rows"]
     assert next(r for r in rows if r["auto"])["status"] == "ok"
+    document = value(tmp_path, "time/rmsnorm.gemma-3-4b.float32")
+    assert "--task" not in document["meta"]["argv"] and document["meta"]["argv"][0] == "suite"
+    before = (tmp_path / "time/rmsnorm.gemma-3-4b.float32.json").stat().st_mtime_ns
+    changed = {**document, "meta": {**document["meta"], "source": "of another commit"}}
+    report.write_json(tmp_path / "time/rmsnorm.gemma-3-4b.float32.json", changed)
+    assert main([*argv, "--keep"]) == 0
+    assert value(tmp_path, "time/rmsnorm.gemma-3-4b.float32") == changed and before

@@ -119,6 +119,11 @@ def cpu_name() -> str:
     return f"{names[0] if names else 'unknown'} ({capability})"
 
 
+def device_name(device_type: str) -> str:
+    """What results and tables are filed under."""
+    return torch.cuda.get_device_name() if device_type == "cuda" else cpu_name()
+
+
 def slug(name: str) -> str:
     """A device's name as a folder's: lower case, letters and digits, single hyphens."""
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())

@@ -123,6 +123,8 @@ class Op:
     # Each op that needs more than the default writes the reason there. A function takes (dtype, keyword arguments).
     atol: Mapping[torch.dtype, float] | Callable[[torch.dtype, dict[str, Any]], float] = field(default_factory=dict)
     goals: tuple[Goal, ...] = ()
+    # Implementations that read values of their inputs on the host: a CUDA graph cannot record them.
+    on_host: tuple[str, ...] = ()
 
     def __post_init__(self):
         twin = Implementation("eager", lambda: self.eager, devices=("cpu", "cuda", "meta"),

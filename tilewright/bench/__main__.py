@@ -10,6 +10,7 @@ import sys
 import torch
 
 from tilewright import registry
+from tilewright.bench.options import at_least, chosen, has_device, names
 
 # Commands with a parser of their own: name -> (module with main(argv) -> int, help). Imported when called.
 ELSEWHERE = {
@@ -22,78 +23,52 @@ ELSEWHERE = {
 DTYPES = {registry.short(d): d for d in (*registry.FLOATS, torch.float64)}
 
 
-def _names(text: str) -> list[str]:
-    return [n.strip() for n in text.split(",") if n.strip()]
-
-
-def _at_least(least: float, kind: type) -> type:
-    def parse(text: str):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not value >= least:
-            what = "an integer" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {what} of at least {least}, got {text!r}")
-        return value
-
-    return parse
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tilewright.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name, help_, dtype="float32,bfloat16"):
         p = commands.add_parser(name, help=help_, description=help_)
-        p.add_argument("--op", type=_names, metavar="OP,..", help="default: every op")
+        p.add_argument("--op", type=names(), metavar="OP,..", help="default: every op")
         p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                        choices=["cpu", "cuda"])
-        p.add_argument("--dtype", type=_names, default=_names(dtype), metavar="DTYPE,..",
+        p.add_argument("--dtype", type=names(), default=names()(dtype), metavar="DTYPE,..",
                        help=f"default: {dtype}")
         return p
 
     command("list", "ops, their cases and providers: usable here, or the reason why not")
 
     p = command("run", "time every provider of every op; write JSON, a table and a picture")
-    p.add_argument("--case", type=_names, metavar="CASE,..",
+    p.add_argument("--case", type=names(), metavar="CASE,..",
                    help="default: every case tagged with the device")
-    p.add_argument("--provider", type=_names, metavar="NAME,..", help="default: all")
-    p.add_argument("--rounds", type=_at_least(1, int), default=15,
+    p.add_argument("--provider", type=names(), metavar="NAME,..", help="default: all")
+    p.add_argument("--rounds", type=at_least(1, int), default=15,
                    help="at least so many a case (default %(default)s)")
-    p.add_argument("--min-seconds", type=_at_least(0, float), default=0.0,
+    p.add_argument("--min-seconds", type=at_least(0, float), default=0.0,
                    help="go on with rounds until a case has taken so long (default %(default)s)")
-    p.add_argument("--max-seconds", type=_at_least(0, float), default=60.0,
+    p.add_argument("--max-seconds", type=at_least(0, float), default=60.0,
                    help="begin no round after so long, but do three (default %(default)s)")
-    p.add_argument("--baseline-slack", type=_at_least(1, float), default=1.0, metavar="FACTOR",
+    p.add_argument("--baseline-slack", type=at_least(1, float), default=1.0, metavar="FACTOR",
                    help="time a baseline whose error is within so many times the contract's budget, and mark "
                         "it (default %(default)s: the contract itself)")
     p.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: bench_results/<device>-<date>")
 
     q = command("overhead", "host time of dispatch above an op's kernel, in microseconds", "float32")
-    q.add_argument("--rounds", type=_at_least(1, int), default=30, help="default %(default)s")
-    q.add_argument("--sample-ms", type=_at_least(0, float), default=4.0,
+    q.add_argument("--rounds", type=at_least(1, int), default=30, help="default %(default)s")
+    q.add_argument("--sample-ms", type=at_least(0, float), default=4.0,
                    help="length of a sample (default %(default)s)")
     q.add_argument("--out", type=pathlib.Path, metavar="DIR", help="write overhead.json there")
     for each in (p, q):
-        each.add_argument("--threads", type=_at_least(1, int), metavar="N", help="default: torch's")
+        each.add_argument("--threads", type=at_least(1, int), metavar="N", help="default: torch's")
 
     c = commands.add_parser("compare", help="two results.json row by row; exit code 1 on a regression")
     c.add_argument("before", type=pathlib.Path)
     c.add_argument("after", type=pathlib.Path)
-    c.add_argument("--threshold", type=_at_least(0, float), default=0.05,
+    c.add_argument("--threshold", type=at_least(0, float), default=0.05,
                    help="a significant slow-down beyond this share is a regression (default %(default)s)")
     for name, (_, help_) in ELSEWHERE.items():
         commands.add_parser(name, help=help_, add_help=False)
     return parser
-
-
-def _chosen(parser: argparse.ArgumentParser, option: str, given: list[str] | None,
-            known: list[str]) -> list[str]:
-    for name in given or ():
-        if name not in known:
-            parser.error(f"argument {option}: unknown {name!r}; have {', '.join(known)}")
-    return list(known) if given is None else given
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -116,10 +91,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1 if regressions else 0
 
     table = registry.operations()
-    ops = [table[n] for n in _chosen(parser, "--op", args.op, list(table))]
-    dtypes = [DTYPES[n] for n in _chosen(parser, "--dtype", args.dtype, list(DTYPES))]
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("argument --device: 'cuda' was asked for, but there is no CUDA device")
+    ops = [table[n] for n in chosen(parser, "--op", args.op, list(table))]
+    dtypes = [DTYPES[n] for n in chosen(parser, "--dtype", args.dtype, list(DTYPES))]
+    has_device(parser, args.device)
     if getattr(args, "threads", None):
         torch.set_num_threads(args.threads)
 
@@ -145,8 +119,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     known = list(dict.fromkeys((*BASELINES, *(n for op in ops for n in op.names()))))
-    only = _chosen(parser, "--provider", args.provider, known)
-    cases = _chosen(parser, "--case", args.case,
+    only = chosen(parser, "--provider", args.provider, known)
+    cases = chosen(parser, "--case", args.case,
                     list(dict.fromkeys(c.name for op in ops for c in run.timed(op, args.device))))
     settings = run.Settings(args.rounds, args.min_seconds, args.max_seconds,
                             baseline_slack=args.baseline_slack)

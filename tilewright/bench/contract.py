@@ -12,7 +12,7 @@ that fails.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,11 @@ class Finding:
                 f"(2 x eager's {self.eager:.2e} + slack)")
 
 
+def broken(found: Iterable[Finding]) -> list[Finding]:
+    """Those that do not hold."""
+    return [f for f in found if not f.holds]
+
+
 @dataclass(frozen=True)
 class Reference:
     """What results are judged by on one set of inputs; made once for all implementations.
@@ -170,6 +175,8 @@ def reference(op: Op, kwargs: dict[str, Any], dtype: torch.dtype, layout: str = 
     own, grads = run(op, "eager", convert(kwargs, None), layout)
     # Truth takes all the memory that a GPU has where logits have 2^31 elements: float64 copies of each step.
     own = {n: t.cpu() if t.numel() > LARGE else t for n, t in own.items()}
+    if any(t.is_cuda for t in kwargs.values() if isinstance(t, torch.Tensor)):
+        torch.cuda.empty_cache()   # blocks of one dtype's sizes are too small for the other's
     truth, _ = run(op, "eager", convert(kwargs, torch.float64), layout, grads)
     atol = op.atol(dtype, kwargs) if callable(op.atol) else op.atol.get(dtype, ATOL[dtype])
     return Reference(truth, {n: error(own[n].to(t.device), t)[0] for n, t in truth.items()},
@@ -203,13 +210,14 @@ def check(op: Op, implementation: str, case: Case, device: str, dtype: torch.dty
 def compare(op: Op, implementation: str, kwargs: dict[str, Any], dtype: torch.dtype,
             layout: str = "contiguous") -> list[Finding]:
     """`check` on inputs that are at hand."""
-    return [f for f in judge(op, implementation, kwargs, reference(op, kwargs, dtype, layout)) if not f.holds]
+    return broken(judge(op, implementation, kwargs, reference(op, kwargs, dtype, layout)))
 
 
 def check_big(op: Op, implementation: str, case: Case, device: str, dtype: torch.dtype) -> list[Finding]:
     """For a case of more than 2^31 elements: forward and backward against the eager twin in the same dtype.
 
-    Of tensors that large, the last two rows: a wrapped 32-bit offset lands there, and float64 truth would not fit.
+    Of tensors that large, the last two along the first dimension (all, where there are no more): a wrapped 32-bit
+    offset lands there, and float64 truth would not fit.
     What both sides round is 1 eps of a 16-bit dtype; in float32 they sum in different orders. A wrapped offset is
     wrong by about 1. Returns what is beyond.
     """
@@ -224,12 +232,14 @@ def check_big(op: Op, implementation: str, case: Case, device: str, dtype: torch
             r, e = r[-2:], e[-2:]
         worst, where = error(r, e)
         found.append(Finding(name, worst, 0.0, budget, where))
-    return [f for f in found if not f.holds]
+    return broken(found)
 
 
-def no_capture(case: Case) -> str | None:
-    """None if a call on this case can be recorded in a CUDA graph, else the reason."""
-    return "looks at values on the host, which a CUDA graph cannot record" if "host" in case.tags else None
+def no_capture(op: Op, implementation: str, case: Case) -> str | None:
+    """None if a call of this implementation on this case can be recorded in a CUDA graph, else the reason."""
+    if "host" in case.tags or implementation in op.on_host:
+        return "looks at values on the host, which a CUDA graph cannot record"
+    return None
 
 
 def check_capture(op: Op, implementation: str, case: Case, dtype: torch.dtype) -> list[Finding]:
@@ -259,7 +269,7 @@ def check_capture(op: Op, implementation: str, case: Case, dtype: torch.dtype) -
     for name, t in direct.items():
         worst, where = error(recorded[name], t)
         found.append(Finding(name, worst, 0.0, ATOL[dtype], where))
-    return [f for f in found if not f.holds]
+    return broken(found)
 
 
 @contextlib.contextmanager

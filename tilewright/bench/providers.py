@@ -56,11 +56,11 @@ def gate(op: Op, provider: Provider, kwargs: dict[str, Any], by: contract.Refere
     if provider.name == "eager":
         return []
     if provider.name in op.names():
-        return [f for f in contract.judge(op, provider.name, kwargs, by) if not f.holds]
+        return contract.broken(contract.judge(op, provider.name, kwargs, by))
 
     def public(*, implementation, **kwargs):
         return eager(**kwargs) if implementation == "eager" else provider.call(**kwargs)
 
     eager = functools.partial(op.public, implementation="eager")
     judged = Op(op.name, public, op.eager, (), op.cases, op.atol)
-    return [f for f in contract.judge(judged, provider.name, kwargs, by) if not f.holds]
+    return contract.broken(contract.judge(judged, provider.name, kwargs, by))

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from tilewright.bench import report
+from tilewright.kernels import tuning
 
 CHECKS = ("parity", "graph", "big")   # folders of a suite whose files hold results, not rows
 CHECK_STATUSES = ("holds", "broken", "unavailable", "error")
@@ -286,11 +287,12 @@ def _read_folder(raw: Raw, folder: pathlib.Path) -> None:
 
 
 def _read_tuned(raw: Raw, path: pathlib.Path) -> None:
-    document = load(path, "device", "launches")
+    document = tuning.read(path)
     try:
         for launch, entries in document["launches"].items():
             for e in entries:   # a table is written to again and again: each entry says when and from what
-                meta = {"device_type": "cuda", "threads": None, "argv": [], **e, "device": document["device"]}
+                meta = {"threads": None, "argv": [], **e, "device": document["device"],
+                        "device_type": document["device_type"]}
                 data = {n: e[n] for n in ("config", "heuristic", "median_us", "heuristic_us")}
                 raw.entries.append(Entry(_source({"meta": meta}, path, path.parent.name), "tuned", path.stem, launch,
                                          data))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import hashlib
@@ -89,7 +90,7 @@ def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timin
     """The rows of one (op, case, dtype): the gate, then interleaved rounds over the providers that passed."""
     kwargs = case.make(device, dtype, SEED)
     auto = op.choose(device, dtype)
-    rows, tasks = {}, {}
+    rows, tasks, inputs = {}, {}, {}
     reference = contract.reference(op, kwargs, dtype)
     for provider in providers(op, device, dtype):
         if only is not None and provider.name not in only:
@@ -108,12 +109,14 @@ def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timin
                 row.update(status="failed", reason=row["contract"])
                 continue
             mine = contract.convert(kwargs, None) if provider.consumes or kwargs.get("inplace") else kwargs
+            inputs[provider.name] = mine
             for name, fn in passes(provider, mine).items():
                 tasks[provider.name, name] = fn
             row["status"] = "ok"
         except Unsupported as error:
             row.update(status="unavailable", reason=str(error))
         except Exception as error:   # one provider's failure must not lose the others
+            timing.still_there(error, provider.name)
             row.update(status="error", reason=timing.first_line(error))
     del reference   # float64 copies of every result
     free(device, compiled=False)
@@ -134,7 +137,7 @@ def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timin
     if device == "cuda":
         for (name, which), fn in tasks.items():
             if which == "forward_backward" and rows[name]["status"] == "ok":
-                for t in kwargs.values():   # gradients of earlier calls would count as held already
+                for t in inputs[name].values():   # gradients of earlier calls would count as held already
                     if isinstance(t, torch.Tensor):
                         t.grad = None
                 rows[name]["peak_mib"] = _peak_mib(fn)
@@ -178,29 +181,38 @@ def _git(*args: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def source_digest(tables: bool = True) -> str:
+@functools.cache
+def source_digest() -> str:
     """Names the sources that a number comes from, also where git does not know them: of all but the trainer.
 
-    tables: tuned constants count as sources.
+    Tables of tuned constants are no sources: what is timed with them names them itself.
     """
     package = pathlib.Path(platform.__file__).parent
     digest = hashlib.sha256()
-    found = [*package.rglob("*.py"), *package.parent.glob("csrc/**/*.*")]
-    for path in sorted([*found, *package.rglob("tuned/*/*.json")] if tables else found):
+    for path in sorted([*package.rglob("*.py"), *package.parent.glob("csrc/**/*.*")]):
         if "trainer" not in path.parts:
             digest.update(str(path.relative_to(package.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
-def clocks() -> dict[str, float] | None:
+def clocks() -> dict[str, float | None] | None:
     """What the first CUDA device runs at just now, by nvidia-smi; None where that cannot tell."""
     names = ("sm_mhz", "memory_mhz", "power_w", "temperature_c")
     try:
         said = subprocess.run(["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu",
                                "--format=csv,noheader,nounits", "-i", "0"], capture_output=True, text=True, timeout=20)
-        return dict(zip(names, map(float, said.stdout.split(",")), strict=True))
-    except (OSError, ValueError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired):
         return None
+    found = {}
+    for name, text in zip(names, said.stdout.split(","), strict=False):
+        with contextlib.suppress(ValueError):   # "[N/A]": a figure that this device does not give
+            found[name] = float(text)
+    return found or None
+
+
+def moment(device: str) -> dict[str, Any]:
+    """What changes while results are made: the date and the clocks."""
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "clocks": clocks() if device == "cuda" else None}
 
 
 def metadata(device: str, settings: Settings, argv: list[str], commit: str | None = None) -> dict[str, Any]:
@@ -210,16 +222,20 @@ def metadata(device: str, settings: Settings, argv: list[str], commit: str | Non
     """
     versions = {**platform.describe(), **peers.versions()}
     known = _git("rev-parse", "HEAD")
+    # A report or a table that an earlier call has written is no change of what is measured.
+    changed = known and _git("status", "--porcelain", "--untracked-files=no", "--",
+                             ":/tilewright", ":/csrc", ":/setup.py", ":(top,exclude)tilewright/kernels/tuned",
+                             ":(top,exclude)tilewright/trainer")
     return {
         "device_type": device,
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.cpu_name(),
+        "device": platform.device_name(device),
+        "cpu": versions.pop("cpu"),
+        "threads": int(versions.pop("threads")),
         "versions": versions,
         "commit": known or commit,
-        "dirty": None if known is None else bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "dirty": None if known is None else bool(changed),
         "source": source_digest(),
-        "clocks": clocks() if device == "cuda" else None,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "threads": torch.get_num_threads(),
+        **moment(device),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "argv": argv,

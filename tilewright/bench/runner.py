@@ -1,14 +1,17 @@
 """Runs many small pieces of work within a budget of time, each in a file of its own, whatever they do.
 
 A `Unit` makes one JSON document. `work` makes those of one process, one after another, and skips what is on disk from
-the same sources on the same device. `supervise` runs such processes and watches them: it ends one that hangs or that
-time has run out for, writes down what it was at, and starts another for the rest. So a call always ends in time, a
-crash costs one unit, and the next call goes on where this one stopped.
+the same sources, with the same options, on the same device. `supervise` runs such processes and watches them: it ends
+one that hangs or that time has run out for, writes down what it was at, and starts another for the rest. So a call
+always ends in time, a crash costs one unit, and the next call goes on where this one stopped: first with what it did
+not reach, then with what it had no time to finish, and it tries anew what failed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import json
 import os
 import pathlib
@@ -16,15 +19,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.bench import timing
 from tilewright.bench.report import write_json
 
 SCHEMA = 1
-FINISH = 4.0   # seconds at the end of a budget that are kept for writing what was found
+FINISH = 4.0    # seconds at the end of a budget that are kept for writing what was found
+ATTEMPTS = 3    # at what failed: a GPU may have been out of memory because somebody else was there
+LOST = 70       # exit code of a process whose CUDA context is gone
+POSTPONED = "postponed.json"
+
+
+def _has_error(document: dict[str, Any]) -> bool:
+    return bool(document.get("error"))
 
 
 @dataclass(frozen=True)
@@ -32,51 +42,129 @@ class Unit:
     """One piece of work.
 
     name: "kind/rest", and the path of its file below the folder.   make: returns the document, without "meta".
-    blank: the document to write, with an "error", if it cannot be made.   limit: seconds after which it is given up.
+    blank: the document to write, with an "error", if it cannot be made; a unit that writes its file itself while it is
+        made, marked "unfinished", keeps what it wrote.   limit: seconds after which it is given up.
+    options: what the result depends on beside sources, versions and device.
+    failed: whether a document says that something raised, so that it is worth another attempt.
     """
 
     name: str
     make: Callable[[], dict[str, Any]]
     blank: dict[str, Any]
     limit: float = 180.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    failed: Callable[[dict[str, Any]], bool] = _has_error
 
     def path(self, out: pathlib.Path) -> pathlib.Path:
         return out / f"{self.name}.json"
 
 
-def current(unit: Unit, out: pathlib.Path, meta: dict[str, Any], keep: bool = False) -> dict[str, Any] | None:
-    """The unit's document, if it is on disk and was made by these sources on this device. keep: by any sources."""
+def current(unit: Unit, out: pathlib.Path, meta: dict[str, Any], keep: bool = False,
+            since: float = float("inf")) -> dict[str, Any] | None:
+    """The unit's document, if it need not be made: it is on disk, whole, with these options and on this device.
+
+    keep: made by any sources and versions.   since: when this call began; what failed before then is made again,
+    until it has failed ATTEMPTS times.
+    """
     try:
         document = json.loads(unit.path(out).read_text())
         same = ("device",) if keep else ("device", "source", "versions")
-        return document if all(document["meta"].get(n) == meta.get(n) for n in same) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        if any(document["meta"].get(n) != meta.get(n) for n in same):
+            return None
+        if json.loads(json.dumps(unit.options)) != document.get("options", {}) or document.get("unfinished"):
+            return None
+        again = since != float("inf") and unit.failed(document) and document.get("at", 0.0) < since
+        return None if again and document.get("attempts", 1) < ATTEMPTS else document
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
+def _attempts(unit: Unit, out: pathlib.Path, meta: dict[str, Any], keep: bool) -> int:
+    """Which attempt this is since the unit could last be made with these sources and options."""
+    before = current(unit, out, meta, keep)
+    return before.get("attempts", 1) + 1 if before is not None and unit.failed(before) else 1
+
+
 def work(units: Iterable[Unit], out: pathlib.Path, until: float, meta: dict[str, Any], *, keep: bool = False,
-         slot: str = "0", say: Callable[[str], object] = print, describe: Callable[[dict], str] = lambda d: "") -> None:
-    """Makes what is missing. Begins no unit after `until` (seconds since the epoch)."""
+         since: float = float("inf"), slot: str = "0", say: Callable[[str], object] = print,
+         describe: Callable[[dict], str] = lambda d: "", now: Callable[[], dict[str, Any]] = dict) -> None:
+    """Makes what is missing. Begins no unit after `until` (seconds since the epoch).
+
+    now: fields of "meta" that are taken after each unit anew, such as the date and the clocks.
+    """
     state = out / f"running-{slot}.json"
+    postponed = _read(out / POSTPONED) or []
     try:
-        for unit in units:
-            if current(unit, out, meta, keep) is not None:
+        for unit in sorted(units, key=lambda u: u.name in postponed):
+            if current(unit, out, meta, keep, since) is not None:
                 continue
             if time.time() >= until:
                 break
-            write_json(state, {"unit": unit.name, "since": time.time(), "limit": unit.limit, "meta": meta,
-                               "blank": unit.blank})
+            common = {"schema": SCHEMA, "options": dict(unit.options), "attempts": _attempts(unit, out, meta, keep)}
+            running = {"unit": unit.name, "since": time.time(), "limit": unit.limit, "parts": list(unit.blank),
+                       "blank": {**common, **unit.blank, "meta": meta}}
+            write_json(state, running)
             begun = time.perf_counter()
             try:
-                document = unit.make()
-            except Exception as error:   # what one unit raises must not lose the others
-                document = {**unit.blank, "error": timing.first_line(error)}
-            seconds = time.perf_counter() - begun
-            write_json(unit.path(out), {"schema": SCHEMA, "meta": meta, "seconds": seconds, **document})
+                try:
+                    document = unit.make()
+                    problem = None
+                except Exception as error:   # what one unit raises must not lose the others
+                    document = {**_so_far(unit.path(out), unit.blank, list(unit.blank)),
+                                "error": timing.first_line(error)}
+                    problem = error
+                if problem is not None:
+                    timing.still_there(problem)
+            except timing.DeviceLost as lost:
+                write_json(state, {**running, "lost": str(lost)})   # the supervisor writes it down and starts another
+                sys.stdout.flush()
+                os._exit(LOST)
+            document = {**common, "meta": {**meta, **now()}, "seconds": time.perf_counter() - begun,
+                        "at": time.time(), **document}
+            try:
+                write_json(unit.path(out), document)
+            except ValueError as error:   # a number that JSON does not have
+                write_json(unit.path(out), {**document, **unit.blank, "error": timing.first_line(error)})
+                document["error"] = timing.first_line(error)
             state.unlink()   # a process that dies now dies between units
-            say(f"{unit.name} ({seconds:.1f} s) {document.get('error') or describe(document)}")
+            say(f"{unit.name} ({document['seconds']:.1f} s) {document.get('error') or describe(document)}")
     finally:
         state.unlink(missing_ok=True)
+
+
+def _so_far(path: pathlib.Path, blank: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
+    """`blank`, with these parts of what a unit has written before it ended in the middle."""
+    before = _read(path)
+    return {**blank, **{n: before[n] for n in parts if n in before}} if before and before.get("unfinished") else blank
+
+
+def end_with_parent() -> None:
+    """A worker whose supervisor is killed is killed too (Linux)."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)   # PR_SET_PDEATHSIG
+    if os.getppid() != parent:   # it was gone before the kernel was told
+        os._exit(1)
+
+
+class Unusable(Exception):
+    """A folder for results that cannot be written, or that another call is at work in."""
+
+
+@contextlib.contextmanager
+def alone(out: pathlib.Path) -> Iterator[None]:
+    """Makes the folder and holds it for this call. Raises Unusable where that cannot be."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / ".lock").open("w")
+    except OSError as error:
+        raise Unusable(f"cannot write into {out}: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise Unusable(f"another call is at work in {out}") from error
+        yield
 
 
 def supervise(commands: Sequence[Sequence[str]], out: pathlib.Path, until: float, *,
@@ -84,7 +172,7 @@ def supervise(commands: Sequence[Sequence[str]], out: pathlib.Path, until: float
     """Runs the commands side by side, each a process that calls `work` with its index as slot, until all have ended.
 
     One that dies, or is at a unit for longer than its limit, is started again after that unit was written down as
-    failed. At `until` what still runs is killed, and the unit it was at is left for the next call.
+    failed. At `until` what still runs is killed, and the unit it was at is left for the next call, which takes it last.
     """
     running: dict[int, subprocess.Popen] = {}
     failures = dict.fromkeys(range(len(commands)), 0)
@@ -93,6 +181,15 @@ def supervise(commands: Sequence[Sequence[str]], out: pathlib.Path, until: float
         (out / f"running-{i}.json").unlink(missing_ok=True)
         running[i] = subprocess.Popen(list(commands[i]), start_new_session=True)
 
+    def stop(i):
+        _kill(running.pop(i))
+
+    def terminated(*_):
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGTERM)
+    with contextlib.suppress(ValueError):   # not the main thread
+        signal.signal(signal.SIGTERM, terminated)
     try:
         for i in range(len(commands)):
             start(i)
@@ -100,31 +197,29 @@ def supervise(commands: Sequence[Sequence[str]], out: pathlib.Path, until: float
             time.sleep(poll)
             late = time.time() >= until
             for i, process in list(running.items()):
-                state = _read(out / f"running-{i}.json")
                 code = process.poll()
+                state = _read(out / f"running-{i}.json")
                 reason = None
                 if code is not None:
-                    del running[i]
+                    stop(i)   # compilers that it had started are still there
                     if code == 0 or late:
                         continue
-                    reason = f"its process died: {_died(code)}"
+                    reason = (state or {}).get("lost") or f"its process died: {_died(code)}"
                 elif late:
-                    _kill(process)
-                    del running[i]
-                    (out / f"running-{i}.json").unlink(missing_ok=True)
+                    stop(i)
                     if state:
+                        write_json(out / POSTPONED, sorted({*(_read(out / POSTPONED) or []), state["unit"]}))
                         say(f"{state['unit']}: out of time, left for the next call")
                     continue
                 elif state and time.time() - state["since"] > state["limit"]:
-                    _kill(process)
-                    del running[i]
+                    stop(i)
                     reason = f"did not end within {state['limit']:g} s"
                 else:
                     continue
                 if state:
-                    write_json(out / f"{state['unit']}.json",
-                               {"schema": SCHEMA, "meta": state["meta"], "seconds": time.time() - state["since"],
-                                **state["blank"], "error": reason})
+                    path, now = out / f"{state['unit']}.json", time.time()
+                    write_json(path, {**_so_far(path, state["blank"], state["parts"]), "at": now,
+                                      "seconds": now - state["since"], "error": reason})
                     say(f"{state['unit']}: {reason}")
                 else:   # died between units, as when it cannot even start: not for ever
                     failures[i] += 1
@@ -132,9 +227,16 @@ def supervise(commands: Sequence[Sequence[str]], out: pathlib.Path, until: float
                 if failures[i] < 2:
                     start(i)
     finally:
-        for i, process in running.items():
-            _kill(process)
+        for i in list(running):
+            stop(i)
+        for i in range(len(commands)):
             (out / f"running-{i}.json").unlink(missing_ok=True)
+        if late_units := [n for n in _read(out / POSTPONED) or [] if not (out / f"{n}.json").exists()]:
+            write_json(out / POSTPONED, late_units)
+        else:
+            (out / POSTPONED).unlink(missing_ok=True)
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGTERM, before)
 
 
 def _died(code: int) -> str:
@@ -150,7 +252,7 @@ def _kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _read(path: pathlib.Path) -> dict[str, Any] | None:
+def _read(path: pathlib.Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -162,6 +264,12 @@ def split(units: Sequence[Unit], worker: int, of: int) -> Iterator[Unit]:
     return (u for i, u in enumerate(units) if i % of == worker)
 
 
-def again(arguments: Sequence[str], *more: str) -> list[str]:
-    """This command in another process, with more arguments."""
-    return [sys.executable, "-m", "tilewright.bench", *arguments, *more]
+def again(arguments: Sequence[str], **task: Any) -> list[str]:
+    """This command in another process, as a worker with this task (see `a_task`)."""
+    return [sys.executable, "-m", "tilewright.bench", *arguments, "--task", json.dumps(task)]
+
+
+def a_task(argv: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
+    """A command's arguments, and what `again` told its process to do (None: it is no worker)."""
+    argv = list(argv)
+    return (argv[:-2], json.loads(argv[-1])) if len(argv) > 1 and argv[-2] == "--task" else (argv, None)

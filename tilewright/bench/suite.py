@@ -12,8 +12,9 @@ Stages, in this order, over every op, implementation and case of the registry:
     overhead   what the dispatch above a kernel costs
 
 Results are one file a case. A call ends within its minutes, and the next one with the same DIR goes on where it
-stopped; what was made by other sources, on another device or with other versions is made again (--keep: only on another
-device).
+stopped. What was made by other sources, with other options or versions, or on another device is made again (--keep:
+whatever the sources and versions), times also where the tables of tuned constants have changed, and what raised an
+error up to three times.
 Exit code: 0, all is there and holds; 1, an implementation broke the contract or failed; 3, time ran out first.
 """
 
@@ -21,23 +22,28 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
+import math
 import os
 import pathlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from tilewright import registry
+from tilewright import platform, registry
 from tilewright.bench import contract, overhead, report, run, runner, timing
+from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import BASELINES
 from tilewright.bench.runner import Unit
+from tilewright.kernels import tuning
 from tilewright.registry import Op, short
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 TIMED = (torch.bfloat16, torch.float32)
+BY_NAME = {short(d): d for d in (*DTYPES, torch.float64)}
 STAGES = ("roofline", "parity", "graph", "big", "time", "overhead")
 # Stages that share processes. Those of the second group can run side by side: nothing is timed there.
 GROUPS = (("roofline",), ("parity", "graph"), ("big", "time", "overhead"))
@@ -52,6 +58,11 @@ def roofline_unit(device: str) -> Unit:
     return Unit("roofline", make, {"roofline": None})
 
 
+def _checks(kind: str, op: Op, case: registry.Case, dtypes: Sequence[torch.dtype], make, limit: float = 180.0) -> Unit:
+    return Unit(f"{kind}/{op.name}.{case.name}", make, {"op": op.name, "case": case.name, "results": []}, limit,
+                {"dtypes": [short(d) for d in dtypes]}, _raised)
+
+
 def parity_unit(op: Op, case: registry.Case, device: str, dtypes: Sequence[torch.dtype]) -> Unit:
     def make():
         results = []
@@ -64,7 +75,7 @@ def parity_unit(op: Op, case: registry.Case, device: str, dtypes: Sequence[torch
                 results += _parity(op, case, device, dtype, [i.name for i in usable])
         return {"op": op.name, "case": case.name, "results": results}
 
-    return Unit(f"parity/{op.name}.{case.name}", make, {"op": op.name, "case": case.name, "results": []})
+    return _checks("parity", op, case, dtypes, make)
 
 
 def _result(implementation, dtype, status, reason=None, tensors=()):
@@ -84,6 +95,7 @@ def _parity(op, case, device, dtype, names) -> list[dict[str, Any]]:
                 try:
                     found = contract.judge(op, name, kwargs, by)
                 except Exception as error:
+                    timing.still_there(error, f"{name} {short(dtype)}")
                     raised[name] = f"{layout} gradients: {timing.first_line(error)}"
                     continue
                 for f in found:
@@ -92,7 +104,7 @@ def _parity(op, case, device, dtype, names) -> list[dict[str, Any]]:
                         worst[name][f.name] = f
     results = []
     for name in names:
-        broken = [f for f in worst[name].values() if not f.holds]
+        broken = contract.broken(worst[name].values())
         status = "error" if name in raised else "broken" if broken else "holds"
         reason = raised.get(name) or "; ".join(map(str, broken)) or None
         results.append(_result(name, dtype, status, reason, map(_tensor, worst[name].values())))
@@ -105,35 +117,42 @@ def _share(f: contract.Finding) -> float:
 
 def _tensor(f: contract.Finding) -> dict[str, Any]:
     # JSON has no infinity; a tensor that is missing or NaN is None.
-    finite = f.error if f.error < float("inf") else None
-    return {"name": f.name, "error": finite, "eager": f.eager, "budget": f.budget}
+    def finite(x):
+        return x if math.isfinite(x) else None
+
+    return {"name": f.name, "error": finite(f.error), "eager": finite(f.eager), "budget": finite(f.budget)}
 
 
-def check_unit(kind: str, op: Op, case: registry.Case, device: str, dtypes: Sequence[torch.dtype], check,
-               skip: str | None = None, limit: float = 180.0) -> Unit:
-    """A unit of findings without a reference: check(op, implementation, case, dtype) -> what is beyond."""
+def check_unit(kind: str, op: Op, case: registry.Case, device: str, dtypes: Sequence[torch.dtype], check, skip,
+               limit: float = 180.0) -> Unit:
+    """A unit of findings without a reference: check(op, implementation, case, dtype) -> what is beyond.
+
+    skip: (op, implementation, case) -> None, or why this one is not checked.
+    """
     def make():
         results = []
         for impl in op.implementations:
             for dtype in dtypes:
                 if dtype not in impl.dtypes or (impl.name == "eager" and kind == "big"):
                     continue
-                if reason := skip or impl.why_not(device, dtype):
+                if reason := skip(op, impl.name, case) or impl.why_not(device, dtype):
                     results.append(_result(impl.name, dtype, "unavailable", reason))
                     continue
                 try:
                     broken = check(op, impl.name, case, dtype)
                 except Exception as error:
-                    results.append(_result(impl.name, dtype, "error", timing.first_line(error)))
-                    if device == "cuda":   # an error that poisons the device must not be blamed on the next
-                        torch.cuda.synchronize()
+                    timing.still_there(error, f"{impl.name} {short(dtype)}")   # must not be blamed on the next
+                    reason = timing.first_line(error)
+                    if error.__context__ is not None:   # a capture that fails ends with an error about its end
+                        reason += f" (after {timing.first_line(error.__context__)})"
+                    results.append(_result(impl.name, dtype, "error", reason))
                     continue
                 results.append(_result(impl.name, dtype, "broken" if broken else "holds",
                                        "; ".join(map(str, broken)) or None))
                 run.free(device, compiled=False)
         return {"op": op.name, "case": case.name, "results": results}
 
-    return Unit(f"{kind}/{op.name}.{case.name}", make, {"op": op.name, "case": case.name, "results": []}, limit)
+    return _checks(kind, op, case, dtypes, make, limit)
 
 
 def time_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype, settings: run.Settings,
@@ -146,7 +165,22 @@ def time_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype, sett
         run.free(device)
         return {"roofline": roof, "rows": rows}
 
-    return Unit(f"time/{op.name}.{case.name}.{short(dtype)}", make, {"roofline": None, "rows": []}, 300.0)
+    options = {"settings": vars(settings), "constants": _constants(op, device)}
+    if device == "cpu":
+        options["threads"] = torch.get_num_threads()
+    return Unit(f"time/{op.name}.{case.name}.{short(dtype)}", make, {"roofline": None, "rows": []}, 300.0, options,
+                _raised)
+
+
+def _constants(op: Op, device: str) -> str:
+    """Names the tuned constants that this op's launches may be given on this device."""
+    tables = sorted({t.op for i in op.implementations if i.why_not(device) is None for t in i.tunables()})
+    if not tables:
+        return ""
+    folder = platform.slug(platform.device_name(device))
+    found = [[(launch, [(e["key"], e["config"]) for e in entries])
+              for launch, entries in sorted(tuning.table(folder, name).items())] for name in tables]
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @functools.cache   # a CUDA clock measures its own flush first
@@ -158,7 +192,7 @@ def overhead_unit(op: Op, device: str, dtypes: Sequence[torch.dtype]) -> Unit:
     def make():
         return {"rows": [r for d in dtypes for r in overhead.overhead([op], device, d, rounds=15)]}
 
-    return Unit(f"overhead/{op.name}", make, {"rows": []})
+    return Unit(f"overhead/{op.name}", make, {"rows": []}, options={"dtypes": [short(d) for d in dtypes]})
 
 
 def units(stage: str, ops: Iterable[Op], device: str, dtypes: Sequence[torch.dtype], settings: run.Settings,
@@ -175,31 +209,25 @@ def units(stage: str, ops: Iterable[Op], device: str, dtypes: Sequence[torch.dty
     if stage == "roofline":
         return [roofline_unit(device)]
     if stage == "parity":
-        return [parity_unit(op, case, device, taken[op.name]) for op, case in tagged("contract")]
-    if stage == "graph":
-        if device != "cuda":
-            return []
-        return [check_unit("graph", op, case, device, taken[op.name][:1], contract_capture,
-                           contract.no_capture(case)) for op, case in tagged("contract")]
-    if stage == "big":
-        if device != "cuda":
-            return []
-        big = functools.partial(_big, device)
-        return [check_unit("big", op, case, device, taken[op.name], big, limit=300.0) for op, case in tagged("big")]
+        return [parity_unit(op, case, device, taken[op.name]) for op, case in tagged("contract") if taken[op.name]]
+    if stage == "graph" and device == "cuda":
+        return [check_unit("graph", op, case, device, taken[op.name][:1], contract.check_capture, contract.no_capture)
+                for op, case in tagged("contract") if taken[op.name]]
+    if stage == "big" and device == "cuda":
+        def check(op, name, case, dtype):
+            return contract.check_big(op, name, case, device, dtype)
+
+        return [check_unit("big", op, case, device, taken[op.name], check, lambda *_: None, limit=300.0)
+                for op, case in tagged("big") if taken[op.name]]
     if stage == "time":
         return [time_unit(op, case, device, dtype, settings, out)
                 for dtype in TIMED for op, case in tagged(device) if dtype in taken[op.name]]
     if stage == "overhead":
-        return [overhead_unit(op, device, [d for d in TIMED if d in taken[op.name]][:1]) for op in ops]
+        found = {op.name: [d for d in TIMED if d in taken[op.name]][:1] for op in ops}
+        return [overhead_unit(op, device, found[op.name]) for op in ops if found[op.name]]
+    if stage in STAGES:
+        return []
     raise ValueError(f"stage must be one of {list(STAGES)}, got {stage!r}")
-
-
-def contract_capture(op, name, case, dtype):
-    return contract.check_capture(op, name, case, dtype)
-
-
-def _big(device, op, name, case, dtype):
-    return contract.check_big(op, name, case, device, dtype)
 
 
 # ---- what came out
@@ -220,14 +248,23 @@ def describe(document: dict[str, Any]) -> str:
     return "\n" + overhead.table(document["rows"])
 
 
+def _ours(document: dict[str, Any], kinds: Sequence[str]) -> Iterator[str]:
+    """What became of this library's implementations: not a peer that fails, nor what cannot run here."""
+    for r in document.get("results", ()):
+        if r["status"] in kinds and r["implementation"] not in BASELINES:
+            yield f"{r['implementation']} {r['dtype']}: {r['reason']}"
+    for r in document.get("rows", ()):
+        if r.get("status") in kinds and r["provider"] not in BASELINES:
+            yield f"{r['provider']}: {r['reason']}"
+
+
 def failures(document: dict[str, Any]) -> list[str]:
-    """What is this library's fault: not a peer that fails, nor what cannot run here."""
-    if document.get("error"):
-        return [document["error"]]
-    found = [f"{r['implementation']} {r['dtype']}: {r['reason']}" for r in document.get("results", ())
-             if r["status"] in ("broken", "error")]
-    return found + [f"{r['provider']}: {r['reason']}" for r in document.get("rows", ())
-                    if r.get("status") in ("failed", "error") and r["provider"] not in BASELINES]
+    """What is this library's fault."""
+    return [document["error"]] if document.get("error") else list(_ours(document, ("broken", "failed", "error")))
+
+
+def _raised(document: dict[str, Any]) -> bool:
+    return bool(document.get("error")) or any(_ours(document, ("error",)))
 
 
 def conclude(all_units: Sequence[Unit], out: pathlib.Path, meta: dict[str, Any], keep: bool) -> tuple[dict, list[str]]:
@@ -259,85 +296,82 @@ def _failed(path: pathlib.Path) -> bool:
 # ---- the command
 
 def parser() -> argparse.ArgumentParser:
-    from tilewright.bench.__main__ import DTYPES as NAMED
-    from tilewright.bench.__main__ import _at_least, _names
-
     ops = registry.operations()
     p = argparse.ArgumentParser(prog="python -m tilewright.bench suite", description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def several(known):
-        def parse(text):
-            for name in (names := _names(text)):
-                if name not in known:
-                    raise argparse.ArgumentTypeError(f"unknown {name!r}; have {', '.join(known)}")
-            return names
-
-        return parse
-
     add = p.add_argument
-    add("--minutes", type=_at_least(0.05, float), required=True, help="the call ends within so many")
+    add("--minutes", type=at_least(0.05, float), required=True, help="the call ends within so many")
     add("--out", type=pathlib.Path, required=True, metavar="DIR", help="where results are, and go")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    add("--op", type=several(list(ops)), default=list(ops), metavar="OP,..", help="default: every op")
-    add("--stage", type=several(STAGES), default=list(STAGES), metavar="STAGE,..", help="default: every stage")
-    add("--case", type=_names, metavar="CASE,..", help="default: every case")
-    add("--dtype", type=several(sorted({*map(short, DTYPES), *NAMED})), default=[short(d) for d in DTYPES],
-        metavar="DTYPE,..", help="default: %(default)s")
-    add("--jobs", type=_at_least(1, int), help="processes of the stages in which nothing is timed (default: half the "
+    add("--op", type=names(ops), default=list(ops), metavar="OP,..", help="default: every op")
+    add("--stage", type=names(STAGES), default=list(STAGES), metavar="STAGE,..", help="default: every stage")
+    add("--case", type=names({c.name for op in ops.values() for c in op.cases}), metavar="CASE,..",
+        help="default: every case")
+    add("--dtype", type=names(BY_NAME), default=[short(d) for d in DTYPES], metavar="DTYPE,..",
+        help="default: %(default)s")
+    add("--jobs", type=at_least(1, int), help="processes of the stages in which nothing is timed (default: half the "
         "cores, 8 at most; on a CPU 1)")
-    add("--rounds", type=_at_least(1, int), default=9, help="of a timed case (default %(default)s)")
-    add("--case-seconds", type=_at_least(0, float), default=6.0,
+    add("--rounds", type=at_least(1, int), default=9, help="of a timed case (default %(default)s)")
+    add("--case-seconds", type=at_least(0, float), default=6.0,
         help="begin no further round of a timed case after so long (default %(default)s)")
-    add("--baseline-slack", type=_at_least(1, float), default=8.0, help="as in `run` (default %(default)s)")
+    add("--baseline-slack", type=at_least(1, float), default=8.0, help="as in `run` (default %(default)s)")
     add("--keep", action="store_true", help="take results of other sources and versions as they are")
     add("--commit", help="the commit of these sources, where git cannot tell")
-    for hidden, kind in (("--until", float), ("--group", int), ("--worker", int), ("--of", int)):
-        add(hidden, type=kind, help=argparse.SUPPRESS)
     return p
 
 
 def main(argv: Sequence[str]) -> int:
-    args = parser().parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser().error("argument --device: 'cuda' was asked for, but there is no CUDA device")
+    argv, task = runner.a_task(argv)
+    p = parser()
+    args = p.parse_args(argv)
+    has_device(p, args.device)
     begun = time.time()
     settings = run.Settings(rounds=args.rounds, max_seconds=args.case_seconds, baseline_slack=args.baseline_slack)
     table = registry.operations()
-    by_name = {short(d): d for d in (*DTYPES, torch.float64)}
-    plan = functools.partial(units, ops=[table[n] for n in args.op], device=args.device,
-                             dtypes=[by_name[n] for n in args.dtype], settings=settings, out=args.out,
-                             cases=args.case)
+    dtypes = [d for n, d in BY_NAME.items() if n in args.dtype]
+    plan = functools.partial(units, ops=[table[n] for n in args.op], device=args.device, dtypes=dtypes,
+                             settings=settings, out=args.out, cases=args.case)
+    # The roofline is measured whatever was asked for: times mean nothing without it.
+    stages = [s for s in STAGES if s in args.stage or (s == "roofline" and "time" in args.stage)]
+    groups = [[u for stage in group if stage in stages for u in plan(stage)] for group in GROUPS]
+    if not any(groups[1:]) and "roofline" not in args.stage:
+        p.error(f"nothing to do: no op of --op has a case of --case that takes --dtype in --stage on {args.device}")
     meta = run.metadata(args.device, settings, ["suite", *argv], commit=args.commit)
-    if args.until is not None:   # a worker
-        mine = [u for stage in GROUPS[args.group] if stage in args.stage for u in plan(stage)]
-        runner.work(runner.split(mine, args.worker, args.of), args.out, args.until, meta, keep=args.keep,
-                    slot=str(args.worker), say=functools.partial(print, flush=True), describe=describe)
+    if task is not None:
+        runner.end_with_parent()
+        runner.work(runner.split(groups[task["group"]], task["worker"], task["of"]), args.out, task["until"], meta,
+                    keep=args.keep, since=task["since"], slot=str(task["worker"]),
+                    say=functools.partial(print, flush=True), describe=describe,
+                    now=functools.partial(run.moment, args.device))
         return 0
+    try:
+        with runner.alone(args.out):
+            return _supervise(args, argv, groups, meta, begun)
+    except runner.Unusable as error:
+        p.error(f"argument --out: {error}")
+
+
+def _supervise(args, argv, groups, meta, begun) -> int:
     until = begun + 60 * args.minutes - runner.FINISH
     jobs = args.jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if args.device == "cuda" else 1)
-    args.out.mkdir(parents=True, exist_ok=True)
     roof = args.out / "roofline.json"
-    if "time" in args.stage and _failed(roof):   # nothing can be timed without it
+    if groups[0] and _failed(roof):   # nothing can be timed without it, however often that failed
         roof.unlink()
     print(f"{meta['device']}, {', '.join(f'{k} {v}' for k, v in meta['versions'].items())}, commit "
           f"{report.commit(meta)}, clocks {meta.get('clocks') or 'unknown'}", flush=True)
-    wanted = []
-    for i, group in enumerate(GROUPS):
-        # The roofline is measured whatever was asked for: times mean nothing without it.
-        here = [u for stage in group if stage in args.stage or (stage == "roofline" and "time" in args.stage)
-                for u in plan(stage)]
-        wanted += here
-        if all(runner.current(u, args.out, meta, args.keep) for u in here) or time.time() >= until:
-            continue
-        if "time" in group and _failed(roof):
-            print("no roofline: nothing is timed")
-            break
-        of = jobs if "parity" in group else 1
-        stages = ",".join({*args.stage, "roofline"} if "roofline" in group else args.stage)
-        runner.supervise([runner.again(["suite", *argv], "--stage", stages, "--until", str(until), "--group", str(i),
-                                       "--worker", str(k), "--of", str(of)) for k in range(of)],
-                         args.out, until)
+    try:
+        for i, (group, units_) in enumerate(zip(GROUPS, groups, strict=True)):
+            if time.time() >= until or all(runner.current(u, args.out, meta, args.keep, begun) for u in units_):
+                continue
+            if "time" in group and groups[0] and _failed(roof):
+                print("no roofline: nothing is timed")
+                break
+            of = jobs if "parity" in group else 1
+            runner.supervise([runner.again(["suite", *argv], until=until, since=begun, group=i, worker=k, of=of)
+                              for k in range(of)], args.out, until)
+    except KeyboardInterrupt:
+        print("interrupted: what was found is kept")
+    wanted = [u for units_ in groups for u in units_]
     document, broken = conclude(wanted, args.out, meta, args.keep)
     report.write_json(args.out / "suite.json", document)
     reached = sum(u["status"] != "not reached" for u in document["units"].values())

@@ -19,6 +19,7 @@ from tilewright.registry import Cost, short
 
 CALLS_AT_MOST = 20_000   # in one sample
 CUDA_CALLS = 5           # each flushed and timed by itself; a sample is their median
+SLOW_CALL = 0.05         # seconds; longer calls vary less than the clock does, and a sample is one of them
 
 
 def quantile(values: Iterable[float], q: float) -> float:
@@ -92,7 +93,7 @@ class CpuClock:
     def sample(self, fn: Callable[[], object], calls: int) -> float:
         return self._loop(fn, calls) / calls
 
-    def host(self, fn: Callable[[], object]) -> None:
+    def host_seconds(self, fn: Callable[[], object]) -> None:
         return None
 
     @staticmethod
@@ -124,16 +125,29 @@ class CudaClock:
         l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
         self._buffer = torch.empty(max(4 * l2, 256 * 2**20), dtype=torch.int8, device="cuda")
         self._flushes: dict[int, int] = {}
+        self._host: dict[int, float] = {}
         self._buffer.zero_()
         self._flush_seconds = quantile((self._events(self._buffer.zero_) for _ in range(5)), 0.5)
 
     def prepare(self, fn: Callable[[], object]) -> int:
-        for _ in range(3):
-            fn()
+        before, timed = _parts(fn)
+        fn()   # compiles, fills caches
         torch.cuda.synchronize()
+        hosts, calls = [], []
+        begun = time.perf_counter()
+        while len(hosts) < CUDA_CALLS and (not hosts or time.perf_counter() - begun < 4 * SLOW_CALL):
+            if before is not None:
+                before()
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            timed()
+            hosts.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
+            calls.append(time.perf_counter() - start)
+        self._host[id(fn)] = min(hosts)
         # 1.5: room for a launch that takes longer than the fastest one seen.
-        self._flushes[id(fn)] = min(50, 1 + math.ceil(1.5 * self.host(fn) / self._flush_seconds))
-        return CUDA_CALLS
+        self._flushes[id(fn)] = min(50, 1 + math.ceil(1.5 * min(hosts) / self._flush_seconds))
+        return 1 if min(calls) > SLOW_CALL else CUDA_CALLS
 
     def sample(self, fn: Callable[[], object], calls: int) -> float:
         pairs = []
@@ -151,18 +165,9 @@ class CudaClock:
         torch.cuda.synchronize()
         return quantile((s.elapsed_time(e) / 1e3 for s, e in pairs), 0.5)
 
-    def host(self, fn: Callable[[], object]) -> float:
-        found = []
-        before, fn = _parts(fn)
-        for _ in range(5):
-            if before is not None:
-                before()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            fn()
-            found.append(time.perf_counter() - start)
-        torch.cuda.synchronize()
-        return min(found)
+    def host_seconds(self, fn: Callable[[], object]) -> float:
+        """Until a call returned, as `prepare` saw it."""
+        return self._host[id(fn)]
 
     @staticmethod
     def _events(fn) -> float:
@@ -189,6 +194,23 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
+class DeviceLost(BaseException):
+    """The CUDA context is gone: nothing that this process does on the device from here on can be believed.
+
+    No Exception, so that what goes on after one failure does not go on after this.
+    """
+
+
+def still_there(error: BaseException, who: str = "") -> None:
+    """After an exception: raises DeviceLost, with its text, if the device no longer answers."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        raise DeviceLost(f"{who}: {first_line(error)}" if who else first_line(error)) from error
+
+
 def interleave(tasks: Mapping[Hashable, Callable[[], object]], clock: CpuClock | CudaClock, *, rounds: int,
                min_seconds: float = 0.0, max_seconds: float = math.inf,
                seed: int = 0) -> tuple[dict[Hashable, Timing], dict[Hashable, str]]:
@@ -209,6 +231,7 @@ def interleave(tasks: Mapping[Hashable, Callable[[], object]], clock: CpuClock |
         try:
             return step()
         except Exception as error:   # one provider's failure must not lose the others
+            still_there(error, str(key))
             errors[key] = first_line(error)
             return None
 
@@ -237,7 +260,7 @@ def interleave(tasks: Mapping[Hashable, Callable[[], object]], clock: CpuClock |
     finally:
         if collecting:
             gc.enable()
-    timings = {k: Timing.of(samples[k], calls[k], clock.host(tasks[k])) for k in calls if k not in errors}
+    timings = {k: Timing.of(samples[k], calls[k], clock.host_seconds(tasks[k])) for k in calls if k not in errors}
     return timings, errors
 
 
@@ -268,12 +291,14 @@ class Roofline:
         return asdict(self)
 
 
-def measure_roofline(device: str, dtypes: Iterable[torch.dtype], *, copy_bytes: int = 256 * 2**20,
+def measure_roofline(device: str, dtypes: Iterable[torch.dtype], *, copy_bytes: int | None = None,
                      matmul: int | None = None, samples: int = 12) -> Roofline:
     """The fastest of several samples of each: a roof is what the device can do, not what it did on average.
 
-    copy_bytes: of the tensor that is copied; beyond any cache. matmul: side of the square matrices.
+    copy_bytes: of the tensor that is copied; beyond any cache, and on a GPU so long (2 GiB) that a copy's start and end
+    do not count (default). matmul: side of the square matrices.
     """
+    copy_bytes = copy_bytes or (2**31 if device == "cuda" else 2**28)
     timer = clock(device, 0.02)
     # Large enough for full speed on a GPU; small enough that two CPU cores do it in tens of milliseconds.
     side = matmul or (8192 if device == "cuda" else 1024)

@@ -12,6 +12,7 @@ in the first case that asks for them with the same key. As `suite`: a call ends 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import pathlib
@@ -23,6 +24,7 @@ import torch
 
 from tilewright import platform, registry
 from tilewright.bench import contract, report, run, runner, timing
+from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
 from tilewright.kernels import tuning
@@ -75,6 +77,9 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
     measure = functools.partial(timing.interleave, clock=clock, rounds=rounds, max_seconds=seconds)
     timings, errors = measure(tasks, seed=run.SEED)
     rejected = dict(errors)
+    for t in mine.values():   # gradients of the timed calls: truth takes all the memory there is
+        if isinstance(t, torch.Tensor):
+            t.grad = None
     by = contract.reference(op, kwargs, dtype)
     best = 0
     for i in sorted(timings, key=lambda i: timings[i].median):
@@ -83,7 +88,7 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
         if 0 in timings and not _faster(timings[i], timings[0]):
             continue
         with tunable.override(place, key, candidates[i]):
-            broken = [f for f in contract.judge(op, impl.name, kwargs, by) if not f.holds]
+            broken = contract.broken(contract.judge(op, impl.name, kwargs, by))
         if broken:
             rejected[i] = "; ".join(map(str, broken))
             continue
@@ -109,58 +114,70 @@ def _faster(a: timing.Timing, b: timing.Timing) -> bool:
     return a.p80 < b.p20 and a.median * LEAST_GAIN < b.median
 
 
-def unit(op: Op, impl: Implementation, case: Case, device: str, dtype: torch.dtype, out: pathlib.Path) -> Unit:
+def unit(op: Op, impl: Implementation, case: Case, device: str, dtype: torch.dtype, out: pathlib.Path,
+         meta: dict[str, Any]) -> Unit:
+    """The searches of one case. What one has found is written before the next begins."""
+    name = f"{op.name}.{impl.name}.{case.name}.{short(dtype)}"
+
     def make():
-        done = {(e["launch"], json.dumps(e["key"], sort_keys=True)) for e in _entries(out, device_name(device))}
-        entries = []
+        found = _entries(out, meta)
+        entries = [{n: e[n] for n in e["own"]} for e in found if e["unit"] == name]
+        done = {_key(e) for e in found}
         for tunable, key in asked_for(op, impl, case.make(device, dtype, run.SEED)):
             if (tunable.name, json.dumps(tunable.named(key), sort_keys=True)) not in done:
-                entries.append({"launch": tunable.name,
-                                **search(op, impl, case, dtype, tunable, key, device)})
+                entries.append({"launch": tunable.name, **search(op, impl, case, dtype, tunable, key, device)})
+                made = {**meta, **run.moment(device)}
+                report.write_json(out / f"{name}.json", {"schema": runner.SCHEMA, "meta": made, "entries": entries,
+                                                         "unfinished": True})
             run.free(device, compiled=False)
         return {"entries": entries}
 
     # A search times every candidate of every launch; a compiler may take seconds for each.
-    return Unit(f"{op.name}.{impl.name}.{case.name}.{short(dtype)}", make, {"entries": []}, 600.0)
+    return Unit(name, make, {"entries": []}, 600.0)
 
 
-def units(ops: Sequence[Op], device: str, dtypes: Sequence[torch.dtype], out: pathlib.Path,
+def _key(entry: dict[str, Any]) -> tuple[str, str]:
+    return entry["launch"], json.dumps(entry["key"], sort_keys=True)
+
+
+def units(ops: Sequence[Op], device: str, dtypes: Sequence[torch.dtype], out: pathlib.Path, meta: dict[str, Any],
           cases: Sequence[str] | None = None) -> list[Unit]:
-    return [unit(op, impl, case, device, dtype, out) for dtype in dtypes for op in ops
+    return [unit(op, impl, case, device, dtype, out, meta) for dtype in dtypes for op in ops
             for impl in usable(op, device, dtype) for case in run.timed(op, device, cases)]
 
 
-def device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else platform.cpu_name()
-
-
-def _entries(out: pathlib.Path, device: str) -> list[dict[str, Any]]:
-    """Every entry that was found on this device, oldest first, with when and from which commit."""
+def _entries(out: pathlib.Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every entry found on this device with these sources and versions, oldest first, with when and in which unit."""
     found = []
     for path in out.glob("*.json"):
-        document = json.loads(path.read_text())
-        if document.get("meta", {}).get("device") == device:
-            meta = document["meta"]
-            found += [{**e, "date": meta["date"], "commit": meta["commit"], "dirty": meta["dirty"],
-                       "versions": meta["versions"]} for e in document.get("entries", ())]
+        try:
+            document = json.loads(path.read_text())
+            made = document["meta"]
+        except (OSError, ValueError, KeyError, TypeError):   # postponed.json, or half of a file
+            continue
+        if all(made.get(n) == meta.get(n) for n in ("device", "source", "versions")):
+            found += [{**e, "unit": path.stem, "own": list(e), "date": made["date"], "commit": made.get("commit"),
+                       "dirty": made.get("dirty"), "versions": made["versions"]} for e in document.get("entries", ())]
     return sorted(found, key=lambda e: e["date"])
 
 
-def write_tables(out: pathlib.Path, tables: pathlib.Path, device: str) -> list[pathlib.Path]:
+def write_tables(out: pathlib.Path, tables: pathlib.Path, meta: dict[str, Any]) -> list[pathlib.Path]:
     """Puts what was found into tables/<device>/<op>.json, beside entries for other keys that are there."""
+    device = meta["device"]
     by_op: dict[str, dict[tuple[str, str], dict]] = {}
-    for entry in _entries(out, device):
+    for entry in _entries(out, meta):
         op, launch = entry["launch"].split("/")
-        by_op.setdefault(op, {})[launch, json.dumps(entry["key"], sort_keys=True)] = entry
+        by_op.setdefault(op, {})[launch, _key(entry)[1]] = entry
     written = []
     for op, entries in by_op.items():
         path = tables / platform.slug(device) / f"{op}.json"
         launches = tuning.read(path)["launches"] if path.exists() else {}
         for (launch, _), entry in entries.items():
             kept = [e for e in launches.get(launch, ()) if e["key"] != entry["key"]]
-            slim = {k: v for k, v in entry.items() if k not in ("launch", "tried", "rejected")}
+            slim = {k: v for k, v in entry.items() if k not in ("launch", "tried", "rejected", "unit", "own")}
             launches[launch] = sorted([*kept, slim], key=lambda e: json.dumps(e["key"], sort_keys=True))
-        report.write_json(path, {"schema": tuning.SCHEMA, "device": device, "launches": dict(sorted(launches.items()))})
+        report.write_json(path, {"schema": tuning.SCHEMA, "device": device, "device_type": meta["device_type"],
+                                 "launches": dict(sorted(launches.items()))})
         written.append(path)
     return written
 
@@ -178,45 +195,43 @@ def table(entries: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    from tilewright.bench.__main__ import _at_least, _names
-
+    argv, task = runner.a_task(argv)
+    ops = registry.operations()
     p = argparse.ArgumentParser(prog="python -m tilewright.bench tune", description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
-    add("--minutes", type=_at_least(0.05, float), required=True, help="the call ends within so many")
+    add("--minutes", type=at_least(0.05, float), required=True, help="the call ends within so many")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    add("--op", type=_names, metavar="OP,..", help="default: every op")
-    add("--case", type=_names, metavar="CASE,..", help="default: every timed case")
-    add("--dtype", type=_names, default=[short(d) for d in DTYPES], metavar="DTYPE,..", help="default: %(default)s")
+    add("--op", type=names(ops), default=list(ops), metavar="OP,..", help="default: every op")
+    add("--case", type=names({c.name for op in ops.values() for c in op.cases}), metavar="CASE,..",
+        help="default: every timed case")
+    add("--dtype", type=names([short(d) for d in DTYPES]), default=[short(d) for d in DTYPES], metavar="DTYPE,..",
+        help="default: %(default)s")
     add("--tables", type=pathlib.Path, default=tuning.TABLES, metavar="DIR", help="default: where launchers look")
     add("--work", type=pathlib.Path, metavar="DIR", help="where searches are kept (default: build/tune/<device>)")
     add("--commit", help="the commit of these sources, where git cannot tell")
-    add("--until", type=float, help=argparse.SUPPRESS)
     args = p.parse_args(argv)
-    ops = registry.operations()
-    for option, given, known in (("--op", args.op or (), ops), ("--dtype", args.dtype, [short(d) for d in DTYPES])):
-        for name in given:
-            if name not in known:
-                p.error(f"argument {option}: unknown {name!r}; have {', '.join(known)}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        p.error("argument --device: 'cuda' was asked for, but there is no CUDA device")
+    has_device(p, args.device)
     begun = time.time()
-    device = device_name(args.device)
-    out = args.work or pathlib.Path("build/tune") / platform.slug(device)
-    out.mkdir(parents=True, exist_ok=True)
-    plan = units([ops[n] for n in args.op or ops], args.device, [d for d in DTYPES if short(d) in args.dtype], out,
-                 args.case)
     meta = run.metadata(args.device, run.Settings(), ["tune", *argv], commit=args.commit)
-    # The tables are among the sources; a search must not go stale because an earlier one was written down.
-    meta["source"] = run.source_digest(tables=False)
-    if args.until is not None:
-        runner.work(plan, out, args.until, meta, say=functools.partial(print, flush=True),
-                    describe=lambda d: "\n" + table(d["entries"]) if d["entries"] else "nothing new to search")
+    out = args.work or pathlib.Path("build/tune") / platform.slug(meta["device"])
+    plan = units([ops[n] for n in args.op], args.device, [d for d in DTYPES if short(d) in args.dtype], out, meta,
+                 args.case)
+    if task is not None:
+        runner.end_with_parent()
+        runner.work(plan, out, task["until"], meta, since=task["since"], say=functools.partial(print, flush=True),
+                    describe=lambda d: "\n" + table(d["entries"]) if d["entries"] else "nothing new to search",
+                    now=functools.partial(run.moment, args.device))
         return 0
     until = begun + 60 * args.minutes - runner.FINISH
-    runner.supervise([runner.again(["tune", *argv], "--until", str(until))], out, until)
-    for path in write_tables(out, args.tables, device):
-        print(f"wrote {path}")
+    try:
+        with runner.alone(out):
+            with contextlib.suppress(KeyboardInterrupt):   # what was found is written down all the same
+                runner.supervise([runner.again(["tune", *argv], until=until, since=begun)], out, until)
+            for path in write_tables(out, args.tables, meta):
+                print(f"wrote {path}")
+    except runner.Unusable as error:
+        p.error(f"argument --work: {error}")
     done = [runner.current(u, out, meta) for u in plan]
     failed = [f"{u.name}: {d['error']}" for u, d in zip(plan, done, strict=True) if d and d.get("error")]
     print(f"{sum(d is not None for d in done)} of {len(plan)} searches done, {time.time() - begun:.0f} s")

@@ -63,10 +63,14 @@ class Tunable:
 
     def _look_up(self, device: torch.device, key: tuple) -> Config:
         named = self.named(key)
+        usual = self.heuristic(**named)
         for entry in table(device_folder(device), self.op).get(self.launch, ()):
             if entry["key"] == named:
+                if set(entry["config"]) != set(usual):
+                    raise ValueError(f"{_path(device_folder(device), self.op)}: {self.launch}: the config of {named} "
+                                     f"must name {sorted(usual)}, got {sorted(entry['config'])}")
                 return entry["config"]
-        return self.heuristic(**named)
+        return usual
 
     def named(self, key: tuple) -> dict[str, Any]:
         return dict(zip(self.fields, key, strict=True))
@@ -93,10 +97,6 @@ class Tunable:
             if before is not None:
                 self._chosen[device, key] = before
 
-    def forget(self) -> None:
-        """Constants are looked up again: after a table was written."""
-        self._chosen.clear()
-
 
 _asked: dict[tuple[Tunable, tuple], None] | None = None
 
@@ -117,15 +117,19 @@ def device_folder(device: torch.device) -> str:
     return platform.slug(torch.cuda.get_device_name(device) if device.type == "cuda" else platform.cpu_name())
 
 
+def _path(folder: str, op: str) -> pathlib.Path:
+    return TABLES / folder / f"{op}.json"
+
+
 @functools.cache
-def table(folder: str, op: str, root: pathlib.Path | None = None) -> dict[str, list[dict[str, Any]]]:
+def table(folder: str, op: str) -> dict[str, list[dict[str, Any]]]:
     """Entries by launch; {} where nothing was tuned. Raises ValueError, naming the file, for one that is malformed."""
-    path = (root or TABLES) / folder / f"{op}.json"
+    path = _path(folder, op)
     return read(path)["launches"] if path.exists() else {}
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """A table file: {"schema", "device", "launches": {launch: [{"key", "config", ...}]}}."""
+    """A table file: {"schema", "device", "device_type", "launches": {launch: [{"key", "config", ...}]}}."""
     try:
         document = json.loads(path.read_text())
         if document["schema"] != SCHEMA:
@@ -139,13 +143,12 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     return document
 
 
-def tuned(tunable: Tunable, root: pathlib.Path | None = None) -> Iterator[tuple[str, dict[str, Any], Config]]:
+def tuned(tunable: Tunable) -> Iterator[tuple[str, dict[str, Any], Config]]:
     """(device folder, key, constants) of every committed entry of a launch, whatever the device.
 
     Raises ValueError for an entry that the launcher could not use.
     """
-    names = None
-    for path in sorted((root or TABLES).glob(f"*/{tunable.op}.json")):
+    for path in sorted(TABLES.glob(f"*/{tunable.op}.json")):
         for entry in read(path)["launches"].get(tunable.launch, ()):
             key, config = entry["key"], entry["config"]
             names = None if set(key) != set(tunable.fields) else set(tunable.heuristic(**key))

@@ -1,0 +1,49 @@
+"""What the parsers of the bench's commands share: values that are checked, and one error for one that is not."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection
+
+import torch
+
+
+def at_least(least: float, kind: type) -> Callable[[str], int | float]:
+    """An argparse type: a number of this kind, not below `least`."""
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not value >= least:
+            what = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {what} of at least {least}, got {text!r}")
+        return value
+
+    return parse
+
+
+def names(known: Collection[str] | None = None) -> Callable[[str], list[str]]:
+    """An argparse type: names with commas between, each of them known (None: known later, see `chosen`)."""
+    def parse(text: str) -> list[str]:
+        found = [n.strip() for n in text.split(",") if n.strip()]
+        for name in found:
+            if known is not None and name not in known:
+                raise argparse.ArgumentTypeError(f"unknown {name!r}; have {', '.join(known)}")
+        return found
+
+    return parse
+
+
+def chosen(parser: argparse.ArgumentParser, option: str, given: list[str] | None, known: Collection[str]) -> list[str]:
+    """The names given, or all that are known; ends the program with an error for another."""
+    for name in given or ():
+        if name not in known:
+            parser.error(f"argument {option}: unknown {name!r}; have {', '.join(known)}")
+    return list(known) if given is None else given
+
+
+def has_device(parser: argparse.ArgumentParser, device: str) -> None:
+    """Ends the program with an error where CUDA was asked for and is not there."""
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: 'cuda' was asked for, but there is no CUDA device")
