@@ -445,10 +445,16 @@ def test_the_command_end_to_end_and_resumed(tmp_path, capfd):
     assert document["complete"] and set(document["units"]) == {"parity/rmsnorm.ragged", "parity/rmsnorm.gemma"}
     assert document["meta"]["source"] and document["meta"]["argv"][0] == "suite"
     stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "parity").iterdir()}
+    document = value(tmp_path, "parity/rmsnorm.ragged")
     capfd.readouterr()
     assert suite_command(tmp_path, "--case", "ragged,gemma,one_row") == 0
     assert {p: p.stat().st_mtime_ns for p in stamps} == stamps
     assert (tmp_path / "parity/rmsnorm.one_row.json").exists() and "parity/rmsnorm.ragged" not in capfd.readouterr().out
+    old = {**document, "meta": {**document["meta"], "source": "of another commit"}}
+    report.write_json(tmp_path / "parity/rmsnorm.ragged.json", old)
+    (tmp_path / "parity/rmsnorm.one_row.json").unlink()   # so that a worker is needed, which must keep the other too
+    assert suite_command(tmp_path, "--case", "ragged,gemma,one_row", "--keep") == 0
+    assert value(tmp_path, "parity/rmsnorm.ragged") == old and (tmp_path / "parity/rmsnorm.one_row.json").exists()
 
 
 def test_other_options_are_another_question(tmp_path):
@@ -791,8 +797,3 @@ def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(tmp_p
     assert next(r for r in rows if r["auto"])["status"] == "ok"
     document = value(tmp_path, "time/rmsnorm.gemma-3-4b.float32")
     assert "--task" not in document["meta"]["argv"] and document["meta"]["argv"][0] == "suite"
-    before = (tmp_path / "time/rmsnorm.gemma-3-4b.float32.json").stat().st_mtime_ns
-    changed = {**document, "meta": {**document["meta"], "source": "of another commit"}}
-    report.write_json(tmp_path / "time/rmsnorm.gemma-3-4b.float32.json", changed)
-    assert main([*argv, "--keep"]) == 0
-    assert value(tmp_path, "time/rmsnorm.gemma-3-4b.float32") == changed and before
