@@ -47,6 +47,18 @@ tests() {   # parity over the whole registry first: nothing is timed that may be
     return "$found"
 }
 
+pack() {   # a machine that is taken away keeps nothing else
+    [ -n "${OUT:-}" ] || return 0
+    tar czf "$OUT/.results" "$results" tilewright/kernels/tuned docs/performance.md docs/img 2>/dev/null
+    mv "$OUT/.results" "$OUT/results.tar.gz"
+}
+
+for stage in $stages; do
+    case $stage in
+    tests | tune | suite | report) ;;
+    *) echo "unknown stage $stage; have tests tune suite report" >&2; exit 2 ;;
+    esac
+done
 for stage in $stages; do
     echo "== $stage, $(((SECONDS - began) / 60)) min in"
     case $stage in
@@ -54,14 +66,11 @@ for stage in $stages; do
     suite) "$PYTHON" -m tilewright.bench suite --minutes "$(left 90)" --out "$results" $commit ;;
     tune) "$PYTHON" -m tilewright.bench tune --minutes "$(left 40)" --work "$results/tune" $commit ;;
     report) "$PYTHON" -m tilewright.bench report ;;
-    *) echo "unknown stage $stage; have tests tune suite report" >&2; exit 2 ;;
     esac
     found=$?
     echo "== $stage: exit code $found"
+    pack
     # 3, time ran out, must not hide a failure.
     if [ "$found" -ne 0 ] && { [ "$code" -eq 0 ] || [ "$code" -eq 3 ]; }; then code=$found; fi
 done
-if [ -n "${OUT:-}" ]; then
-    tar czf "$OUT/results.tar.gz" "$results" tilewright/kernels/tuned docs/performance.md docs/img 2>/dev/null
-fi
 exit "$code"

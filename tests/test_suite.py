@@ -1,6 +1,8 @@
 """The suite and the search for constants: budgets, crashes, hangs, resuming; and both of them end to end on a CPU."""
 
+import functools
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -97,9 +99,12 @@ def test_a_number_that_json_does_not_have_costs_one_unit(tmp_path):
 
 def test_what_there_was_no_time_for_goes_last(tmp_path):
     log = []
-    (tmp_path / runner.POSTPONED).write_text('["a"]')
-    runner.work([counting("a", log), counting("b", log), counting("c", log)], tmp_path, time.time() + 60, META)
-    assert log == ["b", "c", "a"]
+    (tmp_path / runner.POSTPONED).write_text('{"a": 1}')
+    failed = counting("b", log, ValueError("no"))
+    runner.work([failed], tmp_path, time.time() + 60, META)
+    runner.work([counting("a", log), failed, counting("c", log)], tmp_path, time.time() + 60, META,
+                since=time.time() + 1)
+    assert log == ["b", "c", "b", "a"], "what was never tried, what failed, what took too long"
 
 
 def test_each_document_has_its_own_moment(tmp_path):
@@ -147,6 +152,12 @@ def breed():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     (out / "child").write_text(str(child.pid))
     stuck()
+def write_parts():
+    for i in range(4):
+        time.sleep(1.2)
+        path = out / "parts.json"
+        runner.write_json(path, {"unfinished": True, "rows": list(range(1, i + 1))})
+    return {"rows": [1, 2, 3]}
 def me():
     return {"rows": [os.getpid()]}
 units = {UNITS}
@@ -186,7 +197,7 @@ def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path):
     assert took < 14 and (out / "quick.json").exists()
     assert not list(out.glob("running*"))
     assert not (out / "slow.json").exists() and "slow: out of time" in said, "it may need just the time that was left"
-    assert value(out, "postponed") == ["slow"]
+    assert list(value(out, "postponed")) == ["slow"]
     units = units.replace("stuck", 'lambda: {"rows": [2]}')
     out, _, _ = watch(tmp_path, units, 120)
     assert [value(out, n)["rows"] for n in ("slow", "never")] == [[2], [3]]
@@ -238,7 +249,8 @@ def test_what_a_worker_has_started_ends_with_it(tmp_path):
 
 def test_workers_end_with_a_supervisor_that_is_killed(tmp_path):
     worker = tmp_path / "worker.py"
-    worker.write_text("import os, pathlib, sys, time\nfrom tilewright.bench import runner\nrunner.end_with_parent()\n"
+    worker.write_text("import os, pathlib, sys, time\nfrom tilewright.bench import runner\n"
+                      "runner.end_with_parent(os.getppid())\n"
                       "pathlib.Path(sys.argv[1], 'pid').write_text(str(os.getpid()))\ntime.sleep(600)\n")
     boss = ("import pathlib, sys, time\nfrom tilewright.bench import runner\n"
             "runner.supervise([[sys.executable, *sys.argv[1:]]], pathlib.Path(sys.argv[2]), time.time() + 300)")
@@ -253,6 +265,45 @@ def test_workers_end_with_a_supervisor_that_is_killed(tmp_path):
     while alive(pid):
         assert time.time() < deadline
         time.sleep(0.1)
+
+
+def test_a_worker_whose_supervisor_is_gone_already_does_not_begin():
+    code = "from tilewright.bench import runner; runner.end_with_parent(1); print('began')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stdout
+
+
+def test_a_hang_with_a_file_of_its_own_does_not_stop_the_rest(tmp_path):
+    """One that failed in an earlier call, or has written a part: the next call does not begin with it again."""
+    units = """[unit("first", {FIRST}), unit("second", lambda: {"rows": [2]})]"""
+    out, _, _ = watch(tmp_path, units.replace("{FIRST}", "os.abort"), 0)
+    part = {"meta": META, "unfinished": True, "rows": [1]}
+    report.write_json(out / "first.json", part)
+    watch(tmp_path, units.replace("{FIRST}", "stuck"), 8)
+    assert not (out / "second.json").exists() and list(value(out, "postponed")) == ["first"]
+    watch(tmp_path, units.replace("{FIRST}", "stuck"), 8)
+    assert value(out, "second")["rows"] == [2]
+
+
+def test_a_limit_counts_from_what_was_last_written(tmp_path):
+    script = """[unit("parts", write_parts, 3.0), unit("stuck", stuck, 3.0)]"""
+    out, _, _ = watch(tmp_path, script, 120)
+    assert value(out, "parts")["rows"] == [1, 2, 3] and "within 3 s" in value(out, "stuck")["error"]
+
+
+def test_a_worker_that_is_silent_is_given_up(tmp_path):
+    script = tmp_path / "silent.py"
+    script.write_text("import time; time.sleep(600)")
+    said = []
+    assert runner.supervise([[sys.executable, str(script)]], tmp_path, time.time() + 60, say=said.append,
+                            silent=0.5) is False
+    assert said == ["worker 0: was at no unit for 0.5 s"] * 2
+
+
+def test_the_time_that_imports_took_is_in_the_budget():
+    code = "import time; time.sleep(1.5); from tilewright.bench.runner import started; print(time.time() - started())"
+    took = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert 1.4 < took < 60
 
 
 def test_an_interrupt_leaves_no_worker(tmp_path):
@@ -442,7 +493,8 @@ def suite_command(tmp_path, *more):
 def test_the_command_end_to_end_and_resumed(tmp_path, capfd):
     assert suite_command(tmp_path, "--case", "ragged,gemma") == 0
     document = value(tmp_path, "suite")
-    assert document["complete"] and set(document["units"]) == {"parity/rmsnorm.ragged", "parity/rmsnorm.gemma"}
+    assert set(document["units"]) > {"parity/rmsnorm.ragged", "time/rope.qwen3-8b.bfloat16", "roofline"}
+    assert not document["complete"], "a part does not stand for the whole"
     assert document["meta"]["source"] and document["meta"]["argv"][0] == "suite"
     stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "parity").iterdir()}
     document = value(tmp_path, "parity/rmsnorm.ragged")
@@ -467,8 +519,59 @@ def test_other_options_are_another_question(tmp_path):
     assert {r["dtype"] for r in value(tmp_path, "parity/rmsnorm.ragged")["results"]} == {"bfloat16", "float32"}
 
 
+def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
+    """Made with the dtypes that it would have by itself, a result of a narrow call counts there."""
+    monkeypatch.setattr(suite, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(suite.registry, "operations", lambda: {"rmsnorm": OPS["rmsnorm"], "rope": OPS["rope"]})
+    monkeypatch.setattr(suite.runner, "supervise", lambda *_: True)
+    for name, stage in (("parity/rmsnorm.ragged", "parity"), ("roofline", "roofline")):
+        unit = next(u for u in plan(OPS["rmsnorm"], stage, tmp_path) if u.name == name)
+        meta = run.metadata("cpu", run.Settings(), [])
+        result = {"implementation": "cpp", "dtype": "float32", "status": "broken", "reason": "grad x"}
+        report.write_json(tmp_path / f"{name}.json", {"schema": 1, "meta": meta, "options": dict(unit.options),
+                                                      "seconds": 1, "results": [result], "roofline": {}})
+    assert suite_command(tmp_path, "--case", "gemma") == 3
+    units = value(tmp_path, "suite")["units"]
+    assert units["parity/rmsnorm.ragged"]["status"] == "error" and "overhead/rope" in units
+
+
+def test_only_what_times_nothing_runs_side_by_side(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(suite.runner, "supervise", lambda commands, *_: started.append(commands) or True)
+    monkeypatch.setattr(suite, "_failed", lambda path: False)
+    assert main(["suite", "--minutes", "1", "--out", str(tmp_path), "--device", "cpu", "--op", "rope", "--jobs",
+                 "4"]) == 3
+    tasks = [[runner.a_task(c)[1] for c in commands] for commands in started]
+    assert [(t[0]["group"], len(t), {x["of"] for x in t}) for t in tasks] == [(0, 1, {1}), (1, 4, {4}), (2, 1, {1})]
+    assert [x["worker"] for x in tasks[1]] == [0, 1, 2, 3] and {x["parent"] for t in tasks for x in t} == {os.getpid()}
+
+
+@pytest.mark.parametrize("command", [
+    ["suite", "--op", "rope", "--out"], ["tune", "--op", "linear_cross_entropy", "--work"]])
+def test_two_calls_do_not_share_a_folder(command, tmp_path, capsys):
+    with runner.alone(tmp_path), pytest.raises(SystemExit) as ended:
+        main([*command, str(tmp_path), "--minutes", "1", "--device", "cpu"])
+    assert ended.value.code == 2 and "another call is at work" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["suite", "--op", "rope", "--stage", "parity", "--out"],
+                                     ["tune", "--op", "linear_cross_entropy", "--work"]])
+def test_a_worker_of_a_command_ends_with_its_supervisor(command, tmp_path):
+    task = json.dumps({"until": time.time() + 100, "since": 0, "group": 1, "worker": 0, "of": 1, "parent": 1})
+    done = subprocess.run([sys.executable, "-m", "tilewright.bench", *command, str(tmp_path), "--minutes", "1",
+                           "--device", "cpu", "--task", task], capture_output=True, text=True)
+    assert done.returncode == 1 and not list(tmp_path.rglob("*.json")), done.stderr
+
+
+def test_tables_that_cannot_be_written_are_found_out_first(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        main(["tune", "--minutes", "1", "--device", "cpu", "--tables", str(tmp_path / "file/tables")])
+    assert "argument --tables:" in capsys.readouterr().err
+
+
 def test_what_a_result_depends_on(tables):
-    """Times on settings and on this op's constants, what is checked on dtypes: and on nothing else."""
+    """On this op's constants, where they are not the heuristic's; times on settings, what is checked on dtypes."""
     op = OPS["linear_cross_entropy"]
 
     usual, changed = run.Settings(), run.Settings(rounds=3)
@@ -477,15 +580,21 @@ def test_what_a_result_depends_on(tables):
         return [dict(u.options) for u in suite.units(stage, [op], "cpu", dtypes, settings, pathlib.Path())]
 
     before = {s: options(s) for s in suite.STAGES}
-    entry = {"key": {"D": 1}, "config": {"budget_mib": 1}}
-    document = {"schema": 1, "device": "a", "device_type": "cpu", "launches": {"chunk": [entry]}}
+    chunk = op.implementation("cpp").tunables()[0]
+    key = {"H": 64, "V": 512, "itemsize": 4, "cuda": False}
+    assert set(key) == set(chunk.fields), chunk.fields
     folder = tables / tuning.platform.slug(tuning.platform.cpu_name())
-    report.write_json(folder / "rmsnorm.json", document)
-    tuning.table.cache_clear()
+
+    def write(name, config):
+        report.write_json(folder / f"{name}.json", {"schema": 1, "device": "a", "device_type": "cpu", "launches": {
+            "chunk": [{"key": key, "config": config}]}})
+        tuning.table.cache_clear()
+
+    write("rmsnorm", {"budget_mib": 1})
+    write("linear_cross_entropy", chunk.heuristic(**key))
     assert {s: options(s) for s in suite.STAGES} == before
-    report.write_json(folder / "linear_cross_entropy.json", document)
-    tuning.table.cache_clear()
-    assert [s for s in suite.STAGES if options(s) != before[s]] == ["time"]
+    write("linear_cross_entropy", {"budget_mib": 1})
+    assert [s for s in suite.STAGES if options(s) != before[s]] == ["parity", "time", "overhead"]
     assert all(a != b for a, b in zip(options("time"), options("time", changed), strict=True))
     assert all(a != b for a, b in zip(options("parity"), options("parity", dtypes=suite.DTYPES[:1]), strict=True))
 
@@ -519,7 +628,6 @@ def test_a_broken_result_is_exit_code_1_and_a_missing_one_3(tmp_path):
     document["results"][0].update(status="broken", reason="grad x: error 1")
     path.write_text(json.dumps(document))
     assert suite_command(tmp_path, "--case", "ragged") == 1
-    assert value(tmp_path, "suite")["units"]["parity/rmsnorm.ragged"]["status"] == "error"
     assert main(["suite", "--minutes", "0.05", "--out", str(tmp_path), "--device", "cpu", "--op", "rope", "--stage",
                  "parity", "--case", "gqa"]) == 3
 
@@ -665,7 +773,7 @@ def test_a_search_that_ended_in_the_middle_goes_on_where_it_was(tmp_path, monkey
                 for n in ("one", "two", "three")]
     seen = []
 
-    def search(op, impl, case, dtype, tunable, key, device):
+    def search(op, impl, case, dtype, tunable, key, device, **options):
         seen.append(tunable.launch)
         if len(seen) == 2:
             raise MemoryError("full")
@@ -768,6 +876,61 @@ def test_contract_of_an_op_holds_with_every_candidate():
                 assert all(f.holds for f in contract.judge(op, "cpp", kwargs, by))
 
 
+@pytest.mark.parametrize("ours, theirs, faster", [
+    ((1.0, 1.0, 1.0), (2.0, 2.0, 2.0), True), ((1.0, 1.0, 3.0), (2.0, 2.0, 2.0), False),
+    ((1.995, 1.995, 1.995), (2.0, 2.0, 2.0), False)], ids=["clear", "overlapping", "half a percent"])
+def test_what_counts_as_faster(ours, theirs, faster):
+    assert tune._faster(timing.Timing.of(ours), timing.Timing.of(theirs)) is faster
+
+
+def test_searches_of_another_device_or_with_other_versions_are_none(tmp_path):
+    meta = {**META, "date": "2026-01-01", "device_type": "cpu"}
+    entry = {"launch": "fake/step", "key": {"D": 1}}
+    for i, field in enumerate(("none", "device", "versions", "source")):
+        report.write_json(tmp_path / f"{i}.json", {"meta": {**meta, field: "other"}, "entries": [entry]})
+    assert [e["unit"] for e in tune._entries(tmp_path, meta)] == ["0"]
+
+
+def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, monkeypatch):
+    """What was being tried is on disk before it is called; after a crash it is rejected, and the rest is searched."""
+    t = tunable()
+    op = fake_op(fake=lambda x, *rest: rmsnorm_eager(x, *rest))
+    monkeypatch.setattr(tune, "asked_for", lambda *_: [(t, (100, 4))])
+    monkeypatch.setattr(tune, "search", functools.partial(tune.search, rounds=1, seconds=0.0))
+    meta = {**META, "date": "2026-01-01T00:00:00", "commit": None, "dirty": None}
+    unit = tune.unit(op, op.implementations[0], op.cases[1], "cpu", torch.float32, tmp_path, meta)
+    override = Tunable.override
+
+    def fatal(self, device, key, config):
+        if config == {"WAIT": 2}:
+            raise timing.DeviceLost("an illegal memory access")
+        return override(self, device, key, config)
+
+    monkeypatch.setattr(Tunable, "override", fatal)
+    with pytest.raises(timing.DeviceLost):
+        unit.make()
+    document = value(tmp_path, unit.name)
+    assert document["trying"][2] == {"WAIT": 2} and document["unfinished"]
+    report.write_json(tmp_path / f"{unit.name}.json", {**document, "error": "an illegal memory access"})
+    (entry,) = unit.make()["entries"]
+    assert entry["rejected"] == [{"config": {"WAIT": 2}, "reason": "ended its process"}]
+    assert len(entry["tried"]) == 4
+
+
+def test_a_lost_device_ends_the_process_whatever_raised(tmp_path):
+    """Of a unit that catches nothing itself, as the roofline."""
+    code = textwrap.dedent(f"""
+        import pathlib, time, torch
+        from tilewright.bench import runner
+        def sticky(): raise RuntimeError("an illegal memory access")
+        torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
+        torch.cuda.synchronize = sticky
+        runner.work([runner.Unit("a", lambda: 1 / 0, {{}})], pathlib.Path({str(tmp_path)!r}), time.time() + 60,
+                    {{"device": "a cpu"}})""")
+    assert subprocess.run([sys.executable, "-c", code]).returncode == runner.LOST
+    assert "ZeroDivisionError" in value(tmp_path, "running-0")["lost"]
+
+
 def test_luck_is_not_taken_for_speed(tables, monkeypatch):
     """Constants that were fast among all, and are not in rounds of two, are no gain."""
     measured = []
@@ -789,7 +952,8 @@ def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(tmp_p
     failed = {"meta": meta, "roofline": None, "error": "out of memory"}
     report.write_json(tmp_path / "roofline.json", failed)
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "supervise", lambda *a, **k: report.write_json(tmp_path / "roofline.json", failed))
+        patch.setattr(runner, "supervise",
+                      lambda *a, **k: report.write_json(tmp_path / "roofline.json", failed) or True)
         assert main(argv) == 1
     assert not (tmp_path / "time").exists()
     assert main(argv) == 0

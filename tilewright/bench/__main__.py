@@ -71,10 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, begun: float | None = None) -> int:
+    """begun: when the process was, for commands with a budget of time (default: now)."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in ELSEWHERE:
-        return importlib.import_module(ELSEWHERE[argv[0]][0]).main(argv[1:]) or 0
+        command = importlib.import_module(ELSEWHERE[argv[0]][0]).main
+        return (command(argv[1:], begun) if argv[0] in ("suite", "tune") else command(argv[1:])) or 0
     parser = _parser()
     args = parser.parse_args(argv)
 
@@ -138,4 +140,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from tilewright.bench.runner import started
+
+    sys.exit(main(begun=started()))

@@ -183,14 +183,15 @@ def _git(*args: str) -> str | None:
 
 @functools.cache
 def source_digest() -> str:
-    """Names the sources that a number comes from, also where git does not know them: of all but the trainer.
+    """Names the sources that a number comes from, also where git does not know them: of all but the trainer
+    and the integrations.
 
     Tables of tuned constants are no sources: what is timed with them names them itself.
     """
     package = pathlib.Path(platform.__file__).parent
     digest = hashlib.sha256()
     for path in sorted([*package.rglob("*.py"), *package.parent.glob("csrc/**/*.*")]):
-        if "trainer" not in path.parts:
+        if not {"trainer", "integrations"} & set(path.parts):
             digest.update(str(path.relative_to(package.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -225,7 +226,7 @@ def metadata(device: str, settings: Settings, argv: list[str], commit: str | Non
     # A report or a table that an earlier call has written is no change of what is measured.
     changed = known and _git("status", "--porcelain", "--untracked-files=no", "--",
                              ":/tilewright", ":/csrc", ":/setup.py", ":(top,exclude)tilewright/kernels/tuned",
-                             ":(top,exclude)tilewright/trainer")
+                             ":(top,exclude)tilewright/trainer", ":(top,exclude)tilewright/integrations")
     return {
         "device_type": device,
         "device": platform.device_name(device),

@@ -27,7 +27,9 @@ from tilewright.bench import timing
 from tilewright.bench.report import write_json
 
 SCHEMA = 1
-FINISH = 4.0    # seconds at the end of a budget that are kept for writing what was found
+FINISH = 5.0    # seconds at the end of a budget that are kept for writing what was found
+SILENT = 120.0  # seconds that a worker may be at no unit: it imports, compiles its plan, or hangs as it ends
+DYING = 10.0    # seconds that a killed process may take; one that is stuck in a driver takes for ever
 ATTEMPTS = 3    # at what failed: a GPU may have been out of memory because somebody else was there
 LOST = 70       # exit code of a process whose CUDA context is gone
 POSTPONED = "postponed.json"
@@ -42,8 +44,9 @@ class Unit:
     """One piece of work.
 
     name: "kind/rest", and the path of its file below the folder.   make: returns the document, without "meta".
+    limit: seconds after which it is given up, from its begin or from when its file was last written.
     blank: the document to write, with an "error", if it cannot be made; a unit that writes its file itself while it is
-        made, marked "unfinished", keeps what it wrote.   limit: seconds after which it is given up.
+        made, marked "unfinished", keeps what it wrote.
     options: what the result depends on beside sources, versions and device.
     failed: whether a document says that something raised, so that it is worth another attempt.
     """
@@ -93,9 +96,14 @@ def work(units: Iterable[Unit], out: pathlib.Path, until: float, meta: dict[str,
     now: fields of "meta" that are taken after each unit anew, such as the date and the clocks.
     """
     state = out / f"running-{slot}.json"
-    postponed = _read(out / POSTPONED) or []
+    postponed = _read(out / POSTPONED) or {}
+
+    def last(unit):   # what was never tried comes first
+        found = current(unit, out, meta, keep)
+        return unit.name in postponed, found is not None and unit.failed(found)
+
     try:
-        for unit in sorted(units, key=lambda u: u.name in postponed):
+        for unit in sorted(units, key=last):
             if current(unit, out, meta, keep, since) is not None:
                 continue
             if time.time() >= until:
@@ -138,9 +146,8 @@ def _so_far(path: pathlib.Path, blank: dict[str, Any], parts: Sequence[str]) -> 
     return {**blank, **{n: before[n] for n in parts if n in before}} if before and before.get("unfinished") else blank
 
 
-def end_with_parent() -> None:
-    """A worker whose supervisor is killed is killed too (Linux)."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """A worker whose supervisor, this process, is killed is killed too (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)   # PR_SET_PDEATHSIG
     if os.getppid() != parent:   # it was gone before the kernel was told
@@ -168,21 +175,29 @@ def alone(out: pathlib.Path) -> Iterator[None]:
 
 
 def supervise(commands: Sequence[Sequence[str]], out: pathlib.Path, until: float, *,
-              say: Callable[[str], object] = print, poll: float = 0.1) -> None:
+              say: Callable[[str], object] = print, poll: float = 0.1, silent: float = SILENT) -> bool:
     """Runs the commands side by side, each a process that calls `work` with its index as slot, until all have ended.
 
     One that dies, or is at a unit for longer than its limit, is started again after that unit was written down as
     failed. At `until` what still runs is killed, and the unit it was at is left for the next call, which takes it last.
+    Returns whether no worker was given up: one that twice died, or was silent, at no unit.
     """
     running: dict[int, subprocess.Popen] = {}
+    heard: dict[int, float] = {}   # when a worker was last seen at a unit
     failures = dict.fromkeys(range(len(commands)), 0)
 
     def start(i):
         (out / f"running-{i}.json").unlink(missing_ok=True)
-        running[i] = subprocess.Popen(list(commands[i]), start_new_session=True)
+        running[i], heard[i] = subprocess.Popen(list(commands[i]), start_new_session=True), time.time()
 
-    def stop(i):
-        _kill(running.pop(i))
+    def stop(*which):
+        processes = [running.pop(i) for i in which]
+        for process in processes:
+            _kill(process)
+        deadline = time.time() + DYING
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.time()))
 
     def terminated(*_):
         raise KeyboardInterrupt
@@ -199,6 +214,7 @@ def supervise(commands: Sequence[Sequence[str]], out: pathlib.Path, until: float
             for i, process in list(running.items()):
                 code = process.poll()
                 state = _read(out / f"running-{i}.json")
+                heard[i] = time.time() if state else heard[i]
                 reason = None
                 if code is not None:
                     stop(i)   # compilers that it had started are still there
@@ -208,12 +224,15 @@ def supervise(commands: Sequence[Sequence[str]], out: pathlib.Path, until: float
                 elif late:
                     stop(i)
                     if state:
-                        write_json(out / POSTPONED, sorted({*(_read(out / POSTPONED) or []), state["unit"]}))
+                        write_json(out / POSTPONED, {**(_read(out / POSTPONED) or {}), state["unit"]: time.time()})
                         say(f"{state['unit']}: out of time, left for the next call")
                     continue
-                elif state and time.time() - state["since"] > state["limit"]:
+                elif state and time.time() - _begun(state, out) > state["limit"]:
                     stop(i)
                     reason = f"did not end within {state['limit']:g} s"
+                elif not state and time.time() - heard[i] > silent:
+                    stop(i)
+                    reason = f"was at no unit for {silent:g} s"
                 else:
                     continue
                 if state:
@@ -226,17 +245,31 @@ def supervise(commands: Sequence[Sequence[str]], out: pathlib.Path, until: float
                     say(f"worker {i}: {reason}")
                 if failures[i] < 2:
                     start(i)
+        return max(failures.values()) < 2
     finally:
-        for i in list(running):
-            stop(i)
+        stop(*running)
         for i in range(len(commands)):
             (out / f"running-{i}.json").unlink(missing_ok=True)
-        if late_units := [n for n in _read(out / POSTPONED) or [] if not (out / f"{n}.json").exists()]:
-            write_json(out / POSTPONED, late_units)
+        late_units = (_read(out / POSTPONED) or {}).items()
+        if waiting := {n: t for n, t in late_units if not _made_since(out / f"{n}.json", t)}:
+            write_json(out / POSTPONED, waiting)
         else:
             (out / POSTPONED).unlink(missing_ok=True)
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, before)
+
+
+def _begun(state: dict[str, Any], out: pathlib.Path) -> float:
+    """When the unit was begun, or has last written down a part of what it finds."""
+    try:
+        return max(state["since"], (out / f"{state['unit']}.json").stat().st_mtime)
+    except OSError:
+        return state["since"]
+
+
+def _made_since(path: pathlib.Path, when: float) -> bool:
+    found = _read(path)
+    return bool(found) and not found.get("unfinished") and not found.get("error") and found.get("at", 0.0) > when
 
 
 def _died(code: int) -> str:
@@ -249,7 +282,6 @@ def _died(code: int) -> str:
 def _kill(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):   # the whole session: compilers it has started too
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _read(path: pathlib.Path) -> Any:
@@ -259,6 +291,23 @@ def _read(path: pathlib.Path) -> Any:
         return None
 
 
+def done() -> None:
+    """Ends a worker, at once: what Python and CUDA do at their end can hang."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def started() -> float:
+    """When this process was started, before it imported anything; now, where the system does not tell."""
+    try:
+        ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(pathlib.Path("/proc/uptime").read_text().split()[0])
+        return time.time() - max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return time.time()
+
+
 def split(units: Sequence[Unit], worker: int, of: int) -> Iterator[Unit]:
     """The share of one of several workers."""
     return (u for i, u in enumerate(units) if i % of == worker)
@@ -266,7 +315,7 @@ def split(units: Sequence[Unit], worker: int, of: int) -> Iterator[Unit]:
 
 def again(arguments: Sequence[str], **task: Any) -> list[str]:
     """This command in another process, as a worker with this task (see `a_task`)."""
-    return [sys.executable, "-m", "tilewright.bench", *arguments, "--task", json.dumps(task)]
+    return [sys.executable, "-m", "tilewright.bench", *arguments, "--task", json.dumps({**task, "parent": os.getpid()})]
 
 
 def a_task(argv: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:

@@ -13,8 +13,8 @@ Stages, in this order, over every op, implementation and case of the registry:
 
 Results are one file a case. A call ends within its minutes, and the next one with the same DIR goes on where it
 stopped. What was made by other sources, with other options or versions, or on another device is made again (--keep:
-whatever the sources and versions), times also where the tables of tuned constants have changed, and what raised an
-error up to three times.
+whatever the sources and versions), as is what was given other tuned constants, and what raised an error, up to three
+times.
 Exit code: 0, all is there and holds; 1, an implementation broke the contract or failed; 3, time ran out first.
 """
 
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import json
 import math
 import os
@@ -55,12 +54,17 @@ def roofline_unit(device: str) -> Unit:
     def make():
         return {"roofline": timing.measure_roofline(device, TIMED).asdict()}
 
-    return Unit("roofline", make, {"roofline": None})
+    return Unit("roofline", make, {"roofline": None}, options=_threads(device))
 
 
-def _checks(kind: str, op: Op, case: registry.Case, dtypes: Sequence[torch.dtype], make, limit: float = 180.0) -> Unit:
+def _threads(device: str) -> dict[str, Any]:
+    return {"threads": torch.get_num_threads()} if device == "cpu" else {}
+
+
+def _checks(kind: str, op: Op, case: registry.Case, device: str, dtypes: Sequence[torch.dtype], make,
+            limit: float = 180.0) -> Unit:
     return Unit(f"{kind}/{op.name}.{case.name}", make, {"op": op.name, "case": case.name, "results": []}, limit,
-                {"dtypes": [short(d) for d in dtypes]}, _raised)
+                {"dtypes": [short(d) for d in dtypes], "constants": _constants(op, device)}, _raised)
 
 
 def parity_unit(op: Op, case: registry.Case, device: str, dtypes: Sequence[torch.dtype]) -> Unit:
@@ -75,7 +79,7 @@ def parity_unit(op: Op, case: registry.Case, device: str, dtypes: Sequence[torch
                 results += _parity(op, case, device, dtype, [i.name for i in usable])
         return {"op": op.name, "case": case.name, "results": results}
 
-    return _checks("parity", op, case, dtypes, make)
+    return _checks("parity", op, case, device, dtypes, make)
 
 
 def _result(implementation, dtype, status, reason=None, tensors=()):
@@ -152,7 +156,7 @@ def check_unit(kind: str, op: Op, case: registry.Case, device: str, dtypes: Sequ
                 run.free(device, compiled=False)
         return {"op": op.name, "case": case.name, "results": results}
 
-    return _checks(kind, op, case, dtypes, make, limit)
+    return _checks(kind, op, case, device, dtypes, make, limit)
 
 
 def time_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype, settings: run.Settings,
@@ -165,22 +169,19 @@ def time_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype, sett
         run.free(device)
         return {"roofline": roof, "rows": rows}
 
-    options = {"settings": vars(settings), "constants": _constants(op, device)}
-    if device == "cpu":
-        options["threads"] = torch.get_num_threads()
+    options = {"settings": vars(settings), "constants": _constants(op, device), **_threads(device)}
     return Unit(f"time/{op.name}.{case.name}.{short(dtype)}", make, {"roofline": None, "rows": []}, 300.0, options,
                 _raised)
 
 
-def _constants(op: Op, device: str) -> str:
-    """Names the tuned constants that this op's launches may be given on this device."""
-    tables = sorted({t.op for i in op.implementations if i.why_not(device) is None for t in i.tunables()})
-    if not tables:
-        return ""
-    folder = platform.slug(platform.device_name(device))
-    found = [[(launch, [(e["key"], e["config"]) for e in entries])
-              for launch, entries in sorted(tuning.table(folder, name).items())] for name in tables]
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+def _constants(op: Op, device: str) -> list[list[Any]]:
+    """The tuned constants that this op's launches may be given on this device in place of the heuristic's."""
+    found = []
+    for t in dict.fromkeys(t for i in op.implementations if i.why_not(device) is None for t in i.tunables()):
+        folder = platform.slug(platform.device_name(device))
+        found += [[t.name, e["key"], e["config"]] for e in tuning.table(folder, t.op).get(t.launch, ())
+                  if set(e["key"]) == set(t.fields) and e["config"] != t.heuristic(**e["key"])]
+    return found
 
 
 @functools.cache   # a CUDA clock measures its own flush first
@@ -192,7 +193,8 @@ def overhead_unit(op: Op, device: str, dtypes: Sequence[torch.dtype]) -> Unit:
     def make():
         return {"rows": [r for d in dtypes for r in overhead.overhead([op], device, d, rounds=15)]}
 
-    return Unit(f"overhead/{op.name}", make, {"rows": []}, options={"dtypes": [short(d) for d in dtypes]})
+    return Unit(f"overhead/{op.name}", make, {"rows": []},
+                options={"dtypes": [short(d) for d in dtypes], "constants": _constants(op, device), **_threads(device)})
 
 
 def units(stage: str, ops: Iterable[Op], device: str, dtypes: Sequence[torch.dtype], settings: run.Settings,
@@ -320,12 +322,12 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], begun: float | None = None) -> int:
+    begun = begun or time.time()
     argv, task = runner.a_task(argv)
     p = parser()
     args = p.parse_args(argv)
     has_device(p, args.device)
-    begun = time.time()
     settings = run.Settings(rounds=args.rounds, max_seconds=args.case_seconds, baseline_slack=args.baseline_slack)
     table = registry.operations()
     dtypes = [d for n, d in BY_NAME.items() if n in args.dtype]
@@ -338,20 +340,22 @@ def main(argv: Sequence[str]) -> int:
         p.error(f"nothing to do: no op of --op has a case of --case that takes --dtype in --stage on {args.device}")
     meta = run.metadata(args.device, settings, ["suite", *argv], commit=args.commit)
     if task is not None:
-        runner.end_with_parent()
+        runner.end_with_parent(task["parent"])
         runner.work(runner.split(groups[task["group"]], task["worker"], task["of"]), args.out, task["until"], meta,
                     keep=args.keep, since=task["since"], slot=str(task["worker"]),
                     say=functools.partial(print, flush=True), describe=describe,
                     now=functools.partial(run.moment, args.device))
-        return 0
+        runner.done()
+    # suite.json tells of everything there is to do here, whatever part of it this call was asked for.
+    whole = [u for stage in STAGES for u in units(stage, table.values(), args.device, DTYPES, settings, args.out)]
     try:
         with runner.alone(args.out):
-            return _supervise(args, argv, groups, meta, begun)
-    except runner.Unusable as error:
+            return _supervise(args, argv, groups, whole, meta, begun)
+    except (runner.Unusable, OSError) as error:
         p.error(f"argument --out: {error}")
 
 
-def _supervise(args, argv, groups, meta, begun) -> int:
+def _supervise(args, argv, groups, whole, meta, begun) -> int:
     until = begun + 60 * args.minutes - runner.FINISH
     jobs = args.jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if args.device == "cuda" else 1)
     roof = args.out / "roofline.json"
@@ -359,6 +363,7 @@ def _supervise(args, argv, groups, meta, begun) -> int:
         roof.unlink()
     print(f"{meta['device']}, {', '.join(f'{k} {v}' for k, v in meta['versions'].items())}, commit "
           f"{report.commit(meta)}, clocks {meta.get('clocks') or 'unknown'}", flush=True)
+    going = True
     try:
         for i, (group, units_) in enumerate(zip(GROUPS, groups, strict=True)):
             if time.time() >= until or all(runner.current(u, args.out, meta, args.keep, begun) for u in units_):
@@ -367,15 +372,18 @@ def _supervise(args, argv, groups, meta, begun) -> int:
                 print("no roofline: nothing is timed")
                 break
             of = jobs if "parity" in group else 1
-            runner.supervise([runner.again(["suite", *argv], until=until, since=begun, group=i, worker=k, of=of)
-                              for k in range(of)], args.out, until)
+            task = {"until": until, "since": begun, "group": i, "of": of}
+            going &= runner.supervise([runner.again(["suite", *argv], worker=k, **task) for k in range(of)], args.out,
+                                      until)
     except KeyboardInterrupt:
         print("interrupted: what was found is kept")
+    report.write_json(args.out / "suite.json", conclude(whole, args.out, meta, args.keep)[0])
     wanted = [u for units_ in groups for u in units_]
     document, broken = conclude(wanted, args.out, meta, args.keep)
-    report.write_json(args.out / "suite.json", document)
     reached = sum(u["status"] != "not reached" for u in document["units"].values())
     print(f"\n{reached} of {len(wanted)} units in {args.out}, {time.time() - begun:.0f} s")
+    if not going:
+        broken.append("workers ended twice between units; what they said is above")
     for line in broken:
         print(f"FAILED {line}")
     return 1 if broken else 0 if document["complete"] else 3

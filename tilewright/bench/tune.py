@@ -17,7 +17,8 @@ import functools
 import json
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
 from tilewright.kernels import tuning
-from tilewright.kernels.tuning import Tunable
+from tilewright.kernels.tuning import Config, Tunable
 from tilewright.registry import Case, Implementation, Op, short
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -50,8 +51,12 @@ def asked_for(op: Op, impl: Implementation, kwargs: dict[str, Any]) -> list[tupl
 
 
 def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable: Tunable, key: tuple, device: str,
-           rounds: int = 7, seconds: float = 8.0) -> dict[str, Any]:
-    """The entry for one key: {"key", "config", "heuristic", "median_us", "heuristic_us", "tried", "rejected"}."""
+           rounds: int = 7, seconds: float = 8.0, crashed: Sequence[Config] = (),
+           trying: Callable[[Config], object] = lambda config: None) -> dict[str, Any]:
+    """The entry for one key: {"key", "config", "heuristic", "median_us", "heuristic_us", "tried", "rejected"}.
+
+    crashed: constants that must not be tried again.   trying: told of those that are called for the first time.
+    """
     kwargs = case.make(device, dtype, run.SEED)
     place = next(v.device for v in kwargs.values() if isinstance(v, torch.Tensor))
     named = tunable.named(key)
@@ -61,22 +66,26 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
     passes = run.passes(provider, mine)
     timed = passes.get(tunable.which, passes["forward"])
     clock = timing.clock(device)
+    told: list[Config] = []
 
     def with_config(config):
         before, fn = (timed.before, timed.fn) if isinstance(timed, timing.After) else (None, timed)
 
         def under(call):
             def called():
+                if config not in told:
+                    told.append(config)
+                    trying(config)
                 with tunable.override(place, key, config):
                     return call()
             return called
 
         return timing.After(under(before), under(fn)) if before else under(fn)
 
-    tasks = {i: with_config(c) for i, c in enumerate(candidates)}
+    tasks = {i: with_config(c) for i, c in enumerate(candidates) if c not in crashed}
     measure = functools.partial(timing.interleave, clock=clock, rounds=rounds, max_seconds=seconds)
     timings, errors = measure(tasks, seed=run.SEED)
-    rejected = dict(errors)
+    rejected = {**errors, **{i: "ended its process" for i, c in enumerate(candidates) if c in crashed}}
     for t in mine.values():   # gradients of the timed calls: truth takes all the memory there is
         if isinstance(t, torch.Tensor):
             t.grad = None
@@ -123,17 +132,36 @@ def unit(op: Op, impl: Implementation, case: Case, device: str, dtype: torch.dty
         found = _entries(out, meta)
         entries = [{n: e[n] for n in e["own"]} for e in found if e["unit"] == name]
         done = {_key(e) for e in found}
-        for tunable, key in asked_for(op, impl, case.make(device, dtype, run.SEED)):
-            if (tunable.name, json.dumps(tunable.named(key), sort_keys=True)) not in done:
-                entries.append({"launch": tunable.name, **search(op, impl, case, dtype, tunable, key, device)})
-                made = {**meta, **run.moment(device)}
-                report.write_json(out / f"{name}.json", {"schema": runner.SCHEMA, "meta": made, "entries": entries,
-                                                         "unfinished": True})
-            run.free(device, compiled=False)
-        return {"entries": entries}
+        crashed = _crashed(out / f"{name}.json", meta)
 
-    # A search times every candidate of every launch; a compiler may take seconds for each.
-    return Unit(name, make, {"entries": []}, 600.0)
+        def write(trying=None):
+            made = {**meta, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+            report.write_json(out / f"{name}.json", {"schema": runner.SCHEMA, "meta": made, "entries": entries,
+                                                     "trying": trying, "crashed": crashed, "unfinished": True})
+
+        for tunable, key in asked_for(op, impl, case.make(device, dtype, run.SEED)):
+            of = [tunable.name, json.dumps(tunable.named(key), sort_keys=True)]
+            if tuple(of) not in done:
+                entries.append({"launch": tunable.name, **search(
+                    op, impl, case, dtype, tunable, key, device, crashed=[c for *o, c in crashed if o == of],
+                    trying=lambda config, of=of: write([*of, config]))})
+                write()
+            run.free(device, compiled=False)
+        return {"entries": entries, "trying": None, "crashed": crashed}
+
+    # From one candidate to the next: a compiler may take seconds for each.
+    return Unit(name, make, {"entries": [], "trying": None, "crashed": []}, 150.0)
+
+
+def _crashed(path: pathlib.Path, meta: dict[str, Any]) -> list[list]:
+    """[launch, key, constants] of those that an earlier attempt with these sources did not survive."""
+    try:
+        before = json.loads(path.read_text())
+        if any(before["meta"].get(n) != meta.get(n) for n in ("device", "source", "versions")):
+            return []
+        return before["crashed"] + ([before["trying"]] if before.get("error") and before["trying"] else [])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _key(entry: dict[str, Any]) -> tuple[str, str]:
@@ -194,7 +222,8 @@ def table(entries: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], begun: float | None = None) -> int:
+    begun = begun or time.time()
     argv, task = runner.a_task(argv)
     ops = registry.operations()
     p = argparse.ArgumentParser(prog="python -m tilewright.bench tune", description=__doc__,
@@ -212,29 +241,35 @@ def main(argv: Sequence[str]) -> int:
     add("--commit", help="the commit of these sources, where git cannot tell")
     args = p.parse_args(argv)
     has_device(p, args.device)
-    begun = time.time()
     meta = run.metadata(args.device, run.Settings(), ["tune", *argv], commit=args.commit)
     out = args.work or pathlib.Path("build/tune") / platform.slug(meta["device"])
     plan = units([ops[n] for n in args.op], args.device, [d for d in DTYPES if short(d) in args.dtype], out, meta,
                  args.case)
     if task is not None:
-        runner.end_with_parent()
+        runner.end_with_parent(task["parent"])
         runner.work(plan, out, task["until"], meta, since=task["since"], say=functools.partial(print, flush=True),
                     describe=lambda d: "\n" + table(d["entries"]) if d["entries"] else "nothing new to search",
                     now=functools.partial(run.moment, args.device))
-        return 0
+        runner.done()
     until = begun + 60 * args.minutes - runner.FINISH
+    going = True
+    try:
+        args.tables.mkdir(parents=True, exist_ok=True)   # not found out when the search is over
+    except OSError as error:
+        p.error(f"argument --tables: {error}")
     try:
         with runner.alone(out):
             with contextlib.suppress(KeyboardInterrupt):   # what was found is written down all the same
-                runner.supervise([runner.again(["tune", *argv], until=until, since=begun)], out, until)
+                going = runner.supervise([runner.again(["tune", *argv], until=until, since=begun)], out, until)
             for path in write_tables(out, args.tables, meta):
                 print(f"wrote {path}")
-    except runner.Unusable as error:
+    except (runner.Unusable, OSError) as error:
         p.error(f"argument --work: {error}")
     done = [runner.current(u, out, meta) for u in plan]
     failed = [f"{u.name}: {d['error']}" for u, d in zip(plan, done, strict=True) if d and d.get("error")]
     print(f"{sum(d is not None for d in done)} of {len(plan)} searches done, {time.time() - begun:.0f} s")
+    if not going:
+        failed.append("the worker ended twice between units; what it said is above")
     for line in failed:
         print(f"FAILED {line}")
     return 1 if failed else 0 if all(done) else 3
