@@ -570,7 +570,7 @@ def test_tables_that_cannot_be_written_are_found_out_first(tmp_path, capsys):
     assert "argument --tables:" in capsys.readouterr().err
 
 
-def test_what_a_result_depends_on(tables):
+def test_what_a_result_depends_on(tables, monkeypatch):
     """On this op's constants, where they are not the heuristic's; times on settings, what is checked on dtypes."""
     op = OPS["linear_cross_entropy"]
 
@@ -596,6 +596,9 @@ def test_what_a_result_depends_on(tables):
     write("linear_cross_entropy", {"budget_mib": 1})
     assert [s for s in suite.STAGES if options(s) != before[s]] == ["parity", "time", "overhead"]
     assert all(a != b for a, b in zip(options("time"), options("time", changed), strict=True))
+    now = {s: options(s) for s in suite.STAGES}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert [s for s in suite.STAGES if options(s) != now[s]] == ["roofline", "time", "overhead"]
     assert all(a != b for a, b in zip(options("parity"), options("parity", dtypes=suite.DTYPES[:1]), strict=True))
 
 
@@ -949,7 +952,8 @@ def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(tmp_p
     argv = ["suite", "--minutes", "3", "--out", str(tmp_path), "--device", "cpu", "--op", "rmsnorm", "--dtype",
             "float32", "--stage", "time", "--case", "gemma-3-4b", "--rounds", "1"]
     meta = run.metadata("cpu", run.Settings(), [])
-    failed = {"meta": meta, "roofline": None, "error": "out of memory"}
+    failed = {"meta": meta, "options": dict(suite.roofline_unit("cpu").options), "roofline": None,
+              "error": "out of memory"}
     report.write_json(tmp_path / "roofline.json", failed)
     with monkeypatch.context() as patch:
         patch.setattr(runner, "supervise",
