@@ -345,7 +345,7 @@ class _Cluster:
             self.pc[who] = len(self.k.code)
         elif name == "bra":
             self.pc[who] = self.k.labels[args[0]]
-        elif name == "bar" and op[1] == "sync":
+        elif name == "bar" and (op[1] == "sync" or self.k.threads == 32):   # of a warp, where that is all
             self.waits[who] = 1
         elif name == "barrier" and op[2] == "arrive":
             self.arrived[who] += 1
@@ -362,10 +362,10 @@ class _Cluster:
             if not (lanes.all(1) | ~lanes.any(1)).all():
                 raise RuntimeError(f"{text}: part of a warp")
             given = self.get(args[1], 32).view({"s32": np.int32, "u32": np.uint32, "f32": np.float32}[kind])
-            if set(op) - {"redux", "sync", "min", "max", kind}:
+            if set(op) - {"redux", "sync", "min", "max", "add", kind} or (kind == "f32" and op[2] == "add"):
                 raise KeyError(text)
-            one, either = (np.fmin, np.minimum) if op[2] == "min" else (np.fmax, np.maximum)
-            found = (one if kind == "f32" else either).reduce(given.reshape(-1, 32), axis=1)
+            one, either = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum), "add": (None, np.add)}[op[2]]
+            found = (one if kind == "f32" else either).reduce(given.reshape(-1, 32), axis=1, dtype=given.dtype)
             self.put(args[0], np.repeat(found, 32).view(np.uint32), who)
         elif name == "mapa":
             self.put(args[0], ((self.get(args[2], 32) + 1) * WINDOW + self.get(args[1], 32)).astype(np.uint32), who)
@@ -425,9 +425,9 @@ class _Cluster:
             for i, part in enumerate(parts):
                 value = np.zeros(self.n, U[bits])
                 value[who] = np.ascontiguousarray(raw[:, i * size:(i + 1) * size]).view(U[bits])[:, 0]
-                self.put(part, value, who)
+                self.put(part, value.astype(np.uint16) if bits == 8 else value, who)   # the narrowest registers
             return None
-        raw = np.concatenate([self.get(p, bits)[who][:, None].view(np.uint8) for p in parts], 1)
+        raw = np.concatenate([self.get(p, bits).astype(U[bits])[who][:, None].view(np.uint8) for p in parts], 1)
         return self.store(space, where, raw, who, text)
 
     def shuffle(self, op, args, who, text):
@@ -438,6 +438,8 @@ class _Cluster:
         lane, me = self.thread % 32, np.arange(self.n)
         given = self.get(args[2], 32).astype(np.int64)
         other = lane ^ given if op[2] == "bfly" else given
+        if op[2] == "up":   # the lowest keep their own
+            other = np.where(lane < given, lane, lane - given)
         self.put(args[0], value[me - lane + other], who)
 
     def matrix(self, name, op, args, who, text):
@@ -473,6 +475,8 @@ class _Cluster:
         elif kind[0] == "s":
             a, b = a.view(I[bits]), b.view(I[bits])
         how = op[1]
+        if how == "nan":
+            return np.isnan(a) | np.isnan(b)
         unordered = how.endswith("u") and kind[-3:] in ("f32", "f16") and how not in ("lu",)
         found = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
                  "ge": np.greater_equal}[how[:2]](a, b)
@@ -538,7 +542,7 @@ class _Cluster:
         if name == "mul" or name == "mad":
             wide = op[1] == "wide"
             if wide:
-                given[:2] = [g.astype(np.int64 if op[-1][0] == "s" else np.uint64) for g in given[:2]]
+                given[:2] = [g.astype((I if op[-1][0] == "s" else U)[2 * bits]) for g in given[:2]]
             out = given[0] * given[1]
             if name == "mad":
                 third = self.get(args[3], bits * 2 if wide else bits)
@@ -567,6 +571,9 @@ class _Cluster:
                 byte = np.where(digit > 7, np.where(byte > 127, 255, 0), byte)
                 out |= byte.astype(np.uint32) << np.uint32(8 * i)
             return out
+        if name == "popc":   # of 32 bits or 64, into 32
+            one = given[0].dtype.type(1)
+            return sum(given[0] >> given[0].dtype.type(i) & one for i in range(bits)).astype(np.uint32)
         found = {"add": np.add, "sub": np.subtract, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
                  "not": np.bitwise_not, "neg": np.negative, "min": np.minimum, "max": np.maximum, "abs": np.abs}
         many = functools.reduce if name in ("min", "max") else (lambda fn, given: fn(*given))

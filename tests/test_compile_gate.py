@@ -96,6 +96,8 @@ found["broken"] = gate(BROKEN, argv=["--update"])
 found["shared twice"] = gate(COPY, COPY, argv=["--json"], budgets=written)
 BLACKWELL = spec(copy, "blackwell", 1024, min_arch=100)
 found["not launched"] = gate(BLACKWELL, COPY, argv=["--json"], budgets=written)
+AMPERE = spec(copy, "ampere", 1024, max_arch=89)
+found["no longer launched"] = gate(AMPERE, COPY, argv=["--json"], budgets=written)
 try:
     gate(COPY, spec(copy, "copy", 512))
 except ValueError as error:
@@ -209,7 +211,7 @@ def test_a_kernel_that_does_not_compile_is_red_with_the_compilers_reason(planted
 
 
 def test_a_shared_spec_is_compiled_once_and_an_unlaunched_one_not_at_all(planted):
-    for name in ("shared twice", "not launched"):
+    for name in ("shared twice", "not launched", "no longer launched"):
         (result,) = json.loads(planted[name]["out"])["results"]
         assert result["name"] == "planted/copy"
     assert "label 'copy'" in planted["one label"]
@@ -341,7 +343,7 @@ specs = gate.collect(gate.operations().values(), without=("cute",))
 print(json.dumps([gate.COMPILERS[gate.KernelSpec].budget_file().name,
                   sorted({s.kernel.fn.__module__ for s in specs.values()}),
                   [f"{n} sm_{a}" for n, s in specs.items() for a in gate.ARCHS
-                   if a >= s.min_arch and gate.budgeted(n)]]))
+                   if s.min_arch <= a <= s.max_arch and gate.budgeted(n)]]))
 """
 
 

@@ -224,7 +224,8 @@ class Calls(dict):
 
     def keep(self, func, args, kwargs):
         if getattr(func, "namespace", None) == "tilewright":
-            options = tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in args)
+            options = tuple(a.dtype if isinstance(a, torch.Tensor) else tuple(a) if isinstance(a, list) else a
+                            for a in args)
             kept = [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
                     for a in args]
             self.setdefault((func, options), (kept, dict(kwargs or {})))

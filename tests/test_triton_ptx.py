@@ -27,14 +27,25 @@ pytest.importorskip("triton")
 
 ROOT = pathlib.Path(__file__).parents[1]
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-OPS = [op for op in operations().values() if "triton" in op.names()]
+
+
+def multiplies(op):
+    """Whether its kernels use tensor cores, which ptx.py does not have."""
+    impl = op.implementation("triton")
+    searched = (s for t in impl.tunables() for key in map(t.named, t.keys) for s in t.specs(key, t.heuristic(**key)))
+    return any(spec.uses for spec in (*impl.gate(), *searched))
+
+
+OPS = [op for op in operations().values() if "triton" in op.names() and not multiplies(op)]
 
 # For sm_100 and in float32, those that between them have every kernel and most of their branches; the first ones in
 # float16, too. (These two are tested in the interpreter with all cases.)
 MORE = {"rmsnorm": ("gemma", "bias_none_cast", "wide"), "add_rmsnorm": ("qk_norm", "fp32_weight"),
         "silu_mul": ("packed", "by_eight"), "gelu_mul": ("ragged", "erf_packed"),
         "rope": ("per_token", "partial", "partial_interleaved"), "cross_entropy": ("one_class", "everything_wide"),
-        "linear_cross_entropy": ("bf16_sums",), "linear_logprob": ("everything",)}
+        "linear_cross_entropy": ("bf16_sums",), "linear_logprob": ("everything",),
+        "route": ("deepseek", "renormalized"), "permute": ("ragged", "sentinels"),
+        "unpermute": ("ragged", "sentinels", "unweighted")}
 
 
 # ---- in the other processes
@@ -171,7 +182,7 @@ def runs():
     for op in OPS:
         for case in op.cases:
             if "contract" in case.tags:
-                more = MORE[op.name]
+                more = MORE.get(op.name) or [c.name for c in op.cases if "contract" in c.tags][:2]
                 for arch, dtype in ((90, BF16), *(((100, BF16), (90, F32)) if case.name in more else ()),
                                     *(((90, F16),) if case.name == more[0] else ())):
                     found[f"sm_{arch}-{op.name}-{case.name}-{short(dtype)}"] = arch, contract_holds, op, case, dtype

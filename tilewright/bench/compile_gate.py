@@ -94,7 +94,7 @@ class Compiler:
     identity: what makes two specs the same compilation and the same needs.
     archs: compute capabilities that its kernels are launched on.
     Its name is also that of the implementations whose kernels it compiles.
-    A spec, of whatever type, has label, min_arch, and the needs that KernelSpec describes: load, store, uses.
+    A spec, of whatever type, has label, min_arch, max_arch, and the needs that KernelSpec describes: load, store, uses.
     """
 
     name: str
@@ -125,7 +125,7 @@ def _triton_version() -> str:
 def _triton_identity(spec: KernelSpec) -> str:
     return repr((spec.kernel.fn.__module__, spec.kernel.fn.__qualname__, sorted(spec.signature.items()),
                  sorted((n, repr(v)) for n, v in spec.constexprs.items()), spec.num_warps, spec.num_stages,
-                 sorted(spec.divisible), sorted(spec.options.items()), spec.min_arch,
+                 sorted(spec.divisible), sorted(spec.options.items()), spec.min_arch, spec.max_arch,
                  spec.load, spec.store, sorted(spec.uses.items())))
 
 
@@ -263,7 +263,7 @@ def _read(task: tuple[int, list[bytes]]) -> list[dict[str, Any]]:
 def compile_all(specs: dict[str, Any], archs: Sequence[int], jobs: int) -> list[Result]:
     """Compiles every spec for every architecture that launches it, in `jobs` processes."""
     tasks = [(name, arch) for name, spec in specs.items() for arch in archs
-             if arch >= spec.min_arch and arch in COMPILERS[type(spec)].archs]
+             if spec.min_arch <= arch <= spec.max_arch and arch in COMPILERS[type(spec)].archs]
     _specs.clear()
     _specs.update(specs)
     pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork"))

@@ -15,7 +15,8 @@ class KernelSpec:
     signature: argument name -> Triton type ("*bf16", "*fp32", "i32", "i64", "fp32"), for every argument that is not a
         constexpr. Pointers are taken as 16-byte aligned, as torch's allocator gives them.
     constexprs: argument name -> value.   divisible: integer arguments that the launch knows to be multiples of 16.
-    min_arch: the lowest compute capability that launches this (80, 90, 100, ...).
+    min_arch, max_arch: the lowest and the highest compute capability that launches this (80, 90, 100, ...): sm_120 has
+        less shared memory than sm_90 and sm_100.
 
     What it needs to reach its floors of memory and arithmetic, which the gate finds in PTX and in machine code:
     load, store: bits of the widest access to global memory; 0 for a kernel that is narrow by nature, with the
@@ -31,6 +32,7 @@ class KernelSpec:
     num_stages: int = 3
     divisible: tuple[str, ...] = ()
     min_arch: int = 80
+    max_arch: int = 999
     options: Mapping[str, Any] = field(default_factory=dict)
     load: int = 128
     store: int = 128
@@ -44,13 +46,14 @@ class CuteSpec:
     function: the @cute.jit host function.   label: unique within the op.
     types: of its arguments but the last, which is the stream: "*bf16 16" (pointer to memory aligned to 16 bytes),
         "i32", "i64", "fp32", None, or a constant.
-    min_arch, load, store, uses: as KernelSpec's.
+    min_arch, max_arch, load, store, uses: as KernelSpec's.
     """
 
     function: Any
     label: str
     types: tuple
     min_arch: int = 90
+    max_arch: int = 999
     load: int = 128
     store: int = 128
     uses: Mapping[int, tuple[str, ...]] = field(default_factory=dict)

@@ -3,17 +3,23 @@
 from tilewright.ops.activation import GELU_MUL, SILU_MUL, gelu_mul, silu_mul
 from tilewright.ops.attention import ATTENTION, attention
 from tilewright.ops.cross_entropy import CROSS_ENTROPY, cross_entropy
+from tilewright.ops.grouped_gemm import GROUPED_GEMM, grouped_gemm
 from tilewright.ops.linear_cross_entropy import (
     LINEAR_CROSS_ENTROPY,
     LINEAR_LOGPROB,
     linear_cross_entropy,
     linear_logprob,
 )
+from tilewright.ops.moe import MOE_MLP, moe_mlp
+from tilewright.ops.permute import PERMUTE, UNPERMUTE, permute, sort_by_expert, unpermute
 from tilewright.ops.rmsnorm import ADD_RMSNORM, RMSNORM, add_rmsnorm, rmsnorm
 from tilewright.ops.rope import ROPE, rope
+from tilewright.ops.route import ROUTE, route
 
 OPS = {op.name: op for op in (RMSNORM, ADD_RMSNORM, SILU_MUL, GELU_MUL, ROPE, ATTENTION, CROSS_ENTROPY,
-                              LINEAR_CROSS_ENTROPY, LINEAR_LOGPROB)}
+                              LINEAR_CROSS_ENTROPY, LINEAR_LOGPROB, ROUTE, PERMUTE, UNPERMUTE, GROUPED_GEMM,
+                              MOE_MLP)}
 
-__all__ = ["OPS", "add_rmsnorm", "attention", "cross_entropy", "gelu_mul", "linear_cross_entropy", "linear_logprob",
-           "rmsnorm", "rope", "silu_mul"]
+__all__ = ["OPS", "add_rmsnorm", "attention", "cross_entropy", "gelu_mul", "grouped_gemm", "linear_cross_entropy",
+           "linear_logprob", "moe_mlp", "permute", "rmsnorm", "rope", "route", "silu_mul", "sort_by_expert",
+           "unpermute"]

@@ -1,0 +1,395 @@
+"""tilewright.integrations: transformers' models compute the same with our experts as with theirs."""
+
+import copy
+import inspect
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import DEVICE, join_group, skip_unless_usable, two_processes
+
+from tilewright import ImplementationUnavailable, platform
+from tilewright.integrations import transformers as integration
+from tilewright.ops.moe import MOE_MLP
+
+NAMES = [i.name for i in MOE_MLP.implementations]
+COMMON = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 2,
+          "num_key_value_heads": 2, "num_experts_per_tok": 3, "max_position_embeddings": 64, "pad_token_id": 0}
+MODELS = {
+    "qwen3_moe": {"moe_intermediate_size": 24, "num_experts": 8, "head_dim": 16, "norm_topk_prob": True,
+                  "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "mixtral": {"num_local_experts": 8, "head_dim": 16},
+    "deepseek_v3": {"moe_intermediate_size": 24, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
+                    "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+                    "qk_nope_head_dim": 8, "v_head_dim": 16, "num_mtp_layers": 0},
+    "gpt_oss": {"num_local_experts": 8, "head_dim": 16},
+}
+SAME = ("qwen3_moe", "mixtral", "deepseek_v3")
+
+
+@pytest.fixture
+def hf(monkeypatch):
+    """transformers with our names registered, and its table as it was when the test is over."""
+    transformers = pytest.importorskip("transformers", minversion="5.7", reason="needs transformers 5.7 or later")
+    from transformers.integrations.moe import ExpertsInterface
+
+    monkeypatch.setattr(ExpertsInterface, "_global_mapping", dict(ExpertsInterface._global_mapping))
+    integration.register()
+    return transformers
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The implementations that moe_mlp is called with: an experts_implementation that nobody reads changes nothing."""
+    seen, compute = [], integration.moe_mlp
+
+    def counted(*arguments, implementation):
+        seen.append(implementation)
+        return compute(*arguments, implementation=implementation)
+
+    monkeypatch.setattr(integration, "moe_mlp", counted)
+    return seen
+
+
+def tiny(hf, kind, layers=2, dtype=torch.float32, experts="eager", **changes):
+    """A random model whose experts matter: transformers draws weights so small that they hardly would."""
+    settings = {**COMMON, **MODELS[kind], "num_hidden_layers": layers, **changes}
+    config = hf.AutoConfig.for_model(kind, **settings)
+    model = hf.AutoModelForCausalLM.from_config(config, experts_implementation=experts).to(DEVICE)
+    g = torch.Generator(device=DEVICE).manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.copy_(torch.randn(p.shape, device=DEVICE, generator=g) * p.shape[-1] ** -0.5)
+    return model.to(dtype).train()
+
+
+def step(model, experts=None):
+    """The loss, and the gradient of every parameter that has one."""
+    if experts:
+        model.set_experts_implementation(experts)
+    model.zero_grad()
+    g = torch.Generator(device=DEVICE).manual_seed(1)
+    tokens = torch.randint(1, 50, (2, 19), device=DEVICE, generator=g)
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def close(found, expected, tolerance):
+    """In every tensor, the length of the difference against that of the expected."""
+    (loss, grads), (expected_loss, expected_grads) = found, expected
+    assert abs(loss - expected_loss) <= tolerance * expected_loss
+    assert grads.keys() == expected_grads.keys()
+    for name, gradient in expected_grads.items():
+        assert gradient.norm() > 0, f"{name} tests nothing"
+        assert grads[name].dtype == gradient.dtype
+        error = (grads[name] - gradient).norm() / gradient.norm()
+        assert error <= tolerance, f"{name}: {error:.2e}"
+
+
+# ---- without transformers
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_everything_here_imports_no_transformers():
+    found = run("import sys, tilewright, tilewright.ops, tilewright.integrations.transformers\n"
+                "print(tilewright.integrations.transformers.__name__, 'transformers' in sys.modules)")
+    assert found == "tilewright.integrations.transformers False"
+
+
+def test_a_missing_or_old_transformers_is_named(monkeypatch):
+    monkeypatch.setattr(platform, "no_module", lambda name: f"the package {name!r} is not installed")
+    with pytest.raises(ImplementationUnavailable, match=re.escape("pip install 'tilewright[transformers]'")):
+        integration.register()
+    monkeypatch.undo()
+    found = run("import sys, types\n"
+                "old = types.ModuleType('transformers'); old.__version__ = '5.6.2'\n"
+                "old.__spec__ = types.SimpleNamespace(); sys.modules['transformers'] = old\n"
+                "from tilewright.integrations.transformers import register\n"
+                "try: register()\n"
+                "except RuntimeError as error: print(error)")
+    assert found == "transformers 5.6.2 takes no experts_implementation but its own; 5.7 and later do"
+
+
+# ---- whole models
+
+@pytest.mark.parametrize("kind", SAME)
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_every_gradient_are_those_of_transformers(hf, calls, kind, name):
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    model = tiny(hf, kind)
+    expected = step(model)
+    assert not calls
+    # 1e-5: some hundred roundings of float32, in another order.
+    close(step(model, f"tilewright:{name}"), expected, 1e-5)
+    assert calls == [name] * (1 if kind == "deepseek_v3" else 2)   # DeepSeek's first layer is dense
+    router = [n for n in expected[1] if n.endswith(("mlp.gate.weight", "router.weight"))]
+    assert len(router) == len(calls)
+
+
+@pytest.mark.parametrize("kind", SAME)
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_is_as_near_as_its_roundings(hf, kind, name):
+    """One layer of experts, so that the router sees the same bits. Each gradient is behind a dozen roundings of at most
+    2^-9 of an element, and transformers rounds the sum over experts after each of them."""
+    skip_unless_usable(MOE_MLP, name, torch.bfloat16)
+    model = tiny(hf, kind, layers=2 if kind == "deepseek_v3" else 1, dtype=torch.bfloat16)
+    close(step(model, f"tilewright:{name}"), step(model, "eager"), 12 * 2**-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_experts_are_no_further_from_truth_than_transformers(hf, name):
+    skip_unless_usable(MOE_MLP, name, torch.bfloat16)
+    experts = tiny(hf, "qwen3_moe", layers=1).model.layers[0].mlp.experts.bfloat16()
+    g = torch.Generator(device=DEVICE).manual_seed(2)
+    x = torch.randn(40, 32, device=DEVICE, generator=g).bfloat16()
+    index = torch.rand(40, 8, device=DEVICE, generator=g).topk(3, -1).indices
+    weight = torch.rand(40, 3, device=DEVICE, generator=g)
+    dy = torch.randn(40, 32, device=DEVICE, generator=g).bfloat16()
+
+    def results(experts, implementation, dtype):
+        experts.config._experts_implementation = implementation
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        y = experts(leaves[0], index, leaves[1])
+        return y, *torch.autograd.grad(y, (*leaves, *experts.parameters()), dy.to(dtype))
+
+    def errors(found):
+        return [((f - t).norm() / t.norm()).item() for f, t in zip(found, truth, strict=True)]
+
+    truth = results(copy.deepcopy(experts).double(), "eager", torch.float64)
+    theirs = errors(results(experts, "eager", torch.bfloat16))
+    ours = errors(results(experts, f"tilewright:{name}", torch.bfloat16))
+    assert all(o <= 1.1 * t + 1e-4 for o, t in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_that_lie_transposed(hf, calls, name):
+    """Aria's experts are [E, in, out]."""
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    from transformers.models.aria.modeling_aria import AriaExperts, AriaTextConfig
+
+    config = AriaTextConfig(moe_num_experts=8, moe_topk=3, hidden_size=32, intermediate_size=24)
+    experts = AriaExperts(config).to(DEVICE)
+    if not getattr(experts, "is_transposed", False):
+        pytest.skip(f"Aria's experts are not in the table of transformers {hf.__version__}")
+    torch.manual_seed(0)
+    for p in experts.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    x, weight = (torch.rand(11, n, device=DEVICE, requires_grad=True) for n in (32, 3))
+    index = torch.rand(11, 8, device=DEVICE).topk(3, -1).indices
+    found = {}
+    for implementation in ("eager", f"tilewright:{name}"):
+        config._experts_implementation = implementation
+        y = experts(x, index, weight)
+        found[implementation] = (y, *torch.autograd.grad(y.square().sum(), (x, weight, *experts.parameters())))
+    assert calls == [name]
+    torch.testing.assert_close(found[f"tilewright:{name}"], found["eager"], rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_router_and_frozen_experts(hf):
+    model = tiny(hf, "qwen3_moe")
+    for frozen in ("mlp.gate.", "mlp.experts."):
+        for name, p in model.named_parameters():
+            p.requires_grad_(frozen not in name)
+        expected = step(model, "eager")
+        assert not any(frozen in n for n in expected[1])
+        close(step(model, "tilewright"), expected, 1e-5)
+
+
+def test_gradient_checkpointing_changes_nothing(hf, calls):
+    model = tiny(hf, "qwen3_moe")
+    loss, grads = step(model, "tilewright")
+    before = len(calls)
+    model.gradient_checkpointing_enable()
+    again, recomputed = step(model)
+    assert len(calls) == before + 4, "each of two layers runs twice"
+    assert torch.equal(loss, again)
+    assert grads.keys() == recomputed.keys() and all(torch.equal(g, recomputed[n]) for n, g in grads.items())
+
+
+def test_autocast_computes_in_its_dtype(hf, monkeypatch):
+    """float32 weights under autocast, as transformers' Trainer has them with bf16=True."""
+    seen, results, compute = [], [], integration.moe_mlp
+    monkeypatch.setattr(integration, "moe_mlp", lambda x, *a, **k: (seen.append(x.dtype), compute(x, *a, **k))[1])
+    model = tiny(hf, "mixtral", layers=1)
+    model.model.layers[0].mlp.experts.register_forward_hook(
+        lambda _, arguments, y: results.append((arguments[0].dtype, y.dtype)))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        expected = step(model, "eager")
+        found = step(model, "tilewright")
+    assert seen == [torch.bfloat16] and results == [(torch.float32, torch.float32)] * 2
+    close(found, expected, 12 * 2**-9)   # as bfloat16 above
+    assert found[1]["model.layers.0.mlp.experts.down_proj"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_experts_are_one_graph(hf, name):
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    if name == "eager" or (name == "triton" and DEVICE == "cpu"):
+        pytest.skip("eager reads sizes on the host; Triton's interpreter is not what torch.compile calls")
+    experts = tiny(hf, "qwen3_moe", layers=1, experts=f"tilewright:{name}").model.layers[0].mlp.experts
+    x, weight = (torch.rand(11, n, device=DEVICE, requires_grad=True) for n in (32, 3))
+    index = torch.rand(11, 8, device=DEVICE).topk(3, -1).indices
+    leaves = (x, weight, *experts.parameters())
+    found = [torch.autograd.grad(f(x, index, weight).square().sum(), leaves)
+             for f in (experts, torch.compile(experts, fullgraph=True))]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+
+
+# ---- expert parallelism
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_of_expert_parallelism_add_up(hf, name):
+    """As under transformers' AllReduceEP: a rank has half of them, and num_experts stands for one of the other half.
+    Here also larger indices, as its functions take, and weights that are not 0, which they are there."""
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    whole = tiny(hf, "mixtral", layers=1).model.layers[0].mlp.experts
+    x, weight = (torch.rand(23, n, device=DEVICE, requires_grad=True) for n in (32, 3))
+    index = torch.rand(23, 8, device=DEVICE).topk(3, -1).indices
+    expected = whole(x, index, weight)
+    dy = torch.randn_like(expected)
+    leaves = (x, weight, whole.gate_up_proj, whole.down_proj)
+    expected_grads = torch.autograd.grad(expected, leaves, dy)
+    parts = []
+    for rank in range(2):
+        half = copy.deepcopy(whole)
+        half.num_experts, half._is_expert_parallel = 4, True
+        half.config._experts_implementation = f"tilewright:{name}"
+        for p in ("gate_up_proj", "down_proj"):
+            setattr(half, p, torch.nn.Parameter(getattr(whole, p).detach()[4 * rank:4 * rank + 4]))
+        away = index // 4 != rank
+        y = half(x, torch.where(away, 4 + index, index % 4), weight)
+        parts.append((y, *torch.autograd.grad(y, (x, weight, half.gate_up_proj, half.down_proj), dy)))
+    (y0, *g0), (y1, *g1) = parts
+    torch.testing.assert_close(y0 + y1, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([g0[0] + g1[0], g0[1] + g1[1], *map(torch.cat, zip(g0[2:], g1[2:], strict=True))],
+                               list(expected_grads), rtol=1e-4, atol=1e-5)
+
+
+def expert_parallel_rank(rank, world, folder):
+    """A rank of the model in `folder`, with each of transformers' ways to bring tokens to experts."""
+    import transformers as hf
+    from transformers.distributed import DistributedConfig
+
+    join_group(rank, world, folder)
+    torch.set_num_threads(1)
+    integration.register()
+    expected = step(tiny(hf, "qwen3_moe"))
+    for way in ("all_reduce", "all_to_all"):
+        model = hf.AutoModelForCausalLM.from_pretrained(
+            folder, experts_implementation="tilewright",
+            distributed_config=DistributedConfig(tp_size=2, ep_size=2, ep_implementation=way)).train()
+        assert model.model.layers[0].mlp.experts.num_experts == 4
+        loss, grads = step(model)
+        whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
+        close((loss, whole), expected, 1e-5)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="two processes with gloo")
+def test_a_model_under_expert_parallelism(hf, tmp_path):
+    from transformers.distributed import DistributedConfig
+
+    if "ep_implementation" not in inspect.signature(DistributedConfig).parameters:
+        pytest.skip(f"transformers {hf.__version__} has another way to distribute experts")
+    tiny(hf, "qwen3_moe").save_pretrained(tmp_path)
+    two_processes(expert_parallel_rank, str(tmp_path))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a look at values would wait for the device")
+def test_an_index_outside_is_an_error_without_expert_parallelism(hf):
+    experts = tiny(hf, "mixtral", layers=1, experts="tilewright").model.layers[0].mlp.experts
+    with pytest.raises(IndexError, match="expert_index"):
+        experts(torch.rand(1, 32), torch.tensor([[9]]), torch.ones(1, 1))
+
+
+# ---- names
+
+def test_saved_loaded_and_switched(hf, calls, tmp_path):
+    tiny(hf, "qwen3_moe", experts="tilewright").save_pretrained(tmp_path)
+    assert "tilewright" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="tilewright").to(DEVICE)
+    tokens = torch.arange(1, 9, device=DEVICE)[None]
+    with torch.no_grad():
+        ours = model(tokens).logits
+        assert calls == ["auto"] * 2
+        model.set_experts_implementation("eager")
+        torch.testing.assert_close(ours, model(tokens).logits, rtol=1e-4, atol=1e-5)
+        assert len(calls) == 2
+        model.set_experts_implementation("tilewright:eager")
+        model(tokens)
+        assert calls[2:] == ["eager"] * 2
+        with pytest.raises(ValueError, match="tilewright:nothing"):
+            model.set_experts_implementation("tilewright:nothing")
+
+
+def test_what_the_name_stands_for(hf, calls):
+    assert integration.register() == ("tilewright", *(f"tilewright:{name}" for name in NAMES))
+    experts = tiny(hf, "mixtral", layers=1, experts="tilewright").model.layers[0].mlp.experts
+    arguments = (torch.rand(2, 32, device=DEVICE), torch.zeros(2, 1, device=DEVICE, dtype=torch.long),
+                 torch.ones(2, 1, device=DEVICE))
+    experts(*arguments)
+    integration.register("eager")
+    experts(*arguments)
+    assert calls == ["auto", "eager"]
+    with pytest.raises(ValueError, match=re.escape("moe_mlp: unknown implementation 'fast'; have ['auto', 'triton'")):
+        integration.register("fast")
+
+
+def test_a_named_implementation_that_cannot_run_says_why(hf):
+    away = [(i.name, reason) for i in MOE_MLP.implementations if (reason := i.why_not(DEVICE, torch.float32))]
+    if not away:
+        pytest.skip("all can run here")
+    name, reason = away[0]
+    with pytest.raises(ImplementationUnavailable, match=re.escape(reason)):
+        step(tiny(hf, "mixtral", layers=1), f"tilewright:{name}")
+
+
+# ---- refusals
+
+def test_gpt_oss_is_refused_in_one_sentence(hf):
+    model = tiny(hf, "gpt_oss", layers=1, experts="tilewright")
+    with pytest.raises(ImplementationUnavailable) as caught:
+        step(model)
+    sentence = str(caught.value)
+    assert sentence.startswith('gpt_oss: experts_implementation="tilewright" cannot compute GptOssExperts, which have '
+                               "biases, ")
+    assert "apply their gate in a way of their own (_apply_gate); it takes experts that compute" in sentence
+    assert "interleave gates with ups" in sentence or not hasattr(model.model.layers[0].mlp.experts, "is_concatenated")
+    assert "\n" not in sentence
+    step(model, "eager")
+
+
+@pytest.mark.parametrize("flag, value, reason", [
+    ("has_gate", False, "have no gate"),
+    ("has_bias", True, "have biases"),
+    ("is_concatenated", False, "interleave gates with ups"),
+    ("has_post_expert_norm", True, "normalise what each of them gives"),
+    ("act_fn", torch.nn.GELU(), "are activated by GELU"),
+    ("act_fn", torch.nn.functional.gelu, "are activated by gelu"),
+    ("act_fn", torch.nn.SiLU(), None),
+    ("act_fn", torch.nn.functional.silu, None),
+])
+def test_each_reason(hf, flag, value, reason):
+    experts = tiny(hf, "mixtral", layers=1, experts="tilewright").model.layers[0].mlp.experts
+    assert integration.why_not(experts) is None
+    experts.__dict__.pop(flag, None)
+    experts._modules.pop(flag, None)
+    setattr(experts, flag, value)
+    assert integration.why_not(experts) == reason
+
+
+def test_a_gate_of_its_own(hf):
+    class Clamped(type(tiny(hf, "mixtral", layers=1).model.layers[0].mlp.experts)):
+        def _apply_gate(self, gate_up):
+            raise AssertionError("not called")
+
+    experts = Clamped(hf.AutoConfig.for_model("mixtral", **COMMON, **MODELS["mixtral"]))
+    assert integration.why_not(experts) == "apply their gate in a way of their own (_apply_gate)"

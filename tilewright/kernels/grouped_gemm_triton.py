@@ -1,0 +1,698 @@
+"""Grouped GEMMs in Triton, and the fused ones that a mixture-of-experts MLP is made of. The definition is
+tilewright/ops/grouped_gemm.py.
+
+Rows are sorted by expert: those of expert e end at offsets[e], and the tail behind offsets[-1] belongs to none. All is
+found on the device, so no launch waits for it:
+
+    _map_tiles   the tiles of BLOCK_M rows, none with rows of two experts: expert, first row and end of each.
+    _gemm        out[r] = f(x[r] @ w[e(r)]): a persistent grid walks the tiles. The tail's tiles come last and have
+                 nothing to sum, so that they write zeros.
+    _dweight     dweight[e] = the sum over e's rows of dy[r]^T x[r]; one block a tile of dweight.
+
+Operands come through tensor descriptors (TMA) where they can: 16-bit elements, rows at multiples of 16 bytes, compute
+capability 9.0 and up. Gathered rows, float32 and odd strides are read through pointers. Descriptors of weights have a
+dimension for the experts, so that what is past a weight's edge is zero and not the next expert's.
+
+float32 accumulation; no atomics. GATHER: row r is row slots[r] // TOP_K of the matrix, so no permuted copy is made.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
+
+# What _gemm does with a tile of x @ w.
+PLAIN, SWIGLU, DSWIGLU = 0, 1, 2
+_TILE_BLOCK = 128   # tiles that a program of _map_tiles writes at a time
+
+
+@triton.jit
+def _map_tiles(offsets_ptr, tiles_ptr, E, R, capacity, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+               EXPERTS: tl.constexpr):
+    """Program e writes expert e's tiles, program E the tail's and the number of all.
+
+    tiles: experts [capacity], first rows [capacity], ends [capacity], number of tiles. Offsets that break the rules
+    are cut to them, so that no access leaves the tensors.
+    """
+    e = tl.program_id(0)
+    i = tl.arange(0, EXPERTS)
+    end = tl.minimum(tl.maximum(tl.load(offsets_ptr + i, mask=i < E, other=R), 0), R)
+    begin = tl.load(offsets_ptr + i - 1, mask=(i > 0) & (i <= E), other=0)
+    begin = tl.minimum(tl.maximum(begin, 0), R)
+    n = tl.where(i <= E, (tl.maximum(end - begin, 0) + BLOCK_M - 1) // BLOCK_M, 0)
+    first = tl.sum(tl.where(i < e, n, 0))
+    mine = tl.sum(tl.where(i == e, n, 0))
+    row = tl.sum(tl.where(i == e, begin, 0))
+    stop = tl.sum(tl.where(i == e, end, 0))
+    for j in range(0, mine, BLOCK):
+        t = j + tl.arange(0, BLOCK)
+        to = tiles_ptr + first + t
+        mask = (t < mine) & (first + t < capacity)
+        tl.store(to, tl.zeros((BLOCK,), tl.int32) + e, mask=mask)
+        tl.store(to + capacity, row + t * BLOCK_M, mask=mask)
+        tl.store(to + 2 * capacity, tl.zeros((BLOCK,), tl.int32) + stop, mask=mask)
+    if e == E:
+        tl.store(tiles_ptr + 3 * capacity, tl.minimum(first + mine, capacity))
+
+
+@triton.jit
+def _halves(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of a tile; in registers."""
+    return tl.split(tl.permute(tl.reshape(t, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _silu_epilogue(gate, up, pre_ptr, h_ptr, r, live, c, N, STORE_PRE: tl.constexpr):
+    """h = silu(gate) * up, of a gate and an up that were rounded as they are in memory."""
+    dtype: tl.constexpr = h_ptr.dtype.element_ty
+    gate, up = gate.to(dtype), up.to(dtype)
+    mask = live[:, None] & (c < N)[None, :]
+    if STORE_PRE:
+        at = pre_ptr + r[:, None] * (2 * N) + c[None, :]
+        tl.store(at, gate, mask=mask)
+        tl.store(at + N, up, mask=mask)
+    g = gate.to(tl.float32)
+    tl.store(h_ptr + r[:, None] * N + c[None, :], (g * _sigmoid(g) * up.to(tl.float32)).to(dtype), mask=mask)
+
+
+@triton.jit
+def _dsilu_epilogue(da, pre_ptr, dpre_ptr, hw_ptr, r, live, known, c, N, scale, STORE_H: tl.constexpr):
+    """From da, the gradient of the unweighted h: writes that of the pre-activation and, if asked, scale * h.
+
+    Returns <da, h> of each row. known: rows whose pre-activation was written; the tail's is not read.
+    """
+    dtype: tl.constexpr = dpre_ptr.dtype.element_ty
+    inside = (c < N)[None, :]
+    at = r[:, None] * (2 * N) + c[None, :]
+    g = tl.load(pre_ptr + at, mask=known[:, None] & inside, other=0.0).to(tl.float32)
+    u = tl.load(pre_ptr + N + at, mask=known[:, None] & inside, other=0.0).to(tl.float32)
+    s = _sigmoid(g)
+    a = g * s
+    d = scale[:, None] * da
+    mask = live[:, None] & inside
+    tl.store(dpre_ptr + N + at, (d * a).to(dtype), mask=mask)
+    tl.store(dpre_ptr + at, (d * u * (s + a * (1.0 - s))).to(dtype), mask=mask)
+    h = a * u
+    if STORE_H:
+        # h is rounded before it is weighted: that is what the down projection was fed.
+        hw = scale[:, None] * h.to(dtype).to(tl.float32)
+        tl.store(hw_ptr + r[:, None] * N + c[None, :], hw.to(dtype), mask=mask)
+    return tl.sum(tl.where(inside, da * h, 0.0), axis=1)
+
+
+@triton.jit
+def _dsilu_two(da, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H: tl.constexpr, ROWS: tl.constexpr,
+               COLUMNS: tl.constexpr):
+    """`_dsilu_epilogue` of the two halves, one after the other: the barrier keeps the second's loads, and the
+    registers that they take, behind the first."""
+    left, right = _halves(da, ROWS, COLUMNS)
+    c = n + tl.arange(0, COLUMNS // 2)
+    dot = _dsilu_epilogue(left, pre_ptr, dpre_ptr, hw_ptr, r, live, known, c, N, scale, STORE_H)
+    tl.debug_barrier()
+    c += COLUMNS // 2
+    return dot + _dsilu_epilogue(right, pre_ptr, dpre_ptr, hw_ptr, r, live, known, c, N, scale, STORE_H)
+
+
+@triton.jit
+def _dsilu_four(da, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H: tl.constexpr, ROWS: tl.constexpr,
+                COLUMNS: tl.constexpr):
+    HALF: tl.constexpr = COLUMNS // 2
+    left, right = _halves(da, ROWS, COLUMNS)
+    dot = _dsilu_two(left, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H, ROWS, HALF)
+    tl.debug_barrier()
+    return dot + _dsilu_two(right, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n + HALF, N, scale, STORE_H, ROWS, HALF)
+
+
+@triton.jit
+def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, weight_ptr, E, capacity, N, K, x_stride,
+          w_expert_stride, w_stride, TOP_K, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr,
+          STORE_PRE: tl.constexpr, STORE_H: tl.constexpr, TMA_X: tl.constexpr, TMA_W: tl.constexpr,
+          PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+          GROUP: tl.constexpr, SPLIT: tl.constexpr):
+    """N: columns of the result.   K: what is summed over.   x: [rows, K], pointer or descriptor.
+
+    w: [E, N, K], or TRANSPOSED [E, K, N]. With SWIGLU [E, 2 N, K], gates first: a tile of BLOCK_N columns is half of
+        gates and half of the ups that belong to them, BLOCK_N // 2 columns of h; its descriptor is of [E, 2, N, K].
+    PLAIN: out [rows, N] = x @ w.
+    SWIGLU: out [rows, N] = h, and with STORE_PRE pre [rows, 2 N] = x @ w.
+    DSWIGLU: x @ w is the gradient of h, without the row's router weight. pre is read, out [rows, 2 N] is its gradient,
+        partial [rows, tiles of N] = <x @ w, h> over the tile, and with STORE_H hw [rows, N] = router weight * h.
+    SPLIT: pieces that DSWIGLU takes a tile in, for registers.
+    """
+    WIDE: tl.constexpr = BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N   # columns of N that a tile covers
+    i = tl.arange(0, BLOCK_M)
+    j = tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    m_tiles = tl.load(tiles_ptr + 3 * capacity)
+    n_tiles = tl.cdiv(N, WIDE)
+    for t in range(tl.program_id(0), m_tiles * n_tiles, tl.num_programs(0)):
+        # Blocks that run together have GROUP tiles of rows and a few of columns: L2 holds what they read.
+        first = t // (GROUP * n_tiles) * GROUP
+        height = tl.minimum(m_tiles - first, GROUP)
+        inside = t - first * n_tiles
+        m = first + inside % height
+        n_tile = inside // height
+        n = n_tile * WIDE
+        e = tl.load(tiles_ptr + m)
+        row = tl.load(tiles_ptr + capacity + m)
+        end = tl.load(tiles_ptr + 2 * capacity + m)
+        live = row + i < end
+        r = (row + i).to(tl.int64)
+        if GATHER:
+            slot = tl.load(slots_ptr + r, mask=live, other=0)
+            source = (slot // TOP_K).to(tl.int64)
+        else:
+            source = r
+        if not TMA_X:
+            x_at = x + source[:, None] * x_stride + ks[None, :]
+        if not TMA_W:
+            if EPILOGUE == 1:   # row j of the tile: gate n + j, or up n + j - WIDE
+                column = tl.where(j < WIDE, n + j, N + n + j - WIDE)
+                there = n + j % WIDE < N
+            else:
+                column = n + j
+                there = column < N
+            w_at = w + e.to(tl.int64) * w_expert_stride
+            if TRANSPOSED:
+                w_at += ks.to(tl.int64)[:, None] * w_stride + column[None, :]
+            else:
+                w_at += column.to(tl.int64)[None, :] * w_stride + ks[:, None]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, tl.where(e < E, K, 0), BLOCK_K):
+            if TMA_X:
+                a = x.load([row, k])
+            else:
+                a = tl.load(x_at + k, mask=live[:, None] & (k + ks < K)[None, :], other=0.0)
+            if TMA_W:
+                if EPILOGUE == 1:
+                    b = tl.reshape(w.load([e, 0, n, k]), (BLOCK_N, BLOCK_K)).T
+                elif TRANSPOSED:
+                    b = tl.reshape(w.load([e, k, n]), (BLOCK_K, BLOCK_N))
+                else:
+                    b = tl.reshape(w.load([e, n, k]), (BLOCK_N, BLOCK_K)).T
+            else:
+                b = tl.load(w_at, mask=(k + ks < K)[:, None] & there[None, :], other=0.0)
+                if TRANSPOSED:
+                    w_at += BLOCK_K * w_stride
+                else:
+                    w_at += BLOCK_K
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+
+        if EPILOGUE == 0:
+            c = n + j
+            tl.store(out_ptr + r[:, None] * N + c[None, :], acc.to(out_ptr.dtype.element_ty),
+                     mask=live[:, None] & (c < N)[None, :])
+        elif EPILOGUE == 1:
+            gate, up = _halves(acc, BLOCK_M, BLOCK_N)
+            if SPLIT == 1:
+                _silu_epilogue(gate, up, pre_ptr, out_ptr, r, live, n + tl.arange(0, WIDE), N, STORE_PRE)
+            else:
+                PART: tl.constexpr = WIDE // 2
+                c = n + tl.arange(0, PART)
+                g0, g1 = _halves(gate, BLOCK_M, WIDE)
+                u0, u1 = _halves(up, BLOCK_M, WIDE)
+                _silu_epilogue(g0, u0, pre_ptr, out_ptr, r, live, c, N, STORE_PRE)
+                _silu_epilogue(g1, u1, pre_ptr, out_ptr, r, live, c + PART, N, STORE_PRE)
+        else:
+            known = live & (i * 0 + e < E)
+            scale = tl.load(weight_ptr + slot, mask=known, other=0.0)
+            if SPLIT == 1:
+                dot = _dsilu_epilogue(acc, pre_ptr, out_ptr, hw_ptr, r, live, known, n + j, N, scale, STORE_H)
+            elif SPLIT == 2:
+                dot = _dsilu_two(acc, pre_ptr, out_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H, BLOCK_M, BLOCK_N)
+            elif SPLIT == 4:
+                dot = _dsilu_four(acc, pre_ptr, out_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H, BLOCK_M,
+                                  BLOCK_N)
+            else:
+                HALF: tl.constexpr = BLOCK_N // 2
+                left, right = _halves(acc, BLOCK_M, BLOCK_N)
+                dot = _dsilu_four(left, pre_ptr, out_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H, BLOCK_M, HALF)
+                tl.debug_barrier()
+                dot += _dsilu_four(right, pre_ptr, out_ptr, hw_ptr, r, live, known, n + HALF, N, scale, STORE_H,
+                                   BLOCK_M, HALF)
+            tl.store(partial_ptr + r * n_tiles + n_tile, dot, mask=live)
+
+
+@triton.jit
+def _dweight(dy, x, out_ptr, offsets_ptr, slots_ptr, R, N, K, dy_stride, x_stride, TOP_K, GATHER_DY: tl.constexpr,
+             GATHER_X: tl.constexpr, TMA_DY: tl.constexpr, TMA_X: tl.constexpr, PRECISION: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr):
+    """out [E, N, K].   dy: [rows, N], x: [rows, K], pointers or descriptors."""
+    n_tiles, k_tiles = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
+    e = tl.program_id(0) // (n_tiles * k_tiles)
+    t = tl.program_id(0) - e * (n_tiles * k_tiles)
+    first = t // (GROUP * k_tiles) * GROUP
+    height = tl.minimum(n_tiles - first, GROUP)
+    inside = t - first * k_tiles
+    n = (first + inside % height) * BLOCK_N
+    k = inside // height * BLOCK_K
+    begin = tl.minimum(tl.maximum(tl.load(offsets_ptr + e - 1, mask=e > 0, other=0), 0), R)
+    end = tl.minimum(tl.maximum(tl.load(offsets_ptr + e), begin), R)
+    ns, ks, rs = n + tl.arange(0, BLOCK_N), k + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    whole = begin + (end - begin) // BLOCK_R * BLOCK_R
+    for r in range(begin, whole, BLOCK_R):
+        if GATHER_DY or GATHER_X:
+            source = (tl.load(slots_ptr + r + rs) // TOP_K).to(tl.int64)
+        if TMA_DY:
+            g = dy.load([r, n])
+        else:
+            at = source if GATHER_DY else (r + rs).to(tl.int64)
+            g = tl.load(dy + at[:, None] * dy_stride + ns[None, :], mask=(ns < N)[None, :], other=0.0)
+        if TMA_X:
+            a = x.load([r, k])
+        else:
+            at = source if GATHER_X else (r + rs).to(tl.int64)
+            a = tl.load(x + at[:, None] * x_stride + ks[None, :], mask=(ks < K)[None, :], other=0.0)
+        acc = tl.dot(tl.trans(g), a, acc, input_precision=PRECISION)
+    if whole < end:
+        # Rows behind the expert's are another's, or the tail's: both factors become 0, since 0 * NaN is NaN.
+        live = whole + rs < end
+        if GATHER_DY or GATHER_X:
+            source = (tl.load(slots_ptr + whole + rs, mask=live, other=0) // TOP_K).to(tl.int64)
+        if TMA_DY:
+            g = dy.load([whole, n])
+            g = tl.where(live[:, None], g, tl.zeros_like(g))
+        else:
+            at = source if GATHER_DY else (whole + rs).to(tl.int64)
+            g = tl.load(dy + at[:, None] * dy_stride + ns[None, :], mask=live[:, None] & (ns < N)[None, :], other=0.0)
+        if TMA_X:
+            a = x.load([whole, k])
+            a = tl.where(live[:, None], a, tl.zeros_like(a))
+        else:
+            at = source if GATHER_X else (whole + rs).to(tl.int64)
+            a = tl.load(x + at[:, None] * x_stride + ks[None, :], mask=live[:, None] & (ks < K)[None, :], other=0.0)
+        acc = tl.dot(tl.trans(g), a, acc, input_precision=PRECISION)
+    to = out_ptr + (e * N + ns).to(tl.int64)[:, None] * K + ks[None, :]
+    tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(ns < N)[:, None] & (ks < K)[None, :])
+
+
+@triton.jit
+def _router_gradient(partial_ptr, position_ptr, out_ptr, SLOTS, tiles, BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """out[s] = the sum of row position[s] of partial [rows, tiles]; 0 where position[s] < 0."""
+    s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(position_ptr + s, mask=s < SLOTS, other=-1)
+    t = tl.arange(0, TILES)
+    mask = (position >= 0)[:, None] & (t < tiles)[None, :]
+    found = tl.load(partial_ptr + position.to(tl.int64)[:, None] * tiles + t[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + s, tl.sum(found, axis=1), mask=s < SLOTS)
+
+
+# ---- launches
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    # In the interpreter a few, so that a block has more than one tile there too.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@functools.cache
+def _has_tma(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)   # the interpreter has it, too
+
+
+@functools.cache
+def _large(device: torch.device) -> bool:
+    """Whether a block may have 227 KiB of shared memory, not 99 (sm_120) or 163 (sm_80)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def _aligned(*tensors: torch.Tensor) -> bool:
+    """Whether rows start at multiples of 16 elements: what Triton takes note of when it makes wide loads, and more
+    than the 16 bytes that descriptors need."""
+    return all(t.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in t.stride()[:-1]) for t in tensors)
+
+
+def _fits(x: torch.Tensor, w: torch.Tensor, N: int) -> bool:
+    """`_aligned` for all of a `_gemm`, whose results have rows of N or 2 N."""
+    return _aligned(x, w) and N % 16 == 0
+
+
+def _rows(t: torch.Tensor) -> torch.Tensor:
+    """A matrix with contiguous rows that do not overlap; a copy only where t is not one."""
+    return t if t.stride(1) == 1 and t.stride(0) >= t.shape[1] else t.contiguous()
+
+
+def _weights(w: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, bool]:
+    """w with contiguous rows, and whether those run along the result's columns."""
+    if w.stride(2) != 1 and w.stride(1) == 1:
+        w, transposed = w.mT, not transposed
+    fits = w.stride(2) == 1 and w.stride(1) >= w.shape[2] and w.stride(0) >= w.shape[1] * w.shape[2]
+    return (w if fits else w.contiguous()), transposed
+
+
+def _precision(t: torch.Tensor) -> str | None:
+    return "ieee" if t.dtype == torch.float32 else None   # tf32 would keep 10 bits
+
+
+def _key(N: int, K: int, x: torch.Tensor, rows: int, experts: int, aligned: bool) -> tuple:
+    """Of a Tunable. rows: of an average expert, as a power of two, 1,024 at most, which few token counts tell apart."""
+    average = min(1024, triton.next_power_of_2(max(1, rows // experts)))
+    return N, K, x.element_size(), average, aligned, _large(x.device)
+
+
+def tile_map(offsets: torch.Tensor, rows: int, block: int) -> torch.Tensor:
+    """Tiles of `block` rows for `_gemm`. Launches with one `block` can share them."""
+    E = offsets.shape[0]
+    # Each of E experts and the tail has at most one tile that is not whole.
+    capacity = (rows + (E + 1) * (block - 1)) // block
+    tiles = torch.empty(3 * capacity + 1, dtype=torch.int32, device=offsets.device)
+    _map_tiles[(E + 1,)](offsets, tiles, E, rows, capacity, BLOCK_M=block, BLOCK=_TILE_BLOCK,
+                         EXPERTS=triton.next_power_of_2(E + 1))
+    return tiles
+
+
+def _launch(tunable, x, w, out, pre, hw, partial, offsets, slots, top_k, weight, rows, N, K, transposed, epilogue):
+    """One `_gemm`. x is a matrix with contiguous rows, w as `_weights` gives it."""
+    E = offsets.shape[0]
+    aligned = _fits(x, w, N)
+    c = dict(tunable.config(x.device, *_key(N, K, x, rows, E, aligned)))
+    tiles = tile_map(offsets, rows, c["BLOCK_M"])
+    blocks = _processors(x.device) * c.pop("per_sm")
+    wide = c["BLOCK_N"] // 2 if epilogue == SWIGLU else c["BLOCK_N"]
+    capacity = tiles.shape[0] // 3
+    tma = aligned and x.element_size() == 2 and _has_tma(x.device)
+    tma_x, tma_w = tma and slots is None, tma and not (epilogue == SWIGLU and transposed)
+    x_stride, w_stride = x.stride(0), w.stride(1)
+    expert_stride = w.stride(0)
+    if tma_x:
+        x = TensorDescriptor.from_tensor(x, [c["BLOCK_M"], c["BLOCK_K"]])
+    if tma_w:
+        block = [c["BLOCK_K"], c["BLOCK_N"]] if transposed else [c["BLOCK_N"], c["BLOCK_K"]]
+        if epilogue == SWIGLU:
+            w, block = w.unflatten(1, (2, N)), [2, wide, c["BLOCK_K"]]
+        w = TensorDescriptor.from_tensor(w, [1, *block])
+    grid = min(blocks, capacity * triton.cdiv(N, wide))
+    _gemm[(grid,)](x, w, out, pre, hw, partial, tiles, slots, weight, E, capacity, N, K, x_stride, expert_stride,
+                   w_stride, top_k, GATHER=slots is not None, TRANSPOSED=transposed, EPILOGUE=epilogue,
+                   STORE_PRE=pre is not None, STORE_H=hw is not None, TMA_X=tma_x, TMA_W=tma_w,
+                   PRECISION=_precision(out), **c)
+
+
+def _product(tunable, x, weight, offsets, transposed):
+    rows, K = x.shape
+    N = weight.shape[2 if transposed else 1]
+    out = torch.empty((rows, N), dtype=x.dtype, device=x.device)
+    if out.numel() and K == 0:
+        return out.zero_()
+    if out.numel():
+        w, turned = _weights(weight, transposed)
+        _launch(tunable, _rows(x), w, out, None, None, None, offsets, None, 1, None, rows, N, K, turned, PLAIN)
+    return out
+
+
+def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """y [R, N] from x [R, K] and weight [E, N, K]; zeros in the tail."""
+    return _product(FORWARD, x, weight, offsets, False)
+
+
+def backward_x(dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """dx [R, K] from dy [R, N] and weight [E, N, K]; zeros in the tail."""
+    return _product(BACKWARD_X, dy, weight, offsets, True)
+
+
+def backward_weight(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, slots: torch.Tensor | None = None,
+                    top_k: int = 1, gather: str = "x") -> torch.Tensor:
+    """dweight [E, N, K] from dy [R, N] and x [R, K]; zeros for an expert without rows.
+
+    slots [R] int32: row r of the operand named by `gather` ("x" or "dy") is its row slots[r] // top_k.
+    """
+    dy, x = _rows(dy), _rows(x)
+    E, N, K = offsets.shape[0], dy.shape[1], x.shape[1]
+    rows = dy.shape[0] if slots is None else slots.shape[0]
+    out = torch.empty((E, N, K), dtype=dy.dtype, device=dy.device)
+    if out.numel() == 0:
+        return out
+    if rows == 0:
+        return out.zero_()
+    gathers = {"dy": slots is not None and gather == "dy", "x": slots is not None and gather == "x"}
+    aligned = _aligned(dy, x)
+    c = BACKWARD_WEIGHT.config(dy.device, *_key(N, K, dy, rows, E, aligned))
+    c = c if slots is None else _gathered(c)
+    descriptors = aligned and dy.element_size() == 2 and _has_tma(dy.device)
+    tma = {n: descriptors and not gathered for n, gathered in gathers.items()}
+    grid = E * triton.cdiv(N, c["BLOCK_N"]) * triton.cdiv(K, c["BLOCK_K"])
+    _dweight[(grid,)](
+        TensorDescriptor.from_tensor(dy, [c["BLOCK_R"], c["BLOCK_N"]]) if tma["dy"] else dy,
+        TensorDescriptor.from_tensor(x, [c["BLOCK_R"], c["BLOCK_K"]]) if tma["x"] else x,
+        out, offsets, slots, rows, N, K, dy.stride(0), x.stride(0), top_k, GATHER_DY=gathers["dy"],
+        GATHER_X=gathers["x"], TMA_DY=tma["dy"], TMA_X=tma["x"], PRECISION=_precision(dy), **c)
+    return out
+
+
+def _gathered(config: dict) -> dict:
+    """Constants of `_dweight` for gathered rows, whose numbers Triton loads in stages of their own: with as many stages
+    it would keep half as many tiles on their way."""
+    return {**config, "num_stages": 2 * config["num_stages"] - 1}
+
+
+# ---- launches of a mixture-of-experts MLP
+
+def up_swiglu(x: torch.Tensor, gate_up_proj: torch.Tensor, offsets: torch.Tensor, slots: torch.Tensor, top_k: int,
+              keep_pre: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(pre [R, 2 I] or None, h [R, I]) from x [T, H] and gate_up_proj [E, 2 I, H], gates first.
+
+    slots [R] int32: row r is token slots[r] // top_k. pre = x[token] @ gate_up_proj[e]^T; h = silu(gate) * up of the
+    rounded pre. Zeros in the tail. R, I and H are not 0.
+    """
+    rows, K, N = slots.shape[0], x.shape[1], gate_up_proj.shape[1] // 2
+    pre = torch.empty((rows, 2 * N), dtype=x.dtype, device=x.device) if keep_pre else None
+    h = torch.empty((rows, N), dtype=x.dtype, device=x.device)
+    w, turned = _weights(gate_up_proj, False)
+    _launch(UP_SWIGLU, _rows(x), w, h, pre, None, None, offsets, slots, top_k, None, rows, N, K, turned, SWIGLU)
+    return pre, h
+
+
+def down_dswiglu(dy: torch.Tensor, down_proj: torch.Tensor, pre: torch.Tensor, expert_weight: torch.Tensor,
+                 offsets: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
+                 keep_h: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(dpre [R, 2 I], dexpert_weight [T, K] fp32, weighted h [R, I] or None) of a MoE MLP.
+
+    dy [T, H]: of the layer's result.   down_proj [E, H, I].   pre [R, 2 I]: contiguous, as `up_swiglu` kept it.
+    expert_weight [T, K] fp32.   slots [R], position [T, K] int32: as `sort_by_expert` gives them.
+    With dh = dy[token] @ down_proj[e], which is not kept: dexpert_weight = <dh, h>, and dpre is the gradient for
+    weight * dh. weight * h is what the gradient of down_proj is made of: backward_weight(dy, weighted h, ..., "dy").
+    Zeros in the tail and for sentinels. R, I and H are not 0.
+    """
+    rows, K, N = slots.shape[0], dy.shape[1], down_proj.shape[2]
+    top_k = expert_weight.shape[1]
+    dpre = torch.empty_like(pre)
+    hw = torch.empty((rows, N), dtype=dy.dtype, device=dy.device) if keep_h else None
+    dy = _rows(dy)
+    w, turned = _weights(down_proj, True)
+    tile = DOWN_DSWIGLU.config(dy.device, *_key(N, K, dy, rows, offsets.shape[0], _fits(dy, w, N)))["BLOCK_N"]
+    tiles = triton.cdiv(N, tile)
+    partial = torch.empty((rows, tiles), dtype=torch.float32, device=dy.device)
+    _launch(DOWN_DSWIGLU, dy, w, dpre, pre, hw, partial, offsets, slots, top_k, expert_weight, rows, N, K,
+            turned, DSWIGLU)
+    dweight = torch.empty(position.shape, dtype=torch.float32, device=dy.device)
+    columns = triton.next_power_of_2(tiles)
+    block = max(1, 1024 // columns)
+    _router_gradient[(triton.cdiv(dweight.numel(), block),)](partial, position, dweight, dweight.numel(), tiles,
+                                                            BLOCK=block, TILES=columns)
+    return dpre, dweight, hw
+
+
+# ---- constants
+
+def _constants(m, n, k, warps, stages, per_sm, group=8, split=1) -> dict:
+    return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP": group, "SPLIT": split, "per_sm": per_sm,
+            "num_warps": warps, "num_stages": stages}
+
+
+# Without alignment each element is a load of its own, through registers. float32 is multiplied without tensor cores.
+_ODD = _constants(64, 64, 32, 4, 2, 2)
+_FP32 = _constants(64, 64, 32, 4, 3, 2)
+
+
+def _gemm_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
+    """Large: tiles of 128 x 256, which read half as often from L2 what they multiply, if K is long enough that little
+    time goes into filling the pipeline and writing the tile. Else 96 KiB of operands on their way: two blocks on an SM,
+    one of which multiplies while the other does that; and on sm_120, one."""
+    if itemsize == 4:
+        return _FP32
+    if not aligned:
+        return _ODD
+    if rows <= 64:
+        return _constants(64, 128, 64, 4, 4, 2)
+    return _constants(128, 256, 64, 8, 4, 1) if large and K > 1024 and N > 1024 else _constants(128, 128, 64, 8, 3, 2)
+
+
+def _gemm_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
+    if itemsize == 4 or not aligned:
+        return [_constants(m, n, 32, 4, stages, 2) for m, n in ((32, 64), (64, 64), (64, 32)) for stages in (2, 3)]
+    shapes = [(64, 128, 64, 4, 4, 2), (64, 256, 64, 4, 2, 1), (128, 128, 64, 4, 3, 2), (128, 128, 64, 8, 3, 2),
+              (128, 64, 64, 4, 4, 2), (128, 256, 64, 8, 2, 1), (128, 256, 32, 8, 4, 1)]
+    if large:
+        shapes += [(128, 256, 64, 8, 3, 1), (128, 256, 64, 8, 4, 1), (128, 128, 64, 8, 5, 1), (256, 128, 64, 8, 3, 1),
+                   (64, 256, 64, 4, 4, 1)]
+    return [_constants(*shape, group) for shape in shapes for group in (4, 8, 16)]
+
+
+def _up_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
+    """A tile's columns are of gates and of ups. SPLIT: registers of 256 columns."""
+    if itemsize == 4 or not aligned or rows <= 64:
+        return _gemm_heuristic(N, K, itemsize, rows, aligned, large)
+    return _constants(128, 256, 64, 8, 3, 1, split=2) if large else _constants(128, 128, 64, 8, 3, 2)
+
+
+def _up_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
+    return [{**c, "SPLIT": split} for c in _gemm_space(N, K, itemsize, rows, aligned, large)
+            for split in (1, 2) if c["BLOCK_M"] * c["BLOCK_N"] // c["num_warps"] // split <= 2048]
+
+
+def _down_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
+    """SPLIT: the epilogue holds a sum, a gate, an up and what comes of them for each element of a piece."""
+    if itemsize == 4 or not aligned:
+        return {**_ODD, "BLOCK_N": 32, "SPLIT": 2}
+    if rows <= 64:
+        return _constants(64, 128, 64, 4, 4, 2, split=4)
+    return _constants(128, 128, 64, 8, 5 if large else 3, 1, split=4)
+
+
+def _down_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
+    if itemsize == 4 or not aligned:
+        return [{**_ODD, "BLOCK_N": n, "SPLIT": split} for n, split in ((32, 1), (32, 2), (64, 4))]
+    shapes = [(64, 128, 64, 4, 4, 2, 4), (128, 64, 64, 4, 4, 2, 2), (128, 64, 64, 4, 4, 2, 4),
+              (128, 128, 64, 8, 3, 1, 4)]
+    if large:
+        shapes += [(128, 128, 64, 8, 5, 1, 4)]
+    return [_constants(*shape[:6], group, shape[6]) for shape in shapes for group in (4, 8, 16)]
+
+
+_WEIGHT_NAMES = ("BLOCK_N", "BLOCK_K", "BLOCK_R", "num_warps", "num_stages", "GROUP")
+
+
+def _dweight_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
+    """As for `_gemm`. Rows are what is summed over."""
+    if itemsize == 4 or not aligned:
+        shape = (64, 64, 32, 4, 3 if itemsize == 4 else 2)
+    else:
+        shape = (128, 256, 64, 8, 4) if large and rows > 512 and K % 256 == 0 else (128, 128, 64, 8, 3)
+    return dict(zip(_WEIGHT_NAMES, (*shape, 8), strict=True))
+
+
+def _dweight_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
+    if itemsize == 4 or not aligned:
+        shapes = [(64, 64, 32, 4, 2), (64, 64, 32, 4, 3), (64, 64, 16, 4, 3), (32, 64, 32, 4, 3)]
+    else:
+        shapes = [(128, 128, 64, 4, 3), (128, 128, 64, 8, 3), (128, 256, 64, 8, 2), (256, 128, 64, 8, 2),
+                  (128, 256, 32, 8, 4), (64, 256, 64, 4, 2), (64, 128, 64, 4, 4)]
+        if large:
+            shapes += [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (256, 128, 64, 8, 4)]
+    return [dict(zip(_WEIGHT_NAMES, (*shape, group), strict=True)) for shape in shapes for group in (4, 8, 16)]
+
+
+# ---- for the compile gate
+
+_TYPES = {2: "bf16", 4: "fp32"}
+_MATRIX = {90: ("wgmma",), 100: ("tcgen05",)}
+_COPIES = {90: ("wgmma", "tma"), 100: ("tcgen05", "tma")}
+
+
+def _about(key: dict) -> str:
+    words = (_TYPES[key["itemsize"]], "" if key["aligned"] else "odd", "large" if key["large"] else "",
+             "few rows" if key["rows"] <= 64 else "")
+    return " ".join(filter(None, words))
+
+
+def _needs(key: dict, tma: bool) -> dict:
+    """What a spec says of alignment and instructions. Without alignment nothing is wider than an element; float32
+    without TF32 has no matrix instructions."""
+    if not key["aligned"]:
+        return {"load": 8 * key["itemsize"], "store": 8 * key["itemsize"]}
+    uses = {} if key["itemsize"] == 4 else _COPIES if tma else _MATRIX
+    return {"min_arch": 90 if tma else 80, "max_arch": 119 if key["large"] else 999, "uses": uses,
+            "divisible": ("N", "K", "x_stride", "w_stride", "w_expert_stride", "dy_stride")}
+
+
+def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
+    def specs(key: dict, config: dict) -> list[KernelSpec]:
+        t = _TYPES[key["itemsize"]]
+        c = {n: v for n, v in config.items() if n not in ("per_sm", "num_warps", "num_stages")}
+        m, n, k = c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"]
+        block = [2, n // 2, k] if epilogue == SWIGLU else [k, n] if transposed else [n, k]
+        tma = key["itemsize"] == 2 and key["aligned"]
+        tma_x = tma and not gather
+        used = {"x": f"tensordesc<{t}[{m},{k}]>" if tma_x else f"*{t}",
+                "w": f"tensordesc<{t}[{','.join(map(str, (1, *block)))}]>" if tma else f"*{t}",
+                "out_ptr": f"*{t}", "tiles_ptr": "*i32",
+                **dict.fromkeys(("E", "capacity", "N", "K", "x_stride", "w_expert_stride", "w_stride", "TOP_K"), "i32")}
+        if gather:
+            used["slots_ptr"] = "*i32"
+        if epilogue != PLAIN:
+            used["pre_ptr"] = f"*{t}"
+        if epilogue == DSWIGLU:
+            used |= {"hw_ptr": f"*{t}", "partial_ptr": "*fp32", "weight_ptr": "*fp32"}
+        absent = dict.fromkeys(n for n in ("pre_ptr", "hw_ptr", "partial_ptr", "slots_ptr", "weight_ptr")
+                               if n not in used)
+        constexprs = {**absent, **c, "GATHER": gather, "TRANSPOSED": transposed, "EPILOGUE": epilogue,
+                      "STORE_PRE": epilogue == SWIGLU, "STORE_H": epilogue == DSWIGLU, "TMA_X": tma_x, "TMA_W": tma,
+                      "PRECISION": "ieee" if key["itemsize"] == 4 else None}
+        return [KernelSpec(_gemm, f"{label} {_about(key)}", used, constexprs, config["num_warps"],
+                           config["num_stages"], **_needs(key, tma))]
+
+    return specs
+
+
+def _dweight_specs(key: dict, config: dict) -> list[KernelSpec]:
+    t = _TYPES[key["itemsize"]]
+    c = {n: v for n, v in config.items() if n not in ("num_warps", "num_stages")}
+    n, k, r = c["BLOCK_N"], c["BLOCK_K"], c["BLOCK_R"]
+    tma = key["itemsize"] == 2 and key["aligned"]
+    found = []
+    for name, gather in (("", ""), (" gathered x", "x"), (" gathered dy", "dy")):
+        stages = (_gathered(config) if gather else config)["num_stages"]
+        tma_dy, tma_x = tma and gather != "dy", tma and gather != "x"
+        used = {"dy": f"tensordesc<{t}[{r},{n}]>" if tma_dy else f"*{t}",
+                "x": f"tensordesc<{t}[{r},{k}]>" if tma_x else f"*{t}", "out_ptr": f"*{t}", "offsets_ptr": "*i32",
+                **dict.fromkeys(("R", "N", "K", "dy_stride", "x_stride", "TOP_K"), "i32")}
+        if gather:
+            used["slots_ptr"] = "*i32"
+        constexprs = {**({} if gather else {"slots_ptr": None}), **c, "GATHER_DY": gather == "dy",
+                      "GATHER_X": gather == "x", "TMA_DY": tma_dy, "TMA_X": tma_x,
+                      "PRECISION": "ieee" if key["itemsize"] == 4 else None}
+        found.append(KernelSpec(_dweight, f"backward weight{name} {_about(key)}", used, constexprs,
+                                config["num_warps"], stages, **_needs(key, tma)))
+    return found
+
+
+def gate() -> tuple[KernelSpec, ...]:
+    """The small kernels, whose constants are not searched: a few numbers a thread, at any place."""
+    return (
+        KernelSpec(_map_tiles, "tiles", {"offsets_ptr": "*i32", "tiles_ptr": "*i32", "E": "i32", "R": "i32",
+                                         "capacity": "i32"},
+                   {"BLOCK_M": 128, "BLOCK": _TILE_BLOCK, "EXPERTS": 256}, load=32, store=32),
+        KernelSpec(_router_gradient, "router gradient",
+                   {"partial_ptr": "*fp32", "position_ptr": "*i32", "out_ptr": "*fp32", "SLOTS": "i32", "tiles": "i32"},
+                   {"BLOCK": 128, "TILES": 8}, load=32, store=32),
+    )
+
+
+_FIELDS = ("N", "K", "itemsize", "rows", "aligned", "large")
+_KEYS = [(2048, 2048, 2, 1024, True, False), (2048, 2048, 2, 64, True, False), (2047, 2047, 2, 1024, False, False),
+         (2048, 2048, 4, 1024, True, False), (2048, 2048, 2, 1024, True, True)]
+FORWARD = Tunable("grouped_gemm", "forward", _FIELDS, "forward", _gemm_heuristic, _gemm_space, _KEYS,
+                  _gemm_specs("forward", PLAIN, False, False))
+BACKWARD_X = Tunable("grouped_gemm", "backward_x", _FIELDS, "backward", _gemm_heuristic, _gemm_space, _KEYS,
+                     _gemm_specs("backward x", PLAIN, True, False))
+BACKWARD_WEIGHT = Tunable("grouped_gemm", "backward_weight", _FIELDS, "backward", _dweight_heuristic, _dweight_space,
+                          [_KEYS[0], *_KEYS[2:]], _dweight_specs)
+UP_SWIGLU = Tunable("moe_mlp", "up_swiglu", _FIELDS, "forward", _up_heuristic, _up_space, _KEYS,
+                    _gemm_specs("up_swiglu", SWIGLU, False, True))
+DOWN_DSWIGLU = Tunable("moe_mlp", "down_dswiglu", _FIELDS, "backward", _down_heuristic, _down_space, _KEYS,
+                       _gemm_specs("down_dswiglu", DSWIGLU, True, True))
+TUNABLES = (FORWARD, BACKWARD_X, BACKWARD_WEIGHT)
+FUSED = (UP_SWIGLU, DOWN_DSWIGLU)   # for the op that is made of them

@@ -1,0 +1,350 @@
+"""One product an expert: y[r] = weight[e(r)] x[r], where e(r) is the expert whose rows r is among.
+
+R = rows, E = experts, K = columns of x, N = columns of y. Rows are sorted by expert; those of expert e end at
+offsets[e], and the rows from offsets[-1] on, the tail, belong to none:
+
+    dx[r] = weight[e(r)]^T dy[r]        dweight[e] = the sum over e's rows of dy[r] x[r]^T
+
+The tail of y and dx is 0, and x and dy are not read there: NaN in it goes nowhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tilewright import platform
+from tilewright.ops import _checks, cases
+from tilewright.ops._library import adopt, define, differentiate
+from tilewright.registry import Case, Cost, Goal, Implementation, Op, short
+
+
+def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *,
+                 implementation: str = "auto") -> torch.Tensor:
+    """y[r] = weight[e] @ x[r] for offsets[e - 1] <= r < offsets[e], and 0 from offsets[-1] on.
+
+    x: [R, K] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read in place.
+    weight: [E, N, K] in x's dtype, E not 0; also the transpose of a contiguous [E, K, N], which is read in place.
+    offsets: [E] int32 on x's device: the end of each expert's rows. They do not decrease, and lie within 0 and R.
+    Returns [R, N], contiguous, in x's dtype. Summed in float32, rounded once. float32 is multiplied in full precision.
+    Differentiable in x and weight, once; the gradient of an expert without rows is 0. What is kept for the backward: x,
+        weight, offsets. Deterministic: no atomics.
+    Raises TypeError or ValueError for arguments that do not fit (on CUDA, where looking would wait for the device, the
+        values of offsets are not checked: they are cut to the rules), ImplementationUnavailable for a named
+        implementation that cannot run here.
+    Source: the per-expert linear layers of a mixture of experts (arXiv:2101.03961), without padding or dropped tokens
+        as in MegaBlocks, arXiv:2211.15841; the signature is that of torch.nn.functional.grouped_mm.
+    """
+    _validate(x, weight, offsets)
+    if not offsets.is_cuda and not offsets.is_meta:
+        offsets = _checked_offsets(offsets, x.shape[0])
+    return GROUPED_GEMM.pick(implementation, x)(x, weight, offsets)
+
+
+def _validate(x, weight, offsets):
+    _checks.floating("x", x)
+    _checks.floating("weight", weight)
+    if x.dim() != 2:
+        raise ValueError(f"x must have shape [R, K], got {list(x.shape)}")
+    if weight.dim() != 3 or weight.shape[0] == 0:
+        raise ValueError(f"weight must have shape [E, N, K], E not 0, got {list(weight.shape)}")
+    _checks.shape("weight", weight, (*weight.shape[:2], x.shape[1]), "[E, N, K], with x's K")
+    if weight.dtype != x.dtype:
+        raise TypeError(f"weight must have x's dtype {short(x.dtype)}, got {short(weight.dtype)}")
+    _checks.same_device(x=x, weight=weight, offsets=offsets)
+    _checks.dense("offsets", offsets)
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"offsets must be int32, got {short(offsets.dtype)}")
+    _checks.shape("offsets", offsets, (weight.shape[0],), "[E]: an end for each expert of weight")
+    if x.shape[0] >= 2**31:
+        raise ValueError(f"x must have fewer than 2^31 rows, got {x.shape[0]}")
+
+
+def _look_at_offsets(offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    last = 0
+    for e, end in enumerate(offsets.tolist() if not offsets.is_cuda else ()):
+        if not last <= end <= rows:
+            raise ValueError(f"offsets must not decrease and lie within 0 and {rows}, the number of rows; got {end} at "
+                             f"index {e}" + (f" after {last}" if e else ""))
+        last = end
+    return offsets.clone(memory_format=torch.contiguous_format)
+
+
+# An operator, so that compiled code checks when it runs; the caller uses its result.
+_checked_offsets = define("checked_offsets", _look_at_offsets, lambda offsets, rows: torch.empty_like(
+    offsets, memory_format=torch.contiguous_format))
+
+
+# ---- the definition
+
+def grouped_gemm_eager(x, weight, offsets):
+    acc = torch.promote_types(x.dtype, torch.float32)
+    parts, begin = [], 0
+    for w, end in zip(weight, offsets.tolist(), strict=True):
+        parts.append((x[begin:end].to(acc) @ w.to(acc).t()).to(x.dtype))
+        begin = end
+    parts.append(x.new_zeros(x.shape[0] - begin, weight.shape[1]))
+    return torch.cat(parts)
+
+
+# ---- fused implementations
+
+_loaded: dict[str, object] = {}
+
+
+def _fake_rows(x, weight, offsets):
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+def _fake_backward_x(dy, weight, offsets):
+    return dy.new_empty(dy.shape[0], weight.shape[2])
+
+
+def _fake_backward_weight(dy, x, offsets):
+    return dy.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
+
+
+def _register(forward, backward_x, backward_weight):
+    """Autograd for three operators."""
+    def setup(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    def backward(ctx, dy):
+        x, weight, offsets = ctx.saved_tensors
+        dx = backward_x(dy, weight, offsets) if ctx.needs_input_grad[0] else None
+        dweight = backward_weight(dy, x, offsets) if ctx.needs_input_grad[1] else None
+        return dx, dweight, None
+
+    differentiate(forward, backward, setup)
+    return forward
+
+
+def _defined(name, forward, backward_x, backward_weight):
+    return _register(define(f"grouped_gemm_{name}_forward", forward, _fake_rows),
+                     define(f"grouped_gemm_{name}_backward_x", backward_x, _fake_backward_x),
+                     define(f"grouped_gemm_{name}_backward_weight", backward_weight, _fake_backward_weight))
+
+
+def _triton():
+    if "triton" not in _loaded:
+        from tilewright.kernels import grouped_gemm_triton as k
+
+        def backward_weight(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            return k.backward_weight(dy, x, offsets)
+
+        _loaded["triton"] = _defined("triton", k.forward, k.backward_x, backward_weight)
+    return _loaded["triton"]
+
+
+def _cpp():
+    if "cpp" not in _loaded:
+        _loaded["cpp"] = _register(adopt("grouped_gemm_cpp_forward", _fake_rows),
+                                   adopt("grouped_gemm_cpp_backward_x", _fake_backward_x),
+                                   adopt("grouped_gemm_cpp_backward_weight", _fake_backward_weight))
+    return _loaded["cpp"]
+
+
+# ---- others' kernels: a product of rows with one matrix an expert, and a sum over rows. They want rows at multiples of
+# 16 bytes, and leave the tail, and perhaps what an expert without rows should get, as it was.
+
+def _padded(t: torch.Tensor) -> torch.Tensor:
+    """t, contiguous, with zeros up to a multiple of 16 bytes in its last dimension, and in the last but one of 3."""
+    step = 16 // t.element_size()
+    missing = [-n % step for n in reversed(t.shape[1:])]
+    return F.pad(t, [n for m in missing for n in (0, m)]) if any(missing) else t.contiguous()
+
+
+def _without_tail(y: torch.Tensor, columns: int, offsets: torch.Tensor) -> torch.Tensor:
+    tail = torch.arange(y.shape[0], device=y.device) >= offsets[-1]
+    return y[:, :columns].contiguous().masked_fill_(tail[:, None], 0)
+
+
+def _adapt(name, rows_by_matrix, sum_over_rows):
+    """rows_by_matrix: (x [R, K], w [E, K, N], offsets) -> [R, N].   sum_over_rows: (a [N, R], b [R, K], offsets) ->
+    [E, N, K]. Both with padded sizes."""
+    def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        if x.numel() == 0 or weight.numel() == 0:
+            return x.new_zeros(x.shape[0], weight.shape[1])
+        return _without_tail(rows_by_matrix(_padded(x), _padded(weight).mT, offsets), weight.shape[1], offsets)
+
+    def backward_x(dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        if dy.numel() == 0 or weight.numel() == 0:
+            return dy.new_zeros(dy.shape[0], weight.shape[2])
+        return _without_tail(rows_by_matrix(_padded(dy), _padded(weight), offsets), weight.shape[2], offsets)
+
+    def backward_weight(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        N, K = dy.shape[1], x.shape[1]
+        if dy.numel() == 0 or x.numel() == 0:
+            return dy.new_zeros(offsets.shape[0], N, K)
+        found = sum_over_rows(_padded(dy).t(), _padded(x), offsets)[:, :N, :K].contiguous()
+        idle = torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0
+        return found.masked_fill_(idle[:, None, None], 0)
+
+    return _defined(name, forward, backward_x, backward_weight)
+
+
+def _native():
+    if "native" not in _loaded:
+        def product(a, b, offsets):
+            return F.grouped_mm(a, b, offs=offsets)
+
+        _loaded["native"] = _adapt("native", product, product)
+    return _loaded["native"]
+
+
+def _no_native(device_type: str) -> str | None:
+    if not hasattr(F, "grouped_mm"):
+        return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm (2.10 and later have)"
+    if device_type not in ("cpu", "cuda"):
+        return f"torch's grouped_mm takes CPU and CUDA tensors, not {device_type}"
+    return _not_hopper_or_blackwell("torch's grouped_mm") if device_type == "cuda" else None
+
+
+def _not_hopper_or_blackwell(what: str) -> str | None:
+    if reason := platform.no_cuda():
+        return reason
+    major, minor = torch.cuda.get_device_capability()
+    fits = (major, minor) == (9, 0) or major == 10
+    return None if fits else f"{what} has kernels for compute capability 9.0 and 10.x, this device has {major}.{minor}"
+
+
+@dataclass(frozen=True)
+class _Native(Implementation):
+    """On CUDA torch's kernels are for bfloat16; it takes other dtypes in a loop that waits for the device."""
+
+    def why_not(self, device_type: str, dtype: torch.dtype | None = None) -> str | None:
+        reason = super().why_not(device_type, dtype)
+        if reason is None and device_type == "cuda" and dtype not in (None, torch.bfloat16):
+            return f"torch's grouped_mm has CUDA kernels for bfloat16, not {short(dtype)}"
+        return reason
+
+
+def _quack():
+    if "quack" not in _loaded:
+        from quack.gemm_interface import gemm
+
+        def ends(offsets):
+            return F.pad(offsets, (1, 0))
+
+        # tuned=False: quack would search for constants at the first call of every number of rows.
+        _loaded["quack"] = _adapt(
+            "quack", lambda a, b, offsets: gemm(a, b, cu_seqlens_m=ends(offsets), tuned=False),
+            lambda a, b, offsets: gemm(a, b, cu_seqlens_k=ends(offsets), tuned=False))
+    return _loaded["quack"]
+
+
+def _no_quack(device_type: str) -> str | None:
+    if reason := platform.no_module("quack"):
+        return f"{reason} (pip install quack-kernels)"
+    if device_type != "cuda":
+        return f"quack takes CUDA tensors, not {device_type}"
+    return _not_hopper_or_blackwell("quack's varlen GEMM")
+
+
+def _of_triton(what):
+    def load():
+        from tilewright.kernels import grouped_gemm_triton as k
+
+        return k.gate() if what == "gate" else k.TUNABLES
+
+    return load
+
+
+# ---- cases
+
+def _ends(shares: list[float], rows: int) -> list[int]:
+    """Offsets of experts whose numbers of rows are as these shares."""
+    whole, ends, total = sum(shares), [], 0.0
+    for share in shares:
+        total += share
+        ends.append(round(rows * total / whole))
+    return ends
+
+
+def _uniform(experts: int, seed: int) -> list[float]:
+    """Shares that differ by a few per cent, as those of a balanced router do."""
+    return (1 + 0.05 * torch.randn(experts, generator=cases.generator("cpu", seed))).tolist()
+
+
+def _skewed(experts: int, seed: int) -> list[float]:
+    """Zipf's: the first expert has as many rows as the second and the third together, and so on; in random order."""
+    order = torch.randperm(experts, generator=cases.generator("cpu", seed))
+    return (1 / (1 + order.double())).tolist()
+
+
+def _case(name, experts, rows, n, k, counts=None, shares=_uniform, tags=cases.CONTRACT):
+    """counts: rows of each expert, in place of shares; what they leave of `rows` is the tail, which is NaN."""
+    def make(device, dtype, seed):
+        g = cases.generator(device, seed)
+        x = cases.randn(rows, k, device=device, dtype=dtype, gen=g, requires_grad=False)
+        weight = cases.randn(experts, n, k, device=device, dtype=dtype, gen=g, scale=k**-0.5 if k else 1.0)
+        if counts is None:
+            ends = _ends(shares(experts, seed), rows)
+        else:
+            ends = torch.tensor(counts).cumsum(0).tolist()
+            x[ends[-1]:] = float("nan")
+        offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+        return {"x": x.requires_grad_(), "weight": weight, "offsets": offsets}
+
+    def cost(itemsize):
+        w = experts * n * k
+        return Cost((rows * (n + k) + w) * itemsize, (rows * (n + 2 * k) + 2 * w) * itemsize,
+                    2 * rows * n * k, 4 * rows * n * k)
+
+    return Case(name, make, cost, tags)
+
+
+def _timed():
+    qwen, hidden, inner = "qwen3-30b-a3b", 2048, 768
+    found = []
+    for tokens in (8192, 32768):
+        found += [_case(f"{qwen}_up_{tokens}", 128, 8 * tokens, 2 * inner, hidden, tags=cases.CUDA),
+                  _case(f"{qwen}_down_{tokens}", 128, 8 * tokens, hidden, inner, tags=cases.CUDA)]
+    found += [
+        _case(f"{qwen}_up_32768_skewed", 128, 8 * 32768, 2 * inner, hidden, shares=_skewed, tags=cases.CUDA),
+        _case("mixtral-8x7b_up_8192", 8, 2 * 8192, 2 * 14336, 4096, tags=cases.CUDA),
+        _case("mixtral-8x7b_down_8192", 8, 2 * 8192, 4096, 14336, tags=cases.CUDA),
+        _case("mixtral-8x7b_up_8192_skewed", 8, 2 * 8192, 2 * 14336, 4096, shares=_skewed, tags=cases.CUDA),
+        # A quarter of the experts: all, with gradients and float64 truth, are 20 GiB.
+        _case(f"{qwen}-32e_up_4_rows", 32, 32 * 4, 2 * inner, hidden, tags=cases.CPU),
+        _case(f"{qwen}-32e_up_32_rows", 32, 32 * 32, 2 * inner, hidden, tags=cases.CPU),
+        _case(f"{qwen}-32e_down_32_rows", 32, 32 * 32, hidden, inner, tags=cases.CPU),
+        _case(f"{qwen}-32e_up_32_rows_skewed", 32, 32 * 32, 2 * inner, hidden, shares=_skewed, tags=cases.CPU),
+    ]
+    return found
+
+
+_CASES = (
+    _case("ragged", 4, 37, 21, 19, (5, 20, 0, 12)),
+    _case("aligned", 3, 150, 144, 80, (129, 0, 21)),    # rows and edges that divide no tile, at multiples of 16
+    _case("tail", 4, 30, 24, 16, (3, 0, 9, 7)),
+    _case("tail_odd", 2, 9, 7, 5, (2, 4)),
+    _case("no_rows", 3, 0, 8, 16, (0, 0, 0)),
+    _case("only_tail", 2, 6, 5, 8, (0, 0)),
+    _case("one_expert_has_all", 5, 33, 16, 32, (0, 0, 33, 0, 0)),
+    _case("one_expert", 1, 20, 12, 8, (20,)),
+    _case("many_experts", 40, 64, 6, 8, tuple(i % 4 for i in range(40))),
+    _case("long", 2, 300, 8, 24, (283, 17)),            # more rows than a tile of any size
+    *_timed(),
+    _case("big", 4, 2**19 + 8, 4096, 64, tags=cases.BIG),
+    _case("big_weight", 33, 33 * 8, 8192, 8192, tags=cases.BIG),
+)
+
+_QWEN_32768 = ("qwen3-30b-a3b_up_32768", "qwen3-30b-a3b_down_32768")
+
+GROUPED_GEMM = Op(
+    "grouped_gemm", grouped_gemm, grouped_gemm_eager,
+    (
+        Implementation("triton", _triton, platform.no_triton, gate=_of_triton("gate"),
+                       tunables=_of_triton("tunables")),
+        _Native("native", _native, _no_native, devices=("cuda", "cpu")),
+        # Never chosen by auto: here to be asked for and compared with.
+        Implementation("quack", _quack, _no_quack, devices=(), dtypes=(torch.bfloat16, torch.float16)),
+        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+    ),
+    _CASES,
+    goals=(Goal("H200", "forward", "tflop_per_s", at_least=500, cases=_QWEN_32768, dtypes=("bfloat16",)),
+           Goal("H200", "backward", "tflop_per_s", at_least=420, cases=_QWEN_32768, dtypes=("bfloat16",))),
+    on_host=("eager",))

@@ -1,0 +1,324 @@
+"""The experts of a mixture-of-experts layer as one op: gather, up-projection, SwiGLU, down-projection, weighted sum.
+
+T = tokens, K = experts a token, R = T K rows, E = experts, H = width of the model, I = inner width of an expert. With
+rows in the order of their experts (`sort_by_expert`), and token(r), e(r), w(r) of a row r:
+
+    pre[r] = gate_up_proj[e(r)] x[token(r)]         h[r] = silu(gate) * up, where pre[r] = [gate; up]
+    y[t]   = the sum over t's rows of w(r) down_proj[e(r)] h[r]
+
+What is kept for the backward is x, pre and the routing (`saved_bytes`), because the backward needs neither the result
+of the down-projection nor its gradient. With dh[r] = down_proj[e(r)]^T dy[token(r)],
+
+    dw(r) = <dh[r], h[r]>         dpre[r] = dSwiGLU(pre[r], w(r) dh[r])
+    ddown_proj[e] = the sum over e's rows of dy[token(r)] (w(r) h[r])^T
+
+as in SonicMoE, arXiv:2512.14080. x is gathered in the products, so no copy of it in the order of the experts is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from tilewright import platform
+from tilewright.ops import _checks, cases
+from tilewright.ops._library import define, differentiate
+from tilewright.ops.activation import SILU, SILU_MUL, act_mul_eager
+from tilewright.ops.grouped_gemm import GROUPED_GEMM, grouped_gemm_eager
+from tilewright.ops.permute import PERMUTE, UNPERMUTE, checked_index, permute_eager, unpermute_eager
+from tilewright.registry import Case, Cost, Goal, Implementation, Op, no_kernels, short
+
+
+def moe_mlp(x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, expert_index: torch.Tensor,
+            expert_weight: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
+    """y[t] = sum_k expert_weight[t, k] * down_proj[e] (silu(gate) * up), [gate; up] = gate_up_proj[e] x[t],
+    e = expert_index[t, k].
+
+    x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
+    gate_up_proj: [E, 2 I, H], gates before ups, and down_proj: [E, H, I], in x's dtype.
+    expert_index: [T, K] int32 or int64, 0 to E - 1; E for a slot whose expert is not here: it adds nothing and gets no
+        gradient.
+    expert_weight: [T, K], any floating dtype, used in float32.
+    Returns [T, H], contiguous, in x's dtype. Products are summed in float32; gate, up, silu(gate) * up and the rows
+    of the down-projection are each rounded to x's dtype, the sum over k (in its order) is in float32, rounded once.
+    Differentiable in x, gate_up_proj, down_proj and expert_weight, once; the gradient of an expert without tokens is 0.
+    Kept for the backward: the arguments, gate and up, and the order of rows (`saved_bytes`). Deterministic.
+    Raises TypeError or ValueError for arguments that do not fit, IndexError for an index outside (on CUDA, where
+    looking would wait for the device, it counts as E), ImplementationUnavailable for a named implementation that
+    cannot run here.
+    Source: the experts of Mixtral, arXiv:2401.04088, and Qwen3-MoE, in the layout of transformers 5; see the module's
+    docstring for the backward.
+    """
+    index = _validate(x, gate_up_proj, down_proj, expert_index, expert_weight)
+    weight = expert_weight.to(torch.promote_types(x.dtype, torch.float32))
+    return MOE_MLP.pick(implementation, x)(x, gate_up_proj, down_proj, index, weight)
+
+
+def saved_bytes(T: int, K: int, E: int, H: int, I: int, itemsize: int) -> int:
+    """Bytes that one call of a fused implementation keeps for its backward, beside the two parameters: x, gate and up,
+    the weights of the routing, and slots, positions and offsets."""
+    return itemsize * (T * H + T * K * 2 * I) + 4 * (3 * T * K + E)
+
+
+def _validate(x, gate_up_proj, down_proj, expert_index, expert_weight):
+    for name, t in (("x", x), ("gate_up_proj", gate_up_proj), ("down_proj", down_proj),
+                    ("expert_weight", expert_weight)):
+        _checks.floating(name, t)
+    _checks.same_device(x=x, gate_up_proj=gate_up_proj, down_proj=down_proj, expert_index=expert_index,
+                        expert_weight=expert_weight)
+    if x.dim() != 2:
+        raise ValueError(f"x must have shape [T, H], got {list(x.shape)}")
+    if gate_up_proj.dim() != 3 or gate_up_proj.shape[1] % 2:
+        raise ValueError(f"gate_up_proj must have shape [E, 2 I, H], got {list(gate_up_proj.shape)}")
+    E, I, H = gate_up_proj.shape[0], gate_up_proj.shape[1] // 2, x.shape[1]
+    _checks.shape("gate_up_proj", gate_up_proj, (E, 2 * I, H), "[E, 2 I, H], with x's H")
+    _checks.shape("down_proj", down_proj, (E, H, I), "[E, H, I] of gate_up_proj")
+    for name, t in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+        if t.dtype != x.dtype:
+            raise TypeError(f"{name} must have x's dtype {short(x.dtype)}, got {short(t.dtype)}")
+    index = checked_index(expert_index, E)
+    if index.shape[0] != x.shape[0]:
+        raise ValueError(f"expert_index must have a row for each of x's {x.shape[0]}, got {list(index.shape)}")
+    _checks.shape("expert_weight", expert_weight, tuple(index.shape), "that of expert_index")
+    return index
+
+
+# ---- the definition
+
+def moe_mlp_eager(x, gate_up_proj, down_proj, expert_index, expert_weight):
+    rows, offsets, _, position = permute_eager(x, expert_index, gate_up_proj.shape[0])
+    h = act_mul_eager(grouped_gemm_eager(rows, gate_up_proj, offsets), None, SILU)
+    return unpermute_eager(grouped_gemm_eager(h, down_proj, offsets), expert_weight, position)
+
+
+# ---- fused implementations
+
+_loaded: dict[str, object] = {}
+
+
+def _fake_forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep):
+    (E, N, _), R = gate_up_proj.shape, expert_index.shape[0] * expert_index.shape[1]
+    return (x.new_empty(x.shape), x.new_empty((R, N) if keep else (0, N)), x.new_empty(E, dtype=torch.int32),
+            x.new_empty(R, dtype=torch.int32), x.new_empty(expert_index.shape, dtype=torch.int32))
+
+
+def _fake_backward(dy, x, gate_up_proj, down_proj, expert_weight, pre, offsets, slots, position, needs):
+    like = (x, gate_up_proj, down_proj, expert_weight)
+    return tuple(t.new_empty(t.shape if need else 0) for t, need in zip(like, needs, strict=True))
+
+
+def _register(name, forward, backward):
+    """forward: (x, gate_up_proj, down_proj, index, weight, keep) -> y, pre (without rows unless keep), offsets, slots,
+    position.   backward: -> the gradients of the four, empty where `needs` does not ask. No size is 0 in either."""
+    def whole_forward(x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor,
+                      expert_index: torch.Tensor, expert_weight: torch.Tensor, keep: bool,
+                      ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        if x.numel() and down_proj.numel():
+            return forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep)
+        y, pre, offsets, slots, position = _fake_forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep)
+        return y.zero_(), pre, offsets.zero_(), slots, position
+
+    def whole_backward(dy: torch.Tensor, x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor,
+                       expert_weight: torch.Tensor, pre: torch.Tensor, offsets: torch.Tensor, slots: torch.Tensor,
+                       position: torch.Tensor, needs: list[bool],
+                       ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        arguments = (dy, x, gate_up_proj, down_proj, expert_weight, pre, offsets, slots, position, needs)
+        if x.numel() and down_proj.numel():
+            return backward(*arguments)
+        return tuple(g.zero_() for g in _fake_backward(*arguments))
+
+    forward_op = define(f"moe_mlp_{name}_forward", whole_forward, _fake_forward)
+    backward_op = define(f"moe_mlp_{name}_backward", whole_backward, _fake_backward)
+
+    def setup(ctx, inputs, output):
+        x, gate_up_proj, down_proj, _, weight, _ = inputs
+        ctx.save_for_backward(x, gate_up_proj, down_proj, weight, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    def formula(ctx, dy, *_):
+        needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
+        if dy is None:
+            return (None,) * 6
+        found = backward_op(dy, *ctx.saved_tensors, needs)
+        dx, dgate_up, ddown, dweight = (g if need else None for g, need in zip(found, needs, strict=True))
+        return dx, dgate_up, ddown, None, dweight, None
+
+    differentiate(forward_op, formula, setup)
+
+    def call(x, gate_up_proj, down_proj, expert_index, expert_weight):
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up_proj, down_proj, expert_weight))
+        return forward_op(x, gate_up_proj, down_proj, expert_index, expert_weight.contiguous(), keep)[0]
+
+    return call
+
+
+def _triton():
+    if "triton" not in _loaded:
+        from tilewright.kernels import grouped_gemm_triton as g
+        from tilewright.kernels import permute_triton as p
+
+        def forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep):
+            offsets, slots, position = p.sort(expert_index, gate_up_proj.shape[0])
+            pre, h = g.up_swiglu(x, gate_up_proj, offsets, slots, expert_index.shape[1], keep)
+            y = p.collect(g.forward(h, down_proj, offsets), expert_weight, position)
+            return y, x.new_empty(0, gate_up_proj.shape[1]) if pre is None else pre, offsets, slots, position
+
+        def backward(dy, x, gate_up_proj, down_proj, expert_weight, pre, offsets, slots, position, needs):
+            K = position.shape[1]
+            dpre, dweight, weighted = g.down_dswiglu(dy, down_proj, pre, expert_weight, offsets, slots, position,
+                                                     keep_h=needs[2])
+            ddown = g.backward_weight(dy, weighted, offsets, slots, K, gather="dy") if needs[2] else dy.new_empty(0)
+            del weighted   # as large as half of pre
+            dgate_up = g.backward_weight(dpre, x, offsets, slots, K) if needs[1] else dy.new_empty(0)
+            dx = (p.collect(g.backward_x(dpre, gate_up_proj, offsets), None, position) if needs[0]
+                  else dy.new_empty(0))
+            return dx, dgate_up, ddown, dweight if needs[3] else dweight.new_empty(0)
+
+        _loaded["triton"] = _register("triton", forward, backward)
+    return _loaded["triton"]
+
+
+def _composed(name):
+    """Of the grouped GEMM of this name, and what the registry takes for the rest. The gathered rows are a copy, which
+    lives as long as one product."""
+    def load():
+        if name not in _loaded:
+            _loaded[name] = _compose(name)
+        return _loaded[name]
+
+    return load
+
+
+def _compose(name):
+    product = GROUPED_GEMM.implementation(name).load()
+    backward_x, backward_weight = (getattr(torch.ops.tilewright, f"grouped_gemm_{name}_{which}").default
+                                   for which in ("backward_x", "backward_weight"))
+
+    def forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep):
+        _, offsets, slots, position = PERMUTE.pick("auto", x)(None, expert_index, gate_up_proj.shape[0])
+        pre = product(x[slots // expert_index.shape[1]], gate_up_proj, offsets)
+        h = SILU_MUL.pick("auto", pre)(pre, None, SILU)
+        y = UNPERMUTE.pick("auto", h)(product(h, down_proj, offsets), expert_weight, position)
+        return y, pre if keep else pre.new_empty(0, pre.shape[1]), offsets, slots, position
+
+    def backward(dy, x, gate_up_proj, down_proj, expert_weight, pre, offsets, slots, position, needs):
+        token = slots // position.shape[1]
+        rows = dy[token]
+        dh = backward_x(rows, down_proj, offsets)
+        weight = expert_weight.flatten()[slots][:, None]
+        weighted, dpre, dots = _between(dh, pre, weight)
+        ddown = backward_weight(rows, weighted, offsets) if needs[2] else dy.new_empty(0)
+        del rows, dh, weighted
+        dgate_up = backward_weight(dpre, x[token], offsets) if needs[1] else dy.new_empty(0)
+        dx = (UNPERMUTE.pick("auto", dy)(backward_x(dpre, gate_up_proj, offsets), None, position) if needs[0]
+              else dy.new_empty(0))
+        dweight = dots.new_empty(0)
+        if needs[3]:
+            dweight = torch.where(position < 0, 0, dots[position.clamp_min(0)])
+        return dx, dgate_up, ddown, dweight
+
+    return _register(name, forward, backward)
+
+
+def _between(dh, pre, weight):
+    """(weight * h, dpre, <dh, h>) of rows: what stands between the two products of the backward, in float32."""
+    gate, up = pre.float().chunk(2, -1)
+    dh = dh.float()
+    silu = F.silu(gate)
+    h = (silu * up).to(pre.dtype).float()   # as the forward rounded it
+    dots = (dh * h).sum(-1)
+    dh = weight * dh
+    sigmoid = gate.sigmoid()
+    dgate = dh * up * (sigmoid + silu * (1 - sigmoid))
+    return (weight * h).to(pre.dtype), torch.cat((dgate, dh * silu), -1).to(pre.dtype), dots
+
+
+def _tunables():
+    from tilewright.kernels import grouped_gemm_triton, permute_triton
+
+    return (*grouped_gemm_triton.FUSED, *grouped_gemm_triton.TUNABLES, permute_triton.COLLECT)
+
+
+def _of(name):
+    """This op on a grouped GEMM's implementation, which can run where that can."""
+    return replace(GROUPED_GEMM.implementation(name), load=_composed(name), gate=no_kernels, tunables=no_kernels)
+
+
+# ---- cases
+
+def _routing(device, gen, T, E, K, kind):
+    """kind: "uniform"; "skewed" (Zipf); "half", where half of the experts get nothing; "one", where the last gets all
+    (K is 1); "sentinels", where two fifths of the slots have no expert here; "none", where all have none."""
+    if kind in ("one", "none"):
+        return torch.full((T, K), E - 1 if kind == "one" else E, device=device)
+    scores = torch.rand(T, E, device=device, generator=gen).log().neg().log().neg()   # Gumbel: top-k draws K experts
+    if kind == "skewed":
+        scores = scores - torch.arange(1, E + 1, device=device).log()
+    if kind == "half":
+        scores[:, ::2] -= 1e3
+    index = scores.topk(K, -1).indices
+    if kind == "sentinels":
+        index[torch.rand(T, K, device=device, generator=gen) < 0.4] = E
+    return index
+
+
+def _case(name, T, E, K, H, I, kind="uniform", tags=cases.CONTRACT):
+    def make(device, dtype, seed):
+        g = cases.generator(device, seed)
+        draw = {"device": device, "dtype": dtype, "gen": g}
+        return {"x": cases.randn(T, H, **draw),
+                "gate_up_proj": cases.randn(E, 2 * I, H, scale=H**-0.5, **draw),
+                "down_proj": cases.randn(E, H, I, scale=max(I, 1)**-0.5, **draw),
+                "expert_index": _routing(device, g, T, E, K, kind),
+                "expert_weight": cases.randn(T, K, device=device, dtype=torch.float32, gen=g).detach().softmax(-1)
+                                      .requires_grad_()}
+
+    def cost(itemsize):
+        R, weights = T * K, 3 * E * H * I
+        forward = itemsize * (weights + 2 * T * H + 2 * R * 2 * I)   # pre is written and read
+        return Cost(forward, itemsize * (2 * weights + 3 * T * H + 2 * R * 2 * I), 6 * R * H * I, 12 * R * H * I)
+
+    return Case(name, make, cost, tags)
+
+
+_QWEN, _MIXTRAL = (128, 8, 2048, 768), (8, 2, 4096, 14336)
+
+_CASES = (
+    _case("ragged", 37, 5, 2, 24, 19),
+    _case("aligned", 48, 4, 2, 64, 32),
+    _case("half_idle", 29, 8, 3, 16, 24, "half"),
+    _case("one_expert_has_all", 33, 5, 1, 16, 16, "one"),
+    _case("sentinels", 31, 4, 2, 20, 16, "sentinels"),
+    _case("only_sentinels", 7, 3, 2, 16, 8, "none"),
+    _case("one_expert", 21, 1, 1, 12, 10),
+    _case("every_expert", 9, 4, 4, 16, 16),
+    _case("no_tokens", 0, 3, 2, 16, 8),
+    _case("skewed", 64, 16, 4, 32, 16, "skewed"),
+    _case("qwen3-30b-a3b_8192", 8192, *_QWEN, tags=cases.CUDA),
+    _case("qwen3-30b-a3b_32768", 32768, *_QWEN, tags=cases.CUDA),
+    _case("qwen3-30b-a3b_32768_skewed", 32768, *_QWEN, "skewed", tags=cases.CUDA),
+    _case("mixtral-8x7b_8192", 8192, *_MIXTRAL, tags=cases.CUDA),
+    # A quarter of DeepSeek-V3's experts, and of Qwen3's on a CPU: all of them, with gradients and float64 truth, are
+    # more than the memory there is.
+    _case("deepseek-v3-64e_8192", 8192, 64, 8, 7168, 2048, tags=cases.CUDA),
+    _case("qwen3-30b-a3b-32e_128", 128, 32, *_QWEN[1:], tags=cases.CPU),
+    _case("qwen3-30b-a3b-32e_512", 512, 32, *_QWEN[1:], tags=cases.CPU),
+    _case("qwen3-30b-a3b-32e_128_skewed", 128, 32, *_QWEN[1:], "skewed", tags=cases.CPU),
+)
+
+
+MOE_MLP = Op(
+    "moe_mlp", moe_mlp, moe_mlp_eager,
+    (
+        Implementation("triton", _triton, platform.no_triton, tunables=_tunables),
+        _of("cpp"),
+        _of("native"),
+        _of("quack"),
+    ),
+    _CASES,
+    goals=tuple(Goal("H200", which, "tflop_per_s", at_least=least, cases=("qwen3-30b-a3b_32768",), dtypes=("bfloat16",))
+                for which, least in (("forward", 500), ("backward", 420))),
+    on_host=("eager",))
