@@ -74,7 +74,7 @@ def test_an_adapter_has_the_arguments_of_its_op():
 def test_no_peer_is_imported_before_it_is_called():
     code = ("import sys, torch\nfrom tilewright.bench import peers, providers, run\nfrom tilewright.ops import OPS\n"
             "for op in OPS.values():\n    providers.providers(op, 'cuda', torch.float32)\npeers.versions()\n"
-            "names = {'liger_kernel', 'quack', 'flash_attn', 'flash_attn_interface', 'bitsandbytes'}\n"
+            "names = {'liger_kernel', 'quack', 'flash_attn', 'flash_attn_interface', 'bitsandbytes', 'transformers'}\n"
             "print(sorted(names & {m.split('.')[0] for m in sys.modules}))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -84,7 +84,7 @@ def test_versions_name_the_distribution_that_is_installed(monkeypatch):
     have = {"flash-attn": "2.8.3", "liger-kernel": "0.8.5"}
     monkeypatch.setattr(peers, "_version", have.get)
     assert peers.versions() == {"liger-kernel": "0.8.5", "quack-kernels": "not installed", "flash-attn": "2.8.3",
-                                "bitsandbytes": "not installed"}
+                                "transformers": "not installed", "bitsandbytes": "not installed"}
     assert peers._no_flash("cpu") is not None
     have.clear()
     assert peers._no_flash("cuda") == ("none of the packages flash-attn-4, flash-attn-3, flash-attn is installed")
@@ -328,3 +328,15 @@ def test_an_option_that_is_written_out_at_its_default_is_not_refused(peer, op, k
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "implementation"}
     with pytest.raises((TypeError, AttributeError), match="NoneType"):   # the call itself
         PEERS[peer].ops[op](**{**defaults, **kwargs})
+
+
+@pytest.mark.parametrize("name", ["transformers", "transformers-grouped"])
+def test_transformers_experts_are_what_they_say(name):
+    pytest.importorskip("transformers")
+    op = OPS["moe_mlp"]
+    case = next(c for c in op.cases if c.name == "aligned")   # its grouped_mm wants rows at multiples of 16 bytes
+    kwargs = case.make("cpu", torch.float32, 0)
+    by = contract.reference(op, kwargs, torch.float32)
+    provider = providers.Provider(name, PEERS[name].ops["moe_mlp"])
+    # Twice the budget: its sums are in another order.
+    assert all(f.error <= 2 * f.budget for f in providers.gate(op, provider, kwargs, by))

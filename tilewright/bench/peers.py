@@ -6,10 +6,12 @@ changes CuTe's tensor classes for the whole process, importing flash-attn 2 load
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -165,6 +167,12 @@ def _liger_rope(q, k, cos, sin, *, rotary_dim=None, inplace=False, **more):
     return LigerRopeFunction.apply(q, k, cos, sin, None, 1, R)
 
 
+def _liger_moe_mlp(x, gate_up_proj, down_proj, expert_index, expert_weight):
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    return LigerFusedMoEFunction.apply(x, gate_up_proj, down_proj, expert_index.int(), expert_weight)
+
+
 # ---- quack
 # Its norms stay in float32 up to the store, which is cast="gemma". "llama" rounds once more in between, and "none"
 # lets a kernel do the same: it takes all three, and the contract judges it.
@@ -269,6 +277,27 @@ def _flash_attention(q, k, v, *, cu_seqlens=None, causal=True, scale=None):
     return (out if cu_seqlens is None else out.unsqueeze(0)).transpose(1, 2)
 
 
+# ---- transformers: its experts, as a loop over them and on torch's grouped_mm
+
+def _experts_of_transformers(name):
+    def moe_mlp(x, gate_up_proj, down_proj, expert_index, expert_weight):
+        qwen = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+        # What its functions read of a module; to make one would draw weights.
+        experts = SimpleNamespace(
+            gate_up_proj=gate_up_proj, down_proj=down_proj, num_experts=gate_up_proj.shape[0],
+            act_fn=torch.nn.functional.silu, config=SimpleNamespace(_experts_implementation=name), has_gate=True,
+            has_bias=False, has_post_expert_norm=False, is_transposed=False, is_concatenated=True,
+            _is_expert_parallel=False)
+        experts._apply_gate = functools.partial(qwen.Qwen3MoeExperts._apply_gate, experts)
+        return qwen.Qwen3MoeExperts.forward(experts, x, expert_index, expert_weight)
+
+    return moe_mlp
+
+
+def _no_transformers(device: str) -> str | None:
+    return platform.no_module("transformers")
+
+
 # ---- the table
 
 PEERS: dict[str, Peer] = {
@@ -276,7 +305,7 @@ PEERS: dict[str, Peer] = {
         "liger-kernel", _on_cuda("liger-kernel", "liger_kernel", 80),
         {"rmsnorm": _liger_rmsnorm, "add_rmsnorm": _liger_add_rmsnorm, "silu_mul": _liger_silu_mul,
          "gelu_mul": _liger_gelu_mul, "rope": _liger_rope, "cross_entropy": _liger_cross_entropy,
-         "linear_cross_entropy": _liger_linear_cross_entropy},
+         "linear_cross_entropy": _liger_linear_cross_entropy, "moe_mlp": _liger_moe_mlp},
         consumes=frozenset({"cross_entropy", "rope"})),   # by the gradient, and the rotated rows
     "quack": Peer(
         "quack-kernels", _on_cuda("quack-kernels", "quack", 90),
@@ -284,5 +313,8 @@ PEERS: dict[str, Peer] = {
          "linear_cross_entropy": _quack_linear_cross_entropy}),
     "flash-attn": Peer("flash-attn-4", _no_flash, {"attention": _flash_attention},
                        elsewhere=("flash-attn-3", "flash-attn")),
+    "transformers": Peer("transformers", _no_transformers, {"moe_mlp": _experts_of_transformers("eager")}),
+    "transformers-grouped": Peer("transformers", _no_transformers,
+                                 {"moe_mlp": _experts_of_transformers("grouped_mm")}),
     "bitsandbytes": Peer("bitsandbytes", lambda device: platform.no_module("bitsandbytes")),
 }
