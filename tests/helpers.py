@@ -25,19 +25,23 @@ def skip_unless_usable(op, name, dtype):
 
 
 def join_group(rank, world, folder):
-    """Called in each process of `two_processes`: the gloo group of all of them."""
+    """Called in each process of `processes`: the gloo group of all of them."""
     store = torch.distributed.FileStore(f"{folder}/store", world)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     return torch.distributed.group.WORLD
 
 
-def two_processes(fn, *arguments):
-    """fn(rank, 2, *arguments) in two processes; one that hangs fails the test after two minutes."""
-    context = torch.multiprocessing.spawn(fn, (2, *arguments), nprocs=2, join=False)
+def processes(number, fn, *arguments):
+    """fn(rank, number, *arguments) in that many processes; one that hangs fails the test after two minutes."""
+    context = torch.multiprocessing.spawn(fn, (number, *arguments), nprocs=number, join=False)
     deadline = 120
     while not context.join(timeout=1):
         deadline -= 1
         if deadline <= 0:
             for process in context.processes:
                 process.kill()
-            pytest.fail("the two processes did not finish")
+            pytest.fail(f"the {number} processes did not finish")
+
+
+def two_processes(fn, *arguments):
+    processes(2, fn, *arguments)

@@ -413,6 +413,19 @@ RULES = [
      "--train.enable_full_determinism=true --train.allow_cuda_launch_blocking=true"),
     ("--train.profile_start_step=2", "profiling must end after it starts",
      "--train.profile_start_step=2 --train.profile_end_step=3"),
+    (f"{DDP} --train.expert_parallel_size=2", "only fsdp2 reads this", "--train.expert_parallel_size=2"),
+    (f"{NONE} --train.ep_outside=true", "only fsdp2", "--train.ep_outside=true --train.expert_parallel_size=2"),
+    ("--train.ep_outside=true", "there is nothing to place", ""),
+    ("--model.ep_dispatch=deepep", "one process has all experts", "--model.ep_dispatch=alltoall"),
+    ("--model.deepep_buffer_size_gb=1", "only deepep reads this", "--model.deepep_buffer_size_gb=2"),
+    ("--model.deepep_num_sms=24", "only deepep reads this", "--model.deepep_num_sms=20"),
+    ("--model.deepep_num_sms=21", "must be even", ""),
+    ("--model.ep_dispatch=deepep --train.enable_mixed_precision=false", "carries bfloat16", ""),
+    ("--train.enable_gradient_checkpointing=false --train.moe_checkpoint_method=moe_act", "nothing is recomputed",
+     "--train.moe_checkpoint_method=moe_act"),
+    ('--train.moe_checkpoint_method=moe_act --train.recompute_modules=["self_attn"]', "experts are not recomputed",
+     '--train.moe_checkpoint_method=moe_act --train.recompute_modules=["mlp"]'),
+    ("--train.moe_checkpoint_method=moe_act --train.enable_reentrant=true", "without reentering", ""),
     ("--lora.enable_qlora=true --lora.enable_lora=false", "QLoRA implies LoRA", ""),
     ("--lora.reset_optimizer_on_merge=true", "no merge to reset at", ""),
 ]
@@ -430,8 +443,12 @@ def test_rules_of_the_machine(least, monkeypatch):
     if platform.no_cuda():
         assert errors(least, NONE, "--train.init_device=cuda") == ["train.init_device = cuda: no CUDA device"]
     monkeypatch.setattr(platform, "no_module", lambda name: f"no {name} here")
+    deep = "--model.ep_dispatch=deepep", "--train.expert_parallel_size=2"
+    assert errors(least, *deep) == ["model.ep_dispatch = deepep: no deep_ep here"]
     assert errors(least, "--train.use_wandb=true") == ["train.use_wandb = true: no wandb here"]
     monkeypatch.setattr(platform, "no_module", lambda name: None)
+    if platform.no_cuda():
+        assert errors(least, *deep) == ["model.ep_dispatch = deepep: no CUDA device"]
     assert least("--train.use_wandb=true").train.use_wandb
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     [line] = errors(least)
@@ -459,6 +476,9 @@ def test_building_without_a_file_follows_the_rules_too():
     ({"data_parallel_replicate_size": 3}, 8, "do not make 8 processes"),
     ({"data_parallel_replicate_size": 16}, 8, "do not make 8 processes"),
     ({"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}, 8, "do not make 8 processes"),
+    ({"expert_parallel_size": 2}, 4, (1, 4)),
+    ({"expert_parallel_size": 3}, 4, "expert_parallel_size = 3: does not divide the 4 processes of a shard group"),
+    ({"expert_parallel_size": 4, "data_parallel_replicate_size": 2}, 4, "does not divide the 2 processes"),
 ])
 def test_mesh(values, world, expected):
     train = Train(output_dir="o", **values)

@@ -99,18 +99,60 @@ def test_packed_documents_equal_separate_ones(name, attn, tmp_path):
     torch.testing.assert_close(packed[0], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_recomputed_activations_give_the_same_gradients(tmp_path):
-    theirs("qwen3", tmp_path)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe-mixed"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_activations_give_the_same_gradients(name, reentrant, tmp_path):
+    theirs(name, tmp_path)
     ids = torch.randint(0, 211, (1, 20))
     found = []
     for modules in ("off", None, ["self_attn"], ["mlp"], ["self_attn", "mlp"]):
         model = ours(tmp_path / "theirs")
         if modules != "off":
-            model.recompute_activations(modules)
+            model.recompute_activations(modules, reentrant)
         model(ids, labels=ids).backward()
         found.append([p.grad for p in model.parameters()])
     for grads in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], grads, strict=True))
+
+
+@pytest.mark.parametrize("modules", [None, ["mlp"], ["self_attn", "mlp"]])
+def test_experts_alone_are_recomputed_without_choosing_again(modules, tmp_path):
+    """The same gradients; each router runs once, each layer's experts twice; and less is kept than without."""
+    theirs("qwen3-moe-mixed", tmp_path)
+    ids = torch.randint(0, 211, (1, 20))
+
+    def measure(alone):
+        model = ours(tmp_path / "theirs")
+        if alone:
+            model.recompute_activations(modules, experts_alone=True)
+        calls, kept = {"gate": 0, "experts": 0}, {}
+
+        def counted(name, call):
+            def wrapped(*args):
+                calls[name] += 1
+                return call(*args)
+
+            return wrapped
+
+        for block in model.model.layers:
+            if hasattr(block.mlp, "experts"):
+                block.mlp.gate.forward = counted("gate", block.mlp.gate.forward)
+                block.mlp.experts._compute = counted("experts", block.mlp.experts._compute)
+
+        def pack(t):
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = model(ids, labels=ids)
+        loss.backward()
+        return [p.grad for p in model.parameters()], calls, sum(kept.values())
+
+    found = measure(False), measure(True)
+    (plain, once, much), (recomputed, twice, little) = found
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+    assert once == {"gate": 2, "experts": 2} and twice == {"gate": 2, "experts": 4}
+    assert little < much - 2 * 20 * 2 * 2 * 48 * 4   # gate and up of two layers
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -159,8 +201,11 @@ def test_unknown_and_unusable_implementations_are_refused_before_anything_is_bui
 
     with pytest.raises(ValueError, match=r"attention: unknown implementation 'flash_attention_9'; have"):
         Ops.resolve("flash_attention_9")
-    with pytest.raises(ValueError, match="moe_implementation: 'triton' is not registered"):
-        Ops.resolve(moe_implementation="triton")
+    with pytest.raises(ValueError, match=r"moe_mlp: unknown implementation 'nosuch'; have \['auto', 'triton'"):
+        Ops.resolve(moe_implementation="nosuch")
+    with pytest.raises(ImplementationUnavailable, match=r"moe_mlp\[triton\]"):
+        Ops.resolve(moe_implementation="triton", device_type="xpu")
+    assert Ops.resolve(moe_implementation="eager").names()["moe_mlp"] == "eager"
     with pytest.raises(ImplementationUnavailable, match=r"rmsnorm.*triton"):
         Ops.resolve(rmsnorm="triton", device_type="cuda") if not torch.cuda.is_available() else Ops.resolve(
             rmsnorm="triton", device_type="xpu")

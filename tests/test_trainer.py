@@ -1,9 +1,11 @@
 """The training loop: schedules, gradients however they are cut up, checkpoints, what a run writes."""
 
+import contextlib
 import json
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -16,7 +18,10 @@ import yaml
 pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
 
-from tilewright.trainer import checkpoint, data, hf, optim, train  # noqa: E402
+import distributed_worker  # noqa: E402
+
+from tilewright import ops as tw  # noqa: E402
+from tilewright.trainer import checkpoint, data, hf, optim, parallel, train  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
 from tilewright.trainer.parallel import World, clip_gradients, init_distributed  # noqa: E402
@@ -133,7 +138,7 @@ def step_in_one_process(path, bins, *arguments):
     model = train.build_model(config, shape_of(config), world, Ops.resolve())
     step = [data.collate(bins[i:i + t.micro_batch_size], 8) for i in range(0, len(bins), t.micro_batch_size)]
     assert len(step) == t.gradient_accumulation_steps
-    loss, tokens = train.train_step(model, step, config, world)
+    loss, tokens, _ = train.train_step(model, step, config, world)
     norm = clip_gradients(list(model.parameters()), 0.0)
     return {"loss": loss, "tokens": tokens, "norm": norm, "grads": {n: p.grad for n, p in model.named_parameters()}}
 
@@ -191,6 +196,162 @@ def test_two_processes_give_the_gradients_of_one(shape, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     for mode in MODES:
         same(torch.load(tmp_path / f"{mode}.pt"), want)
+
+
+EXPERTS = ["--train.data_parallel_mode=fsdp2", "--train.expert_parallel_size=2"]
+RECOMPUTE = "--train.enable_gradient_checkpointing=true"
+SPREAD = {
+    "train_and_save": [*EXPERTS, "--train.optimizer=adamw", "--train.lr=1e-3"],
+    "train_after_loading": [*EXPERTS, "--train.optimizer=adamw", "--train.lr=1e-3", "--train.ep_outside=true"],
+    "train": [*EXPERTS],
+    "train_outside": [*EXPERTS, "--train.ep_outside=true", "--train.enable_full_shard=false"],
+    "train_all_four": ["--train.data_parallel_mode=fsdp2", "--train.expert_parallel_size=4"],
+    "train_replicas": [*EXPERTS, "--train.data_parallel_replicate_size=2"],
+    "train_recompute": [*EXPERTS, RECOMPUTE],
+    "train_moe_act": [*EXPERTS, RECOMPUTE, "--train.moe_checkpoint_method=moe_act"],
+    "train_in_bfloat16": [*EXPERTS, RECOMPUTE, "--train.enable_mixed_precision=true"],
+    "train_moe_act_mlp": [*EXPERTS, RECOMPUTE, "--train.moe_checkpoint_method=moe_act",
+                          '--train.recompute_modules=["mlp"]'],
+}
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory):
+    """Four steps in four processes in each of those ways, and in one process of the whole batch."""
+    folder = tmp_path_factory.mktemp("spread")
+    # SGD, whose steps show a wrong scale of gradients, which AdamW's do not; and gradients that are clipped.
+    path = write_config(folder, MOE, train__micro_batch_size=1, train__gradient_accumulation_steps=2,
+                        train__optimizer="sgd", train__lr=0.5, train__max_grad_norm=0.2, data__pad_to_multiple_of=1)
+    bins = make_bins()
+    torch.save(bins, folder / "bins.pt")
+    (folder / "modes.json").write_text(json.dumps(SPREAD))
+    done = launch(4, [str(pathlib.Path(__file__).with_name("distributed_worker.py"))], str(folder))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {mode: torch.load(folder / f"{mode}.pt") for mode in SPREAD}
+    alone = {adam: distributed_worker.several_steps(load(path, [
+        "--train.micro_batch_size=4", *(["--train.optimizer=adamw", "--train.lr=1e-3"] if adam else [])]),
+        World(), bins)[2] for adam in (False, True)}
+    return folder, path, found, alone
+
+
+@pytest.mark.parametrize("mode", SPREAD)
+def test_experts_spread_over_processes_train_as_in_one(mode, spread):
+    _, _, found, alone = spread
+    found, want = found[mode], alone[mode in ("train_and_save", "train_after_loading")]
+    assert min(want["norm"]) > 0.4   # twice what it is clipped to
+    if mode == "train_in_bfloat16":
+        assert found["loss"] != want["loss"]
+        np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-2)
+        return
+    np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-5)
+    np.testing.assert_allclose(found["norm"], want["norm"], rtol=1e-5)
+    for name, weight in want["weights"].items():
+        # AdamW divides by the gradient's size, and so makes a rounding error of a small one large.
+        tolerance = 1e-3 if mode in ("train_and_save", "train_after_loading") else 1e-5
+        assert (found["weights"][name] - weight).abs().max() <= tolerance * weight.abs().max(), name
+    for a, b in zip(found["router"], want["router"], strict=True):
+        assert a.keys() == b.keys() == {"expert_load", "worst_expert_load", "load_balance_loss", "z_loss"}
+        assert a["expert_load"] == pytest.approx(b["expert_load"], rel=1e-6)
+        assert a == pytest.approx(b, rel=0.1)   # the losses are means of micro-batches', which differ in their tokens
+
+
+@pytest.mark.parametrize("mode, calls", [
+    ("train", 7), ("train_moe_act", 7), ("train_moe_act_mlp", 7), ("train_recompute", 9)])
+def test_moe_act_sends_no_token_twice_and_nothing_exchanges_sizes_again(mode, calls, spread):
+    layers, micro_batches = 2, 2
+    assert spread[2][mode]["all_to_alls"] == layers * micro_batches * calls
+
+
+def test_checkpoints_of_spread_experts_move(spread):
+    folder, path, found, _ = spread
+    want, moved = found["train_and_save"], found["train_after_loading"]
+    for kind in ("restored", *hf.LOAD_MODES):   # into processes that share experts otherwise
+        assert all(torch.equal(moved[kind][name], w) for name, w in want["weights"].items()), kind
+    assert all(torch.equal(a, b) for a, b in zip(moved["moments"], want["moments"], strict=True))
+    config = load(path, ["--train.optimizer=adamw"])   # and into one process
+    model = Transformer(shape_of(config), Ops.resolve())
+    optimizer = optim.build_optimizer(model, config.train)
+    checkpoint.restore(folder / "checkpoints/global_step_1", model, optimizer, World(), run={}, ops={})
+    assert all(torch.equal(p, want["weights"][name]) for name, p in model.named_parameters())
+    assert all(torch.equal(a, b) for a, b in zip(distributed_worker.moments(optimizer), want["moments"], strict=True))
+    for name, weight in want["weights"].items():   # one file of each expert's own tensors
+        parts = hf.split(name, weight, model.config)
+        for target, part in zip(hf.sources(name, model.config), parts, strict=True):
+            assert torch.equal(stored(folder)[target], part), target
+    assert sum(".experts.3." in name for name in stored(folder)) == 2 * 3
+
+
+def test_the_trainer_spreads_experts_and_reports_on_routers(tmp_path):
+    path = write_config(tmp_path, MOE, train__max_steps=3, train__enable_gradient_checkpointing=True,
+                        data__pad_to_multiple_of=1, data__val_set_size=6)
+    command = ["-m", "tilewright.trainer.train"], path, *EXPERTS
+    done = launch(2, *command, "--train.moe_checkpoint_method=moe_act", "--train.save_steps=2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"^ops: .* route=\S+ moe_mlp=\S+$", done.stdout, re.MULTILINE)
+    spread = rows(tmp_path)
+    done = launch(1, *command[:2], "--train.data_parallel_mode=fsdp2", "--train.micro_batch_size=2",
+                  "--train.load_checkpoint_path", str(tmp_path / "out/checkpoints/global_step_2"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    evaluations = [[r["eval_loss"] for r in found if "eval_loss" in r] for found in (spread, rows(tmp_path))]
+    assert len(evaluations[0]) == 3 and evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
+    for a, b in zip(*([r for r in found if "loss" in r] for found in (spread, rows(tmp_path))), strict=True):
+        for key in ("step", "loss", "grad_norm", "expert_load", "worst_expert_load"):
+            assert a[key] == pytest.approx(b[key], rel=1e-4), key
+        assert 1 <= a["expert_load"] <= a["worst_expert_load"] <= 4 and a["z_loss"] > 0
+
+
+@pytest.mark.parametrize("shape, message", [
+    (QWEN3, "train.expert_parallel_size = 2: the model has no experts"),
+    ({**MOE, "num_experts": 5}, "train.expert_parallel_size = 2: 5 experts do not divide by 2"),
+    ({**MOE, "moe_intermediate_size": 25}, r"train.expert_parallel_size = 2: 50 rows of gate_up_proj do not divide"),
+])
+def test_what_cannot_be_spread_is_one_sentence(shape, message, tmp_path):
+    config = load(write_config(tmp_path, shape), EXPERTS)
+    with torch.device("meta"):
+        model = Transformer(shape_of(config), Ops.resolve())
+    with pytest.raises(ValueError, match=message), fake_group(8):
+        parallel.parallelize(model, config, World(0, 8))
+
+
+@contextlib.contextmanager
+def fake_group(size):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_router_statistics_are_of_the_whole_step(tmp_path):
+    path = write_config(tmp_path, MOE, data__pad_to_multiple_of=1, train__gradient_accumulation_steps=4,
+                        train__micro_batch_size=2)
+    config = load(path)
+    model = train.build_model(config, shape_of(config), World(), Ops.resolve())
+    logits = [[], []]
+    for seen, block in zip(logits, model.model.layers, strict=True):
+        block.mlp.gate.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out.detach()))
+    bins = make_bins()
+    step = [data.collate(bins[i:i + 2], 1) for i in range(0, 8, 2)]
+    found = train.train_step(model, step, config, World())[2]
+    parts = [[tw.route(x, 2, renormalize=True, implementation="eager") for x in seen] for seen in logits]
+    loads = []
+    for layer in parts:
+        tokens = sum(p.tokens_per_expert for p in layer).double()
+        assert tokens.sum() == 2 * sum(len(ids) for d in bins for ids, _ in d)
+        loads.append(float(tokens.max() / tokens.mean()))
+    every = [p for layer in parts for p in layer]
+    assert found == pytest.approx({
+        "expert_load": sum(loads) / 2, "worst_expert_load": max(loads),
+        "load_balance_loss": float(sum(p.load_balance_loss for p in every)) / 8,
+        "z_loss": float(sum(p.z_loss for p in every)) / 8}, rel=1e-5)
+
+
+def stored(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "hf/model.safetensors")
 
 
 def test_fsdp2_trains_in_one_process_and_a_checkpoint_moves_to_two(tmp_path):

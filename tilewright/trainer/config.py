@@ -53,10 +53,12 @@ class Model(Section):
     config_path: str | None = field(None, "Folder with config.json, or the file; null: as model_path.")
     tokenizer_path: str | None = field(None, "Folder with the tokenizer; null: as config_path.")
     attn_implementation: str = field("auto", "Attention: auto, or a name of `tilewright explain attention`.")
-    moe_implementation: str | None = field(None, "Experts: null (automatic), or an implementation's name.")
-    ep_dispatch: Literal["alltoall", "deepep"] = field("alltoall", "Expert-parallel dispatch.")
+    moe_implementation: str | None = field(
+        None, "Experts: null (automatic), or a name of `tilewright explain moe_mlp`.")
+    ep_dispatch: Literal["alltoall", "deepep"] = field(
+        "alltoall", "How tokens travel to their experts; deepep needs the package deep_ep, and is untested on GPUs.")
     deepep_buffer_size_gb: float = field(2.0, "DeepEP's buffer per GPU, in GB.", gt=0)
-    deepep_num_sms: int = field(20, "Streaming multiprocessors that DeepEP uses.", gt=0)
+    deepep_num_sms: int = field(20, "Streaming multiprocessors that DeepEP uses; an even number.", gt=0)
     deepep_async_combine: bool = field(False, "Overlap DeepEP's combine with the next layer.")
     merge_qkv: bool = field(True, "Keep the query, key and value projections as one qkv_proj.")
     basic_modules: list[str] = field([], "Further module names to shard as FSDP units of their own.")
@@ -142,14 +144,16 @@ class Train(Section):
     pipeline_parallel_size: int = field(1, "Pipeline stages.", ge=1)
     pipeline_parallel_schedule: Literal["1F1B", "GPipe"] = field("1F1B", "Pipeline schedule.")
     pp_variable_seq_lengths: bool = field(True, "Agree on sequence lengths at each pipeline step.")
-    expert_parallel_size: int = field(1, "Expert parallelism.", ge=1)
+    expert_parallel_size: int = field(
+        1, "Processes over which the experts of a layer are spread; divides those of a shard group.", ge=1)
     ulysses_parallel_size: int = field(1, "Ulysses context parallelism.", ge=1)
     ringattn_parallel_size: int = field(1, "Ring attention.", ge=1)
     cp_fsdp_mode: Literal["all", "ulysses_only", "ring_only", "none"] = field(
         "all", "Which context-parallel ranks shard parameters.")
     reshard_after_forward: bool | None = field(
         None, "Free gathered parameters after the forward pass; null: as enable_full_shard.")
-    ep_outside: bool = field(False, "Place expert parallelism outside the FSDP mesh.")
+    ep_outside: bool = field(
+        False, "false: the processes that share a layer's experts are neighbours; true: those that shard one expert.")
     # optimizer
     optimizer: Literal["adamw", "anyprecision_adamw", "sgd", "muon"] = field("adamw", "Optimizer.")
     optimizer_dtype: Literal["fp32", "bf16"] = field(
@@ -180,7 +184,8 @@ class Train(Section):
     enable_reentrant: bool = field(False, "Reentrant checkpointing.")
     recompute_modules: list[Literal["self_attn", "mlp"]] | None = field(
         None, "Recompute only these in each layer; null: whole layers.", min_length=1)
-    moe_checkpoint_method: Literal["moe_act"] | None = field(None, "Checkpointing of experts.")
+    moe_checkpoint_method: Literal["moe_act"] | None = field(
+        None, "null: experts are recomputed with their layer, communication too; moe_act: their activations alone.")
     enable_full_shard: bool = field(True, "FSDP2: shard parameters too (ZeRO-3); false: ZeRO-2.")
     enable_forward_prefetch: bool = field(True, "FSDP2: gather the next unit during the forward pass.")
     enable_activation_offload: bool = field(False, "Keep activations in CPU memory.")
@@ -253,6 +258,9 @@ class Train(Section):
             raise ConfigError([f"train.data_parallel_shard_size = {self.data_parallel_shard_size}, "
                                f"train.data_parallel_replicate_size = {self.data_parallel_replicate_size}: "
                                f"do not make {world_size} processes"])
+        if shards % self.expert_parallel_size:
+            raise ConfigError([f"train.expert_parallel_size = {self.expert_parallel_size}: does not divide the "
+                               f"{shards} processes of a shard group"])
         return replicas, shards
 
 
@@ -326,6 +334,10 @@ NOTES = {path: (" or ".join(ACCEPTED.get(path, ["the default"])), why) for path,
 # field -> the default or meaning in xorl's documentation, and why it is different here. `docs` prints it.
 DIFFERENCES: dict[str, tuple[str, str]] = {
     "model.attn_implementation": ("flash_attention_3", "needs one kind of GPU; auto takes the best that runs here"),
+    "model.moe_implementation": ("eager, triton, native, quack", "the same, and cpp, which runs on CPUs"),
+    "model.deepep_async_combine": ("false", "the next operation reads the result, so nothing could overlap"),
+    "train.expert_parallel_size": ("1", "the same; it divides the processes of a shard group, and needs fsdp2"),
+    "train.ep_outside": ("place it outside the EP-FSDP mesh", "the same: the outer dimension of a shard group"),
     "data.datasets.type": ("tokenized only", "text is ours: raw text, tokenised on preparation with tokenizer_path"),
     "data.datasets.max_seq_len": ("truncate and filter", "samples are truncated, with a count in the log"),
     "data.dataloader_num_workers": ("8", "batches are slices of a memory-mapped file; processes cost memory"),

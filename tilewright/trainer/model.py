@@ -12,12 +12,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from tilewright import ops as tw
 from tilewright.nn import RMSNorm, SwiGLU
+from tilewright.ops.expert_parallel import DeepEP, ep_moe_mlp
 from tilewright.ops.rope import document_positions
 from tilewright.registry import operations
 
@@ -118,19 +120,16 @@ class Ops:
     silu_mul: str
     rope: str
     linear_cross_entropy: str
-    moe: str = "eager"
+    route: str
+    moe_mlp: str
 
     @classmethod
     def resolve(cls, attn_implementation: str = "auto", moe_implementation: str | None = None, *,
                 device_type: str = "cpu", dtype: torch.dtype = torch.float32, **names: str) -> Ops:
         """Raises ValueError for an unknown name and ImplementationUnavailable for one that cannot run here."""
-        if moe_implementation not in (None, "eager"):
-            raise ValueError(f"model.moe_implementation: {moe_implementation!r} is not registered; have ['eager']")
         table, chosen = operations(), {}
-        asked = {"attention": attn_implementation, **names}
+        asked = {"attention": attn_implementation, "moe_mlp": moe_implementation or "auto", **names}
         for field in fields(cls):
-            if field.name == "moe":
-                continue
             name = asked.pop(field.name, "auto")
             table[field.name].resolve(name, device_type, dtype)
             chosen[field.name] = table[field.name].choose(device_type, dtype) if name == "auto" else name
@@ -231,24 +230,37 @@ class MLP(SwiGLU):
 
 
 class Experts(nn.Module):
-    """A loop over the experts that got tokens."""
+    """All experts, or with `spread` those of this rank; then its parameters are DTensors, sharded by expert."""
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
         E, H, I = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, H))
         self.down_proj = nn.Parameter(torch.empty(E, H, I))
-        self.ops = ops
+        self.ops, self.recompute = ops, False
+        self.group: dist.ProcessGroup | None = None
 
-    def forward(self, x_TH, index_TK, weight_TK):
-        out = torch.zeros_like(x_TH)
-        for e in range(self.gate_up_proj.shape[0]):
-            token, slot = (index_TK == e).nonzero(as_tuple=True)
-            # An expert without tokens still takes part, on zero rows, so that every rank has a gradient for it.
-            inner = tw.silu_mul(F.linear(x_TH[token], self.gate_up_proj[e]), implementation=self.ops.silu_mul)
-            y = F.linear(inner, self.down_proj[e]) * weight_TK[token, slot, None].to(x_TH.dtype)
-            out = out.index_add(0, token, y.to(out.dtype))
-        return out
+    def spread(self, group: dist.ProcessGroup, dispatch: str, deepep: DeepEP) -> None:
+        """Tokens travel to the rank of `group` that has their experts."""
+        self.group, self.dispatch, self.deepep = group, dispatch, deepep
+
+    def forward(self, x_TH, index_TK, weight_TK, kept=None):
+        if self.group is not None:
+            gate_up, down = (p.to_local() if isinstance(p, DTensor) else p
+                             for p in (self.gate_up_proj, self.down_proj))
+            return ep_moe_mlp(x_TH, gate_up, down, index_TK, weight_TK, self.group, dispatch=self.dispatch,
+                              implementation=self.ops.moe_mlp, recompute=self.recompute, kept=kept,
+                              deepep=self.deepep)
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._compute, x_TH, index_TK, weight_TK, use_reentrant=False)
+        return self._compute(x_TH, index_TK, weight_TK)
+
+    def _compute(self, x_TH, index_TK, weight_TK):
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if torch.is_autocast_enabled(x_TH.device.type):   # custom operators are not autocast, matrix products are
+            dtype = torch.get_autocast_dtype(x_TH.device.type)
+            x_TH, gate_up, down = x_TH.to(dtype), gate_up.to(dtype), down.to(dtype)
+        return tw.moe_mlp(x_TH, gate_up, down, index_TK, weight_TK, implementation=self.ops.moe_mlp)
 
 
 class MoE(nn.Module):
@@ -256,18 +268,23 @@ class MoE(nn.Module):
         super().__init__()
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = Experts(config, ops)
-        self.top_k, self.renormalise = config.num_experts_per_tok, config.norm_topk_prob
+        self.top_k, self.renormalise, self.ops = config.num_experts_per_tok, config.norm_topk_prob, ops
 
-    def forward(self, x):
+    def forward(self, x, kept=None):
+        """The layer's output, and what the router did: tokens of each expert, load-balance loss, z-loss, [E + 2].
+
+        kept: as in `ep_moe_mlp`, for a call that will be repeated in the backward.
+        """
         x_TH = x.reshape(-1, x.shape[-1])
-        probability_TE = self.gate(x_TH).float().softmax(-1)   # the choice of experts is made in float32
-        weight_TK, index_TK = probability_TE.topk(self.top_k, -1)
-        if self.renormalise:
-            weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
-        return self.experts(x_TH, index_TK, weight_TK).view_as(x)
+        routing = tw.route(self.gate(x_TH), self.top_k, renormalize=self.renormalise, implementation=self.ops.route)
+        index_TK, weight_TK, tokens_E, *losses = routing
+        report = torch.cat((tokens_E.float(), torch.stack(losses))).detach()
+        return self.experts(x_TH, index_TK, weight_TK, kept).view_as(x), report
 
 
 class Block(nn.Module):
+    """Returns the layer's output, the residual stream and, of a layer with experts, the router's report."""
+
     def __init__(self, config: ModelConfig, ops: Ops, layer: int, merge_qkv: bool):
         super().__init__()
         self.input_layernorm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, ops)
@@ -283,16 +300,22 @@ class Block(nn.Module):
             return checkpoint(module, *args, use_reentrant=self.reentrant)
         return module(*args)
 
-    def _layer(self, x, residual, cos, sin, position_ids, cu_seqlens):
+    def _before_mlp(self, x, residual, cos, sin, position_ids, cu_seqlens):
         x, residual = self.input_layernorm(x, residual)
         x = self._run("self_attn", x, cos, sin, position_ids, cu_seqlens)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self._run("mlp", x), residual
+        return self.post_attention_layernorm(x, residual)
+
+    def _layer(self, x, residual, cos, sin, position_ids, cu_seqlens, kept):
+        x, residual = self._run("_before_mlp", x, residual, cos, sin, position_ids, cu_seqlens)
+        if not isinstance(self.mlp, MoE):
+            return self._run("mlp", x), residual
+        x, report = self._run("mlp", x, kept)
+        return x, residual, report
 
     def forward(self, *args):
-        if "layer" in self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._layer, *args, use_reentrant=self.reentrant)
-        return self._layer(*args)
+        again = {"_layer", "mlp"} & {*self.recompute} and torch.is_grad_enabled()
+        spread = isinstance(self.mlp, MoE) and self.mlp.experts.group is not None
+        return self._run("_layer", *args, [] if again and spread else None)
 
 
 class Decoder(nn.Module):
@@ -302,6 +325,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(config, ops, i, merge_qkv) for i in range(config.num_hidden_layers))
         self.norm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.config = config
+        self.reports: torch.Tensor | None = None   # of the routers in the last call, [layers with experts, E + 2]
 
     def forward(self, input_ids, position_ids, cu_seqlens):
         x, residual = self.embed_tokens(input_ids), None
@@ -312,8 +336,11 @@ class Decoder(nn.Module):
         S = input_ids.shape[1]
         own = position_ids is not None and cu_seqlens is None
         cos, sin = rope_tables(self.config, max(S, self.config.max_position_embeddings) if own else S, input_ids.device)
+        reports = []
         for layer in self.layers:
-            x, residual = layer(x, residual, cos, sin, position_ids, cu_seqlens)
+            x, residual, *report = layer(x, residual, cos, sin, position_ids, cu_seqlens)
+            reports += report
+        self.reports = torch.stack(reports) if reports else None
         return self.norm(x, residual)[0]
 
 
@@ -349,12 +376,21 @@ class Transformer(nn.Module):
             else:
                 p.copy_(full)
 
-    def recompute_activations(self, modules: list[str] | None = None, reentrant: bool = False) -> None:
-        """Recompute in the backward: whole layers (None), or only "self_attn" and/or "mlp" of each."""
+    def recompute_activations(self, modules: list[str] | None = None, reentrant: bool = False,
+                              experts_alone: bool = False) -> None:
+        """Recompute in the backward: whole layers (None), or only "self_attn" and/or "mlp" of each.
+
+        experts_alone: of layers with experts, what precedes the router as ever, and of the rest only what the experts
+        compute: the choice of experts is kept, and no token travels to its experts a second time.
+        """
         if unknown := set(modules or ()) - {"self_attn", "mlp"}:
             raise ValueError(f"recompute_modules accepts self_attn and mlp, got {sorted(unknown)}")
         for block in self.model.layers:
-            block.recompute, block.reentrant = tuple(modules or ("layer",)), reentrant
+            names = set(modules or ("_layer",))
+            if experts_alone and isinstance(block.mlp, MoE) and names & {"_layer", "mlp"}:
+                block.mlp.experts.recompute = True
+                names = {"_before_mlp"} if "_layer" in names else names - {"mlp"}
+            block.recompute, block.reentrant = tuple(names), reentrant
 
     def forward(self, input_ids: torch.Tensor, *, labels: torch.Tensor | None = None,
                 position_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,

@@ -1,22 +1,25 @@
-"""Process groups, and how a model is spread over them: alone, DDP, or FSDP2 with optional replication (HSDP)."""
+"""Process groups, and how a model is spread over them: alone, DDP, or FSDP2 with optional replication (HSDP), and
+experts over some of the processes that shard the rest."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tilewright import platform
+from tilewright.ops.expert_parallel import DeepEP
 from tilewright.trainer.config import Config, Model, Train
-from tilewright.trainer.model import Transformer
+from tilewright.trainer.model import Experts, MoE, Transformer
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,13 @@ class World:
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all ranks, in float64."""
-        t = torch.tensor(values, dtype=torch.float64, device=self.device)
+        return self.total(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
+
+    def total(self, t: torch.Tensor) -> torch.Tensor:
+        """t, which becomes its sum over all ranks."""
         if dist.is_initialized():
             dist.all_reduce(t)
-        return t.tolist()
+        return t
 
 
 def init_distributed(train: Train) -> World:
@@ -72,7 +78,8 @@ def parallelize(model: Transformer, config: Config, world: World) -> nn.Module:
     """Recomputation, compilation and data parallelism, in this order: each wraps what the one before it made."""
     train: Train = config.train
     if train.enable_gradient_checkpointing:
-        model.recompute_activations(train.recompute_modules, train.enable_reentrant)
+        model.recompute_activations(train.recompute_modules, train.enable_reentrant,
+                                    train.moe_checkpoint_method == "moe_act")
     if train.enable_compile:
         for block in model.model.layers:
             block.compile()
@@ -81,28 +88,78 @@ def parallelize(model: Transformer, config: Config, world: World) -> nn.Module:
     return model
 
 
+def _expert_mesh(train: Train, world: World) -> DeviceMesh:
+    """(replicas,) shards of an expert, ranks that share a layer's experts. With ep_outside, shards are neighbours."""
+    replicas, shards = train.mesh(world.size)
+    n = train.expert_parallel_size
+    ranks = torch.arange(world.size)
+    ranks = (ranks.view(replicas, n, shards // n).transpose(1, 2) if train.ep_outside
+             else ranks.view(replicas, shards // n, n))
+    names = ("replicate", "expert_shard", "expert")
+    return (DeviceMesh(world.device.type, ranks[0], mesh_dim_names=names[1:]) if replicas == 1
+            else DeviceMesh(world.device.type, ranks, mesh_dim_names=names))
+
+
+def _spread(experts: Experts, mesh: DeviceMesh, names: Model, world: World, reshard: bool,
+            policy: MixedPrecisionPolicy) -> None:
+    """This rank's experts of a layer, built on meta: whole experts along the mesh's last dimension, and FSDP2 over the
+    others, along rows, so that an expert's shards need not be a whole number of experts."""
+    own = mesh["expert"]
+    for name, p in list(experts.named_parameters()):
+        E, rows = p.shape[:2]
+        for what, size, parts in (("experts", E, own.size()), (f"rows of {name}", rows, mesh["expert_shard"].size())):
+            if size % parts:
+                raise ValueError(f"train.expert_parallel_size = {own.size()}: {size} {what} do not divide by {parts}")
+        local = torch.empty(E // own.size(), *p.shape[1:], dtype=p.dtype, device=p.device)
+        experts.register_parameter(name, nn.Parameter(DTensor.from_local(local, own, [Shard(0)], run_check=False)))
+    experts.spread(own.get_group(), names.ep_dispatch, DeepEP(names.deepep_buffer_size_gb, names.deepep_num_sms))
+    # The weights of the routing stay float32.
+    policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype,
+                                  cast_forward_inputs=False)
+    fully_shard(experts, mesh=mesh[mesh.mesh_dim_names[:-1]], reshard_after_forward=reshard, mp_policy=policy,
+                shard_placement_fn=lambda p: Shard(1))
+    # An expert's gradient is already summed over the ranks whose tokens came to it. Dividing by all ranks, as for every
+    # other parameter, makes it the average over ranks too.
+    experts.set_gradient_divide_factor(float(world.size))
+    # gloo cannot divide while it sums, so FSDP2 has to divide afterwards; of a shard group of one it always does, and
+    # being told to would divide twice.
+    if world.device.type == "cpu" and mesh["expert_shard"].size() > 1:
+        experts.set_force_sum_reduction_for_comms(True)
+
+
 def _fsdp2(model: Transformer, train: Train, names: Model, world: World) -> Transformer:
     mesh = _mesh(train, world)
     half = torch.bfloat16 if train.enable_mixed_precision else None
     reshard = train.reshard
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
     options = {"mesh": mesh, "mp_policy": policy}
+    blocks, spread = list(model.model.layers), []
+    if train.expert_parallel_size > 1:
+        spread = [block.mlp.experts for block in blocks if isinstance(block.mlp, MoE)]
+        if not spread:
+            raise ValueError(f"train.expert_parallel_size = {train.expert_parallel_size}: the model has no experts")
+        experts_mesh = _expert_mesh(train, world)
+        for experts in spread:
+            _spread(experts, experts_mesh, names, world, reshard, policy)
     extra, matched = set(names.basic_modules), set()
     for path, module in model.named_modules():
         hits = extra & {type(module).__name__, path.rpartition(".")[2]}
         if hits and any(True for _ in module.parameters()):
             matched |= hits
+            if isinstance(module, FSDPModule):   # experts are units of their own already
+                continue
             fully_shard(module, reshard_after_forward=reshard, **options)
     if extra - matched:
         raise ValueError(f"model.basic_modules: no module is called {sorted(extra - matched)}")
-    blocks = list(model.model.layers)
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard, **options)
     # The root's weights (embedding, head) are needed again at once, in the backward: keep them gathered.
     fully_shard(model, reshard_after_forward=False, **options)
     if train.enable_forward_prefetch:
-        for block, following in itertools.pairwise(blocks):
-            block.set_modules_to_forward_prefetch([following])
+        for block, following in itertools.zip_longest(blocks, blocks[1:]):
+            own = [block.mlp.experts] if isinstance(block.mlp, MoE) and block.mlp.experts in spread else []
+            if ahead := [*own, *([] if following is None else [following])]:
+                block.set_modules_to_forward_prefetch(ahead)
     return model
 
 
@@ -136,12 +193,25 @@ def precision(config: Config, world: World):
     return torch.autocast(world.device.type, torch.bfloat16, enabled=wanted)
 
 
+@torch.no_grad()
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> float:
     """Scales gradients so that their global norm over all ranks is at most max_norm (0: only measures). Returns it."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    alike: dict[tuple, list[nn.Parameter]] = {}   # gradients that are spread in the same way, or not at all
+    for p in parameters:
+        if p.grad is not None:
+            kind = (p.grad.device_mesh, p.grad.placements) if isinstance(p.grad, DTensor) else ()
+            alike.setdefault(kind, []).append(p)
+    square, spread = torch.zeros((), dtype=torch.float64), False
+    for kind, group in alike.items():
+        own = torch.nn.utils.get_total_norm([p.grad.to_local() if kind else p.grad for p in group]).double().square()
+        if kind:   # every mesh is of all ranks; those that hold the same share of a gradient count it together once
+            spread, (mesh, placements) = True, kind
+            own = own / math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_replicate())
+        square = square.to(own.device) + own
+    if spread:
+        dist.all_reduce(square)
+    norm = square.sqrt().float()
     if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_([p for p in parameters if p.grad is not None], max_norm, norm)
+        for group in alike.values():
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return float(norm)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from tilewright import platform
+from tilewright.ops.expert_parallel import no_deepep
 from tilewright.trainer.overrides import default_of, get, show
 
 if TYPE_CHECKING:
@@ -26,25 +27,22 @@ class Problem(NamedTuple):
         return f"{', '.join(f'{p} = {show(get(config, p))}' for p in self.paths)}: {self.message}"
 
 
-_TP, _PP, _EP, _CP, _MUON, _LORA, _OFFLOAD = (f"{what} not in this version" for what in (
-    "tensor parallelism is", "pipeline parallelism is", "expert parallelism is", "context parallelism is",
+_TP, _PP, _CP, _MUON, _LORA, _OFFLOAD = (f"{what} not in this version" for what in (
+    "tensor parallelism is", "pipeline parallelism is", "context parallelism is",
     "muon and anyprecision_adamw are", "LoRA is", "activation offload is"))
 # path -> why only the default, or what ACCEPTED lists, is accepted.
 REFUSED: dict[str, str] = {
-    **{f"model.{name}": _EP for name in (
-        "ep_dispatch", "deepep_buffer_size_gb", "deepep_num_sms", "deepep_async_combine")},
+    "model.deepep_async_combine": "what combine returns is read at once, so there is nothing to overlap it with",
     "model.foundation": "only text models are in this version, configured by config.json alone",
     "model.encoders": "only text models are in this version",
     "data.sample_packing_mp_start_method": "packing runs in the main process, so nothing would use it",
     "train.tensor_parallel_size": _TP,
     **{f"train.{name}": _PP for name in (
         "pipeline_parallel_size", "pipeline_parallel_schedule", "pp_variable_seq_lengths")},
-    "train.expert_parallel_size": _EP, "train.ep_outside": _EP,
     **{f"train.{name}": _CP for name in ("ulysses_parallel_size", "ringattn_parallel_size", "cp_fsdp_mode")},
     **{f"train.{name}": _MUON for name in (
         "optimizer", "optimizer_dtype", "muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps",
         "muon_adjust_lr_fn")},
-    "train.moe_checkpoint_method": "recomputing only the experts' activations is not in this version",
     "train.enable_activation_offload": _OFFLOAD, "train.activation_gpu_limit": _OFFLOAD,
     "train.init_device": "NPU devices are not supported",
     **{f"lora.{name}": _LORA for name in (
@@ -56,7 +54,8 @@ ACCEPTED = {"train.optimizer": ("adamw", "sgd"), "train.init_device": ("auto", "
 # Fields that only FSDP2 reads, with the values that ask for nothing.
 FSDP2_ONLY = {"train.data_parallel_shard_size": (-1, 1), "train.data_parallel_replicate_size": (-1, 1),
               "train.reshard_after_forward": (None,), "train.enable_full_shard": (True,),
-              "train.enable_forward_prefetch": (True,), "model.basic_modules": ([],)}
+              "train.enable_forward_prefetch": (True,), "model.basic_modules": ([],),
+              "train.expert_parallel_size": (1,), "train.ep_outside": (False,)}
 
 
 def problems(config: Config) -> Iterator[Problem]:
@@ -69,7 +68,7 @@ def problems(config: Config) -> Iterator[Problem]:
     for kind in ("datasets", "test_datasets"):
         for i, entry in enumerate(getattr(config.data, kind)):
             yield from _dataset(f"data.{kind}.{i}.", entry)
-    for broken, paths, message in (*_model_and_data(config), *_train(config), *_lora(config)):
+    for broken, paths, message in (*_model_and_data(config), *_experts(config), *_train(config), *_lora(config)):
         if broken:
             yield Problem(tuple(paths.split()), message)
 
@@ -121,6 +120,26 @@ def _model_and_data(config: Config) -> Iterator[tuple[bool, str, str]]:
            "data.push_dataset_to_hub data.skip_prepare_dataset", "nothing is prepared, so nothing can be pushed")
 
 
+def _experts(config: Config) -> Iterator[tuple[bool, str, str]]:
+    m, t = config.model, config.train
+    deep, alone = m.ep_dispatch == "deepep", t.expert_parallel_size == 1
+    yield deep and alone, "model.ep_dispatch train.expert_parallel_size", "one process has all experts: nothing travels"
+    yield t.ep_outside and alone, "train.ep_outside train.expert_parallel_size", "there is nothing to place"
+    for name in ("deepep_buffer_size_gb", "deepep_num_sms"):
+        yield (not deep and getattr(m, name) != default_of(type(config), f"model.{name}"),
+               f"model.{name} model.ep_dispatch", "only deepep reads this")
+    yield m.deepep_num_sms % 2 == 1, "model.deepep_num_sms", "must be even"
+    missing = no_deepep("cuda")
+    yield deep and missing is not None, "model.ep_dispatch", str(missing)
+    yield (deep and not t.enable_mixed_precision, "model.ep_dispatch train.enable_mixed_precision",
+           "DeepEP carries bfloat16")
+    act = t.moe_checkpoint_method == "moe_act"
+    yield (act and t.recompute_modules is not None and "mlp" not in t.recompute_modules,
+           "train.moe_checkpoint_method train.recompute_modules", "without mlp the experts are not recomputed")
+    yield (act and t.enable_reentrant, "train.moe_checkpoint_method train.enable_reentrant",
+           "the experts' activations are recomputed without reentering the backward")
+
+
 def _train(config: Config) -> Iterator[tuple[bool, str, str]]:
     t = config.train
     for name in ("data_parallel_shard_size", "data_parallel_replicate_size"):
@@ -139,7 +158,7 @@ def _train(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield t.lr_warmup_ratio > 0 and t.lr_start > t.lr, "train.lr_start train.lr", "the warmup would fall"
     yield (decays and t.lr_decay_ratio < t.lr_warmup_ratio, "train.lr_decay_ratio train.lr_warmup_ratio",
            "the decay would end before the warmup")
-    for name, neutral in (("enable_reentrant", False), ("recompute_modules", None)):
+    for name, neutral in (("enable_reentrant", False), ("recompute_modules", None), ("moe_checkpoint_method", None)):
         yield (not t.enable_gradient_checkpointing and getattr(t, name) != neutral,
                f"train.{name} train.enable_gradient_checkpointing", "nothing is recomputed")
     yield (t.enable_full_determinism and not t.allow_cuda_launch_blocking,

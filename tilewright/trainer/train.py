@@ -126,21 +126,39 @@ def evaluate(model: torch.nn.Module, bins: Bins, config: Config, world: World) -
 
 
 def train_step(model: torch.nn.Module, step: list[dict[str, torch.Tensor]], config: Config,
-               world: World) -> tuple[float, int]:
-    """Gradients of one optimizer step. Returns the mean loss a token and the tokens, both over all ranks."""
+               world: World) -> tuple[float, int, dict[str, float]]:
+    """Gradients of one optimizer step. Returns the mean loss a token, the tokens, and `router_statistics` ({} without
+    experts), all of them over all ranks."""
     # The divisor is every label of the step, on all ranks and in all micro-batches: each token weighs the same however
     # the step is cut up. DDP and FSDP2 average over ranks, hence the factor world.size.
     [tokens] = world.sum(sum(map(count_labels, step)))
     divisor = torch.tensor(max(1.0, tokens) / world.size, device=world.device)
-    loss = torch.zeros((), device=world.device)
+    loss, reports = torch.zeros((), device=world.device), []
     for i, batch in enumerate(step):
         with synchronise(model, last=i == len(step) - 1):
             with precision(config, world):
                 part = model(**to_device(batch, world), num_tokens=divisor)
             part.backward()
             loss += part.detach()
+            if (report := unwrap(model).model.reports) is not None:
+                reports.append(report)
     [mean] = world.sum(float(loss) / world.size)
-    return mean, int(tokens)
+    return mean, int(tokens), router_statistics(reports, world)
+
+
+def router_statistics(reports: list[torch.Tensor], world: World) -> dict[str, float]:
+    """Of the routers' reports of a step's micro-batches (MoE.forward), over all ranks: how many times the mean the
+    busiest expert's tokens are, for the mean layer and the worst, and the two losses, which are not trained on.
+
+    Padding counts as tokens here: experts work on it.
+    """
+    if not reports:
+        return {}
+    total = world.total(torch.stack(reports).double().sum(0)) / (len(reports) * world.size)
+    load = total[:, :-2].amax(1) / total[:, :-2].mean(1)
+    balance, z = total[:, -2:].mean(0)
+    return dict(zip(("expert_load", "worst_expert_load", "load_balance_loss", "z_loss"),
+                    torch.stack((load.mean(), load.max(), balance, z)).tolist(), strict=True))
 
 
 def profiler(config: Config, world: World):
@@ -219,7 +237,7 @@ def train(config: Config, world: World) -> None:
         profile.start()
     steps = batches.steps()
     for step in range(start, total):
-        loss, tokens = train_step(model, next(steps), config, world)
+        loss, tokens, router = train_step(model, next(steps), config, world)
         if not math.isfinite(loss):   # the same on every rank
             raise ValueError(f"step {step + 1}: the loss is {loss}. Training cannot go on from there; lower train.lr "
                              "or look at the data, and resume from the last checkpoint")
@@ -229,7 +247,7 @@ def train(config: Config, world: World) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         done = step + 1
-        metrics.step(done, tokens, loss=loss, lr=lr, grad_norm=norm)
+        metrics.step(done, tokens, loss=loss, lr=lr, grad_norm=norm, **router)
         if profile:
             profile.step()
         if t.gc_steps and done % t.gc_steps == 0:
