@@ -168,6 +168,32 @@ def test_accumulation_gives_the_gradients_of_one_large_batch(shape, tmp_path):
     assert at_once["loss"] == pytest.approx(mean.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["none", "fsdp2"])
+def test_a_frozen_router_stays_what_it_was_and_the_rest_learns(mode, tmp_path):
+    path = write_config(tmp_path, MOE, train__freeze_router=True, train__data_parallel_mode=mode, train__save_steps=2,
+                        train__max_steps=4, train__weight_decay=0.1)
+    run(path)
+    resumed = str(tmp_path / "out/checkpoints/global_step_2")
+    run(path, f"--train.output_dir={tmp_path / 'again/out'}", f"--train.load_checkpoint_path={resumed}")
+    late, again = tensors(tmp_path, 4), tensors(tmp_path / "again", 4)
+    config = load(path)
+    fresh = Transformer(shape_of(config), Ops.resolve())
+    fresh.init_weights(config.train.seed)
+    gates = [n for n in late if n.endswith("mlp.gate.weight")]
+    assert len(gates) == 2
+    for name in gates:
+        assert torch.equal(late[name].float(), fresh.state_dict()[name]), name
+    for name, t in late.items():
+        assert torch.equal(t, again[name]), name
+        if name in fresh.state_dict() and name not in gates:
+            assert not torch.equal(t.float(), fresh.state_dict()[name]), name
+
+
+def test_freezing_a_router_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"train\.freeze_router = True: the model has no experts"):
+        run(write_config(tmp_path, train__freeze_router=True))
+
+
 def launch(processes, script, *arguments):
     """Runs a script under torchrun on gloo; its output is shown if it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}

@@ -186,6 +186,7 @@ class Train(Section):
         None, "Recompute only these in each layer; null: whole layers.", min_length=1)
     moe_checkpoint_method: Literal["moe_act"] | None = field(
         None, "null: experts are recomputed with their layer, communication too; moe_act: their activations alone.")
+    freeze_router: bool = field(False, "Keep the weights that choose experts as they are.")
     enable_full_shard: bool = field(True, "FSDP2: shard parameters too (ZeRO-3); false: ZeRO-2.")
     enable_forward_prefetch: bool = field(True, "FSDP2: gather the next unit during the forward pass.")
     enable_activation_offload: bool = field(False, "Keep activations in CPU memory.")

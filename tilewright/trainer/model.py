@@ -392,6 +392,14 @@ class Transformer(nn.Module):
                 names = {"_before_mlp"} if "_layer" in names else names - {"mlp"}
             block.recompute, block.reentrant = tuple(names), reentrant
 
+    def freeze_router(self) -> None:
+        """The choice of experts stays what it is for a token, and learns nothing. Raises ValueError without experts."""
+        gates = [block.mlp.gate for block in self.model.layers if isinstance(block.mlp, MoE)]
+        if not gates:
+            raise ValueError("train.freeze_router = True: the model has no experts")
+        for gate in gates:
+            gate.requires_grad_(False)
+
     def forward(self, input_ids: torch.Tensor, *, labels: torch.Tensor | None = None,
                 position_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
                 num_tokens: torch.Tensor | float | None = None) -> torch.Tensor:

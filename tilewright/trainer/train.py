@@ -63,6 +63,8 @@ def build_model(config: Config, shape: ModelConfig, world: World, ops: Ops) -> t
     meta = t.data_parallel_mode == "fsdp2"
     with torch.device(t.init_device):
         model = Transformer(shape, ops, m.merge_qkv)
+    if t.freeze_router:
+        model.freeze_router()
     if not meta:
         model.to(world.device)
     model = parallelize(model, config, world)
@@ -199,7 +201,7 @@ def train(config: Config, world: World) -> None:
     # What a checkpoint is tied to: its position counts bins of these data, its moments belong to these groups.
     tied = {
         "model": {**asdict(shape), "merge_qkv": config.model.merge_qkv},
-        "optimizer": {k: getattr(t, k) for k in ("optimizer", "no_decay_modules", "no_decay_params")},
+        "optimizer": {k: getattr(t, k) for k in ("optimizer", "no_decay_modules", "no_decay_params", "freeze_router")},
         "data": {"bins": len(batches.bins), "tokens": batches.bins.tokens, "seed": t.seed,
                  "shuffle": config.data.shuffle_merged_datasets},
     }
