@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import os
 import pathlib
 import sys
 from dataclasses import asdict
@@ -294,4 +295,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if code := main():
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is written. Threads of communication and data libraries can outlive the interpreter's end, and the process
+    # then aborts ("terminate called without an active exception"): torchrun takes that for a failed run.
+    os._exit(0)
