@@ -154,8 +154,24 @@ def _what_travels(rank, world, group):
     with torch.no_grad(), Count() as forward:
         ep.ep_moe_mlp(*parts.values(), group, recompute=True)
     assert len(forward.calls) == 4
-    assert kept(lambda: ep.ep_moe_mlp(*parts.values(), group, recompute=True)) < kept(
-        lambda: ep.ep_moe_mlp(*parts.values(), group)) - 4 * sum(sizes) * (E // world) * 2 * I + 1
+    whole_layer, alone = (kept(lambda again=again: ep.ep_moe_mlp(*parts.values(), group, recompute=again))
+                          for again in (False, True))
+    # Recomputed: one row for each token that came, not one for each of its experts; the rest is 4 and 8 bytes a slot.
+    M, slots = sum(sizes), sum(sizes) * K
+    parameters = sum(parts[n].numel() * 4 for n in ("gate_up_proj", "down_proj"))
+    assert alone - parameters <= 4 * M * H + 64 * slots + 64 * T * K, (alone, parameters)
+    assert whole_layer - alone >= 4 * (M * (E // world) - M) * H
+    wanted = leaves(parts)
+    small = {**parts, "expert_index": parts["expert_index"].int()}
+    y, narrow = (ep.ep_moe_mlp(*p.values(), group) for p in (parts, small))
+    assert torch.equal(y, narrow)
+    for way in ("alltoall", "eager"):
+        y = ep.ep_moe_mlp(*parts.values(), group, dispatch=way)
+        try:
+            torch.autograd.grad(y, wanted, dy, create_graph=True)
+            raise AssertionError("a second derivative would be made up")
+        except RuntimeError as error:
+            assert "differentiable once" in str(error), error
 
 
 def kept(call):

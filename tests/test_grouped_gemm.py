@@ -345,8 +345,8 @@ def test_tiles_cover_every_row_once(counts, tail, block):
 def test_bad_offsets_stay_inside_the_tensors():
     """On a GPU nobody looks at their values: whatever they are, every access is inside, and each row gets a number."""
     kernel = kernels()
-    x, weight = torch.randn(40, 8, device=DEVICE), torch.randn(3, 8, 8, device=DEVICE)
-    for wrong in ([40, 0, 40], [-5, 90, 20], [2**31 - 1] * 3, [-2**31] * 3):
+    for wrong in ([40, 0, 40], [-5, 90, 20], [2**31 - 1] * 3, [-2**31] * 3, [40, 0, 40, 0, 40]):
+        x, weight = torch.randn(40, 8, device=DEVICE), torch.randn(len(wrong), 8, 8, device=DEVICE)
         offsets = torch.tensor(wrong, dtype=torch.int32, device=DEVICE)
         tiles = kernel.tile_map(offsets, 40, 16).cpu()
         capacity, count = len(tiles) // 3, int(tiles[-1])
@@ -355,3 +355,31 @@ def test_bad_offsets_stay_inside_the_tensors():
         assert (first >= 0).all() and (end <= 40).all()
         assert kernel.forward(x, weight, offsets).shape == (40, 8)
         assert kernel.backward_weight(x, x, offsets).isfinite().all()
+
+
+def test_what_a_descriptor_cannot_take_is_seen():
+    """Memory that is off 16 bytes, rows at other multiples, experts that share memory."""
+    kernel = kernels()
+    flat = torch.empty(4 * 64 + 1, dtype=torch.bfloat16, device=DEVICE)
+    assert kernel._aligned(flat[:-1].view(4, 64))
+    assert not kernel._aligned(flat[1:].view(4, 64)) and not kernel._aligned(flat[:-1].view(4, 64)[:, 1:])
+    assert not kernel._aligned(torch.empty(4, 36, dtype=torch.bfloat16, device=DEVICE))
+    one = torch.randn(1, 16, 32, device=DEVICE)
+    shared = one.expand(3, -1, -1)
+    w, _ = kernel._weights(shared, False)
+    assert w.stride(0) >= 16 * 32 and torch.equal(w, shared)
+
+
+@pytest.mark.parametrize("name", ["eager", "cpp", "native"])
+def test_autocast_is_not_followed(name):
+    skip_unless_usable(GROUPED_GEMM, name, torch.float32)
+    x = torch.randn(24, 16, device=DEVICE, requires_grad=True)
+    weight = torch.randn(2, 8, 16, device=DEVICE, requires_grad=True)
+    offsets = torch.tensor([9, 24], dtype=torch.int32, device=DEVICE)
+    dy = torch.randn(24, 8, device=DEVICE)
+    results = []
+    for on in (False, True):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=on):
+            y = grouped_gemm(x, weight, offsets, implementation=name)
+        results.append((y, *torch.autograd.grad(y, (x, weight), dy)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

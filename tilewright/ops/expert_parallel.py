@@ -20,6 +20,7 @@ Not in the table of ops: the implementations of what is computed are `moe_mlp`'s
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,7 +98,8 @@ def ep_moe_mlp(x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Ten
     Returns [T, H] in x's dtype. Rounding is moe_mlp's, and two more: each rank's sum over its experts of a token, and
     each of those experts' weighted result, are rounded to x's dtype. Sums over ranks are in float32.
     Differentiable in x, gate_up_proj, down_proj and expert_weight, once; a parameter's gradient is of all ranks'
-    tokens, summed. Kept for the backward beside the plan: the received rows, and what moe_mlp keeps of them.
+    tokens, summed. Kept for the backward beside the plan: a row [H] for each pair of a token and an expert that came
+    here, and what moe_mlp keeps of it; with `recompute` the received rows alone, one for each token that came.
     Raises TypeError or ValueError for arguments that do not fit, IndexError for an index outside (CPU only; on CUDA it
     counts as E), ImplementationUnavailable for an implementation, or DeepEP, that cannot run here.
     """
@@ -112,15 +114,19 @@ def ep_moe_mlp(x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Ten
     if dispatch == "eager":
         return ep_moe_mlp_eager(x, gate_up_proj, down_proj, index, weight, group)
 
-    def experts(rows, own_index, own_weight):
-        return moe_mlp(rows, gate_up_proj, down_proj, own_index, own_weight, implementation=implementation)
+    received, own, own_weight, pairs, route = _transport(dispatch, group, deepep).send(x, index, weight, E, kept)
+    own_expert, slots, position = _pairs(own, pairs, gate_up_proj.shape[0])
 
-    there = _dispatch(x, index, weight, E, _transport(dispatch, group, deepep), kept)
+    def experts(received, own_weight):
+        rows, of_pairs = _Spread.apply(received, own_weight, slots, position)
+        rows = moe_mlp(rows, gate_up_proj, down_proj, own_expert, of_pairs, implementation=implementation)
+        return _Collect.apply(rows, slots, position)
+
     if recompute and torch.is_grad_enabled():
-        rows = checkpoint(experts, *there[:3], use_reentrant=False, preserve_rng_state=False)
+        back = checkpoint(experts, received, own_weight, use_reentrant=False, preserve_rng_state=False)
     else:
-        rows = experts(*there[:3])
-    return combine(rows, there.plan)
+        back = experts(received, own_weight)
+    return _Return.apply(back, route)
 
 
 def dispatch(x: torch.Tensor, expert_index: torch.Tensor, expert_weight: torch.Tensor, num_experts: int,
@@ -161,6 +167,17 @@ def _validate(x, expert_index, expert_weight, E):
     return index
 
 
+def _once(backward):
+    """Communication has no graph: a second derivative would leave out what went through it, and say nothing."""
+    @functools.wraps(backward)
+    def guarded(ctx, *grads):
+        if torch.is_grad_enabled():   # create_graph=True
+            raise RuntimeError("ep_moe_mlp is differentiable once; there are no higher derivatives across processes")
+        return backward(ctx, *grads)
+
+    return guarded
+
+
 # ---- the definition
 
 class _Gather(torch.autograd.Function):
@@ -172,6 +189,7 @@ class _Gather(torch.autograd.Function):
         return _gathered(x, sizes, group)
 
     @staticmethod
+    @_once
     def backward(ctx, dy):
         return _own_sum(dy, ctx.sizes, ctx.group), None, None
 
@@ -185,6 +203,7 @@ class _Sum(torch.autograd.Function):
         return _own_sum(x, sizes, group)
 
     @staticmethod
+    @_once
     def backward(ctx, dy):
         return _gathered(dy, ctx.sizes, ctx.group), None, None
 
@@ -218,12 +237,19 @@ def ep_moe_mlp_eager(x, gate_up_proj, down_proj, expert_index, expert_weight, gr
 
 # ---- from rows, one for each token and rank, to pairs, one for each token and expert, and back
 
-def _dispatch(x, index, weight, E, transport, kept=None):
-    rows, own, own_weight, pairs, route = transport.send(x, index, weight, E, kept)
-    _, slots, position = sort_by_expert(own, E // transport.size)
-    slots = slots[:pairs]   # sorted: those that have an expert here come first
+def _pairs(own, pairs, L):
+    """Of received rows with the experts `own` [M, K]: the expert [P, 1] and the slot [P] of each pair, sorted by
+    expert, and each slot's pair."""
+    _, slots, position = sort_by_expert(own, L)
+    slots = slots[:pairs]   # those that have an expert here come first
+    return own.flatten()[slots][:, None], slots, position
+
+
+def _dispatch(x, index, weight, E, transport):
+    rows, own, own_weight, pairs, route = transport.send(x, index, weight, E, None)
+    own_expert, slots, position = _pairs(own, pairs, E // transport.size)
     rows, own_weight = _Spread.apply(rows, own_weight, slots, position)
-    return Dispatched(rows, own.flatten()[slots][:, None], own_weight, Plan(route, slots, position))
+    return Dispatched(rows, own_expert, own_weight, Plan(route, slots, position))
 
 
 def _sum_over(rows, position):
@@ -249,6 +275,7 @@ class _Spread(torch.autograd.Function):
         return rows.index_select(0, slots // position.shape[1]), weight.flatten()[slots][:, None]
 
     @staticmethod
+    @_once
     def backward(ctx, drows, dweight):
         [position] = ctx.saved_tensors
         return (_sum_over(drows.contiguous(), position) if ctx.needs_input_grad[0] else None,
@@ -262,6 +289,7 @@ class _Collect(torch.autograd.Function):
         return _sum_over(rows.contiguous(), position)
 
     @staticmethod
+    @_once
     def backward(ctx, dy):
         slots, position = ctx.saved_tensors
         return dy.index_select(0, slots // position.shape[1]), None, None
@@ -292,6 +320,7 @@ class _AllToAll:
 
     def plan(self, index, E):
         """The route, the indices [S, K] that travel with rows, and how many pairs of row and expert come here."""
+        index = index.long()
         K, n, L = index.shape[1], self.size, E // self.size
         outside = (index < 0) | (index >= E)
         rank = torch.where(outside, n, index // L)
@@ -367,6 +396,7 @@ class _Send(torch.autograd.Function):
         return rows, own, weight
 
     @staticmethod
+    @_once
     def backward(ctx, drows, _, dweight):
         return (*ctx.route.forward_backward(drows, dweight, ctx.needs_input_grad[:2]), None, None)
 
@@ -378,6 +408,7 @@ class _Return(torch.autograd.Function):
         return route.result(rows)
 
     @staticmethod
+    @_once
     def backward(ctx, dy):
         return ctx.route.result_backward(dy), None
 

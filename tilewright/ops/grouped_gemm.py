@@ -82,9 +82,10 @@ _checked_offsets = define("checked_offsets", _look_at_offsets, lambda offsets, r
 def grouped_gemm_eager(x, weight, offsets):
     acc = torch.promote_types(x.dtype, torch.float32)
     parts, begin = [], 0
-    for w, end in zip(weight, offsets.tolist(), strict=True):
-        parts.append((x[begin:end].to(acc) @ w.to(acc).t()).to(x.dtype))
-        begin = end
+    with _checks.no_autocast(x):   # it would take these products for its own; their gradients follow
+        for w, end in zip(weight, offsets.tolist(), strict=True):
+            parts.append((x[begin:end].to(acc) @ w.to(acc).t()).to(x.dtype))
+            begin = end
     parts.append(x.new_zeros(x.shape[0] - begin, weight.shape[1]))
     return torch.cat(parts)
 

@@ -319,6 +319,10 @@ MOE_MLP = Op(
         _of("quack"),
     ),
     _CASES,
+    # The gradient of a weight is <dh, h> in the fused ones and <dy, row> in the twin: one number by two ways, each of
+    # which cancels where the other does not. Over 12 seeds and all cases the excess beyond twice the twin's own error
+    # reached 5 eps in float32; in 16 bits roundings of the operands are larger than that.
+    atol={torch.float32: 8 * torch.finfo(torch.float32).eps},
     goals=tuple(Goal("H200", which, "tflop_per_s", at_least=least, cases=("qwen3-30b-a3b_32768",), dtypes=("bfloat16",))
                 for which, least in (("forward", 500), ("backward", 420))),
     on_host=("eager",))
