@@ -94,6 +94,30 @@ def _narrow(x, kind, truncate=False):
     return t.view(torch.int16).numpy().view(np.uint16)
 
 
+class TensorMap:
+    """What a TMA descriptor says: of a matrix or more dimensions, the last one contiguous. swizzle: within how many
+    bytes, or 0."""
+
+    def __init__(self, address, itemsize, shape, strides, box, swizzle):
+        if box[-1] * itemsize > (swizzle or 1 << 20) or box[-1] * itemsize % 16 or max(box) > 256:
+            raise RuntimeError(f"a box of {box} elements with a swizzle of {swizzle} bytes")
+        self.address, self.itemsize, self.box, self.swizzle = address, itemsize, box, swizzle
+        self.shape, self.strides = shape, strides
+
+    def places(self, corner):
+        """Of the box at `corner`, in the order of memory: the addresses of its bytes, and which are in the tensor."""
+        at = np.indices(self.box).reshape(len(self.box), -1) + np.array(corner)[:, None]
+        inside = ((at >= 0) & (at < np.array(self.shape)[:, None])).all(0)
+        first = self.address + (at * np.array(self.strides)[:, None]).sum(0) * self.itemsize
+        each = (first[:, None] + np.arange(self.itemsize)).reshape(-1)
+        return each, np.repeat(inside, self.itemsize)
+
+
+def _swizzled(address, span):
+    """Units of 16 bytes change places within `span` bytes (32, 64 or 128; or 0) by the lines of 128 above."""
+    return address ^ (address >> 3 & (span - 16)) if span else address
+
+
 class Kernel:
     def __init__(self, ptx: str, dynamic_shared: int = 0):
         """dynamic_shared: bytes of the shared memory whose size the launch says, not the PTX."""
@@ -102,24 +126,27 @@ class Kernel:
         head, body = body[body.index(".entry"):].split("{", 1)
         body = re.split(r"^\s*\.(?:file|section)\s", body, maxsplit=1, flags=re.MULTILINE)[0]
         lines = [line.strip() for line in head.splitlines()]
-        self.parameters = [line.split()[-1].rstrip(",") for line in lines if line.startswith(".param")]
+        self.parameters = [line.split()[-1].rstrip(",").split("[")[0] for line in lines if line.startswith(".param")]
         self.threads = int(re.search(r"\.reqntid (\d+)", head)[1])
         self.shared, self.shared_size = dict.fromkeys(outer, 1024), 1024 + dynamic_shared
         self.widths = {name: 1 if kind == "pred" else int(kind[1:])
                        for kind, name in re.findall(r"\.reg \.(\w+)\s+(%[a-z]+)<", body)}
-        self.code, self.labels = [], {}
+        self.code, self.labels, local = [], {}, {}
         for statement in re.split(r"(?<=;)|(?<=:)(?=\s)", body):
-            s = " ".join(statement.split()).rstrip(";").strip()
+            s = " ".join(statement.split()).rstrip(";").lstrip("{} ").strip()
             if m := re.match(r"\.shared \.align (\d+) \.b8 (\S+)\[(\d+)\]", s):
                 self.shared_size = -(-self.shared_size // int(m[1])) * int(m[1])
                 self.shared[m[2]] = self.shared_size
                 self.shared_size += int(m[3])
-            elif m := re.match(r"(\$\w+):$", s):
-                self.labels[m[1]] = len(self.code)
-            elif s and not s.startswith((".", "}", "{")):
-                m = re.match(r"(?:@(!?)(%p\d+) )?(\S+) ?(.*)", s)
+            elif m := re.match(r"(\$?\w+):$", s):
+                if not m[1].startswith("$"):   # of a block of its own, and there may be others with this name
+                    local[m[1]] = f"{m[1]} {len(self.code)}"
+                self.labels[local.get(m[1], m[1])] = len(self.code)
+            elif s and not s.startswith("."):
+                m = re.match(r"(?:@(!?)(%?\w+) )?(\S+) ?(.*)", s)
                 operands = [o.strip() for o in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,]+", m[4].replace(", ", ","))]
-                self.code.append((m[2], m[1] == "!", m[3].split("."), [o for o in operands if o]))
+                operands = [local.get(o, o) if m[3].startswith("bra") else o for o in operands if o]
+                self.code.append((m[2], m[1] == "!", m[3].split("."), operands))
 
     def run(self, memory: Memory, values: list, grid: tuple[int, int, int], cluster: int = 1) -> None:
         values = dict(zip(self.parameters, values, strict=True))
@@ -141,16 +168,24 @@ class _Cluster:
                         "%ctaid.z": np.full(n, z), **{f"%nctaid.{d}": np.full(n, grid[i]) for i, d in enumerate("xyz")},
                         "%laneid": self.thread % 32, "%cluster_ctarank": self.block}
         self.shared = np.full((cluster, kernel.shared_size), 0xFF, np.uint8)
-        # Since the last barrier: by which thread + 1 a byte was written, and read (-1: by several).
+        # Since the last barrier: by which thread + 1 a byte was written, and read (-1: by several; -2 - w: by one of
+        # warp w, which has met at a barrier of its own).
         self.written = np.zeros((cluster, kernel.shared_size), np.int64)
         self.read = np.zeros((cluster, kernel.shared_size), np.int64)
         # Copies of cp.async on their way: (threads, their groups, where to, bytes). Nobody may touch the places.
         self.copies, self.groups = [], np.zeros(n, np.int64)
         self.flying = np.zeros((cluster, kernel.shared_size), bool)
+        # Shared memory that the other proxy (TMA, wgmma) may not have seen yet, and that wgmma may still be reading.
+        self.unfenced = np.zeros((cluster, kernel.shared_size), bool)
+        self.pinned = np.zeros((cluster, kernel.shared_size), bool)
+        self.barriers = {}   # (block, address) -> an mbarrier
+        self.awaited = {}    # thread -> (its mbarrier, parity)
+        # Of wgmma: those that were issued, by group of 128 threads: what comes into which registers, what it reads.
+        self.products = [[] for _ in range(-(-n // 128))]
         self.abroad = np.full(n, -1)   # barrier.cluster.arrive's that a thread had made when it wrote to another block
         self.regs = {}
         self.pc = np.zeros(n, np.int64)
-        self.waits = np.zeros(n, np.int8)   # 1: at bar.sync, 2: at barrier.cluster.wait
+        self.waits = np.zeros(n, np.int8)   # 1: at bar.sync, 2: at barrier.cluster.wait, 3: at an mbarrier
         self.arrived = np.zeros(n, np.int64)
         self.waited = np.zeros(n, np.int64)
 
@@ -185,9 +220,15 @@ class _Cluster:
             self.waits[self.waits == 2] = 0
             self.written[:] = self.read[:] = 0
             moved = True
+        for thread, (barrier, parity) in list(self.awaited.items()):
+            if barrier["phase"] % 2 != parity:
+                self.waits[thread] = 0
+                del self.awaited[thread]
+                moved = True
         if not moved:
-            at = [int((self.waits == i).sum()) for i in (1, 2)]
-            raise RuntimeError(f"deadlock: {at[0]} at bar.sync, {at[1]} at barrier.cluster.wait, {done.sum()} ended")
+            at = [int((self.waits == i).sum()) for i in (1, 2, 3)]
+            raise RuntimeError(f"deadlock: {at[0]} at bar.sync, {at[1]} at barrier.cluster.wait, {at[2]} at an "
+                               f"mbarrier, {done.sum()} ended")
 
     # ---- operands
 
@@ -196,6 +237,8 @@ class _Cluster:
             return self.regs[name]
         if name in self.special:
             return self.special[name].astype(U[bits])
+        if name in self.k.parameters:   # the address of one
+            return np.full(self.n, 4096 * (1 + self.k.parameters.index(name)), U[bits])
         if name in self.k.shared:
             return np.full(self.n, self.k.shared[name], U[bits])
         if name.startswith("0f"):
@@ -246,6 +289,10 @@ class _Cluster:
             self.abroad[np.flatnonzero(who)[abroad]] = self.arrived[who][abroad]
         return block, each
 
+    def of_others(self, before, thread):
+        """Whether what `written` or `read` says is of a thread that this one (from 1) has not met since."""
+        return (before != 0) & (before != thread) & (before != -2 - (thread - 1) // 32)
+
     def load(self, space, address, size, who, name):
         places = self.places(space, address, size, who, name)
         if space == "global":
@@ -260,12 +307,11 @@ class _Cluster:
         if self.flying[places].any():
             raise RuntimeError(f"{name}: reads what cp.async may still be writing, without a wait_group between")
         thread = np.broadcast_to((np.flatnonzero(who) + 1)[:, None], places[1].shape)
-        if ((self.written[places] != 0) & (self.written[places] != thread)).any():
+        if self.of_others(self.written[places], thread).any():
             raise RuntimeError(f"{name}: reads what another thread wrote, without a barrier between")
         for t, b, p in zip(thread.T, places[0].T if places[0].shape == thread.shape else [places[0][:, 0]] * size,
                            places[1].T, strict=True):
-            before = self.read[b, p]
-            self.read[b, p] = np.where((before == 0) | (before == t), t, -1)
+            self.read[b, p] = np.where(self.of_others(self.read[b, p], t), -1, t)
             again = self.read[b, p] != t   # two lanes of this very instruction
             self.read[b[again], p[again]] = -1
         return self.shared[places]
@@ -289,8 +335,11 @@ class _Cluster:
         thread = (np.flatnonzero(who) + 1)[:, None]
         if self.flying[places].any():
             raise RuntimeError(f"{name}: writes where cp.async may still be writing")
+        if self.pinned[places].any():
+            raise RuntimeError(f"{name}: writes what wgmma may still be reading, without a wait_group between")
+        self.unfenced[places] = True
         for before in (self.written[places], self.read[places]):
-            if ((before != 0) & (before != thread)).any():
+            if self.of_others(before, thread).any():
                 raise RuntimeError(f"{name}: writes where another thread wrote or read, no barrier between")
         self.written[places] = np.broadcast_to(thread, before.shape)
         if (again := self.written[places] != thread).any():
@@ -314,6 +363,7 @@ class _Cluster:
                 landed = block[here], each[here]
                 self.flying[landed] = False
                 self.shared[landed] = raw[here]
+                self.unfenced[landed] = True
                 self.written[landed] = (threads[here] + 1)[:, None]   # others see it after a barrier
                 if not here.all():
                     self.copies.append((threads[~here], group[~here], (block[~here], each[~here]), raw[~here]))
@@ -331,6 +381,203 @@ class _Cluster:
         self.flying[places] = True
         self.copies.append((threads, self.groups[threads], places, raw))
 
+    # ---- mbarriers and TMA
+
+    def barrier(self, operand, thread, text):
+        """The mbarrier that a thread names. Its init must be seen by it."""
+        place = int(self.block[thread]), int(self.address(operand)[thread])
+        if place not in self.barriers:
+            raise RuntimeError(f"{text}: no mbarrier there")
+        if self.written[place] not in (0, thread + 1):
+            raise RuntimeError(f"{text}: another thread made the mbarrier, without a barrier between")
+        return self.barriers[place]
+
+    def turn(self, barrier):
+        """Ends a phase if all have arrived and all bytes have."""
+        if barrier["missing"] == 0 and barrier["bytes"] == 0:
+            barrier["phase"] += 1
+            barrier["missing"] = barrier["count"]
+
+    def mbarrier(self, op, args, who, text, pc):
+        threads = np.flatnonzero(who)
+        if op[1] == "init":
+            for thread in threads:
+                at = np.array([self.address(args[0])[thread]])
+                only = np.arange(self.n) == thread
+                places = self.places("shared", np.full(self.n, at), 8, only, text)
+                self.claim(places, np.zeros((1, 8), np.uint8), only, text)
+                count = int(self.get(args[1], 32)[thread])
+                self.barriers[int(self.block[thread]), int(at[0])] = {
+                    "count": count, "missing": count, "bytes": 0, "phase": 0, "copies": []}
+        elif op[1] == "inval":
+            for thread in threads:
+                if self.barrier(args[0], thread, text)["copies"]:
+                    raise RuntimeError(f"{text}: copies are on their way")
+                del self.barriers[int(self.block[thread]), int(self.address(args[0])[thread])]
+        elif op[1:3] == ["arrive", "expect_tx"]:
+            for thread in threads:
+                barrier = self.barrier(args[1], thread, text)
+                barrier["bytes"] += int(self.get(args[2], 32)[thread])
+                barrier["missing"] -= 1
+                if barrier["missing"] < 0:
+                    raise RuntimeError(f"{text}: more arrive than were said to")
+                self.turn(barrier)
+        elif op[1:3] == ["try_wait", "parity"]:
+            parity = self.get(args[2], 32) & 1
+            for thread in threads:
+                barrier = self.barrier(args[1], thread, text)
+                for places, raw in barrier["copies"]:   # what was on its way lands as late as can be
+                    self.shared[places] = raw
+                    self.flying[places] = False
+                    barrier["bytes"] -= len(raw)
+                if barrier["copies"]:
+                    barrier["copies"] = []
+                    self.turn(barrier)
+                if barrier["phase"] % 2 == parity[thread]:   # it tries again when the others can go no further
+                    self.waits[thread], self.pc[thread] = 3, pc
+                    self.awaited[thread] = barrier, parity[thread]
+            self.put(args[0], np.ones(self.n, bool), who & (self.waits == 0))
+        else:
+            raise KeyError(text)
+
+    def bulk_copy(self, op, args, who, text):
+        """cp.async.bulk.tensor: a box into shared memory; there once a thread has waited at the mbarrier."""
+        if op[5:] != ["shared::cta", "global", "mbarrier::complete_tx::bytes"]:
+            raise KeyError(text)
+        to, source, barrier = args
+        source, corner = re.match(r"\[(\S+?),\{(.*)\}\]", source.replace(" ", "")).groups()
+        corner = [self.get(c, 32).view(np.int32) for c in corner.split(",")]
+        for thread in np.flatnonzero(who):
+            described = self.values[self.k.parameters[int(self.get(source, 64)[thread]) // 4096 - 1]]
+            each, inside = described.places([int(c[thread]) for c in reversed(corner)])   # the innermost comes first
+            m, raw = self.memory, np.zeros(len(each), np.uint8)
+            from_ = each[inside]
+            if not m.inside[from_].all():
+                raise RuntimeError(f"{text}: outside every tensor")
+            if (m.writer[from_] != 0).any():
+                raise RuntimeError(f"{text}: reads what a thread writes in this launch")
+            m.read[from_] = True
+            m.reader[from_] = -1
+            raw[inside] = m.data[from_]
+            start = int(self.address(to)[thread])
+            if start % 128:
+                raise RuntimeError(f"{text}: address not a multiple of 128")
+            at = _swizzled(start + np.arange(len(raw)), described.swizzle)
+            if at.max() >= self.k.shared_size:
+                raise RuntimeError(f"{text}: outside shared memory")
+            places = np.full(len(at), self.block[thread]), at
+            # It may not overtake what threads do there: they must have met at a barrier. (A thread's own writes need
+            # more than that, a fence.)
+            if self.flying[places].any() or self.pinned[places].any():
+                raise RuntimeError(f"{text}: writes where others may still be reading or writing")
+            for before in (self.written[places], self.read[places]):
+                if self.of_others(before, thread + 1).any():
+                    raise RuntimeError(f"{text}: writes where a thread wrote or read, no barrier between")
+            self.flying[places] = True
+            self.unfenced[places] = False
+            self.barrier(barrier, thread, text)["copies"].append((places, raw))
+
+    # ---- wgmma
+
+    def operand(self, described, rows, transposed, block, text):
+        """Places of a [rows, 16] operand of 16-bit elements in shared memory, from its matrix descriptor. A row is of
+        a's M or of b's N. transposed: neighbours in memory are of neighbouring rows, not of the sum."""
+        start, leading, stride = ((described >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+        span = {0: 0, 1: 128, 2: 64, 3: 32}[described >> 62]
+        if span == 0 or described >> 49 & 7:
+            raise KeyError(f"{text}: without a swizzle, or with an offset")
+        row, k = np.arange(rows)[:, None], np.arange(16)[None, :]
+        if transposed:
+            at = row // (span // 2) * leading + row % (span // 2) * 2 + k % 8 * span + k // 8 * stride
+        else:
+            at = row // 8 * stride + row % 8 * span + k * 2
+        at = _swizzled(start + at[:, :, None] + np.arange(2), span)
+        if at.max() >= self.k.shared_size or at.min() < 1024:
+            raise RuntimeError(f"{text}: outside shared memory")
+        places = np.full(at.shape, block), at
+        if self.flying[places].any():
+            raise RuntimeError(f"{text}: reads what a copy may still be writing")
+        if self.unfenced[places].any():
+            raise RuntimeError(f"{text}: reads what threads wrote, without a fence between")
+        if (self.written[places] != 0).any():
+            raise RuntimeError(f"{text}: reads what threads wrote, without a barrier between")
+        return places
+
+    def warpgroups(self, who, text):
+        groups = who.reshape(-1, 128)
+        if self.k.threads % 128 or not (groups.all(1) | ~groups.any(1)).all():
+            raise RuntimeError(f"{text}: part of a warpgroup")
+        return np.flatnonzero(groups[:, 0])
+
+    def wgmma(self, op, args, who, text):
+        groups = self.warpgroups(who, text)
+        if op[1] == "fence":
+            return
+        if op[1] == "commit_group":
+            for g in groups:
+                for product in self.products[g]:
+                    product["group"] += 1
+            return
+        if op[1] == "wait_group":
+            for g in groups:
+                done, left = {}, [p for p in self.products[g] if p["group"] <= int(args[0])]
+                for p in self.products[g][:len(self.products[g]) - len(left)]:
+                    done |= p["results"]
+                    for places in p["read"]:
+                        self.read[places] = -1   # by all four warps
+                self.products[g] = left
+                here = np.arange(self.n) // 128 == g
+                for r in done.keys() - {r for p in left for r in p["results"]}:
+                    whole = np.zeros(self.n, np.uint32)
+                    whole[here] = done[r]
+                    self.put(r, whole, here)
+            self.repin()
+            return
+        m = re.match(r"m64n(\d+)k16$", op[4])
+        if op[1:4] != ["mma_async", "sync", "aligned"] or m is None or op[5] != "f32" or op[6] not in ("bf16", "f16"):
+            raise KeyError(text)
+        columns, kind = int(m[1]), op[6]
+        names = [p.strip() for p in args[0].strip("{}").split(",")]
+        own = args[1].startswith("{")
+        scales, turned = args[4:6], [int(a) for a in args[6:]]
+        if scales != ["1", "1"] or len(turned) != 2 - own:
+            raise KeyError(text)
+        adds, described = self.truth(args[3]), self.get(args[2], 64)
+        for g in groups:
+            here = slice(128 * g, 128 * g + 128)
+            block = int(self.block[128 * g])
+            if own:
+                a = np.stack([_widen(self.get(p.strip(), 32).view(np.uint16), kind).reshape(-1, 4, 8, 4, 2)[g]
+                              for p in args[1].strip("{}").split(",")])   # register, warp, row, thread of it, half
+                a = a.reshape(2, 2, 4, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5).reshape(64, 16)
+                read = []
+            else:
+                places = self.operand(int(self.get(args[1], 64)[128 * g]), 64, turned[0], block, text)
+                a, read = _widen(self.shared[places].view(np.uint16)[:, :, 0], kind), [places]
+            places = self.operand(int(described[128 * g]), columns, turned[-1], block, text)
+            b = _widen(self.shared[places].view(np.uint16)[:, :, 0], kind)
+            read.append(places)
+            waiting = {}   # what products on their way leave in registers
+            for p in self.products[g]:
+                waiting |= p["results"]
+            c = np.zeros((64, columns))
+            if adds[128 * g]:
+                given = np.stack([waiting[r] if r in waiting else self.get(r, 32)[here] for r in names])
+                c = _f32(given).reshape(-1, 2, 2, 4, 8, 4).transpose(3, 1, 4, 0, 5, 2).reshape(64, columns)
+            d = (a.astype(np.float64) @ b.T.astype(np.float64) + c).astype(np.float32)
+            d = d.reshape(4, 2, 8, -1, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(len(names), 128).view(np.uint32)
+            self.products[g].append({"group": 0, "results": dict(zip(names, d, strict=True)), "read": read})
+            for r in names:   # until it is waited for, NaN
+                self.put(r, np.full(self.n, 0x7FFFFFFF, np.uint32), who & (np.arange(self.n) // 128 == g))
+        self.repin()
+
+    def repin(self):
+        self.pinned[:] = False
+        for products in self.products:
+            for p in products:
+                for places in p["read"]:
+                    self.pinned[places] = True
+
     # ---- instructions
 
     def step(self, op, args, who, pc):
@@ -347,20 +594,42 @@ class _Cluster:
             self.pc[who] = self.k.labels[args[0]]
         elif name == "bar" and (op[1] == "sync" or self.k.threads == 32):   # of a warp, where that is all
             self.waits[who] = 1
+        elif text == "bar.warp.sync":
+            self.whole_warps(who, text)
+            for done in (self.written, self.read):
+                mine = np.isin(done, np.flatnonzero(who) + 1)
+                done[mine] = -2 - (done[mine] - 1) // 32
         elif name == "barrier" and op[2] == "arrive":
             self.arrived[who] += 1
         elif name == "barrier" and op[2] == "wait":
             self.waits[who] = 2
         elif name in ("ld", "st"):
             self.move(name, op, args, who, text, bits)
+        elif name == "cp" and op[1:4] == ["async", "bulk", "tensor"]:
+            self.bulk_copy(op, args, who, text)
+        elif name == "mbarrier":
+            self.mbarrier(op, args, who, text, pc)
+        elif name == "wgmma":
+            self.wgmma(op, args, who, text)
+        elif text == "fence.proxy.async.shared::cta":   # of the writes that these threads see
+            threads = np.flatnonzero(who) + 1
+            seen = (self.written == 0) | np.isin(self.written, threads)
+            self.unfenced &= ~seen
+        elif name == "elect":
+            chosen, p = args[0].split("|")
+            self.whole_warps(who, text)
+            self.put(chosen, np.zeros(self.n, np.uint32), who)
+            self.put(p, self.thread % 32 == 0, who)
+        elif text == "cvta.param.u64":
+            self.put(args[0], self.get(args[1], 64), who)
         elif name == "cp" and op[1] == "async":
             self.copy(op, args, who, text)
         elif name in ("ldmatrix", "stmatrix"):
             self.matrix(name, op, args, who, text)
+        elif name == "mma":
+            self.multiply(op, args, who, text)
         elif name == "redux":
-            lanes = who.reshape(-1, 32)
-            if not (lanes.all(1) | ~lanes.any(1)).all():
-                raise RuntimeError(f"{text}: part of a warp")
+            self.whole_warps(who, text)
             given = self.get(args[1], 32).view({"s32": np.int32, "u32": np.uint32, "f32": np.float32}[kind])
             if set(op) - {"redux", "sync", "min", "max", "add", kind} or (kind == "f32" and op[2] == "add"):
                 raise KeyError(text)
@@ -425,7 +694,11 @@ class _Cluster:
             for i, part in enumerate(parts):
                 value = np.zeros(self.n, U[bits])
                 value[who] = np.ascontiguousarray(raw[:, i * size:(i + 1) * size]).view(U[bits])[:, 0]
-                self.put(part, value.astype(np.uint16) if bits == 8 else value, who)   # the narrowest registers
+                if op[-1][0] == "s":
+                    value = value.view(I[bits])
+                # A register may be wider than what is loaded.
+                width = U[self.k.widths[part.rstrip("0123456789")]]
+                self.put(part, value.astype(width), who)
             return None
         raw = np.concatenate([self.get(p, bits).astype(U[bits])[who][:, None].view(np.uint8) for p in parts], 1)
         return self.store(space, where, raw, who, text)
@@ -442,23 +715,54 @@ class _Cluster:
             other = np.where(lane < given, lane, lane - given)
         self.put(args[0], value[me - lane + other], who)
 
+    def whole_warps(self, who, text):
+        lanes = who.reshape(-1, 32)
+        if not (lanes.all(1) | ~lanes.any(1)).all():
+            raise RuntimeError(f"{text}: part of a warp")
+
     def matrix(self, name, op, args, who, text):
-        """Matrices of 8 x 8 elements of 16 bits: thread i of a warp has two of row i / 4, and says where row i is."""
-        if "trans" in op or not who.reshape(-1, 32).all(1)[who.reshape(-1, 32).any(1)].all():
-            raise RuntimeError(f"{text}: transposed, or part of a warp")
+        """Matrices of 8 x 8 elements of 16 bits: thread i of a warp has two of row i / 4, or with trans of column
+        i / 4, and says where row i is."""
+        self.whole_warps(who, text)
         data, where = (args[0], args[1]) if name == "ldmatrix" else (args[1], args[0])
         rows, lane = self.address(where), self.thread % 32
         for i, part in enumerate(p.strip() for p in data.strip("{}").split(",")):
-            start = rows[np.arange(self.n) - lane + 8 * i + lane // 4]
-            if (start[who] % 16).any():
+            first = np.arange(self.n) - lane + 8 * i   # the thread that says where row 0 is
+            if (rows[first + lane % 8][who] % 16).any():
                 raise RuntimeError(f"{text}: address not a multiple of 16")
-            at = start + lane % 4 * 4
+            # Where the two elements are: beside each other, or below.
+            pieces = ([rows[first + lane // 4] + lane % 4 * 4] if "trans" not in op else
+                      [rows[first + lane % 4 * 2 + low] + lane // 4 * 2 for low in range(2)])
+            size = 4 // len(pieces)
             if name == "stmatrix":
-                self.store("shared", at, self.get(part, 32)[who][:, None].view(np.uint8), who, text)
+                raw = self.get(part, 32)[who][:, None].view(np.uint8)
+                for j, at in enumerate(pieces):
+                    self.store("shared", at, raw[:, j * size:(j + 1) * size], who, text)
             else:
                 value = np.zeros(self.n, np.uint32)
-                value[who] = np.ascontiguousarray(self.load("shared", at, 4, who, text)).view(np.uint32)[:, 0]
+                raw = np.concatenate([self.load("shared", at, size, who, text) for at in pieces], 1)
+                value[who] = np.ascontiguousarray(raw).view(np.uint32)[:, 0]
                 self.put(part, value, who)
+
+    def multiply(self, op, args, who, text):
+        """mma.m16n8k16: d [16, 8] = a [16, 16] b [16, 8] + c by each warp, with a row (of b, a column) in a group of
+        four threads, which have two neighbours each. Summed in float64 and rounded once."""
+        if op[1:6] != ["sync", "aligned", "m16n8k16", "row", "col"] or op[6] != "f32" or op[9] != "f32":
+            raise KeyError(text)
+        self.whole_warps(who, text)
+        names = [[p.strip() for p in a.strip("{}").split(",")] for a in args]
+        warp = who.reshape(-1, 32)[:, 0]
+        a, b = (np.stack([_widen(self.get(p, 32).view(np.uint16), op[7]).reshape(-1, 8, 4, 2) for p in part])
+                [:, warp].astype(np.float64) for part in names[1:3])   # register, warp, group, thread in it, half
+        a = a.reshape(2, 2, *a.shape[1:]).transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 16)
+        b = b.transpose(1, 0, 3, 4, 2).reshape(-1, 16, 8)
+        c = np.stack([_f32(self.get(p, 32)).reshape(-1, 8, 4) for p in names[3]])[:, warp].astype(np.float64)
+        c = c.reshape(2, 2, *c.shape[1:]).transpose(2, 0, 3, 4, 1).reshape(-1, 16, 8)
+        d = (a @ b + c).astype(np.float32).reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
+        for part, value in zip(names[0], d, strict=True):
+            whole = np.zeros(self.n, np.uint32)
+            whole[who] = value.view(np.uint32)
+            self.put(part, whole, who)
 
     def compare(self, op, args, half=None):
         if {"and", "or", "xor"} & set(op):

@@ -1,5 +1,6 @@
 """What Triton compiles of its kernels for sm_90 and sm_100, run on the CPU (ptx.py), where it must hold the numerics
-contract, keep inside tensors, write every element once and have no races. No GPU is needed.
+contract, keep inside tensors, write every element once and have no races. No GPU is needed. Those that use tensor cores
+run as compiled for sm_80 (mma, cp.async) and sm_90 (wgmma, TMA).
 
 Triton's interpreter truncates on a cast to bfloat16 and runs a kernel's Python on whole blocks. So bfloat16 is tested
 here, and what the compiler makes of a kernel: vectors, layouts, exchanges through shared memory, copies ahead of use.
@@ -30,13 +31,14 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def multiplies(op):
-    """Whether its kernels use tensor cores, which ptx.py does not have."""
+    """Whether its kernels use tensor cores, of which ptx.py has those of sm_80 and sm_90."""
     impl = op.implementation("triton")
     searched = (s for t in impl.tunables() for key in map(t.named, t.keys) for s in t.specs(key, t.heuristic(**key)))
     return any(spec.uses for spec in (*impl.gate(), *searched))
 
 
 OPS = [op for op in operations().values() if "triton" in op.names() and not multiplies(op)]
+PRODUCTS = [op for op in operations().values() if "triton" in op.names() and multiplies(op)]
 
 # For sm_100 and in float32, those that between them have every kernel and most of their branches; the first ones in
 # float16, too. (These two are tested in the interpreter with all cases.)
@@ -57,6 +59,7 @@ class Driver:
     def __init__(self):
         self.arch = 90
         self.memories = []            # of each launch
+        self.names = []               # of what each launch ran
         self.change = None            # of PTX, to plant faults
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
@@ -87,13 +90,20 @@ class Driver:
             assert metadata.num_ctas == 1 and kernel.threads == 32 * metadata.num_warps
             assert metadata.global_scratch_size == metadata.profile_scratch_size == 0
             memory, values = ptx.Memory(), [0, 0]   # at the end, the pointers to those two
+            described = list(metadata.tensordesc_meta or ())
             for a, kind in reversed(list(zip(arguments, source.signature.values(), strict=True))):
-                if kind != "constexpr":
+                if kind.startswith("tensordesc"):
+                    about = described.pop()
+                    where = memory.put(a.base)
+                    values[:0] = [ptx.TensorMap(where, about["elem_size"], a.shape, a.strides, about["block_size"],
+                                                (0, 32, 64, 128)[about["swizzle"]]), *a.shape, *a.strides]
+                elif kind != "constexpr":
                     values.insert(0, memory.put(a, a.data_ptr() % 16) if isinstance(a, torch.Tensor) else
                                   float(a) if kind == "fp32" else a)
             kernel.run(memory, values, (x, y, z))
             memory.take_back()
             self.memories.append(memory)
+            self.names.append(metadata.name)
 
         return launch
 
@@ -102,10 +112,23 @@ def contract_holds(driver, op, case, dtype):
     with contract.poisoned():
         broken = contract.check(op, "triton", case, "cpu", dtype)
     assert not broken, "; ".join(map(str, broken))
-    for memory in driver.memories:   # nothing is left out or done twice
+    for name, memory in zip(driver.names, driver.memories, strict=True):   # nothing is left out or done twice
         for t, _ in memory.tensors:
             times = memory.times(t, "written")
-            assert not times.numel() or times.max() == times.min() <= 1, (t.shape, times)
+            if name == "_map_tiles" and times.any():   # a table with room for more tiles than there are
+                count = int(t[-1])
+                parts = times[:-1].view(3, -1)
+                assert times[-1] == 1 and not parts[:, count:].any(), (t, times)
+                times = parts[:, :count]
+            assert not times.numel() or times.max() == times.min() <= 1, (name, t.shape, times)
+
+
+def long_sums(driver, name, dtype):
+    """Enough steps in a sum for stages of copies to be used again, and the large tiles of many rows."""
+    make = sys.modules[operations()[name].public.__module__]._case
+    case = make("long_sums", *((3, 370, 144, 272, (300, 0, 60)) if name == "grouped_gemm" else
+                               (104, 3, 2, 272, 80, "sentinels")))
+    contract_holds(driver, operations()[name], case, dtype)
 
 
 def any_row_of_logits(driver, V, stride, offset, dtype):
@@ -186,6 +209,15 @@ def runs():
                 for arch, dtype in ((90, BF16), *(((100, BF16), (90, F32)) if case.name in more else ()),
                                     *(((90, F16),) if case.name == more[0] else ())):
                     found[f"sm_{arch}-{op.name}-{case.name}-{short(dtype)}"] = arch, contract_holds, op, case, dtype
+    for op in PRODUCTS:
+        for case in op.cases:
+            if "contract" in case.tags:
+                more = case.name in ("ragged", "aligned", "tail", "sentinels")
+                for arch, dtype in ((80, BF16), *(((90, BF16),) if more else ()),
+                                    *(((80, F16),) if case.name == "aligned" else ())):
+                    found[f"sm_{arch}-{op.name}-{case.name}-{short(dtype)}"] = arch, contract_holds, op, case, dtype
+        for arch in (80, 90):
+            found[f"sm_{arch}-{op.name}-long_sums"] = arch, long_sums, op.name, BF16
     for arch, dtype, V, stride, offset in (
             (90, BF16, 9001, 9001, 0),      # odd: rows are walked from the multiple of 16 bytes below, in three blocks
             (90, BF16, 12300, 12312, 0),    # a stride that is a multiple of 8 elements and not of 16
@@ -201,19 +233,44 @@ def runs():
                                  ("bounds", r"setp\.lt\.s32", "setp.le.s32", wide),
                                  ("rounding", r"cvt\.rn\.bf16", "cvt.rz.bf16", (rounds_to_nearest,))):
         found[f"planted-{name}"] = 90, planted, old, new, *test
+    # In a product, most in every instruction of a kind. product: only in the first of a kernel.
+    for arch, name, old, new in (
+            (80, "product", r"(?s)\A(.*?)mma\.sync[^;]*;", r"\1"),
+            (80, "rows", r"(mma\.sync\S+ \{[^}]*\}, \{ )(%r\d+), (%r\d+)", r"\1\3, \2"),
+            (80, "columns", r"(mma\.sync\S+ \{[^}]*\}, \{[^}]*\}, \{ )(%r\d+), (%r\d+)", r"\1\3, \2"),
+            (80, "turned", r"(ldmatrix\S+)\.trans", r"\1"),
+            (80, "not_turned", r"(ldmatrix\S+x4)\.shared", r"\1.trans.shared"),
+            (80, "wait", r"(cp\.async\.wait_group\s+)([1-8]);", lambda m: f"{m[1]}{int(m[2]) + 1};"),
+            (80, "barrier", r"(cp\.async\.wait_group\s+\d;\s*)bar\.sync\s+0;", r"\1"),
+            (90, "product", r"(?s)\A(.*?)wgmma\.mma_async[^;]*;", r"\1"),
+            (90, "turned", r"(wgmma\.mma_async[^;]*1, 1, \d, )1;", r"\g<1>0;"),
+            (90, "not_turned", r"(wgmma\.mma_async[^;]*1, 1, \d, )0;", r"\g<1>1;"),
+            (90, "wait", r"(wgmma\.wait_group\S+\s+)\d;", r"\g<1>9;"),
+            (90, "fence", r"fence\.proxy\.async\S*;", ""),
+            (90, "arrival", r"mbarrier\.try_wait[^;]*;\s*@!complete bra\.uni waitLoop;", ""),
+            (90, "bytes", r"(mbarrier\.arrive\.expect_tx[^;]*, )(\d+);", r"\g<1>1\2;"),
+            (90, "corner", r"(bulk\.tensor\.2d[^{]*\{)(%r\d+), (%r\d+)", r"\1\3, \2"),
+            (90, "barrier", r"(?s)wgmma\.wait_group\S+\s+1;.*?bulk\.tensor", lambda m: m[0].replace("bar.sync", "//"))):
+        test = "long_sums" if name in ("wait", "barrier") else "aligned-bfloat16"
+        found[f"planted-sm_{arch}-{name}"] = arch, planted, old, new, *found[f"sm_{arch}-grouped_gemm-{test}"][1:]
     return found
 
 
 def main(names):
     from triton.runtime import driver as triton_driver
 
+    from tilewright.kernels import grouped_gemm_triton
+
     platform.interpreting = lambda: True   # Triton takes tensors of a CPU, and this is not the interpreter
     driver = Driver()
     triton_driver.set_active(driver)
+    # Tensors are of the CPU here, so the launchers of products are told what the device has.
+    grouped_gemm_triton._has_tma = lambda device: driver.arch >= 90
+    grouped_gemm_triton._large = lambda device: driver.arch // 10 in (9, 10)
     known = runs()
     for name in names:
         driver.arch, test, *arguments = known[name]
-        driver.memories = []
+        driver.memories, driver.names = [], []
         driver.change = None
         try:
             test(driver, *arguments)
