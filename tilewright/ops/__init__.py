@@ -2,6 +2,7 @@
 
 from tilewright.ops.activation import GELU_MUL, SILU_MUL, gelu_mul, silu_mul
 from tilewright.ops.attention import ATTENTION, attention
+from tilewright.ops.block_fp8 import dequantize_block_fp8, quantize_block_fp8
 from tilewright.ops.cross_entropy import CROSS_ENTROPY, cross_entropy
 from tilewright.ops.grouped_gemm import GROUPED_GEMM, grouped_gemm
 from tilewright.ops.linear_cross_entropy import (
@@ -11,6 +12,8 @@ from tilewright.ops.linear_cross_entropy import (
     linear_logprob,
 )
 from tilewright.ops.moe import MOE_MLP, moe_mlp
+from tilewright.ops.nf4 import dequantize_nf4, quantize_nf4
+from tilewright.ops.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from tilewright.ops.permute import PERMUTE, UNPERMUTE, permute, sort_by_expert, unpermute
 from tilewright.ops.rmsnorm import ADD_RMSNORM, RMSNORM, add_rmsnorm, rmsnorm
 from tilewright.ops.rope import ROPE, rope
@@ -20,6 +23,7 @@ OPS = {op.name: op for op in (RMSNORM, ADD_RMSNORM, SILU_MUL, GELU_MUL, ROPE, AT
                               LINEAR_CROSS_ENTROPY, LINEAR_LOGPROB, ROUTE, PERMUTE, UNPERMUTE, GROUPED_GEMM,
                               MOE_MLP)}
 
-__all__ = ["OPS", "add_rmsnorm", "attention", "cross_entropy", "gelu_mul", "grouped_gemm", "linear_cross_entropy",
-           "linear_logprob", "moe_mlp", "permute", "rmsnorm", "rope", "route", "silu_mul", "sort_by_expert",
-           "unpermute"]
+__all__ = ["OPS", "add_rmsnorm", "attention", "cross_entropy", "dequantize_block_fp8", "dequantize_nf4",
+           "dequantize_nvfp4", "gelu_mul", "grouped_gemm", "linear_cross_entropy", "linear_logprob", "moe_mlp",
+           "permute", "quantize_block_fp8", "quantize_nf4", "quantize_nvfp4", "rmsnorm", "rope", "route", "silu_mul",
+           "sort_by_expert", "unpermute"]

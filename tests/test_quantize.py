@@ -1,0 +1,522 @@
+"""NF4, NVFP4 and block-scaled FP8: the bytes, against the projects that defined them; every implementation against the
+eager twins; rounding, odd sizes, checkpoints, torch.compile, refusals."""
+
+import dataclasses
+import functools
+import importlib
+import json
+import logging
+import math
+import types
+
+import pytest
+import torch
+from helpers import DEVICE, skip_unless_usable
+
+from tilewright.bench import contract
+from tilewright.ops import (
+    block_fp8,
+    dequantize_block_fp8,
+    dequantize_nf4,
+    dequantize_nvfp4,
+    nf4,
+    nvfp4,
+    quantize,
+    quantize_block_fp8,
+    quantize_nf4,
+    quantize_nvfp4,
+)
+from tilewright.registry import FLOATS, short
+
+FORMATS = {"nf4": (nf4.QUANTIZE_NF4, nf4.DEQUANTIZE_NF4), "nvfp4": (nvfp4.QUANTIZE_NVFP4, nvfp4.DEQUANTIZE_NVFP4),
+           "block_fp8": (block_fp8.QUANTIZE_BLOCK_FP8, block_fp8.DEQUANTIZE_BLOCK_FP8)}
+OPS = [op for pair in FORMATS.values() for op in pair]
+EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS)
+EVERY_DTYPE = pytest.mark.parametrize("dtype", FLOATS, ids=short)
+SIZES = [(300, 256), (7, 33), (1,), (64,), (65,), (127,), (2, 3, 96)]
+
+
+@functools.cache
+def oracle(module):
+    """A module of another project, or a skip with the reason why it is not there."""
+    logging.getLogger().setLevel(logging.ERROR)
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        pytest.skip(f"no oracle: {error}")
+
+
+def raw(t):
+    """A tensor's bytes: -0.0 is not 0.0, and NaN is itself."""
+    return t.contiguous().reshape(-1).view(torch.uint8) if t.numel() else torch.zeros(0, dtype=torch.uint8)
+
+
+def assert_same_bytes(found, expected):
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    assert torch.equal(raw(found), raw(expected))
+
+
+def assert_same(found, expected):
+    found, expected = ([t] if isinstance(t, torch.Tensor) else t.tensors() for t in (found, expected))
+    for f, e in zip(found, expected, strict=True):
+        assert_same_bytes(f, e)
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def both(format, **options):
+    """quantize_* and dequantize_* of a format, of which block FP8 takes its small blocks."""
+    up, down = FORMATS[format]
+    if format == "block_fp8":
+        options = {"block": (1, 16), **options}
+    return functools.partial(up.public, **options), down.public
+
+
+# ---- every implementation against the eager twins
+
+def grid():
+    for op in OPS:
+        for impl in op.implementations:
+            for case in op.cases:
+                if impl.name != "eager" and "contract" in case.tags:
+                    for dtype in FLOATS:
+                        if impl.name == "triton" and dtype == torch.float16 and "ragged" not in case.name:
+                            continue   # a second in the interpreter, for the same kernel after its load
+                        yield pytest.param(op, impl.name, case, dtype,
+                                           id=f"{op.name}-{impl.name}-{case.name}-{short(dtype)}")
+
+
+@pytest.mark.parametrize("op, name, case, dtype", list(grid()))
+def test_implementations_give_the_bytes_of_the_twin(op, name, case, dtype, poisoned):
+    skip_unless_usable(op, name, dtype)
+    kwargs = case.make(DEVICE, dtype, 0)
+    assert_same(op.public(**kwargs, implementation=name), op.public(**kwargs, implementation="eager"))
+
+
+@pytest.mark.parametrize("op", [pair[1] for pair in FORMATS.values()], ids=list(FORMATS))
+@EVERY_DTYPE
+def test_dequantising_keeps_the_contract(op, dtype, poisoned):
+    """Truth is the twin in float64, on the same codes."""
+    for name in op.usable(DEVICE, dtype):
+        if name == "triton" and DEVICE == "cpu":
+            continue   # slow in the interpreter, and the bytes are the twin's: see above
+        for case in op.cases:
+            if "contract" in case.tags:
+                kwargs = case.make(DEVICE, dtype, 0)
+                truth = op.public(**kwargs, dtype=torch.float64, implementation="eager")
+                twin = op.public(**kwargs, implementation="eager")
+                budget = 2 * contract.error(twin, truth)[0] + contract.ATOL[dtype]
+                assert contract.error(op.public(**kwargs, implementation=name), truth)[0] <= budget, case.name
+
+
+@EVERY_FORMAT
+@EVERY_DTYPE
+def test_results_are_near_what_was_quantised(format, dtype):
+    """Half the widest gap of each code, against the block's largest magnitude."""
+    up, down = both(format)
+    x = randn(40, 80, dtype=dtype)
+    y = down(up(x))
+    assert y.shape == x.shape and y.dtype == dtype and y.is_contiguous()
+    # NF4: half of (1 - 0.696); e2m1: half of 2 in 6, and a 16th for the scale's rounding, which 6 may clip; e4m3: 16
+    # in 448. bf16 adds its own.
+    bound = {"nf4": 0.152, "nvfp4": 1 / 6 + 1 / 16, "block_fp8": 16 / 448}[format] + 2**-8
+    size = 64 if format == "nf4" else 16
+    most = x.float().view(-1, size).abs().amax(1, keepdim=True)
+    assert ((y.float() - x.float()).view(-1, size).abs() <= bound * most).all()
+
+
+# ---- bitsandbytes
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+def test_nf4_is_what_bitsandbytes_writes_and_reads(shape, double, dtype):
+    bnb = oracle("bitsandbytes.functional")
+    x = randn(*shape, dtype=dtype)
+    packed, state = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=double)
+    q = quantize_nf4(x, double_quant=double)
+    expected = {"weight": packed, **{f"weight.{k}": v for k, v in state.as_dict(packed=True).items()}}
+    found = q.to_safetensors()
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert_same_bytes(found[name], expected[name])
+    # As one row: where a row is no multiple of a block, its kernel for AVX-512 takes the wrong blocks' scales.
+    state.shape = torch.Size([x.numel()])
+    # Two operations in float32 against one that may be fused: a unit in the last place, before the rounding.
+    torch.testing.assert_close(dequantize_nf4(q), bnb.dequantize_4bit(packed, state).view(shape),
+                               rtol=torch.finfo(dtype).eps, atol=1e-7)
+    again = nf4.NF4.from_safetensors(expected)
+    assert (again.shape, again.dtype, again.block_size) == (q.shape, q.dtype, q.block_size)
+    assert_same(dequantize_nf4(again), dequantize_nf4(q))
+
+
+@pytest.mark.parametrize("block", [32, 128, 4096])
+def test_nf4_block_sizes_and_zero_blocks_are_those_of_bitsandbytes(block):
+    bnb = oracle("bitsandbytes.functional")
+    x = randn(3, 5000)
+    x.view(-1)[:4096] = 0
+    x.view(-1)[5000:9000] *= 1e-42   # subnormal numbers
+    packed, state = bnb.quantize_4bit(x, blocksize=block, quant_type="nf4")
+    q = quantize_nf4(x, block_size=block)
+    assert_same_bytes(q.data, packed.view(-1))
+    assert_same_bytes(q.absmax, state.absmax)
+
+
+def test_nf4_scales_in_8_bits_are_those_of_bitsandbytes():
+    """More blocks than one of 256 scales, and one that is shorter; all of one size in the last tensor."""
+    bnb = oracle("bitsandbytes.functional")
+    for x in (randn(600, 64), randn(300, 64) * torch.arange(1, 301, device=DEVICE)[:, None], torch.ones(10, 64)):
+        _, state = bnb.quantize_4bit(x.to(DEVICE), quant_type="nf4", compress_statistics=True)
+        q = quantize_nf4(x.to(DEVICE), double_quant=True)
+        for found, expected in ((q.absmax, state.absmax), (q.nested_absmax, state.state2.absmax),
+                                (q.offset, state.offset)):
+            assert_same_bytes(found, expected)
+
+
+def test_nf4_refuses_another_codes_checkpoint():
+    tensors = quantize_nf4(randn(4, 64)).to_safetensors("w")
+    with pytest.raises(KeyError, match=r"w\.absmax is missing"):
+        nf4.NF4.from_safetensors({k: v for k, v in tensors.items() if k != "w.absmax"}, "w")
+    with pytest.raises(ValueError, match=r"w\.quant_map must be bitsandbytes' own table"):
+        nf4.NF4.from_safetensors({**tensors, "w.quant_map": tensors["w.quant_map"] * 2}, "w")
+    key = "w.quant_state.bitsandbytes__nf4"
+    state = json.dumps({**json.loads(bytes(tensors[key].tolist())), "quant_type": "fp4"})
+    with pytest.raises(ValueError, match="w must be NF4, got 'fp4'"):
+        nf4.NF4.from_safetensors({**tensors, key: torch.tensor(list(state.encode()), dtype=torch.uint8)}, "w")
+
+
+# ---- torchao, compressed-tensors
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_nvfp4_is_what_torchao_writes_and_reads(dtype):
+    ao = oracle("torchao.prototype.mx_formats.nvfp4_tensor")
+    x = randn(64, 256, dtype=dtype)
+    x[:, :64] *= 0.05
+    q = quantize_nvfp4(x)
+    assert q.global_scale == x.float().abs().max() / 2688
+    scale, data = ao.nvfp4_quantize(x, 16, q.global_scale)
+    assert_same_bytes(q.scale, scale)
+    assert_same_bytes(q.data, data)
+    expected = ao.NVFP4Tensor(data, scale, 16, dtype, q.global_scale).dequantize()
+    assert_same_bytes(dequantize_nvfp4(q), expected)
+
+
+def test_nvfp4_checkpoints_are_those_of_compressed_tensors():
+    """Its own packing and reading. Its scale of the tensor is an inverse, so that products round otherwise: codes may
+    differ where x is at a tie, to float32's precision."""
+    helpers = oracle("compressed_tensors.compressors.nvfp4.helpers")
+    gparam = oracle("compressed_tensors.quantization.utils.helpers").generate_gparam
+    x = randn(32, 128)
+    q = quantize_nvfp4(x, implementation="eager")
+    tensors = q.to_safetensors("layer.weight")
+    assert set(tensors) == {"layer.weight_packed", "layer.weight_scale", "layer.weight_global_scale"}
+    total = tensors["layer.weight_global_scale"]
+    expected = gparam(x.min(), x.max())
+    assert total.shape == expected.shape
+    torch.testing.assert_close(total, expected, rtol=3e-7, atol=0)
+    values = helpers.unpack_fp4_from_uint8(tensors["layer.weight_packed"].cpu(), 32, 128).float()
+    assert_same_bytes(helpers.pack_fp4_to_uint8(values), tensors["layer.weight_packed"].cpu())
+    scale = tensors["layer.weight_scale"].float().cpu().repeat_interleave(16, 1) / total.cpu()
+    torch.testing.assert_close(dequantize_nvfp4(q).cpu(), values * scale, rtol=1e-6, atol=0)
+    exact = (x.cpu().double() / scale.double()).clamp(-6, 6)
+    grid = torch.tensor(nvfp4.VALUES, dtype=torch.float64)
+    nearest = (exact.abs()[..., None] - grid).abs().amin(-1)
+    assert ((exact - values).abs() <= nearest + 1e-5).all()
+
+
+def test_nvfp4_layouts_come_back():
+    x = randn(3, 5, 33, dtype=torch.bfloat16)
+    q = quantize_nvfp4(x)
+    modelopt = q.to_safetensors("w", "modelopt")
+    assert set(modelopt) == {"w", "w_scale", "w_scale_2"}
+    again = nvfp4.NVFP4.from_safetensors(modelopt, "w", shape=x.shape)
+    assert_same(again, q)
+    again = nvfp4.NVFP4.from_safetensors(q.to_safetensors("w"), "w", shape=x.shape)
+    torch.testing.assert_close(dequantize_nvfp4(again, dtype=torch.float32), dequantize_nvfp4(q, dtype=torch.float32),
+                               rtol=3e-7, atol=0)
+    with pytest.raises(ValueError, match=r"layout must be one of \['compressed-tensors', 'modelopt'\], got 'gguf'"):
+        q.to_safetensors("w", "gguf")
+    with pytest.raises(KeyError, match="w_packed is missing"):
+        nvfp4.NVFP4.from_safetensors({"w_scale": q.scale}, "w")
+
+
+# ---- transformers
+
+@EVERY_DTYPE
+def test_block_fp8_is_what_transformers_writes(dtype):
+    module = oracle("transformers.integrations.finegrained_fp8")
+    config = types.SimpleNamespace(weight_block_size=(128, 128), scale_fmt="float")
+    x = randn(256, 384, dtype=dtype)
+    x[:128, :128] = 0
+    x[128:, :128] *= 1e-6
+    found = quantize_block_fp8(x).to_safetensors("a.weight")
+    expected = module.Fp8Quantize(types.SimpleNamespace(quantization_config=config)).convert({"a.weight": x})
+    assert found.keys() == expected.keys()
+    assert_same_bytes(found["a.weight"], expected["a.weight"])
+    # It inverts 448 / m, where this divides m by 448.
+    torch.testing.assert_close(found["a.weight_scale_inv"], expected["a.weight_scale_inv"], rtol=3e-7, atol=0)
+    again = block_fp8.BlockFP8.from_safetensors(expected, "a.weight", dtype=dtype)
+    torch.testing.assert_close(dequantize_block_fp8(again), dequantize_block_fp8(quantize_block_fp8(x)))
+
+
+def test_block_fp8_of_activations_by_hand():
+    x = randn(5, 300)
+    q = quantize_block_fp8(x, block=(1, 128))
+    for r in range(5):
+        for b in range(3):
+            part = x[r, 128 * b:128 * (b + 1)]
+            most = part.abs().max()
+            assert q.scale_inv[r, b] == most / 448
+            assert_same_bytes(q.data[r, 128 * b:128 * (b + 1)], (part * (1 / most * 448)).to(torch.float8_e4m3fn))
+
+
+# ---- rounding
+
+def test_e4m3_is_rounded_as_torch_rounds_it():
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[every.isfinite()].sort().values
+    ties = (every[1:] + every[:-1]) / 2
+    v = torch.cat([every, ties, ties.nextafter(torch.tensor(9e9)), ties.nextafter(torch.tensor(-9e9)),
+                   torch.tensor([1e-30, -1e-30, 1e-42, 500.0, -1e30]), randn(1000).cpu() * 100])
+    expected = v.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(quantize.to_e4m3(v), expected)
+
+
+def test_e2m1_is_rounded_to_the_nearest_and_ties_to_even():
+    v = torch.tensor([0.0, 0.25, 0.26, 0.5, 0.75, 1.25, 1.75, 1.76, 2.5, 2.51, 3.5, 5.0, 5.01, 6.0, 9.0])
+    codes = torch.tensor([0, 0, 1, 1, 2, 2, 4, 4, 4, 5, 6, 6, 7, 7, 7], dtype=torch.uint8)
+    assert torch.equal(quantize.to_e2m1(v), codes)
+    assert torch.equal(quantize.to_e2m1(-v), codes | 8)
+
+
+def test_nvfp4_codes_make_up_for_the_rounding_of_the_scale():
+    """The block's scale, 1.0625 before it is rounded, becomes 1: codes of x / 1.0625 would be others."""
+    x = torch.zeros(1, 32, device=DEVICE)
+    x[0, 0], x[0, 16], x[0, 17] = 2688.0, 6 * 1.0625, 2.6   # 2.6 / 1.0625 is nearer to 2
+    q = quantize_nvfp4(x)
+    assert q.scale.float().tolist() == [[448.0, 1.0]]
+    assert dequantize_nvfp4(q)[0, :18].tolist() == [2688.0, *[0.0] * 15, 6.0, 3.0]
+
+
+def test_philox_gives_the_published_words():
+    """The known answer of Random123 for zeros; and that more elements, or other high bits of a key, are as they should
+    be."""
+    assert quantize.philox(0, 4, "cpu").tolist() == [0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]
+    assert torch.equal(quantize.philox(7, 50, "cpu"), quantize.philox(7, 60, "cpu")[:50])
+    assert not torch.equal(quantize.philox(7, 50, "cpu"), quantize.philox(7 + 2**32, 50, "cpu"))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "block_fp8"])
+@pytest.mark.parametrize("value", [0.1, 0.9, 2.3, 5.3])
+def test_random_rounding_has_the_right_mean(format, value):
+    """Up with probability p in n draws: within 5 standard deviations of the mean."""
+    n = 40000
+    x = torch.full((1, n), value, device=DEVICE)
+    x[:, ::16] = 6.0   # the same scale for every block, 448 times 6 / 2688
+    up, down = both(format, seed=11)
+    found = down(up(x))[x != 6]
+    assert_same_bytes(found, down(up(x))[x != 6])
+    low, high = found.min().double(), found.max().double()
+    assert low < value < high and set(found.tolist()) == {float(low), float(high)}
+    deviation = (high - low) / 2 / math.sqrt(found.numel())
+    assert abs(found.double().mean() - value) < 5 * deviation
+    other = both(format, seed=12)[0](x)
+    assert not torch.equal(raw(other.data), raw(up(x).data))
+
+
+@pytest.mark.parametrize("format, largest", [("nvfp4", 6.0), ("block_fp8", 448.0)])
+def test_random_rounding_leaves_what_needs_none(format, largest):
+    x = torch.tensor([[largest, -largest, 3, 1.5, -0.5, 0, 2, 4] * 4], device=DEVICE)
+    up, down = both(format, seed=3)
+    assert torch.equal(down(up(x)), x)
+
+
+# ---- sizes, zeros, extremes
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("shape", [(0,), (0, 16), (3, 0), (1,), (17,), (2, 0, 5), (2, 3, 21)], ids=str)
+def test_any_shape(format, shape):
+    up, down = both(format)
+    x = randn(*shape)
+    y = down(up(x))
+    assert y.shape == x.shape
+    # Elements do not depend on what lies behind the end: as if x were longer by zeros.
+    if x.numel() and format != "nf4":
+        longer = torch.nn.functional.pad(x, (0, 11))
+        assert torch.equal(down(up(longer))[..., :shape[-1]], y)
+
+
+@EVERY_FORMAT
+def test_zeros_stay_zeros_and_keep_their_sign(format):
+    up, down = both(format)
+    x = torch.zeros(2, 64, device=DEVICE)
+    assert_same_bytes(down(up(x)), x)
+    if format != "nf4":   # whose code has one zero
+        assert_same_bytes(down(up(-x)), -x)
+    x[0, 0] = 1.0
+    assert torch.equal(down(up(x)), x)
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("power", [-149, -140, -126, -110, 100, 127])
+def test_powers_of_two_at_the_ends_of_float32(format, power):
+    x = torch.full((1, 64), math.ldexp(1.0, power), device=DEVICE)
+    up, down = both(format)
+    found = down(up(x))
+    assert found.isfinite().all()
+    if power >= -100 or (format == "nf4" and power >= -126):   # below, a floor makes them smaller
+        torch.testing.assert_close(found, x, rtol=1e-6, atol=0)
+    else:
+        assert (found.abs() <= x * 1.5).all()
+
+
+def test_nvfp4_block_scales_are_subnormal_before_they_are_nothing():
+    """A block far below the tensor's largest keeps what the smallest scale can hold."""
+    x = torch.zeros(1, 48, device=DEVICE)
+    x[0, 0] = 2688.0   # the tensor's scale is 1
+    x[0, 16] = 6 * 3 * 2.0**-9
+    x[0, 32] = 2.0**-9   # its scale would round to 0
+    for name in nvfp4.QUANTIZE_NVFP4.usable(DEVICE, torch.float32):
+        q = quantize_nvfp4(x, implementation=name)
+        assert q.scale.view(torch.uint8).tolist() == [[0x7E, 3, 1]]
+        assert torch.equal(dequantize_nvfp4(q, implementation=name), x)
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 37, 79])
+def test_what_is_not_finite_is_refused_by_name(format, bad, at):
+    if DEVICE == "cuda":
+        pytest.skip("on CUDA nothing looks")
+    up, _ = both(format)
+    x = randn(1, 80)
+    x[0, at] = bad
+    for name in FORMATS[format][0].usable(DEVICE, torch.float32):
+        with pytest.raises(ValueError, match="x must be finite"):
+            up(x, implementation=name)
+
+
+def test_nvfp4_square_blocks_have_the_transposes_values():
+    x = randn(2, 40, 56)
+    q = quantize_nvfp4(x, square=True)
+    t = quantize_nvfp4(x.mT, square=True)
+    assert torch.equal(dequantize_nvfp4(q).mT, dequantize_nvfp4(t))
+    assert q.scale.shape == (2, 40, 4)
+    assert torch.equal(q.scale[:, 0].view(torch.uint8), q.scale[:, 15].view(torch.uint8))
+    assert not torch.equal(q.scale[:, 0].view(torch.uint8), q.scale[:, 16].view(torch.uint8))
+
+
+def test_nvfp4_shares_a_scale_that_is_given():
+    x = randn(4, 32)
+    total = torch.tensor(0.01, device=DEVICE)
+    q = quantize_nvfp4(x, global_scale=total)
+    assert q.global_scale == total
+    whole = quantize_nvfp4(torch.cat([x, randn(4, 32, seed=1)]), global_scale=total)
+    assert torch.equal(whole.data[:4], q.data)
+
+
+@EVERY_FORMAT
+def test_any_strides(format):
+    up, _ = both(format)
+    x = randn(30, 96)
+    for view in (x[:, 10:50], x.mT, x[::2], x[:1].expand(4, 96)):
+        assert_same(up(view), up(view.contiguous()))
+
+
+# ---- as pytrees and in compiled code
+
+@EVERY_FORMAT
+def test_a_quantised_tensor_is_a_pytree(format):
+    up, down = both(format, **({"double_quant": True} if format == "nf4" else {}))
+    q = up(randn(6, 64))
+    leaves, spec = torch.utils._pytree.tree_flatten(q)
+    assert len(leaves) == len(q.tensors()) and all(a is b for a, b in zip(leaves, q.tensors(), strict=True))
+    again = torch.utils._pytree.tree_map(torch.clone, q)
+    assert type(again) is type(q) and again.shape == q.shape and spec == torch.utils._pytree.tree_structure(again)
+    assert_same(down(again), down(q))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        q.data = None
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_as_one_graph_with_quantised_tensors_in_and_out(format, name, backend):
+    skip_unless_usable(FORMATS[format][0], name, torch.float32)
+    up, down = both(format, implementation=name, **({"double_quant": True} if format == "nf4" else {}))
+    down = functools.partial(down, implementation=name)
+    if backend == "inductor" and name != "cpp":
+        pytest.skip("Inductor may reorder what is not an operator; and one operator is as another to it")
+    torch._dynamo.reset()
+    x = randn(5, 70)
+    q = torch.compile(up, fullgraph=True, backend=backend)(x)
+    assert isinstance(q, type(up(x))) and q.shape == (5, 70)
+    assert_same(q, up(x))
+    assert_same(torch.compile(down, fullgraph=True, backend=backend)(q), down(q))
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("name", ["triton", "cpp"])
+def test_operators_pass_opcheck(format, name):
+    skip_unless_usable(FORMATS[format][0], name, torch.float32)
+
+    class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "tilewright":
+                found.setdefault(func, args)
+            return func(*args, **(kwargs or {}))
+
+    found = {}
+    up, down = both(format, implementation=name, **({"double_quant": True} if format == "nf4" else {"seed": 1}))
+    with Calls():
+        down(up(randn(5, 37)), implementation=name)
+    assert sum(name in func.name() for func in found) == 2
+    for func, args in found.items():
+        torch.library.opcheck(func, args)
+
+
+@EVERY_FORMAT
+def test_nothing_is_differentiable(format):
+    up, down = both(format)
+    x = randn(4, 64).requires_grad_()
+    assert not down(up(x)).requires_grad
+
+
+# ---- refusals
+
+@EVERY_FORMAT
+def test_arguments_that_do_not_fit_are_refused_by_name(format):
+    up, down = both(format)
+    x = randn(4, 64)
+    q = up(x)
+    for call, error, message in [
+        (lambda: up(3), TypeError, "x must be a torch.Tensor, got int"),
+        (lambda: up(x.int()), TypeError, "x must be one of float32.*, got int32"),
+        (lambda: down(x), TypeError, r"q must be tilewright.ops' \w+, got Tensor"),
+        (lambda: down(q, dtype=torch.int8), TypeError, "dtype must be one of float32.*, got torch.int8"),
+        (lambda: down(dataclasses.replace(q, data=q.data[:1])), ValueError, r"q\.\w+ must have shape"),
+        (lambda: down(dataclasses.replace(q, data=q.data.float())), TypeError, r"q\.data must be a \w+ tensor"),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_options_that_do_not_fit_are_refused_by_name():
+    x = randn(4, 64)
+    for call, error, message in [
+        (lambda: quantize_nf4(x, block_size=48), ValueError, r"block_size must be one of \[32, .*, got 48"),
+        (lambda: quantize_nvfp4(x, seed=-1), ValueError, r"seed must be 0 to 2\^63 - 1, got -1"),
+        (lambda: quantize_nvfp4(x, seed=1.0), TypeError, "seed must be an int or None, got 1.0"),
+        (lambda: quantize_nvfp4(x, square=1), TypeError, "square must be a bool, got 1"),
+        (lambda: quantize_nvfp4(x[0], square=True), ValueError, r"x must have at least 2 dimensions"),
+        (lambda: quantize_nvfp4(x, global_scale=torch.ones(1, device=DEVICE)), ValueError,
+         r"global_scale must have shape \[\]"),
+        (lambda: quantize_nvfp4(x[0, 0]), ValueError, "x must have at least 1 dimension"),
+        (lambda: quantize_block_fp8(x[0]), ValueError, "x must have at least 2 dimensions"),
+        (lambda: quantize_block_fp8(x, block=128), ValueError, "block must be two positive ints .* got 128"),
+        (lambda: quantize_block_fp8(x, block=(129, 128)), ValueError, r"block must be .* got \(129, 128\)"),
+    ]:
+        with pytest.raises(error, match=message):
+            call()

@@ -1,0 +1,373 @@
+"""NF4, NVFP4 and block-scaled FP8 in Triton. The definitions are in tilewright/ops/{nf4,nvfp4,block_fp8}.py, and the
+rounding in tilewright/ops/quantize.py; what is quantised has the same bytes there and here.
+
+Codes are made and read with integer operations on the bits of float32: no cast to or from an 8-bit float, which not
+every GPU has and the interpreter rounds in its own way. Divisions are `div_rn`, which are correctly rounded.
+
+Each kernel reads its input once: a program holds whole blocks in registers, takes their largest magnitudes (as bits,
+so that a NaN stays the largest), rounds and packs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels.spec import KernelSpec
+
+TILE = 2048     # elements of a program that quantises
+CODES = 1024    # bytes of a program that reads 4-bit codes
+
+
+# ---- rounding
+
+@triton.jit
+def _encode(v, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, random, RANDOM: tl.constexpr):
+    """Codes without signs of float32 |v|: see `encode` in tilewright/ops/quantize.py."""
+    v = tl.abs(v)
+    v = tl.where(v > LARGEST, LARGEST, v)
+    e = (v.to(tl.int32, bitcast=True) >> 23) - 127
+    e = tl.where(e < LOWEST, LOWEST, e)
+    units = v * ((MANTISSA - e + 127) << 23).to(tl.float32, bitcast=True)
+    if RANDOM:
+        n = ((units * 16777216.0).to(tl.int32) + (random >> 8).to(tl.int32)) >> 24
+    else:
+        # Adding 2^23 rounds to an integer, ties to even, and subtracting it is exact: units are 16 at most.
+        n = ((units + 8388608.0) - 8388608.0).to(tl.int32)
+    return ((e - LOWEST) << MANTISSA) + n
+
+
+@triton.jit
+def _to_e4m3(v, random, RANDOM: tl.constexpr):
+    sign = (v.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (_encode(v, 448.0, 3, -6, random, RANDOM) | sign).to(tl.uint8)
+
+
+@triton.jit
+def _from_e4m3(code):
+    """Subnormal numbers too, without subnormal float32 on the way."""
+    c = code.to(tl.int32)
+    u = c & 0x7F
+    small = u < 8
+    v = ((u << 20) + (tl.where(small, 121, 120) << 23)).to(tl.float32, bitcast=True) - tl.where(small, 0.015625, 0.0)
+    v = tl.where(u == 0x7F, float("nan"), v)
+    return (v.to(tl.int32, bitcast=True) | ((c & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _from_e2m1(code):
+    """Codes 0 to 15. The halves of 0, 1, 2, 3, 4, 6, 8, 12."""
+    u = code & 7
+    e = u >> 1
+    v = tl.where(u < 2, u, (2 + (u & 1)) << tl.where(e > 0, e - 1, 0)).to(tl.float32) * 0.5
+    return (v.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _random(element, key):
+    """32 bits for each element (int64): see `philox` in tilewright/ops/quantize.py."""
+    block = element >> 2
+    c0 = block.to(tl.uint32)
+    c1 = (block >> 32).to(tl.uint32)
+    c2 = c0 * 0
+    c0, c1, c2, c3 = tl.philox(key, c0, c1, c2, c2)
+    word = element & 3
+    return tl.where(word < 2, tl.where(word == 0, c0, c1), tl.where(word == 2, c2, c3))
+
+
+@triton.jit
+def _magnitude(v):
+    return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+# ---- NF4
+
+@triton.jit
+def _nf4_quantize(x_ptr, bound_ptr, data_ptr, absmax_ptr, n, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
+    pid = tl.program_id(0).to(tl.int64)
+    g = pid * GROUPS + tl.arange(0, GROUPS)
+    half = tl.arange(0, BLOCK // 2)
+    at = pid * (GROUPS * BLOCK) + tl.arange(0, GROUPS * BLOCK)
+    v = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    v = tl.reshape(v, (GROUPS, BLOCK // 2, 2))   # after the load: one of pairs would be of pairs in machine code too
+    most = tl.max(tl.max(_magnitude(v), axis=2), axis=1).to(tl.float32, bitcast=True)
+    least = tl.where(most < 1e-38, 1e-38, most)
+    scaled = v * tl.div_rn(1.0, least)[:, None, None]
+    whole = (g + 1) * BLOCK <= n
+    if (pid + 1) * GROUPS * BLOCK > n:   # a last block that is shorter divides
+        scaled = tl.where(whole[:, None, None], scaled, tl.div_rn(v, tl.broadcast_to(least[:, None, None], v.shape)))
+    code = tl.zeros(v.shape, tl.int32)
+    for k in tl.static_range(15):
+        code += (scaled > tl.load(bound_ptr + k)).to(tl.int32)
+    code = tl.where(tl.reshape(at, (GROUPS, BLOCK // 2, 2)) < n, code, 7)
+    first, second = tl.split(code)
+    byte = g[:, None] * (BLOCK // 2) + half[None, :]
+    tl.store(data_ptr + byte, ((first << 4) | second).to(tl.uint8), mask=byte < (n + 1) // 2)
+    tl.store(absmax_ptr + g, tl.where(whole, most, least), mask=g * BLOCK < n)
+
+
+@triton.jit
+def _nf4_dequantize(data_ptr, value_ptr, absmax_ptr, nested_ptr, map_ptr, offset_ptr, out_ptr, n,
+                    BLOCK: tl.constexpr, NESTED: tl.constexpr, TILE: tl.constexpr):
+    byte = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    both = tl.load(data_ptr + byte, mask=byte * 2 < n, other=0).to(tl.int32)
+    block = byte // (BLOCK // 2)   # both of a byte's elements are in it
+    inside = byte * 2 < n
+    if NESTED:
+        code = tl.load(absmax_ptr + block, mask=inside, other=0).to(tl.int32)
+        scale = tl.load(map_ptr + code) * tl.load(nested_ptr + block // 256, mask=inside, other=0.0)
+        scale = scale + tl.load(offset_ptr)
+    else:
+        scale = tl.load(absmax_ptr + block, mask=inside, other=0.0)
+    first = tl.load(value_ptr + (both >> 4)) * scale
+    second = tl.load(value_ptr + (both & 15)) * scale
+    v = tl.interleave(first, second)
+    at = tl.program_id(0).to(tl.int64) * (2 * TILE) + tl.arange(0, 2 * TILE)
+    tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask=at < n)
+
+
+def nf4_quantize(x: torch.Tensor, bounds: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [n] -> bytes of codes, absmax [blocks].   bounds: the 15 between code values."""
+    n = x.shape[0]
+    data = x.new_empty((n + 1) // 2, dtype=torch.uint8)
+    absmax = x.new_empty(triton.cdiv(n, block), dtype=torch.float32)
+    if n:
+        groups = max(1, TILE // block)
+        _nf4_quantize[(triton.cdiv(n, groups * block),)](x, bounds, data, absmax, n, BLOCK=block, GROUPS=groups,
+                                                         num_warps=4)
+    return data, absmax
+
+
+def nf4_dequantize(data: torch.Tensor, values: torch.Tensor, absmax: torch.Tensor, nested_absmax: torch.Tensor | None,
+                   table: torch.Tensor | None, offset: torch.Tensor | None, n: int, block: int,
+                   dtype: torch.dtype) -> torch.Tensor:
+    """values: of the 16 codes.   table: of the 256 codes of scales."""
+    out = data.new_empty(n, dtype=dtype)
+    if n:
+        _nf4_dequantize[(triton.cdiv(n, 2 * CODES),)](data, values, absmax, nested_absmax, table, offset, out, n,
+                                                      BLOCK=block, NESTED=offset is not None, TILE=CODES, num_warps=4)
+    return out
+
+
+# ---- NVFP4
+
+@triton.jit
+def _nvfp4_quantize(x_ptr, total_ptr, data_ptr, scale_ptr, R, C, width, bands, tiles, key, TALL: tl.constexpr,
+                    GROUPS: tl.constexpr, RANDOM: tl.constexpr):
+    """TALL rows, of one block each way, and GROUPS blocks across. width: bytes of a row, an argument so that the code
+    can know what it is a multiple of."""
+    band = (tl.program_id(0) // tiles).to(tl.int64)
+    r = (band % bands) * TALL + tl.arange(0, TALL)
+    row = (band // bands) * R + r
+    g = (tl.program_id(0) % tiles) * GROUPS + tl.arange(0, GROUPS)
+    pair = tl.arange(0, 8)
+    column = (tl.program_id(0) % tiles) * (GROUPS * 16) + tl.arange(0, GROUPS * 16)
+    at = row[:, None] * C + column[None, :]
+    inside = (r < R)[:, None] & (column < C)[None, :]
+    v = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.reshape(v, (TALL, GROUPS, 8, 2))   # after the load: one of pairs would be of pairs in machine code too
+    most = tl.max(tl.max(tl.max(_magnitude(v), axis=3), axis=2), axis=0).to(tl.float32, bitcast=True)
+    total = tl.load(total_ptr)
+    wanted = tl.div_rn(tl.div_rn(most, 6.0), total)
+    wanted = tl.where(wanted < 0.001953125, 0.001953125, wanted)
+    scale = tl.where(most == 0.0, 0, _to_e4m3(wanted, 0, False).to(tl.int32)).to(tl.uint8)
+    stored = _from_e4m3(scale)
+    inverse = tl.where(scale == 0, 0.0, tl.div_rn(tl.div_rn(1.0, total), tl.where(scale == 0, 1.0, stored)))
+    v = v * inverse[None, :, None, None]
+    if RANDOM:
+        random = tl.reshape(_random(at, key), (TALL, GROUPS, 8, 2))
+    else:
+        random = 0
+    code = _encode(v, 6.0, 1, 0, random, RANDOM) | ((v.to(tl.int32, bitcast=True) >> 28) & 8)
+    code = tl.where(tl.reshape(inside, (TALL, GROUPS, 8, 2)), code, 0)
+    first, second = tl.split(code)
+    byte = g[:, None] * 8 + pair[None, :]
+    tl.store(data_ptr + row[:, None, None] * width + byte[None, :, :], (first | (second << 4)).to(tl.uint8),
+             mask=(r < R)[:, None, None] & (byte < width)[None, :, :])
+    groups = (C + 15) // 16
+    tl.store(scale_ptr + row[:, None] * groups + g[None, :], tl.broadcast_to(scale[None, :], (TALL, GROUPS)),
+             mask=(r < R)[:, None] & (g < groups)[None, :])
+
+
+@triton.jit
+def _nvfp4_dequantize(data_ptr, scale_ptr, total_ptr, out_ptr, C, width, tiles, TILE: tl.constexpr):
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    first = (tl.program_id(0) % tiles) * TILE
+    byte = first + tl.arange(0, TILE)
+    both = tl.load(data_ptr + row * width + byte, mask=byte < width, other=0).to(tl.int32)
+    scale = tl.load(scale_ptr + row * ((C + 15) // 16) + byte // 8, mask=byte < width, other=0)
+    factor = _from_e4m3(scale) * tl.load(total_ptr)
+    v = tl.interleave(_from_e2m1(both & 15) * factor, _from_e2m1(both >> 4) * factor)
+    column = first * 2 + tl.arange(0, 2 * TILE)
+    tl.store(out_ptr + row * C + column, v.to(out_ptr.dtype.element_ty), mask=column < C)
+
+
+def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, square: bool,
+                   seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [matrices, rows, C] -> bytes of codes [.., .., ceil(C / 2)], bytes of scales [.., .., ceil(C / 16)]."""
+    B, R, C = x.shape
+    groups = triton.cdiv(C, 16)
+    data = x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8)
+    scale = x.new_empty((B, R, groups), dtype=torch.uint8)
+    if x.numel():
+        tall = 16 if square else 1
+        across = min(TILE // (16 * tall), triton.next_power_of_2(groups))
+        bands, tiles = triton.cdiv(R, tall), triton.cdiv(groups, across)
+        _nvfp4_quantize[(B * bands * tiles,)](x, global_scale, data, scale, R, C, data.shape[2], bands, tiles,
+                                              seed or 0, TALL=tall, GROUPS=across, RANDOM=seed is not None,
+                                              num_warps=4)
+    return data, scale
+
+
+def nvfp4_dequantize(data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, C: int,
+                     dtype: torch.dtype) -> torch.Tensor:
+    """data [R, ceil(C / 2)], scale [R, ceil(C / 16)], bytes -> [R, C]."""
+    out = data.new_empty((data.shape[0], C), dtype=dtype)
+    if out.numel():
+        tile = min(CODES, triton.next_power_of_2(data.shape[1]))
+        tiles = triton.cdiv(data.shape[1], tile)
+        _nvfp4_dequantize[(data.shape[0] * tiles,)](data, scale, global_scale, out, C, data.shape[1], tiles, TILE=tile,
+                                                    num_warps=4)
+    return out
+
+
+# ---- block-scaled FP8
+
+@triton.jit
+def _block_fp8_quantize(x_ptr, data_ptr, inverse_ptr, R, C, bands, tiles, key, ROWS: tl.constexpr,
+                        COLUMNS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr,
+                        RANDOM: tl.constexpr):
+    """GROUPS blocks across, of ROWS x COLUMNS elements in a tile of TALL x WIDE."""
+    band = (tl.program_id(0) // tiles).to(tl.int64)
+    i = tl.arange(0, TALL)
+    r = (band % bands) * ROWS + i
+    row = (band // bands) * R + r
+    g = (tl.program_id(0) % tiles) * GROUPS + tl.arange(0, GROUPS)
+    j = tl.arange(0, WIDE)
+    column = g[:, None] * COLUMNS + j[None, :]
+    at = row[:, None, None] * C + column[None, :, :]
+    inside = ((i < ROWS) & (r < R))[:, None, None] & ((j < COLUMNS)[None, :] & (column < C))[None, :, :]
+    v = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    most = tl.max(tl.max(_magnitude(v), axis=2), axis=0).to(tl.float32, bitcast=True)
+    floor = tl.where(most < 7.888609052210118e-31, 7.888609052210118e-31, most)   # 2^-100
+    zero = most == 0.0
+    scale = tl.where(zero, 1.0, tl.div_rn(1.0, floor) * 448.0)
+    across = (C + COLUMNS - 1) // COLUMNS
+    tl.store(inverse_ptr + band * across + g, tl.where(zero, 1.0, tl.div_rn(floor, 448.0)), mask=g < across)
+    if RANDOM:
+        random = _random(at, key)
+    else:
+        random = 0
+    tl.store(data_ptr + at, _to_e4m3(v * scale[None, :, None], random, RANDOM), mask=inside)
+
+
+@triton.jit
+def _block_fp8_dequantize(data_ptr, inverse_ptr, out_ptr, R, C, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                          TILE: tl.constexpr):
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    c = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
+    across = (C + COLUMNS - 1) // COLUMNS
+    bands = (R + ROWS - 1) // ROWS
+    own = ((row // R) * bands + (row % R) // ROWS) * across
+    scale = tl.load(inverse_ptr + own + c // COLUMNS, mask=c < C, other=0.0)
+    v = _from_e4m3(tl.load(data_ptr + row * C + c, mask=c < C, other=0)) * scale
+    tl.store(out_ptr + row * C + c, v.to(out_ptr.dtype.element_ty), mask=c < C)
+
+
+def block_fp8_quantize(x: torch.Tensor, rows: int, columns: int,
+                       seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [matrices, R, C] -> bytes of codes, inverse scales [.., ceil(R / rows), ceil(C / columns)]."""
+    B, R, C = x.shape
+    bands, across = triton.cdiv(R, rows), triton.cdiv(C, columns)
+    data = x.new_empty(x.shape, dtype=torch.uint8)
+    inverse = x.new_empty((B, bands, across), dtype=torch.float32)
+    if x.numel():
+        tall, wide = triton.next_power_of_2(rows), triton.next_power_of_2(columns)
+        groups = max(1, min(TILE // (tall * wide), triton.next_power_of_2(across)))
+        tiles = triton.cdiv(across, groups)
+        _block_fp8_quantize[(B * bands * tiles,)](x, data, inverse, R, C, bands, tiles, seed or 0, ROWS=rows,
+                                                  COLUMNS=columns, TALL=tall, WIDE=wide, GROUPS=groups,
+                                                  RANDOM=seed is not None, num_warps=_warps(tall * wide * groups))
+    else:
+        inverse.fill_(1.0)
+    return data, inverse
+
+
+def _warps(elements: int) -> int:
+    """16 elements a thread, and 32 in the largest tiles."""
+    return max(1, min(16, elements // 512))
+
+
+def block_fp8_dequantize(data: torch.Tensor, inverse: torch.Tensor, rows: int, columns: int,
+                         dtype: torch.dtype) -> torch.Tensor:
+    """data [matrices, R, C], bytes -> the same shape."""
+    B, R, C = data.shape
+    out = data.new_empty(data.shape, dtype=dtype)
+    if out.numel():
+        tile = min(2 * CODES, triton.next_power_of_2(C))
+        tiles = triton.cdiv(C, tile)
+        _block_fp8_dequantize[(B * R * tiles,)](data, inverse, out, R, C, tiles, ROWS=rows, COLUMNS=columns, TILE=tile,
+                                                num_warps=4)
+    return out
+
+
+# ---- for the compile gate
+
+def _spec(kernel, label, types, constexprs, warps=4, load=128, store=128, divisible=()):
+    return KernelSpec(kernel, label, types, constexprs, warps, load=load, store=store, divisible=divisible)
+
+
+def nf4_quantize_gate() -> list[KernelSpec]:
+    return [_spec(_nf4_quantize, f"nf4 quantize {d}",
+                  {"x_ptr": f"*{d}", "bound_ptr": "*fp32", "data_ptr": "*u8", "absmax_ptr": "*fp32", "n": "i32"},
+                  {"BLOCK": 64, "GROUPS": TILE // 64}, divisible=("n",), store=0) for d in ("bf16", "fp32")]
+
+
+def nf4_dequantize_gate() -> list[KernelSpec]:
+    types = {"data_ptr": "*u8", "value_ptr": "*fp32", "nested_ptr": "*fp32", "map_ptr": "*fp32", "offset_ptr": "*fp32"}
+    found = []
+    for d in ("bf16", "fp32"):
+        for nested in (False, True):
+            own = {**types, "absmax_ptr": "*u8" if nested else "*fp32", "out_ptr": f"*{d}", "n": "i32"}
+            found.append(_spec(_nf4_dequantize, f"nf4 dequantize {d}{' nested' if nested else ''}",
+                               {n: own[n] for n in _nf4_dequantize.arg_names if n in own},
+                               {"BLOCK": 64, "NESTED": nested, "TILE": CODES}, load=0, divisible=("n",)))
+    return found
+
+
+def nvfp4_quantize_gate() -> list[KernelSpec]:
+    types = {"total_ptr": "*fp32", "data_ptr": "*u8", "scale_ptr": "*u8", "R": "i32", "C": "i32", "width": "i32",
+             "bands": "i32", "tiles": "i32", "key": "i64"}
+    return [_spec(_nvfp4_quantize, f"nvfp4 quantize {d}{' square' if tall == 16 else ''}{' random' if random else ''}",
+                  {"x_ptr": f"*{d}", **types}, {"TALL": tall, "GROUPS": TILE // 16 // tall, "RANDOM": random},
+                  divisible=("C", "width"), store=0)
+            for d in ("bf16", "fp32") for tall in (1, 16) for random in (False, True)]
+
+
+def nvfp4_dequantize_gate() -> list[KernelSpec]:
+    return [_spec(_nvfp4_dequantize, f"nvfp4 dequantize {d}",
+                  {"data_ptr": "*u8", "scale_ptr": "*u8", "total_ptr": "*fp32", "out_ptr": f"*{d}", "C": "i32",
+                   "width": "i32", "tiles": "i32"}, {"TILE": CODES}, load=0, divisible=("C", "width"))
+            for d in ("bf16", "fp32")]
+
+
+def block_fp8_quantize_gate() -> list[KernelSpec]:
+    found = []
+    for d in ("bf16", "fp32"):
+        for rows, groups in ((128, 1), (1, TILE // 128)):
+            for random in (False, True):
+                found.append(_spec(
+                    _block_fp8_quantize, f"block_fp8 quantize {d} {rows}x128{' random' if random else ''}",
+                    {"x_ptr": f"*{d}", "data_ptr": "*u8", "inverse_ptr": "*fp32", "R": "i32", "C": "i32",
+                     "bands": "i32", "tiles": "i32", "key": "i64"},
+                    {"ROWS": rows, "COLUMNS": 128, "TALL": rows, "WIDE": 128, "GROUPS": groups, "RANDOM": random},
+                    _warps(rows * 128 * groups), store=0, divisible=("C",)))
+    return found
+
+
+def block_fp8_dequantize_gate() -> list[KernelSpec]:
+    return [_spec(_block_fp8_dequantize, f"block_fp8 dequantize {d}",
+                  {"data_ptr": "*u8", "inverse_ptr": "*fp32", "out_ptr": f"*{d}", "R": "i32", "C": "i32",
+                   "tiles": "i32"}, {"ROWS": 128, "COLUMNS": 128, "TILE": 2 * CODES}, load=0, divisible=("C",))
+            for d in ("bf16", "fp32")]

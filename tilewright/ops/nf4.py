@@ -1,0 +1,337 @@
+"""NF4: 4-bit codes of a normal distribution's quantiles with a scale for each block, as bitsandbytes stores them.
+
+QLoRA, arXiv 2305.14314. Blocks run over the row-major elements of the whole tensor, whatever its shape.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tilewright import platform
+from tilewright.ops import _checks, cases, quantize
+from tilewright.ops._library import adopt, define
+from tilewright.registry import Case, Cost, Implementation, Op, short
+
+# float32 values of the 16 codes: quantiles of a normal distribution, scaled to [-1, 1], with an exact 0.
+CODES = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+         -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+         0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+ZERO = 7              # the code of 0, which pads an odd number of elements
+NESTED_BLOCK = 256    # scales in a block of double quantisation
+LEAST = 1e-38         # what a smaller scale counts as where it divides
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def codes_of() -> torch.Tensor:
+    return torch.tensor(CODES, dtype=torch.float32)
+
+
+def bounds_of() -> torch.Tensor:
+    codes = codes_of()
+    return (codes[:-1] + codes[1:]) / 2
+
+
+def dynamic_map() -> torch.Tensor:
+    """The 256 float32 values of the 8-bit code for scales: signed, in seven decades below 1 with 1, 2, 4, ... 64 values
+    each at the middles of even steps (dynamic tree quantisation, arXiv 1511.04561), with 0 and 1."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        middles = (10.0**(decade - 6) * ((edges[:-1] + edges[1:]) / 2.0)).tolist()
+        values += [*middles, *(-m for m in middles)]
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+_codes, _bounds, _map = (quantize.constant(f"nf4_{name}", make, n) for name, make, n in (
+    ("codes", codes_of, 16), ("bounds", bounds_of, 15), ("map", dynamic_map, 256)))
+
+
+@dataclass(frozen=True)
+class NF4:
+    """A tensor in NF4. Made by `quantize_nf4` or `NF4.from_safetensors`.
+
+    data: uint8 [ceil(n / 2)] of n elements, the even one in the high nibble.
+    absmax: float32 [ceil(n / block_size)], each block's largest magnitude; with double quantisation its uint8 codes.
+    nested_absmax, offset: float32 [ceil(blocks / 256)] and [], of double quantisation: a block's scale is
+        map[absmax] * nested_absmax + offset. None without it.
+    shape, dtype: of the tensor that was quantised.   block_size: elements a block.
+    """
+
+    data: torch.Tensor
+    absmax: torch.Tensor
+    nested_absmax: torch.Tensor | None
+    offset: torch.Tensor | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    block_size: int
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for t in (self.data, self.absmax, self.nested_absmax, self.offset) if t is not None]
+
+    def to_safetensors(self, prefix: str = "weight") -> dict[str, torch.Tensor]:
+        """The tensors of a bitsandbytes checkpoint: `prefix`, `prefix.absmax`, `prefix.quant_map`, those of double
+        quantisation, and `prefix.quant_state.bitsandbytes__nf4`, JSON in bytes. Reads offset on the host."""
+        state = {"quant_type": "nf4", "blocksize": self.block_size, "dtype": short(self.dtype),
+                 "shape": list(self.shape)}
+        found = {prefix: self.data[:, None], f"{prefix}.absmax": self.absmax,
+                 f"{prefix}.quant_map": _codes(self.data)}
+        if self.offset is not None:
+            state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": self.offset.item()}
+            found |= {f"{prefix}.nested_absmax": self.nested_absmax,
+                      f"{prefix}.nested_quant_map": _map(self.data)}
+        found[f"{prefix}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()),
+                                                                        dtype=torch.uint8, device=self.data.device)
+        return found
+
+    @classmethod
+    def from_safetensors(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "weight") -> NF4:
+        """The reverse. Raises KeyError for what is missing and ValueError for another code or block size."""
+        data = quantize.key(tensors, prefix)
+        state = json.loads(bytes(quantize.key(tensors, f"{prefix}.quant_state.bitsandbytes__nf4").tolist()))
+        if state["quant_type"] != "nf4":
+            raise ValueError(f"{prefix} must be NF4, got {state['quant_type']!r}")
+        _same_map(f"{prefix}.quant_map", quantize.key(tensors, f"{prefix}.quant_map"), _codes(data))
+        nested, offset = None, None
+        if "nested_offset" in state:
+            if state["nested_blocksize"] != NESTED_BLOCK:
+                raise ValueError(f"{prefix}: nested_blocksize must be {NESTED_BLOCK}, got {state['nested_blocksize']}")
+            _same_map(f"{prefix}.nested_quant_map", quantize.key(tensors, f"{prefix}.nested_quant_map"),
+                      _map(data))
+            nested = quantize.key(tensors, f"{prefix}.nested_absmax")
+            offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=data.device)
+        return cls(data.reshape(-1).view(torch.uint8), quantize.key(tensors, f"{prefix}.absmax"), nested, offset,
+                   tuple(state["shape"]), getattr(torch, state["dtype"]), state["blocksize"])
+
+
+quantize.register(NF4, ("data", "absmax", "nested_absmax", "offset"))
+
+
+def _same_map(name, found, expected):
+    if found.shape != expected.shape or not torch.allclose(found.float(), expected, rtol=0, atol=1e-6):
+        raise ValueError(f"{name} must be bitsandbytes' own table, got other values")
+
+
+def quantize_nf4(x: torch.Tensor, *, double_quant: bool = False, block_size: int = 64,
+                 implementation: str = "auto") -> NF4:
+    """x in NF4, the bytes that bitsandbytes gives.
+
+    x: any shape, fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. Blocks are of its row-major elements; the
+        last may be shorter.
+    double_quant: scales in 8 bits, in blocks of 256, less their mean.
+    block_size: 32 to 4096, a power of two.
+    implementation: "auto", or one of triton, cpp, eager.
+
+    A scale is the block's largest magnitude m; a code is that of the value nearest to x * (1 / m), or x / m in a last
+    block that is shorter, ties to the lower, all in float32. The scales' 8-bit codes are the nearest on a CUDA device;
+    on a CPU those of the nearest of 65,536 even steps, since bitsandbytes looks them up in a table there.
+    Not differentiable: x is detached. Deterministic, and the same in every implementation.
+    Raises TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite (on CUDA, where
+    looking would wait for the device, such a block's scale is not finite), ImplementationUnavailable for a named
+    implementation that cannot run here.
+    """
+    quantize.source(x)
+    _checks.choice("block_size", block_size, BLOCKS)
+    flat = x.detach().reshape(-1).contiguous()
+    data, absmax = QUANTIZE_NF4.pick(implementation, flat)(flat, block_size)
+    absmax = quantize.finite(absmax)
+    nested, offset = None, None
+    if double_quant:
+        absmax, nested, offset = _nest(absmax)
+    return NF4(data, absmax, nested, offset, tuple(x.shape), x.dtype, block_size)
+
+
+def dequantize_nf4(q: NF4, *, dtype: torch.dtype | None = None, implementation: str = "auto") -> torch.Tensor:
+    """The tensor that q stands for: code values times scales in float32, then rounded to the result's dtype.
+
+    q: what `quantize_nf4` or `NF4.from_safetensors` returns.
+    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by default.
+    Returns a contiguous tensor of q.shape. Not differentiable. Deterministic.
+    Raises TypeError or ValueError for a q that does not fit together, ImplementationUnavailable as `quantize_nf4`.
+    """
+    quantize.instance(q, NF4)
+    dtype = quantize.output_dtype(dtype, q.dtype)
+    _checks.choice("q.block_size", q.block_size, BLOCKS)
+    n = math.prod(q.shape)
+    blocks = -(-n // q.block_size)
+    quantize.part("q.data", q.data, torch.uint8, (-(-n // 2),), q.data)
+    nested = q.offset is not None
+    quantize.part("q.absmax", q.absmax, torch.uint8 if nested else torch.float32, (blocks,), q.data)
+    if nested:
+        quantize.part("q.nested_absmax", q.nested_absmax, torch.float32, (-(-blocks // NESTED_BLOCK),), q.data)
+        quantize.part("q.offset", q.offset, torch.float32, (), q.data)
+    table = _map(q.data) if nested else None
+    run = DEQUANTIZE_NF4.pick(implementation, quantize.On(q.data.device, dtype))
+    out = run(q.data.contiguous(), q.absmax.contiguous(), q.nested_absmax, table, q.offset, n, q.block_size, dtype)
+    return out.view(q.shape)
+
+
+# ---- the definitions
+
+def quantize_eager(x, block):
+    n = x.shape[0]
+    v = x.float()
+    whole = n // block * block
+    absmax = quantize.pad_to(v, -1, block).view(-1, block).abs().amax(1)
+    scaled = v[:whole].view(-1, block) * (1.0 / absmax[:whole // block].clamp_min(LEAST))[:, None]
+    if n > whole:
+        absmax = torch.cat([absmax[:-1], absmax[-1:].clamp_min(LEAST)])
+        scaled = torch.cat([scaled.view(-1), v[whole:] / absmax[-1]])
+    codes = torch.bucketize(scaled.view(-1), _bounds(x)).to(torch.uint8)
+    if n % 2:
+        codes = torch.cat([codes, codes.new_full((1,), ZERO)])
+    return codes[::2] << 4 | codes[1::2], absmax
+
+
+def dequantize_eager(data, absmax, nested_absmax, table, offset, n, block, dtype):
+    acc = torch.promote_types(dtype, torch.float32)
+    codes = torch.stack([data >> 4, data & 15], -1).view(-1)[:n].long()
+    if offset is not None:
+        scale = table.to(acc)[absmax.long()]
+        absmax = scale * nested_absmax.to(acc).repeat_interleave(NESTED_BLOCK)[:scale.shape[0]] + offset.to(acc)
+    scale = absmax.to(acc).repeat_interleave(block)[:n]
+    return (_codes(data).to(acc)[codes] * scale).to(dtype)
+
+
+def _nest_scales(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Double quantisation: codes, scales of blocks of codes, and the mean. A 64th of the work: torch for all."""
+    n = absmax.shape[0]
+    if n == 0:
+        return absmax.new_empty(0, dtype=torch.uint8), absmax.new_empty(0), absmax.new_zeros(())
+    offset = absmax.mean()
+    blocks = quantize.pad_to(absmax - offset, -1, NESTED_BLOCK).view(-1, NESTED_BLOCK)
+    most = blocks.abs().amax(1)
+    scaled = (blocks * (1.0 / most.clamp_min(LEAST))[:, None]).clamp(-1, 1)
+    table = _map(absmax)
+    bounds = (table[:-1] + table[1:]) / 2
+    if absmax.is_cuda:
+        codes = torch.bucketize(scaled, bounds)
+    else:
+        step = ((scaled + 1.0) * 32767.5 + 0.5).int()   # bitsandbytes' table has 65,536 entries
+        codes = torch.bucketize(step.double() * (2.0 / 65535.0) - 1.0, bounds.double())
+        codes = torch.where(most[:, None] > 0, codes, 0)
+    return codes.to(torch.uint8).view(-1)[:n].clone(), most, offset
+
+
+# An operator: a compiler that takes the mean in another order would change bytes.
+_nest = quantize.Later("nf4_nest", _nest_scales, lambda absmax: (
+    torch.empty_like(absmax, dtype=torch.uint8),
+    absmax.new_empty(-(-absmax.shape[0] // NESTED_BLOCK)), absmax.new_empty(())))
+
+
+# ---- fused implementations
+
+_loaded: dict[str, tuple] = {}
+
+
+def _fake_quantize(x, block):
+    n = x.shape[0]
+    return x.new_empty((n + 1) // 2, dtype=torch.uint8), x.new_empty((n + block - 1) // block, dtype=torch.float32)
+
+
+def _fake_dequantize(data, absmax, nested_absmax, table, offset, n, block, dtype):
+    return data.new_empty(n, dtype=dtype)
+
+
+def _triton():
+    if "triton" not in _loaded:
+        from tilewright.kernels import quantize_triton as k
+
+        high = define("nf4_triton_quantize", k.nf4_quantize, lambda x, bounds, block: _fake_quantize(x, block))
+        low = define("nf4_triton_dequantize", k.nf4_dequantize,
+                     lambda data, codes, *rest: _fake_dequantize(data, *rest))
+
+        def quantize_triton(x, block):
+            return high(x, _bounds(x), block)
+
+        def dequantize_triton(data, *rest):
+            return low(data, _codes(data), *rest)
+
+        _loaded["triton"] = (quantize_triton, dequantize_triton)
+    return _loaded["triton"]
+
+
+def _cpp():
+    if "cpp" not in _loaded:
+        low = adopt("nf4_cpp_dequantize", lambda data, absmax, nested, table, offset, n, block, bf16: data.new_empty(
+            n, dtype=torch.bfloat16 if bf16 else torch.float32))
+
+        def dequantize_cpp(data, absmax, nested_absmax, table, offset, n, block, dtype):
+            return low(data, absmax, nested_absmax, table, offset, n, block, dtype == torch.bfloat16)
+
+        _loaded["cpp"] = (adopt("nf4_cpp_quantize", _fake_quantize), dequantize_cpp)
+    return _loaded["cpp"]
+
+
+def _gate(which):
+    def gate():
+        from tilewright.kernels import quantize_triton
+
+        return getattr(quantize_triton, which)()
+
+    return gate
+
+
+# ---- cases
+
+# Shapes of projections: Llama 3 8B's down, DeepSeek V3's output, and a small one.
+SHAPES = {"llama-3-8b-down": (4096, 14336), "deepseek-v3-o": (7168, 16384)}
+
+
+def _draw(device, dtype, seed, shape):
+    """Normal values with blocks of zeros and blocks of very small numbers."""
+    x = torch.randn(shape, device=device, generator=cases.generator(device, seed))
+    flat = x.view(-1)
+    flat[:96] = 0
+    flat[200:300] *= 1e-20
+    return x.to(dtype)
+
+
+def _cases(make):
+    small = {"ragged": (7, 33), "matrix": (16, 128), "one": (1,), "scalar": (), "no_elements": (0, 5), "half": (3, 96)}
+    shapes = [(name, shape, cases.CONTRACT) for name, shape in small.items()]
+    shapes += [(name, shape, tags) for tags in (cases.CUDA, cases.CPU) for name, shape in SHAPES.items()
+               if tags is cases.CUDA or name == "llama-3-8b-down"]
+    return tuple(make(name, shape, tags) for name, shape, tags in shapes)
+
+
+def _quantize_case(double, block=64):
+    def make(name, shape, tags):
+        n = math.prod(shape)
+        return Case(f"{name} nested" if double else name,
+                    lambda device, dtype, seed: {"x": _draw(device, dtype, seed, shape), "double_quant": double,
+                                                 "block_size": block},
+                    lambda itemsize: Cost(n * itemsize + n // 2 + n * 4 // 64, 0, 0, 0), tags)
+    return make
+
+
+def _dequantize_case(double, block=64):
+    def make(name, shape, tags):
+        n = math.prod(shape)
+
+        def inputs(device, dtype, seed):
+            return {"q": quantize_nf4(_draw(device, dtype, seed, shape), double_quant=double, block_size=block)}
+
+        return Case(f"{name} nested" if double else name, inputs,
+                    lambda itemsize: Cost(n * itemsize + n // 2 + n * 4 // 64, 0, 0, 0), tags)
+    return make
+
+
+_COMPILED = (torch.float32, torch.bfloat16)
+QUANTIZE_NF4 = Op(
+    "quantize_nf4", quantize_nf4, quantize_eager,
+    (Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate("nf4_quantize_gate")),
+     Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED)),
+    _cases(_quantize_case(False)) + _cases(_quantize_case(True)),
+)
+DEQUANTIZE_NF4 = Op(
+    "dequantize_nf4", dequantize_nf4, dequantize_eager,
+    (Implementation("triton", lambda: _triton()[1], platform.no_triton, gate=_gate("nf4_dequantize_gate")),
+     Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED)),
+    _cases(_dequantize_case(False)) + _cases(_dequantize_case(True)),
+    goals=cases.near_copy(90, "forward"),
+)

@@ -1,0 +1,280 @@
+"""NVFP4: 4-bit floats (e2m1), a float8_e4m3fn scale for each block of 16 along the last dimension, and one float32
+scale for the tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tilewright import platform
+from tilewright.ops import _checks, cases, quantize
+from tilewright.ops._library import adopt, define
+from tilewright.registry import Case, Cost, Implementation, Op
+
+BLOCK = 16
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Of scales, so that their inverses and the inverses of products with block scales are finite in float32.
+LEAST, LEAST_BLOCK = 2.0**-112, 2.0**-9   # the latter is e4m3's smallest number
+LAYOUTS = ("compressed-tensors", "modelopt")
+
+
+_values = quantize.constant("nvfp4_values", lambda: torch.tensor((*VALUES, *(-v for v in VALUES))), 16)
+
+
+@dataclass(frozen=True)
+class NVFP4:
+    """A tensor in NVFP4. Made by `quantize_nvfp4` or `NVFP4.from_safetensors`.
+
+    data: uint8 [..., ceil(C / 2)] of rows of C elements, the even one in the low nibble.
+    scale: float8_e4m3fn [..., ceil(C / 16)], of each block.   global_scale: float32 [], of the tensor. An element is
+        its value times scale * global_scale.
+    shape, dtype: of the tensor that was quantised.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.data, self.scale, self.global_scale]
+
+    def to_safetensors(self, prefix: str = "weight", layout: str = "compressed-tensors") -> dict[str, torch.Tensor]:
+        """The tensors of a checkpoint. compressed-tensors: `prefix_packed`, `prefix_scale` and `prefix_global_scale`,
+        which is the inverse of global_scale; modelopt: `prefix`, `prefix_scale` and `prefix_scale_2`, which is
+        global_scale."""
+        _checks.choice("layout", layout, LAYOUTS)
+        if layout == "modelopt":
+            return {prefix: self.data, f"{prefix}_scale": self.scale, f"{prefix}_scale_2": self.global_scale}
+        return {f"{prefix}_packed": self.data, f"{prefix}_scale": self.scale,
+                f"{prefix}_global_scale": (1.0 / self.global_scale).reshape(1)}
+
+    @classmethod
+    def from_safetensors(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "weight", *,
+                         dtype: torch.dtype = torch.bfloat16, shape: tuple[int, ...] | None = None) -> NVFP4:
+        """The reverse, of the layout whose keys there are. shape: needed for rows of an odd number of elements; the
+        checkpoints do not hold it. An inverse's inverse may differ in the last bit. Raises KeyError for what is
+        missing."""
+        scale = quantize.key(tensors, f"{prefix}_scale")
+        if f"{prefix}_scale_2" in tensors:
+            data, total = quantize.key(tensors, prefix), tensors[f"{prefix}_scale_2"].float().reshape(())
+        else:
+            data = quantize.key(tensors, f"{prefix}_packed")
+            total = 1.0 / quantize.key(tensors, f"{prefix}_global_scale").float().reshape(())
+        shape = (*data.shape[:-1], 2 * data.shape[-1]) if shape is None else tuple(shape)
+        return cls(data.view(torch.uint8), scale, total, shape, dtype)
+
+
+quantize.register(NVFP4, ("data", "scale", "global_scale"))
+
+
+def quantize_nvfp4(x: torch.Tensor, *, square: bool = False, global_scale: torch.Tensor | None = None,
+                   seed: int | None = None, implementation: str = "auto") -> NVFP4:
+    """x in NVFP4.
+
+    x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. C need not divide by 16.
+    square: one scale for each 16 x 16 block of the last two dimensions, so that a transpose has the same values; it
+        is stored for each of the block's rows.
+    global_scale: float32 [], to share among tensors; by default (largest magnitude of x) / 2688, 1 if that is 0.
+    seed: None rounds to nearest, ties to even. A number rounds up or down at random, the mean being x / scale: with
+        word i % 4 of Philox4x32-10 for element i (row-major), counter i // 4 and key seed. Block scales are always
+        rounded to nearest.
+    implementation: "auto", or one of triton, cpp, eager.
+
+    In float32, with m a block's largest magnitude: scale = e4m3(m / 6 / global_scale), at least e4m3's smallest number
+    where m is not 0, and 0 where it is; codes are of x * (1 / global_scale / scale), so that they make up for the
+    rounding of the scale. Magnitudes above 6 become 6.
+    Not differentiable: x is detached. Deterministic, and the same in every implementation.
+    Raises TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite (on CUDA, where
+    looking would wait for the device, global_scale is then not finite), ImplementationUnavailable for a named
+    implementation that cannot run here.
+    """
+    quantize.source(x)
+    quantize.seed(seed)
+    if not isinstance(square, bool):
+        raise TypeError(f"square must be a bool, got {square!r}")
+    if x.dim() == 0:
+        raise ValueError("x must have at least 1 dimension, got a scalar")
+    matrices = quantize.as_3d(x.detach(), least=1 + square)
+    most = _largest(matrices)
+    most = quantize.finite(most)
+    if global_scale is None:
+        global_scale = torch.where(most > 0, (most / 2688.0).clamp_min(LEAST), 1.0)
+    else:
+        quantize.part("global_scale", global_scale, torch.float32, (), x)
+        global_scale = global_scale * torch.where(most.isfinite(), 1.0, most)   # an x that is not finite still shows
+    run = QUANTIZE_NVFP4.pick(implementation, matrices)
+    data, scale = run(matrices, global_scale, square, seed)
+    lead = x.shape[:-1]
+    return NVFP4(data.view(*lead, data.shape[-1]), scale.view(quantize.E4M3).view(*lead, scale.shape[-1]),
+                 global_scale, tuple(x.shape), x.dtype)
+
+
+def dequantize_nvfp4(q: NVFP4, *, dtype: torch.dtype | None = None, implementation: str = "auto") -> torch.Tensor:
+    """The tensor that q stands for: value * (scale * global_scale) in float32, then rounded to the result's dtype.
+
+    q: what `quantize_nvfp4` or `NVFP4.from_safetensors` returns.
+    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by default.
+    Returns a contiguous tensor of q.shape. Not differentiable. Deterministic.
+    Raises TypeError or ValueError for a q that does not fit together, ImplementationUnavailable as `quantize_nvfp4`.
+    """
+    quantize.instance(q, NVFP4)
+    dtype = quantize.output_dtype(dtype, q.dtype)
+    *lead, C = q.shape
+    quantize.part("q.data", q.data, torch.uint8, (*lead, -(-C // 2)), q.data)
+    quantize.part("q.scale", q.scale, quantize.E4M3, (*lead, -(-C // BLOCK)), q.data)
+    quantize.part("q.global_scale", q.global_scale, torch.float32, (), q.data)
+    rows = math.prod(lead)
+    run = DEQUANTIZE_NVFP4.pick(implementation, quantize.On(q.data.device, dtype))
+    out = run(q.data.contiguous().view(rows, -(-C // 2)),
+              q.scale.contiguous().view(torch.uint8).view(rows, -(-C // BLOCK)), q.global_scale, C, dtype)
+    return out.view(q.shape)
+
+
+def _largest_of(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude in float32; NaN if there is one."""
+    if x.numel() == 0:
+        return x.new_zeros((), dtype=torch.float32)
+    low, high = x.aminmax()
+    return torch.maximum(-low.float(), high.float()).abs()   # abs: -0.0 is no largest magnitude
+
+
+_largest = quantize.Later("largest_magnitude", _largest_of, lambda x: x.new_empty((), dtype=torch.float32))
+
+
+# ---- the definitions
+
+def quantize_eager(x, global_scale, square, seed):
+    B, R, C = x.shape
+    v = quantize.pad_to(x.float(), -1, BLOCK)
+    blocks = v.view(B, R, v.shape[2] // BLOCK, BLOCK)
+    most = blocks.abs().amax(3)
+    if square:
+        tall = quantize.pad_to(most, -2, BLOCK)
+        tall = tall.view(B, tall.shape[1] // BLOCK, BLOCK, most.shape[2]).amax(2)
+        most = tall.repeat_interleave(BLOCK, 1)[:, :R]
+    wanted = (most / 6.0 / global_scale).clamp_min(LEAST_BLOCK)
+    scale = torch.where(most > 0, quantize.to_e4m3(wanted), 0).to(torch.uint8)
+    stored = scale.view(quantize.E4M3).float()
+    inverse = torch.where(stored > 0, (1.0 / global_scale) / stored, 0.0)
+    random = None
+    if seed is not None:
+        random = quantize.philox(seed, x.numel(), x.device).view(B, R, C)
+        random = quantize.pad_to(random, -1, BLOCK).view(blocks.shape)
+    codes = quantize.to_e2m1(blocks * inverse[..., None], random).view(v.shape)[:, :, :C]
+    codes = quantize.pad_to(codes, -1, 2)
+    return codes[..., ::2] | codes[..., 1::2] << 4, scale
+
+
+def dequantize_eager(data, scale, global_scale, C, dtype):
+    acc = torch.promote_types(dtype, torch.float32)
+    codes = torch.stack([data & 15, data >> 4], -1).view(data.shape[0], 2 * data.shape[1])[:, :C].long()
+    factor = scale.view(quantize.E4M3).to(acc) * global_scale.to(acc)
+    return (_values(data).to(acc)[codes] * factor.repeat_interleave(BLOCK, 1)[:, :C]).to(dtype)
+
+
+# ---- fused implementations
+
+_loaded: dict[str, tuple] = {}
+
+
+def _fake_quantize(x, global_scale, square, seed):
+    B, R, C = x.shape
+    return (x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8),
+            x.new_empty((B, R, (C + BLOCK - 1) // BLOCK), dtype=torch.uint8))
+
+
+def _fake_dequantize(data, scale, global_scale, C, dtype):
+    return data.new_empty((data.shape[0], C), dtype=dtype)
+
+
+def _triton():
+    if "triton" not in _loaded:
+        from tilewright.kernels import quantize_triton as k
+
+        _loaded["triton"] = (define("nvfp4_triton_quantize", k.nvfp4_quantize, _fake_quantize),
+                             define("nvfp4_triton_dequantize", k.nvfp4_dequantize, _fake_dequantize))
+    return _loaded["triton"]
+
+
+def _cpp():
+    if "cpp" not in _loaded:
+        low = adopt("nvfp4_cpp_dequantize", lambda data, scale, total, C, bf16: data.new_empty(
+            (data.shape[0], C), dtype=torch.bfloat16 if bf16 else torch.float32))
+
+        def dequantize_cpp(data, scale, global_scale, C, dtype):
+            return low(data, scale, global_scale, C, dtype == torch.bfloat16)
+
+        _loaded["cpp"] = (adopt("nvfp4_cpp_quantize", _fake_quantize), dequantize_cpp)
+    return _loaded["cpp"]
+
+
+def _gate(which):
+    def gate():
+        from tilewright.kernels import quantize_triton
+
+        return getattr(quantize_triton, which)()
+
+    return gate
+
+
+# ---- cases
+
+SHAPES = {"llama-3-8b-down": (4096, 14336), "deepseek-v3-o": (7168, 16384)}
+
+
+def draw(device, dtype, seed, shape):
+    """Normal values, the start of the first row zeros, and some columns so much smaller than others that scales of
+    their blocks are subnormal or nearly nothing."""
+    x = cases.randn(*shape, device=device, dtype=torch.float32, gen=cases.generator(device, seed), requires_grad=False)
+    x[..., :shape[-1] // 3] *= 3e-5
+    if x.dim() > 1:
+        x[1:2, ..., :shape[-1] // 3] *= 1e-4
+    if x.numel():
+        x.view(-1, shape[-1])[0, :40] = 0
+    return x.to(dtype)
+
+
+SMALL = {"ragged": (5, 33), "odd_rows": (19, 40), "matrix": (32, 128), "vector": (70,), "experts": (3, 17, 18),
+         "one": (1, 1), "no_rows": (0, 32), "no_columns": (3, 0)}
+
+
+def all_cases(make, bits):
+    shapes = [(name, shape, cases.CONTRACT) for name, shape in SMALL.items()]
+    shapes += [(name, shape, tags) for tags in (cases.CUDA, cases.CPU) for name, shape in SHAPES.items()
+               if tags is cases.CUDA or name == "llama-3-8b-down"]
+
+    def case(name, shape, tags):
+        n = math.prod(shape)
+        return Case(name, lambda device, dtype, seed: make(draw(device, dtype, seed, shape)),
+                    lambda itemsize: Cost(n * itemsize + int(n * bits / 8), 0, 0, 0), tags)
+
+    return [case(*s) for s in shapes]
+
+
+def _variants():
+    def case(name, shape, **options):
+        return Case(name, lambda device, dtype, seed: {"x": draw(device, dtype, seed, shape), **options})
+
+    return [case("square", (19, 40), square=True), case("square_experts", (2, 33, 48), square=True),
+            case("random", (5, 37), seed=1), case("random_square", (18, 50), seed=2**40 + 3, square=True)]
+
+
+_COMPILED = (torch.float32, torch.bfloat16)
+QUANTIZE_NVFP4 = Op(
+    "quantize_nvfp4", quantize_nvfp4, quantize_eager,
+    (Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate("nvfp4_quantize_gate")),
+     Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED)),
+    (*all_cases(lambda x: {"x": x}, 4.5), *_variants()),
+)
+DEQUANTIZE_NVFP4 = Op(
+    "dequantize_nvfp4", dequantize_nvfp4, dequantize_eager,
+    (Implementation("triton", lambda: _triton()[1], platform.no_triton, gate=_gate("nvfp4_dequantize_gate")),
+     Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED)),
+    tuple(all_cases(lambda x: {"q": quantize_nvfp4(x)}, 4.5)),
+    goals=cases.near_copy(90, "forward"),
+)

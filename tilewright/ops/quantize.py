@@ -1,0 +1,209 @@
+"""What the quantised formats share: rounding to few bits, random bits, checks. The formats are in nf4.py, nvfp4.py and
+block_fp8.py.
+
+Every implementation of a `quantize_*` gives the same bytes: each step is one correctly rounded float32 operation or an
+integer one, and the eager twins write the steps down. Nothing here is differentiable: weights are frozen, and a
+gradient through rounding would be a matter of the training recipe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.utils import _pytree
+
+from tilewright.ops import _checks
+from tilewright.ops._library import define
+from tilewright.registry import short
+
+E4M3 = torch.float8_e4m3fn
+LARGEST_E4M3, LARGEST_E2M1 = 448.0, 6.0
+OUTPUTS = _checks.ACCEPTED
+
+
+class On(NamedTuple):
+    """What stands for a tensor where an implementation is picked by the dtype of a result."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def register(cls, tensors: tuple[str, ...]):
+    """Makes a dataclass a node of pytrees: its tensors are the children, all else is the context, which is compared."""
+    rest = tuple(n for n in cls.__dataclass_fields__ if n not in tensors)
+
+    def flatten(q):
+        return [getattr(q, n) for n in tensors], tuple(getattr(q, n) for n in rest)
+
+    def flatten_with_keys(q):
+        return [(_pytree.GetAttrKey(n), getattr(q, n)) for n in tensors], flatten(q)[1]
+
+    def unflatten(children, context):
+        return cls(**dict(zip(tensors, children, strict=True)), **dict(zip(rest, context, strict=True)))
+
+    _pytree.register_pytree_node(cls, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys,
+                                 serialized_type_name=f"tilewright.{cls.__name__}")
+    return cls
+
+
+class Later:
+    """An operator that is defined when it is first called or traced: these ops are not in the registry, whose tests
+    call every operator that an import defines."""
+
+    def __init__(self, name: str, fn: Callable, fake: Callable):
+        self.definition = name, fn, fake
+        self.made: dict[str, Callable] = {}   # one for each, since torch.compile reads a dictionary once
+
+    def __call__(self, *args):
+        return self.made[_defined(self)](*args)
+
+
+def _defined(later: Later) -> str:
+    if not later.made:
+        later.made["op"] = define(*later.definition)
+    return "op"
+
+
+# torch.compile runs this while it traces, as it does `registry._resolve_constant`.
+_defined._dynamo_marked_constant = True
+
+
+# ---- checks
+
+def source(x: torch.Tensor) -> None:
+    _checks.floating("x", x)
+    if x.is_meta:
+        return
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"x must be on a CPU or CUDA device, got {x.device}")
+
+
+def output_dtype(dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    dtype = default if dtype is None else dtype
+    if dtype not in OUTPUTS:
+        raise TypeError(f"dtype must be one of {', '.join(map(short, OUTPUTS))}, got {dtype!r}")
+    return dtype
+
+
+def seed(value: int | None) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"seed must be an int or None, got {value!r}")
+    if not 0 <= value < 2**63:
+        raise ValueError(f"seed must be 0 to 2^63 - 1, got {value}")
+
+
+def instance(q, cls) -> None:
+    if not isinstance(q, cls):
+        raise TypeError(f"q must be tilewright.ops' {cls.__name__}, got {type(q).__name__}")
+
+
+def part(name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], like: torch.Tensor) -> None:
+    """One tensor of a quantised one."""
+    if not isinstance(t, torch.Tensor) or t.dtype != dtype:
+        got = short(t.dtype) if isinstance(t, torch.Tensor) else type(t).__name__
+        raise TypeError(f"{name} must be a {short(dtype)} tensor, got {got}")
+    _checks.shape(name, t, shape, "that of the quantised tensor")
+    _checks.same_device(**{name: t, "the data": like})
+
+
+def key(tensors, name: str) -> torch.Tensor:
+    if name not in tensors:
+        raise KeyError(f"{name} is missing; there are {sorted(tensors)[:8]}")
+    return tensors[name]
+
+
+def _look(scales: torch.Tensor) -> torch.Tensor:
+    """A copy of the scales of x's blocks, which are not finite where x is not."""
+    if not scales.is_cuda and not scales.isfinite().all():
+        where = (~scales.isfinite()).nonzero()[0].tolist()
+        raise ValueError("x must be finite (in float32), got an infinity or a NaN" +
+                         (f" in block {where}" if where else ""))
+    return scales.clone()
+
+
+# An operator, so that torch.compile leaves the look at values for run time; the caller uses its result.
+_checked_scales = Later("checked_scales", _look, torch.empty_like)
+
+
+def finite(scales: torch.Tensor) -> torch.Tensor:
+    """The scales; on a CPU after a look at them, on CUDA, where that would wait for the device, as they are."""
+    return scales if scales.is_cuda else _checked_scales(scales)
+
+
+def constant(name: str, make: Callable[[], torch.Tensor], size: int) -> Callable:
+    """An operator: like -> a copy of make()'s float32 table on like's device, where it is made once. A compiler calls
+    it as it is; without one it would trace the cache away, and copy the table from the host in each call."""
+    made: dict[torch.device, torch.Tensor] = {}
+
+    def table(like: torch.Tensor) -> torch.Tensor:
+        if like.device not in made:
+            made[like.device] = make().to(like.device)
+        return made[like.device].clone()
+
+    return Later(name, table, lambda like: like.new_empty(size, dtype=torch.float32))
+
+
+# ---- rounding
+
+def encode(v: torch.Tensor, mantissa: int, lowest: int, largest: float, random: torch.Tensor | None) -> torch.Tensor:
+    """Codes (int32, without signs) of |v| in a format with that many bits of mantissa, whose smallest normal number is
+    2^lowest. Larger values become the largest. To nearest, ties to even; or, with 32 random bits an element, up with
+    the probability that is the distance from the lower neighbour in units of the last place.
+
+    Neighbouring numbers have neighbouring codes, across exponents too, so a code is a count of units in the last place.
+    """
+    v = v.abs().clamp_max(largest)
+    e = ((v.view(torch.int32) >> 23) - 127).clamp_min(lowest)
+    units = v * ((mantissa - e + 127) << 23).view(torch.float32)   # v / 2^(e - mantissa), exactly; at most 16
+    if random is None:
+        n = units.round().int()
+    else:
+        n = ((units * 2.0**24).long() + (random >> 8) >> 24).int()
+    return ((e - lowest) << mantissa) + n
+
+
+def to_e4m3(v: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
+    """Bytes of float8_e4m3fn, v's sign included."""
+    sign = v.view(torch.int32) >> 24 & 0x80
+    return (encode(v, 3, -6, LARGEST_E4M3, random) | sign).to(torch.uint8)
+
+
+def to_e2m1(v: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
+    """Codes 0 to 15: sign, two bits of exponent, one of mantissa."""
+    sign = v.view(torch.int32) >> 28 & 8
+    return (encode(v, 1, 0, LARGEST_E2M1, random) | sign).to(torch.uint8)
+
+
+def philox(key: int, count: int, device: torch.device) -> torch.Tensor:
+    """32 random bits (int64) for each element i < count: word i % 4 of Philox4x32-10 (Salmon et al., SC 2011) with
+    counter i // 4 and a 64-bit key. A function of (key, i) alone."""
+    block = torch.arange(-(-count // 4), device=device)
+    low = 0xFFFFFFFF
+    c = [block & low, block >> 32, torch.zeros_like(block), torch.zeros_like(block)]
+    k0, k1 = key & low, key >> 32
+    for _ in range(10):
+        # A product of two 32-bit numbers may wrap to a negative int64; its bits are right, and the mask keeps 32.
+        a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [(b >> 32 & low) ^ c[1] ^ k0, b & low, (a >> 32 & low) ^ c[3] ^ k1, a & low]
+        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
+    return torch.stack(c, -1).view(-1)[:count]
+
+
+def pad_to(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
+    """x with zeros after its end along a dimension counted from the last (-1, -2)."""
+    missing = -x.shape[dim] % multiple
+    return torch.nn.functional.pad(x, (0, 0) * (-dim - 1) + (0, missing)) if missing else x
+
+
+def as_3d(t: torch.Tensor, name: str = "x", least: int = 1) -> torch.Tensor:
+    """[matrices, rows, columns] of a tensor of any shape: contiguous."""
+    if t.dim() < least:
+        raise ValueError(f"{name} must have at least {least} dimension{'s' * (least > 1)} for such blocks, got shape "
+                         f"{list(t.shape)}")
+    rows = t.shape[-2] if t.dim() > 1 else 1
+    return t.reshape(math.prod(t.shape[:-2]), rows, t.shape[-1]).contiguous()
