@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -105,6 +105,13 @@ class Goal:
     at_most: float | None = None
     cases: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
+
+
+class On(NamedTuple):
+    """What stands for a tensor in `Op.pick`, where an implementation is picked by another dtype, or by none."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
 
 
 _PINS: dict[str, str] = {}

@@ -10,9 +10,9 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import cases, quantize
-from tilewright.ops._library import adopt, define
+from tilewright.ops._library import define
 from tilewright.ops.nvfp4 import all_cases, draw
-from tilewright.registry import Case, Implementation, Op
+from tilewright.registry import Case, Implementation, On, Op
 
 LEAST = 2.0**-100   # what a smaller largest magnitude counts as: the inverse of its scale is finite
 MOST_ELEMENTS = 2**14   # of a block: the Triton kernel holds one in registers
@@ -100,7 +100,7 @@ def dequantize_block_fp8(q: BlockFP8, *, dtype: torch.dtype | None = None,
     quantize.part("q.data", q.data, quantize.E4M3, q.shape, q.data)
     shape = (*q.shape[:-2], *((-(-q.shape[-2] // rows),) if q.data.dim() > 1 else ()), -(-q.shape[-1] // columns))
     quantize.part("q.scale_inv", q.scale_inv, torch.float32, shape, q.data)
-    run = DEQUANTIZE_BLOCK_FP8.pick(implementation, quantize.On(q.data.device, dtype))
+    run = DEQUANTIZE_BLOCK_FP8.pick(implementation, On(q.data.device, dtype))
     data = quantize.as_3d(q.data.contiguous().view(torch.uint8), "q.data", 1 + (rows > 1))
     return run(data, quantize.as_3d(q.scale_inv, "q.scale_inv"), rows, columns, dtype).view(q.shape)
 
@@ -169,23 +169,8 @@ def _triton():
 
 def _cpp():
     if "cpp" not in _loaded:
-        low = adopt("block_fp8_cpp_dequantize", lambda data, inverse, rows, columns, bf16: data.new_empty(
-            data.shape, dtype=torch.bfloat16 if bf16 else torch.float32))
-
-        def dequantize_cpp(data, inverse, rows, columns, dtype):
-            return low(data, inverse, rows, columns, dtype == torch.bfloat16)
-
-        _loaded["cpp"] = (adopt("block_fp8_cpp_quantize", _fake_quantize), dequantize_cpp)
+        _loaded["cpp"] = quantize.of_extension("block_fp8", _fake_quantize, _fake_dequantize)
     return _loaded["cpp"]
-
-
-def _gate(which):
-    def gate():
-        from tilewright.kernels import quantize_triton
-
-        return getattr(quantize_triton, which)()
-
-    return gate
 
 
 # ---- cases
@@ -207,7 +192,7 @@ def _variants(quantised):
 _COMPILED = (torch.float32, torch.bfloat16)
 QUANTIZE_BLOCK_FP8 = Op(
     "quantize_block_fp8", quantize_block_fp8, quantize_eager,
-    (Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate("block_fp8_quantize_gate")),
+    (Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gate("block_fp8_quantize_gate")),
      Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED)),
     (*all_cases(lambda x: {"x": x, "block": (1, 128)}, 8.25), *_variants(False),
      _case("random", (5, 37), block=(1, 16), seed=1), _case("random_weights", (40, 50), block=(32, 32), seed=7)),
@@ -215,7 +200,8 @@ QUANTIZE_BLOCK_FP8 = Op(
 )
 DEQUANTIZE_BLOCK_FP8 = Op(
     "dequantize_block_fp8", dequantize_block_fp8, dequantize_eager,
-    (Implementation("triton", lambda: _triton()[1], platform.no_triton, gate=_gate("block_fp8_dequantize_gate")),
+    (Implementation("triton", lambda: _triton()[1], platform.no_triton,
+                    gate=quantize.gate("block_fp8_dequantize_gate")),
      Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED)),
     (*all_cases(lambda x: {"q": quantize_block_fp8(x, block=(1, 128))}, 8.25), *_variants(True)),
     goals=cases.near_copy(90, "forward"),

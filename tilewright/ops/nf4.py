@@ -14,8 +14,8 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, cases, quantize
-from tilewright.ops._library import adopt, define
-from tilewright.registry import Case, Cost, Implementation, Op, short
+from tilewright.ops._library import define
+from tilewright.registry import Case, Cost, Implementation, On, Op, short
 
 # float32 values of the 16 codes: quantiles of a normal distribution, scaled to [-1, 1], with an exact 0.
 CODES = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -165,7 +165,7 @@ def dequantize_nf4(q: NF4, *, dtype: torch.dtype | None = None, implementation: 
         quantize.part("q.nested_absmax", q.nested_absmax, torch.float32, (-(-blocks // NESTED_BLOCK),), q.data)
         quantize.part("q.offset", q.offset, torch.float32, (), q.data)
     table = _map(q.data) if nested else None
-    run = DEQUANTIZE_NF4.pick(implementation, quantize.On(q.data.device, dtype))
+    run = DEQUANTIZE_NF4.pick(implementation, On(q.data.device, dtype))
     out = run(q.data.contiguous(), q.absmax.contiguous(), q.nested_absmax, table, q.offset, n, q.block_size, dtype)
     return out.view(q.shape)
 
@@ -257,30 +257,11 @@ def _triton():
 
 def _cpp():
     if "cpp" not in _loaded:
-        low = adopt("nf4_cpp_dequantize", lambda data, absmax, nested, table, offset, n, block, bf16: data.new_empty(
-            n, dtype=torch.bfloat16 if bf16 else torch.float32))
-
-        def dequantize_cpp(data, absmax, nested_absmax, table, offset, n, block, dtype):
-            return low(data, absmax, nested_absmax, table, offset, n, block, dtype == torch.bfloat16)
-
-        _loaded["cpp"] = (adopt("nf4_cpp_quantize", _fake_quantize), dequantize_cpp)
+        _loaded["cpp"] = quantize.of_extension("nf4", _fake_quantize, _fake_dequantize)
     return _loaded["cpp"]
 
 
-def _gate(which):
-    def gate():
-        from tilewright.kernels import quantize_triton
-
-        return getattr(quantize_triton, which)()
-
-    return gate
-
-
 # ---- cases
-
-# Shapes of projections: Llama 3 8B's down, DeepSeek V3's output, and a small one.
-SHAPES = {"llama-3-8b-down": (4096, 14336), "deepseek-v3-o": (7168, 16384)}
-
 
 def _draw(device, dtype, seed, shape):
     """Normal values with blocks of zeros and blocks of very small numbers."""
@@ -294,7 +275,7 @@ def _draw(device, dtype, seed, shape):
 def _cases(make):
     small = {"ragged": (7, 33), "matrix": (16, 128), "one": (1,), "scalar": (), "no_elements": (0, 5), "half": (3, 96)}
     shapes = [(name, shape, cases.CONTRACT) for name, shape in small.items()]
-    shapes += [(name, shape, tags) for tags in (cases.CUDA, cases.CPU) for name, shape in SHAPES.items()
+    shapes += [(name, shape, tags) for tags in (cases.CUDA, cases.CPU) for name, shape in quantize.SHAPES.items()
                if tags is cases.CUDA or name == "llama-3-8b-down"]
     return tuple(make(name, shape, tags) for name, shape, tags in shapes)
 
@@ -324,13 +305,13 @@ def _dequantize_case(double, block=64):
 _COMPILED = (torch.float32, torch.bfloat16)
 QUANTIZE_NF4 = Op(
     "quantize_nf4", quantize_nf4, quantize_eager,
-    (Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate("nf4_quantize_gate")),
+    (Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gate("nf4_quantize_gate")),
      Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED)),
     _cases(_quantize_case(False)) + _cases(_quantize_case(True)),
 )
 DEQUANTIZE_NF4 = Op(
     "dequantize_nf4", dequantize_nf4, dequantize_eager,
-    (Implementation("triton", lambda: _triton()[1], platform.no_triton, gate=_gate("nf4_dequantize_gate")),
+    (Implementation("triton", lambda: _triton()[1], platform.no_triton, gate=quantize.gate("nf4_dequantize_gate")),
      Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED)),
     _cases(_dequantize_case(False)) + _cases(_dequantize_case(True)),
     goals=cases.near_copy(90, "forward"),

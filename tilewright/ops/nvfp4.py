@@ -11,8 +11,8 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, cases, quantize
-from tilewright.ops._library import adopt, define
-from tilewright.registry import Case, Cost, Implementation, Op
+from tilewright.ops._library import define
+from tilewright.registry import Case, Cost, Implementation, On, Op
 
 BLOCK = 16
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -129,7 +129,7 @@ def dequantize_nvfp4(q: NVFP4, *, dtype: torch.dtype | None = None, implementati
     quantize.part("q.scale", q.scale, quantize.E4M3, (*lead, -(-C // BLOCK)), q.data)
     quantize.part("q.global_scale", q.global_scale, torch.float32, (), q.data)
     rows = math.prod(lead)
-    run = DEQUANTIZE_NVFP4.pick(implementation, quantize.On(q.data.device, dtype))
+    run = DEQUANTIZE_NVFP4.pick(implementation, On(q.data.device, dtype))
     out = run(q.data.contiguous().view(rows, -(-C // 2)),
               q.scale.contiguous().view(torch.uint8).view(rows, -(-C // BLOCK)), q.global_scale, C, dtype)
     return out.view(q.shape)
@@ -203,29 +203,11 @@ def _triton():
 
 def _cpp():
     if "cpp" not in _loaded:
-        low = adopt("nvfp4_cpp_dequantize", lambda data, scale, total, C, bf16: data.new_empty(
-            (data.shape[0], C), dtype=torch.bfloat16 if bf16 else torch.float32))
-
-        def dequantize_cpp(data, scale, global_scale, C, dtype):
-            return low(data, scale, global_scale, C, dtype == torch.bfloat16)
-
-        _loaded["cpp"] = (adopt("nvfp4_cpp_quantize", _fake_quantize), dequantize_cpp)
+        _loaded["cpp"] = quantize.of_extension("nvfp4", _fake_quantize, _fake_dequantize)
     return _loaded["cpp"]
 
 
-def _gate(which):
-    def gate():
-        from tilewright.kernels import quantize_triton
-
-        return getattr(quantize_triton, which)()
-
-    return gate
-
-
 # ---- cases
-
-SHAPES = {"llama-3-8b-down": (4096, 14336), "deepseek-v3-o": (7168, 16384)}
-
 
 def draw(device, dtype, seed, shape):
     """Normal values, the start of the first row zeros, and some columns so much smaller than others that scales of
@@ -245,7 +227,7 @@ SMALL = {"ragged": (5, 33), "odd_rows": (19, 40), "matrix": (32, 128), "vector":
 
 def all_cases(make, bits):
     shapes = [(name, shape, cases.CONTRACT) for name, shape in SMALL.items()]
-    shapes += [(name, shape, tags) for tags in (cases.CUDA, cases.CPU) for name, shape in SHAPES.items()
+    shapes += [(name, shape, tags) for tags in (cases.CUDA, cases.CPU) for name, shape in quantize.SHAPES.items()
                if tags is cases.CUDA or name == "llama-3-8b-down"]
 
     def case(name, shape, tags):
@@ -267,13 +249,13 @@ def _variants():
 _COMPILED = (torch.float32, torch.bfloat16)
 QUANTIZE_NVFP4 = Op(
     "quantize_nvfp4", quantize_nvfp4, quantize_eager,
-    (Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate("nvfp4_quantize_gate")),
+    (Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gate("nvfp4_quantize_gate")),
      Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED)),
     (*all_cases(lambda x: {"x": x}, 4.5), *_variants()),
 )
 DEQUANTIZE_NVFP4 = Op(
     "dequantize_nvfp4", dequantize_nvfp4, dequantize_eager,
-    (Implementation("triton", lambda: _triton()[1], platform.no_triton, gate=_gate("nvfp4_dequantize_gate")),
+    (Implementation("triton", lambda: _triton()[1], platform.no_triton, gate=quantize.gate("nvfp4_dequantize_gate")),
      Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED)),
     tuple(all_cases(lambda x: {"q": quantize_nvfp4(x)}, 4.5)),
     goals=cases.near_copy(90, "forward"),

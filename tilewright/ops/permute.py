@@ -14,7 +14,7 @@ import torch
 from tilewright import platform
 from tilewright.ops import _checks, cases
 from tilewright.ops._library import adopt, define, differentiate
-from tilewright.registry import Case, Cost, Implementation, Op, short
+from tilewright.registry import Case, Cost, Implementation, On, Op, short
 
 MOST_EXPERTS = 4096   # the sort keeps a number for each in registers
 
@@ -47,7 +47,7 @@ def sort_by_expert(expert_index: torch.Tensor, num_experts: int, *, implementati
     looking would wait for the device, such an index counts as a sentinel. ImplementationUnavailable as `permute`.
     """
     index = checked_index(expert_index, num_experts)
-    return Order(*PERMUTE.pick(implementation, _On(index.device))(None, index, num_experts)[1:])
+    return Order(*PERMUTE.pick(implementation, On(index.device))(None, index, num_experts)[1:])
 
 
 def permute(x: torch.Tensor, expert_index: torch.Tensor, num_experts: int, *,
@@ -102,13 +102,6 @@ def unpermute(rows: torch.Tensor, expert_weight: torch.Tensor | None, position: 
         expert_weight = expert_weight.to(torch.promote_types(rows.dtype, torch.float32))
     position = position.contiguous() if position.is_cuda else _checked_position(position)
     return UNPERMUTE.pick(implementation, rows)(rows, expert_weight, position)
-
-
-class _On(NamedTuple):
-    """What stands for a tensor where an implementation is picked and none of x's dtype is at hand."""
-
-    device: torch.device
-    dtype: torch.dtype = torch.float32
 
 
 def checked_index(index, num_experts):
