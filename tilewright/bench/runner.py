@@ -62,6 +62,12 @@ class Unit:
         return out / f"{self.name}.json"
 
 
+def same(document: dict[str, Any], meta: dict[str, Any], keep: bool = False) -> bool:
+    """Whether a document was made on this device and (but with keep) by these sources and versions."""
+    names = ("device",) if keep else ("device", "source", "versions")
+    return all(document["meta"].get(n) == meta.get(n) for n in names)
+
+
 def current(unit: Unit, out: pathlib.Path, meta: dict[str, Any], keep: bool = False,
             since: float = float("inf")) -> dict[str, Any] | None:
     """The unit's document, if it need not be made: it is on disk, whole, with these options and on this device.
@@ -71,8 +77,7 @@ def current(unit: Unit, out: pathlib.Path, meta: dict[str, Any], keep: bool = Fa
     """
     try:
         document = json.loads(unit.path(out).read_text())
-        same = ("device",) if keep else ("device", "source", "versions")
-        if any(document["meta"].get(n) != meta.get(n) for n in same):
+        if not same(document, meta, keep):
             return None
         if json.loads(json.dumps(unit.options)) != document.get("options", {}) or document.get("unfinished"):
             return None

@@ -140,10 +140,10 @@ def unit(op: Op, impl: Implementation, case: Case, device: str, dtype: torch.dty
                                                      "trying": trying, "crashed": crashed, "unfinished": True})
 
         for tunable, key in asked_for(op, impl, case.make(device, dtype, run.SEED)):
-            of = [tunable.name, json.dumps(tunable.named(key), sort_keys=True)]
-            if tuple(of) not in done:
+            of = _key({"launch": tunable.name, "key": tunable.named(key)})
+            if of not in done:
                 entries.append({"launch": tunable.name, **search(
-                    op, impl, case, dtype, tunable, key, device, crashed=[c for *o, c in crashed if o == of],
+                    op, impl, case, dtype, tunable, key, device, crashed=[c for *o, c in crashed if tuple(o) == of],
                     trying=lambda config, of=of: write([*of, config]))})
                 write()
             run.free(device, compiled=False)
@@ -157,7 +157,7 @@ def _crashed(path: pathlib.Path, meta: dict[str, Any]) -> list[list]:
     """[launch, key, constants] of those that an earlier attempt with these sources did not survive."""
     try:
         before = json.loads(path.read_text())
-        if any(before["meta"].get(n) != meta.get(n) for n in ("device", "source", "versions")):
+        if not runner.same(before, meta):
             return []
         return before["crashed"] + ([before["trying"]] if before.get("error") and before["trying"] else [])
     except (OSError, ValueError, KeyError, TypeError):
@@ -180,10 +180,11 @@ def _entries(out: pathlib.Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
     for path in out.glob("*.json"):
         try:
             document = json.loads(path.read_text())
-            made = document["meta"]
+            ours = runner.same(document, meta)
         except (OSError, ValueError, KeyError, TypeError):   # postponed.json, or half of a file
             continue
-        if all(made.get(n) == meta.get(n) for n in ("device", "source", "versions")):
+        if ours:
+            made = document["meta"]
             found += [{**e, "unit": path.stem, "own": list(e), "date": made["date"], "commit": made.get("commit"),
                        "dirty": made.get("dirty"), "versions": made["versions"]} for e in document.get("entries", ())]
     return sorted(found, key=lambda e: e["date"])

@@ -30,8 +30,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright import platform
 from tilewright.ops import _checks
-from tilewright.ops.moe import moe_mlp, moe_mlp_eager
-from tilewright.ops.permute import UNPERMUTE, checked_index, sort_by_expert
+from tilewright.ops.moe import checked_routing, moe_mlp, moe_mlp_eager
+from tilewright.ops.permute import UNPERMUTE, sort_by_expert
 from tilewright.registry import ImplementationUnavailable, short
 
 DISPATCHES = ("alltoall", "deepep", "eager")
@@ -160,11 +160,7 @@ def _validate(x, expert_index, expert_weight, E):
     _checks.same_device(x=x, expert_index=expert_index, expert_weight=expert_weight)
     if x.dim() != 2:
         raise ValueError(f"x must have shape [T, H], got {list(x.shape)}")
-    index = checked_index(expert_index, E)
-    if index.shape[0] != x.shape[0]:
-        raise ValueError(f"expert_index must have a row for each of x's {x.shape[0]}, got {list(index.shape)}")
-    _checks.shape("expert_weight", expert_weight, tuple(index.shape), "that of expert_index")
-    return index
+    return checked_routing(x, expert_index, expert_weight, E)
 
 
 def _once(backward):

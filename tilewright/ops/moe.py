@@ -78,6 +78,11 @@ def _validate(x, gate_up_proj, down_proj, expert_index, expert_weight):
     for name, t in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         if t.dtype != x.dtype:
             raise TypeError(f"{name} must have x's dtype {short(x.dtype)}, got {short(t.dtype)}")
+    return checked_routing(x, expert_index, expert_weight, E)
+
+
+def checked_routing(x: torch.Tensor, expert_index: torch.Tensor, expert_weight: torch.Tensor, E: int) -> torch.Tensor:
+    """The index, as `checked_index` gives it, if it and its weights fit x [T, H]. Raises as `moe_mlp` does."""
     index = checked_index(expert_index, E)
     if index.shape[0] != x.shape[0]:
         raise ValueError(f"expert_index must have a row for each of x's {x.shape[0]}, got {list(index.shape)}")
