@@ -58,12 +58,13 @@ def test_cuda_graph_capture(op, name, case):
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 def test_eager_twin_gradcheck(op):
     """The definition differentiates rightly, in float64, against finite differences."""
-    checked = 0
+    checked = differentiable = 0
     for case in op.cases:
         if "contract" not in case.tags:
             continue
         kwargs = contract.convert(case.make("cpu", torch.float32, 0), torch.float64)
         names = [n for n, v in kwargs.items() if isinstance(v, torch.Tensor) and v.requires_grad]
+        differentiable += len(names)
         if not 0 < sum(kwargs[n].numel() for n in names) <= 2500:   # finite differences cost a call an element
             continue
 
@@ -74,6 +75,8 @@ def test_eager_twin_gradcheck(op):
 
         assert torch.autograd.gradcheck(call, [kwargs[n] for n in names], fast_mode=True)
         checked += 1
+    if not differentiable:
+        pytest.skip("no input of it is differentiable")
     assert checked, f"{op.name} has no case small enough for gradcheck"
 
 

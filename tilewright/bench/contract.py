@@ -12,12 +12,14 @@ that fails.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
+from tilewright.ops.quantize import Quantized
 from tilewright.registry import Case, Op
 
 # In the units of `error`. 16-bit: the one rounding on store that is left when the twin happens to be exact. float32:
@@ -70,15 +72,16 @@ def _deviation(r: torch.Tensor, t: torch.Tensor, scale: float) -> torch.Tensor:
     return torch.where((r == t) | (r.isnan() & t.isnan()), 0.0, wrong)
 
 
-def leaves(out: Any) -> list[torch.Tensor]:
-    """Tensors in a result: a tensor, or a (named) tuple of tensors and Nones."""
-    if isinstance(out, torch.Tensor):
-        return [out]
-    return [t for t in out if t is not None]
+def leaves(value: Any) -> list[torch.Tensor]:
+    """Tensors in a result or in arguments: a tensor, or a tuple, dictionary or quantised tensor of tensors and else."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for t in _pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
 def convert(kwargs: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """Fresh leaves with the same values: in `dtype`, or (None) in their own. Integers and options are passed on."""
+    """Fresh leaves with the same values: in `dtype`, or (None) in their own. Integers and options are passed on, and
+    so is what a quantised tensor holds; `dtype` is then that in which it is read."""
     new = {}
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -87,6 +90,9 @@ def convert(kwargs: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]
             new[name] = fresh.copy_(value.detach()).requires_grad_(value.requires_grad)
         elif isinstance(value, torch.Tensor):
             new[name] = value.clone()
+        elif isinstance(value, Quantized):
+            new[name] = dataclasses.replace(_pytree.tree_map_only(torch.Tensor, torch.clone, value),
+                                            dtype=dtype or value.dtype)
         else:
             new[name] = value
     return new
@@ -132,7 +138,7 @@ def run(op: Op, implementation: str, kwargs: dict[str, Any], layout: str = "cont
     return results, grads
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Finding:
     """One compared tensor: its error, eager's own, what is allowed, and where the worst element is."""
 
@@ -156,7 +162,7 @@ def broken(found: Iterable[Finding]) -> list[Finding]:
     return [f for f in found if not f.holds]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Reference:
     """What results are judged by on one set of inputs; made once for all implementations.
 
@@ -175,7 +181,7 @@ def reference(op: Op, kwargs: dict[str, Any], dtype: torch.dtype, layout: str = 
     own, grads = run(op, "eager", convert(kwargs, None), layout)
     # Truth takes all the memory that a GPU has where logits have 2^31 elements: float64 copies of each step.
     own = {n: t.cpu() if t.numel() > LARGE else t for n, t in own.items()}
-    if any(t.is_cuda for t in kwargs.values() if isinstance(t, torch.Tensor)):
+    if any(t.is_cuda for t in leaves(kwargs)):
         torch.cuda.empty_cache()   # blocks of one dtype's sizes are too small for the other's
     truth, _ = run(op, "eager", convert(kwargs, torch.float64), layout, grads)
     atol = op.atol(dtype, kwargs) if callable(op.atol) else op.atol.get(dtype, ATOL[dtype])
@@ -260,9 +266,8 @@ def check_capture(op: Op, implementation: str, case: Case, dtype: torch.dtype) -
     fresh = case.make("cuda", dtype, 1)
     direct, _ = run(op, implementation, convert(fresh, None), grads=grads)
     with torch.no_grad():
-        for name, value in fresh.items():
-            if isinstance(value, torch.Tensor):
-                static[name].copy_(value)
+        for held, value in zip(leaves(static), leaves(fresh), strict=True):
+            held.copy_(value)
     graph.replay()
     torch.cuda.synchronize()
     found = []

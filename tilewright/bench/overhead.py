@@ -63,18 +63,23 @@ def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], 
 
     The arguments at each depth are those that the public call passes down, recorded from one call.
     """
-    first = next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
-    resolved = op.resolve(name, first.device.type, first.dtype)
     passed: list[tuple] = []
+    recorder = _FirstOperator()
+    pick = op.pick
 
-    def spy(*args, **options):
-        passed.append((args, options))
-        return resolved(*args, **options)
+    def spying(name, first):
+        resolved = pick(name, first)
 
-    with (mock.patch.object(op, "pick", lambda name, tensor: spy), _FirstOperator() as recorder,
-          _first_launch() as launches):
+        def spy(*args, **options):
+            passed.append((resolved, first, args, options))
+            with recorder:   # not around the public call, which checks its arguments by operators too
+                return resolved(*args, **options)
+
+        return spy
+
+    with mock.patch.object(op, "pick", spying), _first_launch() as launches:
         op.public(**kwargs, implementation=name)
-    args, options = passed[0]
+    resolved, first, args, options = passed[0]
     found = {"public": lambda: op.public(**kwargs, implementation=name),
              "resolved": lambda: resolved(*args, **options), "pick": lambda: op.pick(name, first)}
     if recorder.found is not None:

@@ -137,9 +137,8 @@ def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timin
     if device == "cuda":
         for (name, which), fn in tasks.items():
             if which == "forward_backward" and rows[name]["status"] == "ok":
-                for t in inputs[name].values():   # gradients of earlier calls would count as held already
-                    if isinstance(t, torch.Tensor):
-                        t.grad = None
+                for t in contract.leaves(inputs[name]):   # gradients of earlier calls would count as held already
+                    t.grad = None
                 rows[name]["peak_mib"] = _peak_mib(fn)
     report.compare_with_baselines(list(rows.values()))
     return list(rows.values())

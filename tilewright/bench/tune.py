@@ -58,7 +58,7 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
     crashed: constants that must not be tried again.   trying: told of those that are called for the first time.
     """
     kwargs = case.make(device, dtype, run.SEED)
-    place = next(v.device for v in kwargs.values() if isinstance(v, torch.Tensor))
+    place = contract.leaves(kwargs)[0].device
     named = tunable.named(key)
     candidates = tunable.candidates(**named)
     provider = Provider(impl.name, functools.partial(op.public, implementation=impl.name))
@@ -86,9 +86,8 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
     measure = functools.partial(timing.interleave, clock=clock, rounds=rounds, max_seconds=seconds)
     timings, errors = measure(tasks, seed=run.SEED)
     rejected = {**errors, **{i: "ended its process" for i, c in enumerate(candidates) if c in crashed}}
-    for t in mine.values():   # gradients of the timed calls: truth takes all the memory there is
-        if isinstance(t, torch.Tensor):
-            t.grad = None
+    for t in contract.leaves(mine):   # gradients of the timed calls: truth takes all the memory there is
+        t.grad = None
     by = contract.reference(op, kwargs, dtype)
     best = 0
     for i in sorted(timings, key=lambda i: timings[i].median):

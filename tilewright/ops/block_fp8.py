@@ -19,7 +19,7 @@ MOST_ELEMENTS = 2**14   # of a block: the Triton kernel holds one in registers
 
 
 @dataclass(frozen=True)
-class BlockFP8:
+class BlockFP8(quantize.Quantized):
     """A tensor in block-scaled FP8. Made by `quantize_block_fp8` or `BlockFP8.from_safetensors`.
 
     data: float8_e4m3fn [..., R, C].   scale_inv: float32 [..., ceil(R / block[0]), ceil(C / block[1])]; an element is
@@ -34,9 +34,6 @@ class BlockFP8:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.data.shape)
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.data, self.scale_inv]
 
     def to_safetensors(self, prefix: str = "weight") -> dict[str, torch.Tensor]:
         """The tensors of a checkpoint: `prefix` and `prefix_scale_inv`."""

@@ -52,7 +52,7 @@ _codes, _bounds, _map = (quantize.constant(f"nf4_{name}", make, n) for name, mak
 
 
 @dataclass(frozen=True)
-class NF4:
+class NF4(quantize.Quantized):
     """A tensor in NF4. Made by `quantize_nf4` or `NF4.from_safetensors`.
 
     data: uint8 [ceil(n / 2)] of n elements, the even one in the high nibble.
@@ -69,9 +69,6 @@ class NF4:
     shape: tuple[int, ...]
     dtype: torch.dtype
     block_size: int
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [t for t in (self.data, self.absmax, self.nested_absmax, self.offset) if t is not None]
 
     def to_safetensors(self, prefix: str = "weight") -> dict[str, torch.Tensor]:
         """The tensors of a bitsandbytes checkpoint: `prefix`, `prefix.absmax`, `prefix.quant_map`, those of double
@@ -218,7 +215,7 @@ def _nest_scales(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 # An operator: a compiler that takes the mean in another order would change bytes.
-_nest = quantize.Later("nf4_nest", _nest_scales, lambda absmax: (
+_nest = define("nf4_nest", _nest_scales, lambda absmax: (
     torch.empty_like(absmax, dtype=torch.uint8),
     absmax.new_empty(-(-absmax.shape[0] // NESTED_BLOCK)), absmax.new_empty(())))
 

@@ -25,7 +25,7 @@ _values = quantize.constant("nvfp4_values", lambda: torch.tensor((*VALUES, *(-v 
 
 
 @dataclass(frozen=True)
-class NVFP4:
+class NVFP4(quantize.Quantized):
     """A tensor in NVFP4. Made by `quantize_nvfp4` or `NVFP4.from_safetensors`.
 
     data: uint8 [..., ceil(C / 2)] of rows of C elements, the even one in the low nibble.
@@ -39,9 +39,6 @@ class NVFP4:
     global_scale: torch.Tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.data, self.scale, self.global_scale]
 
     def to_safetensors(self, prefix: str = "weight", layout: str = "compressed-tensors") -> dict[str, torch.Tensor]:
         """The tensors of a checkpoint. compressed-tensors: `prefix_packed`, `prefix_scale` and `prefix_global_scale`,
@@ -143,7 +140,7 @@ def _largest_of(x: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-low.float(), high.float()).abs()   # abs: -0.0 is no largest magnitude
 
 
-_largest = quantize.Later("largest_magnitude", _largest_of, lambda x: x.new_empty((), dtype=torch.float32))
+_largest = define("largest_magnitude", _largest_of, lambda x: x.new_empty((), dtype=torch.float32))
 
 
 # ---- the definitions

@@ -26,6 +26,28 @@ OUTPUTS = _checks.ACCEPTED
 SHAPES = {"llama-3-8b-down": (4096, 14336), "deepseek-v3-o": (7168, 16384)}
 
 
+class Quantized:
+    """What quantised tensors share: NF4, NVFP4 and BlockFP8. Each is a frozen dataclass and a node of pytrees.
+
+    shape, dtype: of the tensor that was quantised.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for t in _pytree.tree_leaves(self) if t is not None]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors()[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its tensors, in bytes."""
+        return sum(t.nbytes for t in self.tensors())
+
+
 def register(cls, tensors: tuple[str, ...]):
     """Makes a dataclass a node of pytrees: its tensors are the children, all else is the context, which is compared."""
     rest = tuple(n for n in cls.__dataclass_fields__ if n not in tensors)
@@ -42,28 +64,6 @@ def register(cls, tensors: tuple[str, ...]):
     _pytree.register_pytree_node(cls, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys,
                                  serialized_type_name=f"tilewright.{cls.__name__}")
     return cls
-
-
-class Later:
-    """An operator that is defined when it is first called or traced: these ops are not in the registry, whose tests
-    call every operator that an import defines."""
-
-    def __init__(self, name: str, fn: Callable, fake: Callable):
-        self.definition = name, fn, fake
-        self.made: dict[str, Callable] = {}   # one for each, since torch.compile reads a dictionary once
-
-    def __call__(self, *args):
-        return self.made[_defined(self)](*args)
-
-
-def _defined(later: Later) -> str:
-    if not later.made:
-        later.made["op"] = define(*later.definition)
-    return "op"
-
-
-# torch.compile runs this while it traces, as it does `registry._resolve_constant`.
-_defined._dynamo_marked_constant = True
 
 
 # ---- implementations
@@ -145,7 +145,7 @@ def _look(scales: torch.Tensor) -> torch.Tensor:
 
 
 # An operator, so that torch.compile leaves the look at values for run time; the caller uses its result.
-_checked_scales = Later("checked_scales", _look, torch.empty_like)
+_checked_scales = define("checked_scales", _look, torch.empty_like)
 
 
 def finite(scales: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ def constant(name: str, make: Callable[[], torch.Tensor], size: int) -> Callable
             made[like.device] = make().to(like.device)
         return made[like.device].clone()
 
-    return Later(name, table, lambda like: like.new_empty(size, dtype=torch.float32))
+    return define(name, table, lambda like: like.new_empty(size, dtype=torch.float32))
 
 
 # ---- rounding
