@@ -791,8 +791,14 @@ class _Cluster:
 
     def convert(self, op, args):
         to, source = op[-2], op[-1]
-        if extra := set(op[1:-2]) - {"rn", "rz", "ftz"}:
+        if extra := set(op[1:-2]) - {"rn", "rz", "rzi", "ftz"}:
             raise KeyError(f"{'.'.join(op)}: {extra}")
+        if "rzi" in op:   # to a whole number, toward zero; what does not fit becomes the nearest that does, NaN 0
+            if source != "f32" or to not in ("s32", "u32"):
+                raise KeyError(".".join(op))
+            limit = np.iinfo(I[32] if to == "s32" else U[32])
+            whole = np.trunc(np.nan_to_num(_f32(self.get(args[1], 32)).astype(np.float64), nan=0.0))
+            return np.clip(whole, limit.min, limit.max).astype(np.int64).astype(np.uint32)
         if to in ("bf16x2", "f16x2"):   # the first source is the upper half
             high, low = (_narrow(_f32(self.get(a, 32)), to[:-2], "rz" in op) for a in args[1:3])
             return high.astype(np.uint32) << 16 | low
@@ -841,13 +847,21 @@ class _Cluster:
     def integer(self, op, args, bits):
         name = op[0]
         given = [self.get(a, bits) for a in args[1:]]
+        if op[-1].endswith("16x2"):   # each half by itself
+            halves = [self.get(a, 32).view(I[16] if op[-1][0] == "s" else U[16]) for a in args[1:]]
+            found = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}[name](*halves)
+            return np.ascontiguousarray(found).view(np.uint32)
         if op[-1][0] == "s":
             given = [g.view(I[g.itemsize * 8]) for g in given]
         if name == "mul" or name == "mad":
-            wide = op[1] == "wide"
+            if bits == 64 and op[1] != "lo":
+                raise KeyError(".".join(op))
+            wide = op[1] in ("wide", "hi")   # hi: the upper half of it
             if wide:
                 given[:2] = [g.astype((I if op[-1][0] == "s" else U)[2 * bits]) for g in given[:2]]
             out = given[0] * given[1]
+            if op[1] == "hi":
+                wide, out = False, (out >> bits).astype(I[bits] if op[-1][0] == "s" else U[bits])
             if name == "mad":
                 third = self.get(args[3], bits * 2 if wide else bits)
                 out = out + third.view(out.dtype)
