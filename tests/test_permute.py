@@ -93,6 +93,24 @@ def test_kernels_take_an_index_outside_for_a_sentinel(name):
 # ---- moving rows
 
 @EVERY
+def test_rows_at_any_stride(name):
+    """A width that is a multiple of 16 bytes, in rows that are not."""
+    skip_unless_usable(PERMUTE, name, torch.float32)
+    index, weight = indices(12, 5, 2), torch.rand(12, 2, device=DEVICE)
+    x = torch.randn(12, 19, device=DEVICE)[:, 1:17]
+    dy = torch.randn(12, 21, device=DEVICE)[:, 2:18]
+    found = []
+    for rows, up in ((x, dy), (x.contiguous(), dy.contiguous())):
+        rows = rows.detach().requires_grad_()
+        moved = permute(rows, index, 5, implementation=name)
+        wide = torch.zeros(24, 23, device=DEVICE)[:, 3:19].copy_(moved.rows) if rows.stride(0) != 16 else moved.rows
+        y = unpermute(wide, weight, moved.position, implementation=name)
+        found.append([moved.rows, y, *torch.autograd.grad(y, rows, up)])
+    for f, e in zip(*found, strict=True):
+        assert torch.equal(f, e)
+
+
+@EVERY
 def test_there_and_back(name):
     """unpermute of permute is x times the sum of its weights."""
     skip_unless_usable(PERMUTE, name, torch.float32)
