@@ -84,7 +84,8 @@ def test_versions_name_the_distribution_that_is_installed(monkeypatch):
     have = {"flash-attn": "2.8.3", "liger-kernel": "0.8.5"}
     monkeypatch.setattr(peers, "_version", have.get)
     assert peers.versions() == {"liger-kernel": "0.8.5", "quack-kernels": "not installed", "flash-attn": "2.8.3",
-                                "transformers": "not installed", "bitsandbytes": "not installed"}
+                                "transformers": "not installed", "bitsandbytes": "not installed",
+                                "torchao": "not installed"}
     assert peers._no_flash("cpu") is not None
     have.clear()
     assert peers._no_flash("cuda") == ("none of the packages flash-attn-4, flash-attn-3, flash-attn is installed")
@@ -340,3 +341,27 @@ def test_transformers_experts_are_what_they_say(name):
     provider = providers.Provider(name, PEERS[name].ops["moe_mlp"])
     # Twice the budget: its sums are in another order.
     assert all(f.error <= 2 * f.budget for f in providers.gate(op, provider, kwargs, by))
+
+
+@pytest.mark.parametrize("op, case", [("quantize_nf4", "matrix"), ("quantize_nf4", "ragged nested"),
+                                      ("dequantize_nf4", "matrix"), ("dequantize_nf4", "ragged nested"),
+                                      ("quantize_nvfp4", "matrix"), ("dequantize_nvfp4", "matrix")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantised_formats_of_others_are_what_they_say(op, case, dtype):
+    name = "bitsandbytes" if op.endswith("nf4") else "torchao"
+    pytest.importorskip(name)
+    op = OPS[op]
+    kwargs = next(c for c in op.cases if c.name == case).make("cpu", dtype, 0)
+    if "x" in kwargs and name == "torchao":   # its scales are no subnormal numbers
+        kwargs["x"] = torch.randn(kwargs["x"].shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    provider = providers.Provider(name, PEERS[name].ops[op.name])
+    found = providers.gate(op, provider, kwargs, contract.reference(op, kwargs, dtype))
+    assert not found, "; ".join(map(str, found))
+
+
+def test_what_torchao_lacks_is_refused():
+    x = torch.randn(4, 40)
+    with pytest.raises(Unsupported, match=r"multiple of 16, not \[4, 40\]"):
+        PEERS["torchao"].ops["quantize_nvfp4"](x)
+    with pytest.raises(Unsupported, match="torchao does not take seed=3"):
+        PEERS["torchao"].ops["quantize_nvfp4"](x[:, :32], seed=3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -298,6 +299,56 @@ def _no_transformers(device: str) -> str | None:
     return platform.no_module("transformers")
 
 
+# ---- bitsandbytes: NF4
+
+_states: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _bitsandbytes_quantize_nf4(x, *, double_quant=False, block_size=64):
+    from bitsandbytes.functional import quantize_4bit
+
+    data, state = quantize_4bit(x, blocksize=block_size, quant_type="nf4", compress_statistics=double_quant)
+    return (data.view(-1), state.absmax, *((state.state2.absmax, state.offset) if double_quant else ()))
+
+
+def _bitsandbytes_dequantize_nf4(q, *, dtype=None, **more):
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    _only("bitsandbytes", more, noise=None)
+    if q.data not in _states:   # a layer keeps it
+        stored = q.to_safetensors("w")
+        _states[q.data] = QuantState.from_dict({k.removeprefix("w."): t for k, t in stored.items() if k != "w"},
+                                               device=q.data.device)
+        # As one row: where a row is no multiple of a block, its kernel for AVX-512 takes the wrong blocks' scales.
+        _states[q.data].shape = torch.Size([math.prod(q.shape)])
+    state = _states[q.data]
+    state.dtype = q.dtype if dtype is None else dtype
+    return dequantize_4bit(q.data[:, None], state).view(q.shape)
+
+
+# ---- torchao: NVFP4
+
+def _torchao_nvfp4(rows):
+    if rows.dim() != 2 or rows.shape[1] % 16:
+        raise Unsupported(f"torchao takes matrices whose width is a multiple of 16, not {list(rows.shape)}")
+    return importlib.import_module("torchao.prototype.mx_formats.nvfp4_tensor")
+
+
+def _torchao_quantize_nvfp4(x, *, square=False, global_scale=None, **more):
+    _only("torchao", {"square": square, **more}, square=False, seed=None, hadamard=None)
+    module = _torchao_nvfp4(x)
+    if global_scale is None:
+        global_scale = module.per_tensor_amax_to_scale(x.abs().max())
+    scale, data = module.nvfp4_quantize(x, 16, global_scale)
+    return data, scale, global_scale
+
+
+def _torchao_dequantize_nvfp4(q, *, dtype=None, **more):
+    _only("torchao", more, noise=None)
+    module = _torchao_nvfp4(torch.empty(q.shape, device="meta"))
+    return module.NVFP4Tensor(q.data, q.scale, 16, q.dtype if dtype is None else dtype, q.global_scale).dequantize()
+
+
 # ---- the table
 
 PEERS: dict[str, Peer] = {
@@ -316,5 +367,8 @@ PEERS: dict[str, Peer] = {
     "transformers": Peer("transformers", _no_transformers, {"moe_mlp": _experts_of_transformers("eager")}),
     "transformers-grouped": Peer("transformers", _no_transformers,
                                  {"moe_mlp": _experts_of_transformers("grouped_mm")}),
-    "bitsandbytes": Peer("bitsandbytes", lambda device: platform.no_module("bitsandbytes")),
+    "bitsandbytes": Peer("bitsandbytes", lambda device: platform.no_module("bitsandbytes"),
+                         {"quantize_nf4": _bitsandbytes_quantize_nf4, "dequantize_nf4": _bitsandbytes_dequantize_nf4}),
+    "torchao": Peer("torchao", lambda device: platform.no_module("torchao"),
+                    {"quantize_nvfp4": _torchao_quantize_nvfp4, "dequantize_nvfp4": _torchao_dequantize_nvfp4}),
 }
