@@ -57,8 +57,7 @@ def assert_same_bytes(found, expected):
 
 
 def assert_same(found, expected):
-    found, expected = ([t] if isinstance(t, torch.Tensor) else t.tensors() for t in (found, expected))
-    for f, e in zip(found, expected, strict=True):
+    for f, e in zip(contract.leaves(found), contract.leaves(expected), strict=True):
         assert_same_bytes(f, e)
 
 
@@ -80,7 +79,8 @@ def grid():
     for op in OPS:
         for impl in op.implementations:
             for case in op.cases:
-                if impl.name != "eager" and "contract" in case.tags:
+                # Noise is not the twin's to the last bit: see test_aqn.py.
+                if impl.name != "eager" and "contract" in case.tags and not case.name.startswith("noise"):
                     for dtype in FLOATS:
                         if impl.name == "triton" and dtype == torch.float16 and "ragged" not in case.name:
                             continue   # a second in the interpreter, for the same kernel after its load

@@ -38,7 +38,9 @@ def multiplies(op):
 
 
 OPS = [op for op in operations().values() if "triton" in op.names() and not multiplies(op)]
-PRODUCTS = [op for op in operations().values() if "triton" in op.names() and multiplies(op)]
+# What ptx.py does not run: tensor cores' products of FP8.
+OTHERS = ("fp8_linear",)
+PRODUCTS = [op for op in operations().values() if "triton" in op.names() and multiplies(op) and op.name not in OTHERS]
 
 # For sm_100 and in float32, those that between them have every kernel and most of their branches; the first ones in
 # float16, too. (These two are tested in the interpreter with all cases.)
@@ -48,6 +50,10 @@ MORE = {"rmsnorm": ("gemma", "bias_none_cast", "wide"), "add_rmsnorm": ("qk_norm
         "linear_cross_entropy": ("bf16_sums",), "linear_logprob": ("everything",),
         "route": ("deepseek", "renormalized"), "permute": ("ragged", "sentinels"),
         "unpermute": ("ragged", "sentinels", "unweighted")}
+
+
+LONG = {"grouped_gemm": (3, 370, 144, 272, (300, 0, 60)), "moe_mlp": (104, 3, 2, 272, 80, "sentinels"),
+        "quantized_linear": ("nvfp4", 40, 144, 1040, True)}   # arguments of the ops' own `_case`
 
 
 # ---- in the other processes
@@ -126,8 +132,7 @@ def contract_holds(driver, op, case, dtype):
 def long_sums(driver, name, dtype):
     """Enough steps in a sum for stages of copies to be used again, and the large tiles of many rows."""
     make = sys.modules[operations()[name].public.__module__]._case
-    case = make("long_sums", *((3, 370, 144, 272, (300, 0, 60)) if name == "grouped_gemm" else
-                               (104, 3, 2, 272, 80, "sentinels")))
+    case = make("long_sums", *LONG[name])
     contract_holds(driver, operations()[name], case, dtype)
 
 
@@ -212,11 +217,11 @@ def runs():
     for op in PRODUCTS:
         for case in op.cases:
             if "contract" in case.tags:
-                more = case.name in ("ragged", "aligned", "tail", "sentinels")
+                more = case.name.split()[-1] in ("ragged", "aligned", "tail", "sentinels", "two_scales")
                 for arch, dtype in ((80, BF16), *(((90, BF16),) if more else ()),
-                                    *(((80, F16),) if case.name == "aligned" else ())):
+                                    *(((80, F16),) if case.name.endswith("aligned") else ())):
                     found[f"sm_{arch}-{op.name}-{case.name}-{short(dtype)}"] = arch, contract_holds, op, case, dtype
-        for arch in (80, 90):
+        for arch in (80, 90) if op.name in LONG else ():
             found[f"sm_{arch}-{op.name}-long_sums"] = arch, long_sums, op.name, BF16
     for arch, dtype, V, stride, offset in (
             (90, BF16, 9001, 9001, 0),      # odd: rows are walked from the multiple of 16 bytes below, in three blocks

@@ -5,7 +5,8 @@
 // permutations of each instruction set, since a loop over a table becomes one scalar load an element.
 #include <algorithm>
 
-#include "cpu/common.h"
+#include "cpu/aqn.h"
+#include "cpu/hadamard.h"
 
 #if defined(__SSSE3__)
 #include <immintrin.h>
@@ -13,115 +14,6 @@
 
 namespace tw {
 namespace {
-
-template <class To, class From>
-TW_INLINE To bits(From x) {
-  static_assert(sizeof(To) == sizeof(From), "a cast of bits");
-  To y;
-  std::memcpy(&y, &x, sizeof(To));
-  return y;
-}
-
-// ---- rounding
-
-// A code without its sign: see `encode` in quantize.py. random: 32 bits, where RANDOM.
-template <int MANTISSA, int LOWEST, bool RANDOM>
-TW_INLINE int32_t encode(float v, float largest, uint32_t random) {
-  v = std::fabs(v);
-  v = v > largest ? largest : v;
-  int32_t e = (bits<int32_t>(v) >> 23) - 127;
-  e = e < LOWEST ? LOWEST : e;
-  const float units = v * bits<float>((MANTISSA - e + 127) << 23);
-  const int32_t n = RANDOM ? (int32_t(units * 16777216.0f) + int32_t(random >> 8)) >> 24 : int32_t(std::nearbyintf(units));
-  return ((e - LOWEST) << MANTISSA) + n;
-}
-
-template <bool RANDOM>
-TW_INLINE uint8_t to_e4m3(float v, uint32_t random) {
-  return uint8_t(encode<3, -6, RANDOM>(v, 448.0f, random) | (bits<int32_t>(v) >> 24 & 0x80));
-}
-
-template <bool RANDOM>
-TW_INLINE uint8_t to_e2m1(float v, uint32_t random) {
-  return uint8_t(encode<1, 0, RANDOM>(v, 6.0f, random) | (bits<int32_t>(v) >> 28 & 8));
-}
-
-// Exact, and without subnormal numbers, which a processor may be told to flush.
-TW_INLINE float from_e4m3(uint8_t code) {
-  const int32_t u = code & 0x7F;
-  const bool small = u < 8;
-  float f = bits<float>((u << 20) + ((small ? 121 : 120) << 23)) - (small ? 0.015625f : 0.0f);
-  f = u == 0x7F ? NAN : f;
-  return bits<float>(bits<int32_t>(f) | int32_t(code & 0x80) << 24);
-}
-
-// Random bits of elements first to first + n - 1: see `philox` in quantize.py.
-void philox(uint64_t key, uint64_t first, int64_t n, std::vector<uint32_t>& words, uint32_t*& found) {
-  const uint64_t block = first >> 2;
-  const int64_t blocks = int64_t(((first + uint64_t(n) + 3) >> 2) - block);
-  if (int64_t(words.size()) < 4 * blocks) words.resize(size_t(4 * blocks));
-  uint32_t* const w = words.data();
-  TW_SIMD
-  for (int64_t b = 0; b < blocks; ++b) {
-    const uint64_t at = block + uint64_t(b);
-    uint32_t c0 = uint32_t(at), c1 = uint32_t(at >> 32), c2 = 0, c3 = 0;
-    uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32);
-#pragma GCC unroll 10
-    for (int round = 0; round < 10; ++round) {
-      const uint64_t p = uint64_t(c0) * 0xD2511F53u, q = uint64_t(c2) * 0xCD9E8D57u;
-      c0 = uint32_t(q >> 32) ^ c1 ^ k0;
-      c1 = uint32_t(q);
-      c2 = uint32_t(p >> 32) ^ c3 ^ k1;
-      c3 = uint32_t(p);
-      k0 += 0x9E3779B9u;
-      k1 += 0xBB67AE85u;
-    }
-    w[4 * b] = c0;
-    w[4 * b + 1] = c1;
-    w[4 * b + 2] = c2;
-    w[4 * b + 3] = c3;
-  }
-  found = w + (first & 3);
-}
-
-// The largest magnitude as bits, whose order is that of the magnitudes: a NaN is above all numbers, and stays.
-template <class T>
-TW_INLINE int32_t largest(const T* x, int64_t n) {
-  int32_t most = 0;
-  TW_SIMD_MAX(most)
-  for (int64_t i = 0; i < n; ++i) {
-    const int32_t m = bits<int32_t>(load(x[i])) & 0x7FFFFFFF;
-    most = m > most ? m : most;
-  }
-  return most;
-}
-
-// ---- checks
-
-void check_bytes(const char* name, const Tensor& t, int64_t elements) {
-  check_row_major(name, t);
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Byte && t.numel() == elements, "tilewright: ", name, " must be ",
-                  elements, " bytes");
-}
-
-void check_floats(const char* name, const Tensor& t, int64_t elements) {
-  check_row_major(name, t);
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.numel() == elements, "tilewright: ", name, " must be ",
-                  elements, " float32 numbers");
-}
-
-void check_matrices(const char* name, const Tensor& t) {
-  check_row_major(name, t);
-  STD_TORCH_CHECK(t.dim() == 3, "tilewright: ", name, " must be [matrices, rows, columns]");
-}
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-template <class F>
-void with_dtype(bool half, F&& f) {
-  if (half) return f(bf16{});
-  return f(float{});
-}
 
 // ---- NF4
 
@@ -255,8 +147,10 @@ TW_INLINE void nf4_block(const uint8_t* data, float scale, T* to, int64_t n) {
 }
 
 Tensor nf4_dequantize(Tensor data, Tensor absmax, std::optional<Tensor> nested_absmax, std::optional<Tensor> table,
-                      std::optional<Tensor> offset, int64_t n, int64_t block, bool half) {
+                      std::optional<Tensor> offset, int64_t n, int64_t block, bool half, double alpha,
+                      int64_t seed, int64_t step, int64_t layer) {
   check_block(n, block);
+  const Noise noise = noise_of(alpha, seed, step, layer);
   const int64_t blocks = ceil_div(n, block);
   check_bytes("data", data, (n + 1) / 2);
   const bool nested = nested_absmax.has_value();
@@ -286,7 +180,17 @@ Tensor nf4_dequantize(Tensor data, Tensor absmax, std::optional<Tensor> nested_a
           volatile float product = map[codes[b]] * scale;
           scale = product + mean;
         }
-        nf4_block(from + b * (block / 2), scale, to + b * block, std::min(block, n - b * block));
+        const int64_t at = b * block, m = std::min(block, n - at);
+        if (noise) {
+          float value[MOST_BLOCK], room[noise_room(MOST_BLOCK)];
+          nf4_block(from + at / 2, scale, value, m);
+          const float* const normal = normals(noise, uint64_t(at), m, room);
+          const float size = NF4[8] / 2 * noise.alpha * scale;   // half the gap next to 0
+          TW_SIMD
+          for (int64_t i = 0; i < m; ++i) store(to + at + i, std::fmaf(normal[i], size, value[i]));
+        } else {
+          nf4_block(from + at / 2, scale, to + at, m);
+        }
       }
     });
   });
@@ -326,52 +230,155 @@ void nvfp4_largest(const T* x, int64_t n, int32_t* work, int32_t* most) {
   for (int64_t g = 0; g < groups; ++g) most[g] = std::max(most[g], from[g]);
 }
 
-std::tuple<Tensor, Tensor> nvfp4_quantize(Tensor x, Tensor global_scale, bool square, std::optional<int64_t> seed) {
+// What is worked with, for rows of at most n elements.
+struct Nvfp4Room {
+  std::vector<uint32_t> words;
+  std::vector<float> inverse;
+  std::vector<int32_t> most, work;
+  std::vector<uint8_t> code;
+  explicit Nvfp4Room(int64_t n)
+      : inverse(size_t(ceil_div(n, GROUP) * GROUP)), most(size_t(ceil_div(n, GROUP))),
+        work(size_t(ceil_div(n, GROUP) * (GROUP + GROUP / 2))), code(size_t(n + 1)) {}
+};
+
+// The codes and the scales of a matrix, and how long its rows are.
+struct Nvfp4Rows {
+  uint8_t *data, *scale;
+  int64_t bytes, groups;
+};
+
+// Rows that share their blocks' scales, n elements of each.   stride: from row to row.   element, pitch: the number of
+// the first element, and from row to row, for random bits.   to: of these elements.
+template <bool RANDOM, class T>
+void nvfp4_band(const T* x, int64_t stride, int64_t rows, int64_t n, float total, uint64_t key, uint64_t element,
+                uint64_t pitch, Nvfp4Rows to, Nvfp4Room& room) {
+  const int64_t groups = ceil_div(n, GROUP);
+  std::fill_n(room.most.begin(), groups, 0);
+  for (int64_t r = 0; r < rows; ++r) nvfp4_largest(x + r * stride, n, room.work.data(), room.most.data());
+  for (int64_t g = 0; g < groups; ++g) {
+    const int32_t most = room.most[size_t(g)];
+    float wanted = bits<float>(most) / 6.0f / total;
+    wanted = wanted < 0.001953125f ? 0.001953125f : wanted;
+    const uint8_t block = most > 0 ? to_e4m3<false>(wanted, 0) : uint8_t(0);
+    std::fill_n(room.inverse.data() + g * GROUP, GROUP, block ? 1.0f / total / from_e4m3(block) : 0.0f);
+    for (int64_t r = 0; r < rows; ++r) to.scale[r * to.groups + g] = block;
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    uint32_t* random = nullptr;
+    if (RANDOM) philox(key, element + uint64_t(r) * pitch, n, room.words, random);
+    nvfp4_codes<RANDOM>(x + r * stride, n, room.inverse.data(), random, room.code.data(), to.data + r * to.bytes);
+  }
+}
+
+template <class F>
+void with_random(bool random, F&& f) {
+  if (random) return f(std::true_type{});
+  return f(std::false_type{});
+}
+
+// x turned: row j of the tile is column j of x. It stays in the second-level cache.
+template <class T>
+void turn(const T* x, int64_t stride, int64_t rows, int64_t columns, float* tile, int64_t width) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; ++c) tile[c * width + r] = load(x[r * stride + c]);
+  }
+}
+
+constexpr int64_t TURN_ROWS = 128, TURN_COLUMNS = 64;  // of a tile in NVFP4: 32 KiB
+
+// x [matrices, R, C] and, if asked, the transposes; hadamard: 0 or the size of the transform before.
+std::tuple<Tensor, Tensor, Tensor, Tensor> nvfp4_any(const Tensor& x, const Tensor& global_scale, bool square,
+                                                     std::optional<int64_t> seed, int64_t hadamard,
+                                                     std::optional<int64_t> signs, bool transpose) {
   check_matrices("x", x);
   check_floats("global_scale", global_scale, 1);
   const int64_t B = x.size(0), R = x.size(1), C = x.size(2), groups = ceil_div(C, GROUP), bytes = (C + 1) / 2;
-  const int64_t tall = square ? GROUP : 1, bands = ceil_div(R, tall);
+  const int64_t across = ceil_div(R, GROUP), turned = (R + 1) / 2, tall = square ? GROUP : 1;
+  if (hadamard != 0) check_size(hadamard, C);
   Tensor data = torch::stable::new_empty(x, {B, R, bytes}, ScalarType::Byte);
   Tensor scale = torch::stable::new_empty(x, {B, R, groups}, ScalarType::Byte);
-  const float total = in<float>(global_scale)[0], over = 1.0f / total;
+  const int64_t T_B = transpose ? B : 0;
+  Tensor data_t = torch::stable::new_empty(x, {T_B, C, turned}, ScalarType::Byte);
+  Tensor scale_t = torch::stable::new_empty(x, {T_B, C, across}, ScalarType::Byte);
+  const float total = in<float>(global_scale)[0];
+  const uint64_t key = uint64_t(seed.value_or(0));
+  const uint32_t mask = sign_mask(signs);
+  const int64_t height = transpose ? TURN_ROWS : tall, bands = ceil_div(R, height);
   dispatch(x, [&](auto element) {
     using T = decltype(element);
     const T* const from = in<T>(x);
-    uint8_t *const to = out<uint8_t>(data), *const scales = out<uint8_t>(scale);
-    const auto run = [&](auto random_bits) {
+    const Nvfp4Rows to{out<uint8_t>(data), out<uint8_t>(scale), bytes, groups};
+    const Nvfp4Rows to_t{out<uint8_t>(data_t), out<uint8_t>(scale_t), turned, across};
+    with_random(seed.has_value(), [&](auto random_bits) {
       constexpr bool RANDOM = decltype(random_bits)::value;
-      torch::stable::parallel_for(0, B * bands, grain(tall * C), [&](int64_t begin, int64_t end) {
-        std::vector<uint32_t> words;
-        std::vector<float> inverse(static_cast<size_t>(groups * GROUP));
-        std::vector<int32_t> most(static_cast<size_t>(groups)), work(static_cast<size_t>(groups * (GROUP + GROUP / 2)));
-        std::vector<uint8_t> code(static_cast<size_t>(C + 1));
+      torch::stable::parallel_for(0, B * bands, grain(height * C), [&](int64_t begin, int64_t end) {
+        Nvfp4Room room(std::max(C, TURN_ROWS));
+        std::vector<float> rows_of_floats(size_t(hadamard ? tall * C : transpose ? TURN_ROWS * TURN_COLUMNS : 0));
+        float* const floats = rows_of_floats.data();
         for (int64_t band = begin; band < end; ++band) {
-          const int64_t first = band / bands * R + band % bands * tall;
-          const int64_t rows = std::min(tall, R - band % bands * tall);
-          std::fill(most.begin(), most.end(), 0);
-          for (int64_t r = first; r < first + rows; ++r) nvfp4_largest(from + r * C, C, work.data(), most.data());
-          for (int64_t g = 0; g < groups; ++g) {
-            float wanted = bits<float>(most[size_t(g)]) / 6.0f / total;
-            wanted = wanted < 0.001953125f ? 0.001953125f : wanted;
-            const uint8_t block = most[size_t(g)] > 0 ? to_e4m3<false>(wanted, 0) : uint8_t(0);
-            std::fill_n(inverse.data() + g * GROUP, GROUP, block ? over / from_e4m3(block) : 0.0f);
-            for (int64_t r = first; r < first + rows; ++r) scales[r * groups + g] = block;
+          const int64_t b = band / bands, low = band % bands * height, high = std::min(R, low + height);
+          for (int64_t r = low; r < high; r += tall) {
+            const int64_t rows = std::min(tall, high - r), row = b * R + r;
+            const T* const own = from + row * C;
+            const Nvfp4Rows here{to.data + row * bytes, to.scale + row * groups, bytes, groups};
+            const uint64_t first = uint64_t(row) * uint64_t(C);
+            if (hadamard) {
+              hadamard_row<false>(own, rows * C, hadamard, mask, floats);
+              nvfp4_band<RANDOM>(floats, C, rows, C, total, key, first, uint64_t(C), here, room);
+            } else {
+              nvfp4_band<RANDOM>(own, C, rows, C, total, key, first, uint64_t(C), here, room);
+            }
           }
-          for (int64_t r = first; r < first + rows; ++r) {
-            uint32_t* random = nullptr;
-            if (RANDOM) philox(uint64_t(*seed), uint64_t(r) * uint64_t(C), C, words, random);
-            nvfp4_codes<RANDOM>(from + r * C, C, inverse.data(), random, code.data(), to + r * bytes);
+          for (int64_t c = 0; transpose && c < C; c += TURN_COLUMNS) {
+            const int64_t columns = std::min(TURN_COLUMNS, C - c), n = high - low;
+            turn(from + (b * R + low) * C + c, C, n, columns, floats, TURN_ROWS);
+            for (int64_t j = 0; j < columns; j += tall) {
+              const int64_t row = b * C + c + j;
+              nvfp4_band<RANDOM>(floats + j * TURN_ROWS, TURN_ROWS, std::min(tall, columns - j), n, total, key,
+                                 uint64_t(row) * uint64_t(R) + uint64_t(low), uint64_t(R),
+                                 {to_t.data + row * turned + low / 2, to_t.scale + row * across + low / GROUP, turned,
+                                  across}, room);
+            }
           }
         }
       });
-    };
-    if (seed.has_value()) {
-      run(std::true_type{});
-    } else {
-      run(std::false_type{});
-    }
+    });
   });
+  return {data, scale, data_t, scale_t};
+}
+
+std::tuple<Tensor, Tensor> nvfp4_quantize(Tensor x, Tensor global_scale, bool square, std::optional<int64_t> seed,
+                                          int64_t hadamard, std::optional<int64_t> signs) {
+  auto [data, scale, data_t, scale_t] = nvfp4_any(x, global_scale, square, seed, hadamard, signs, false);
   return {data, scale};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> nvfp4_quantize_both(Tensor x, Tensor global_scale, bool square,
+                                                               std::optional<int64_t> seed) {
+  return nvfp4_any(x, global_scale, square, seed, 0, std::nullopt, true);
+}
+
+// The largest magnitude of the transform.
+Tensor nvfp4_largest_transformed(Tensor x, int64_t hadamard, std::optional<int64_t> signs) {
+  check_matrices("x", x);
+  const int64_t R = x.size(0) * x.size(1), C = x.size(2);
+  check_size(hadamard, C);
+  Tensor found = torch::stable::new_empty(x, {}, ScalarType::Float);
+  const uint32_t mask = sign_mask(signs);
+  std::vector<int32_t> most(size_t(R), 0);
+  dispatch(x, [&](auto element) {
+    using T = decltype(element);
+    const T* const from = in<T>(x);
+    torch::stable::parallel_for(0, R, grain(C), [&](int64_t begin, int64_t end) {
+      std::vector<float> row(static_cast<size_t>(C));
+      for (int64_t r = begin; r < end; ++r) {
+        hadamard_row<false>(from + r * C, C, hadamard, mask, row.data());
+        most[size_t(r)] = largest(row.data(), C);
+      }
+    });
+  });
+  out<float>(found)[0] = bits<float>(most.empty() ? 0 : *std::max_element(most.begin(), most.end()));
+  return found;
 }
 
 // The values of e2m1's codes have 2 bits of mantissa at most: the upper halves of float32 hold them.
@@ -432,7 +439,11 @@ TW_INLINE void nvfp4_row(const uint8_t* data, const uint8_t* scale, const float*
   }
 }
 
-Tensor nvfp4_dequantize(Tensor data, Tensor scale, Tensor global_scale, int64_t C, bool half) {
+constexpr int64_t PIECE = 1024;   // elements of a row to which noise is added at a time
+
+Tensor nvfp4_dequantize(Tensor data, Tensor scale, Tensor global_scale, int64_t C, bool half, double alpha, int64_t seed,
+                        int64_t step, int64_t layer) {
+  const Noise noise = noise_of(alpha, seed, step, layer);
   STD_TORCH_CHECK(data.dim() == 2 && C >= 0, "tilewright: data must be a matrix");
   const int64_t R = data.size(0), bytes = (C + 1) / 2, groups = ceil_div(C, GROUP);
   check_bytes("data", data, R * bytes);
@@ -447,7 +458,23 @@ Tensor nvfp4_dequantize(Tensor data, Tensor scale, Tensor global_scale, int64_t 
     const uint8_t *const from = in<uint8_t>(data), *const scales = in<uint8_t>(scale);
     T* const to = out<T>(y);
     torch::stable::parallel_for(0, R, grain(C), [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) nvfp4_row(from + r * bytes, scales + r * groups, map, to + r * C, C);
+      for (int64_t r = begin; r < end; ++r) {
+        if (!noise) {
+          nvfp4_row(from + r * bytes, scales + r * groups, map, to + r * C, C);
+          continue;
+        }
+        float value[PIECE], size[PIECE], room[noise_room(PIECE)];
+        for (int64_t at = 0; at < C; at += PIECE) {
+          const int64_t m = std::min(PIECE, C - at);
+          const uint8_t* const own = scales + r * groups + at / GROUP;
+          nvfp4_row(from + r * bytes + at / 2, own, map, value, m);
+          for (int64_t g = 0; g < ceil_div(m, GROUP); ++g)
+            std::fill_n(size + g * GROUP, GROUP, 0.5f * noise.alpha * map[own[g]]);
+          const float* const normal = normals(noise, uint64_t(r * C + at), m, room);
+          TW_SIMD
+          for (int64_t i = 0; i < m; ++i) store(to + r * C + at + i, std::fmaf(normal[i], size[i], value[i]));
+        }
+      }
     });
   });
   return y;
@@ -459,54 +486,76 @@ void check_tile(int64_t rows, int64_t columns) {
   STD_TORCH_CHECK(rows >= 1 && columns >= 1, "tilewright: a block must have rows and columns");
 }
 
-std::tuple<Tensor, Tensor> block_fp8_quantize(Tensor x, int64_t rows, int64_t columns, std::optional<int64_t> seed) {
+// x [matrices, R, C] and, if asked, the transposes.
+std::tuple<Tensor, Tensor, Tensor, Tensor> block_fp8_any(const Tensor& x, int64_t rows, int64_t columns,
+                                                         std::optional<int64_t> seed, bool transpose) {
   check_matrices("x", x);
   check_tile(rows, columns);
-  const int64_t B = x.size(0), R = x.size(1), C = x.size(2), bands = ceil_div(R, rows), across = ceil_div(C, columns);
+  const int64_t B = x.size(0), R = x.size(1), C = x.size(2);
+  const int64_t own_bands = ceil_div(R, rows), own_across = ceil_div(C, columns);
+  const int64_t turned_bands = ceil_div(C, rows), turned_across = ceil_div(R, columns), T_B = transpose ? B : 0;
   Tensor data = torch::stable::new_empty(x, {B, R, C}, ScalarType::Byte);
-  Tensor inverse = torch::stable::new_empty(x, {B, bands, across}, ScalarType::Float);
+  Tensor inverse = torch::stable::new_empty(x, {B, own_bands, own_across}, ScalarType::Float);
+  Tensor data_t = torch::stable::new_empty(x, {T_B, C, R}, ScalarType::Byte);
+  Tensor inverse_t = torch::stable::new_empty(x, {T_B, turned_bands, turned_across}, ScalarType::Float);
+  const uint64_t key = uint64_t(seed.value_or(0));
+  // Of rows that hold whole blocks both ways, or all rows.
+  const int64_t long_side = std::max(rows, columns), short_side = std::min(rows, columns);
+  const int64_t height = !transpose ? rows : long_side % short_side == 0 ? long_side : std::max(R, int64_t(1));
+  const int64_t bands = ceil_div(R, height), wide = rows * std::max(int64_t(1), 64 / rows);
   dispatch(x, [&](auto element) {
     using T = decltype(element);
     const T* const from = in<T>(x);
-    uint8_t* const to = out<uint8_t>(data);
-    float* const scales = out<float>(inverse);
-    const auto run = [&](auto random_bits) {
+    uint8_t *const to = out<uint8_t>(data), *const to_t = out<uint8_t>(data_t);
+    float *const scales = out<float>(inverse), *const scales_t = out<float>(inverse_t);
+    with_random(seed.has_value(), [&](auto random_bits) {
       constexpr bool RANDOM = decltype(random_bits)::value;
-      torch::stable::parallel_for(0, B * bands, grain(rows * C), [&](int64_t begin, int64_t end) {
+      torch::stable::parallel_for(0, B * bands, grain(height * C), [&](int64_t begin, int64_t end) {
         std::vector<uint32_t> words;
+        std::vector<float> tile(size_t(transpose ? wide * columns : 0));
         for (int64_t band = begin; band < end; ++band) {
-          const int64_t first = band / bands * R + band % bands * rows;
-          const int64_t last = first + std::min(rows, R - band % bands * rows);
-          for (int64_t b = 0; b < across; ++b) {
-            const int64_t at = b * columns, n = std::min(columns, C - at);
-            int32_t found = 0;
-            for (int64_t r = first; r < last; ++r) found = std::max(found, largest(from + r * C + at, n));
-            float most = bits<float>(found);
-            most = most < 0x1p-100f ? 0x1p-100f : most;
-            scales[band * across + b] = found == 0 ? 1.0f : most / 448.0f;
-            const float scale = found == 0 ? 1.0f : 1.0f / most * 448.0f;
-            for (int64_t r = first; r < last; ++r) {
-              const T* const own = from + r * C + at;
-              uint8_t* const codes = to + r * C + at;
-              uint32_t* random = nullptr;
-              if (RANDOM) philox(uint64_t(*seed), uint64_t(r) * uint64_t(C) + uint64_t(at), n, words, random);
-              TW_SIMD
-              for (int64_t i = 0; i < n; ++i) codes[i] = to_e4m3<RANDOM>(load(own[i]) * scale, RANDOM ? random[i] : 0);
+          const int64_t b = band / bands, low = band % bands * height, high = std::min(R, low + height);
+          for (int64_t r = low; r < high; r += rows) {
+            for (int64_t c = 0; c < C; c += columns) {
+              const int64_t at = (b * R + r) * C + c;
+              scales[(b * own_bands + r / rows) * own_across + c / columns] =
+                  fp8_block<RANDOM>(from + at, C, std::min(rows, high - r), std::min(columns, C - c), key, uint64_t(at),
+                                    uint64_t(C), words, to + at, C);
+            }
+          }
+          for (int64_t r = low; transpose && r < high; r += columns) {
+            const int64_t n = std::min(columns, high - r);
+            for (int64_t c = 0; c < C; c += wide) {
+              const int64_t last = std::min(C, c + wide);
+              turn(from + (b * R + r) * C + c, C, n, last - c, tile.data(), columns);
+              for (int64_t j = c; j < last; j += rows) {
+                const int64_t at = (b * C + j) * R + r;
+                scales_t[(b * turned_bands + j / rows) * turned_across + r / columns] =
+                    fp8_block<RANDOM>(tile.data() + (j - c) * columns, columns, std::min(rows, last - j), n, key,
+                                      uint64_t(at), uint64_t(R), words, to_t + at, R);
+              }
             }
           }
         }
       });
-    };
-    if (seed.has_value()) {
-      run(std::true_type{});
-    } else {
-      run(std::false_type{});
-    }
+    });
   });
+  return {data, inverse, data_t, inverse_t};
+}
+
+std::tuple<Tensor, Tensor> block_fp8_quantize(Tensor x, int64_t rows, int64_t columns, std::optional<int64_t> seed) {
+  auto [data, inverse, data_t, inverse_t] = block_fp8_any(x, rows, columns, seed, false);
   return {data, inverse};
 }
 
-Tensor block_fp8_dequantize(Tensor data, Tensor inverse, int64_t rows, int64_t columns, bool half) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> block_fp8_quantize_both(Tensor x, int64_t rows, int64_t columns,
+                                                                   std::optional<int64_t> seed) {
+  return block_fp8_any(x, rows, columns, seed, true);
+}
+
+Tensor block_fp8_dequantize(Tensor data, Tensor inverse, int64_t rows, int64_t columns, bool half, double alpha,
+                            int64_t seed, int64_t step, int64_t layer) {
+  const Noise noise = noise_of(alpha, seed, step, layer);
   check_matrices("data", data);
   check_tile(rows, columns);
   const int64_t B = data.size(0), R = data.size(1), C = data.size(2), bands = ceil_div(R, rows);
@@ -527,8 +576,20 @@ Tensor block_fp8_dequantize(Tensor data, Tensor inverse, int64_t rows, int64_t c
           const uint8_t* const codes = from + r * C + at;
           T* const values = to + r * C + at;
           const float scale = own[b];
-          TW_SIMD
-          for (int64_t i = 0; i < n; ++i) store(values + i, from_e4m3(codes[i]) * scale);
+          if (!noise) {
+            TW_SIMD
+            for (int64_t i = 0; i < n; ++i) store(values + i, from_e4m3(codes[i]) * scale);
+            continue;
+          }
+          const float size = 0.125f * noise.alpha * scale;
+          float room[noise_room(PIECE)];
+          for (int64_t first = 0; first < n; first += PIECE) {
+            const int64_t m = std::min(PIECE, n - first);
+            const float* const normal = normals(noise, uint64_t(r * C + at + first), m, room);
+            TW_SIMD
+            for (int64_t i = 0; i < m; ++i)
+              store(values + first + i, std::fmaf(normal[i], size, from_e4m3(codes[first + i]) * scale));
+          }
         }
       }
     });
@@ -542,18 +603,28 @@ Tensor block_fp8_dequantize(Tensor data, Tensor inverse, int64_t rows, int64_t c
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def("nf4_cpp_quantize(Tensor x, int block) -> (Tensor, Tensor)");
   m.def("nf4_cpp_dequantize(Tensor data, Tensor absmax, Tensor? nested_absmax, Tensor? table, Tensor? offset, int n, "
-        "int block, bool half) -> Tensor");
-  m.def("nvfp4_cpp_quantize(Tensor x, Tensor global_scale, bool square, int? seed) -> (Tensor, Tensor)");
-  m.def("nvfp4_cpp_dequantize(Tensor data, Tensor scale, Tensor global_scale, int columns, bool half) -> Tensor");
+        "int block, bool half, float alpha, SymInt seed, SymInt step, SymInt layer) -> Tensor");
+  m.def("nvfp4_cpp_quantize(Tensor x, Tensor global_scale, bool square, int? seed, int hadamard, int? signs) -> "
+        "(Tensor, Tensor)");
+  m.def("nvfp4_cpp_quantize_both(Tensor x, Tensor global_scale, bool square, int? seed) -> "
+        "(Tensor, Tensor, Tensor, Tensor)");
+  m.def("nvfp4_cpp_largest(Tensor x, int hadamard, int? signs) -> Tensor");
+  m.def("nvfp4_cpp_dequantize(Tensor data, Tensor scale, Tensor global_scale, int columns, bool half, float alpha, "
+        "SymInt seed, SymInt step, SymInt layer) -> Tensor");
   m.def("block_fp8_cpp_quantize(Tensor x, int rows, int columns, int? seed) -> (Tensor, Tensor)");
-  m.def("block_fp8_cpp_dequantize(Tensor data, Tensor inverse, int rows, int columns, bool half) -> Tensor");
+  m.def("block_fp8_cpp_quantize_both(Tensor x, int rows, int columns, int? seed) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("block_fp8_cpp_dequantize(Tensor data, Tensor inverse, int rows, int columns, bool half, float alpha, SymInt seed, "
+        "SymInt step, SymInt layer) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
   m.impl("nf4_cpp_quantize", TORCH_BOX(&tw::nf4_quantize));
   m.impl("nf4_cpp_dequantize", TORCH_BOX(&tw::nf4_dequantize));
   m.impl("nvfp4_cpp_quantize", TORCH_BOX(&tw::nvfp4_quantize));
+  m.impl("nvfp4_cpp_quantize_both", TORCH_BOX(&tw::nvfp4_quantize_both));
+  m.impl("nvfp4_cpp_largest", TORCH_BOX(&tw::nvfp4_largest_transformed));
   m.impl("nvfp4_cpp_dequantize", TORCH_BOX(&tw::nvfp4_dequantize));
   m.impl("block_fp8_cpp_quantize", TORCH_BOX(&tw::block_fp8_quantize));
+  m.impl("block_fp8_cpp_quantize_both", TORCH_BOX(&tw::block_fp8_quantize_both));
   m.impl("block_fp8_cpp_dequantize", TORCH_BOX(&tw::block_fp8_dequantize));
 }

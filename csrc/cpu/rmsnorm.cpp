@@ -5,62 +5,10 @@
 // float over ROWS_A_SUM rows and in double beyond. A row is read twice, the second time from cache.
 #include <algorithm>
 
-#include "cpu/common.h"
+#include "cpu/rmsnorm.h"
 
 namespace tw {
 namespace {
-
-struct Norm {
-  int64_t D, H;
-  double eps;
-  bool round_xhat;  // llama: the normalised row is rounded to x's dtype before the weight is applied
-};
-
-template <class T, class R>
-void forward_rows(int64_t begin, int64_t end, const T* x, const R* residual, const float* w,
-                            const float* bias, T* y, R* sum_out, float* rstd, Norm n) {
-  const int64_t D = n.D;
-  for (int64_t row = begin; row < end; ++row) {
-    const T* xr = x + row * D;
-    const float* wr = w + (row % n.H) * D;
-    T* yr = y + row * D;
-    double total = 0;
-    for (int64_t first = 0; first < D; first += SUM_BLOCK) {
-      const int64_t last = std::min(D, first + SUM_BLOCK);
-      float ss = 0;
-      if (residual == nullptr) {
-        TW_SIMD_SUM(ss)
-        for (int64_t i = first; i < last; ++i) ss += load(xr[i]) * load(xr[i]);
-      } else {
-        const R* rr = residual + row * D;
-        R* sr = sum_out + row * D;
-        TW_SIMD_SUM(ss)
-        for (int64_t i = first; i < last; ++i) {
-          float v = round_to(load(xr[i]) + load(rr[i]), rr);
-          store(sr + i, v);
-          ss += v * v;
-        }
-      }
-      total += ss;
-    }
-    const float s = float(1.0 / std::sqrt(total / double(D) + n.eps));
-    rstd[row] = s;
-    const R* src = residual == nullptr ? reinterpret_cast<const R*>(xr) : sum_out + row * D;
-    if (n.round_xhat) {
-      TW_SIMD
-      for (int64_t i = 0; i < D; ++i) store(yr + i, round_to(load(src[i]) * s, yr) * wr[i]);
-    } else {
-      TW_SIMD
-      for (int64_t i = 0; i < D; ++i) store(yr + i, load(src[i]) * s * wr[i]);
-    }
-    if (bias != nullptr) {  // rare, and then one more pass over a cached row
-      for (int64_t i = 0; i < D; ++i) {
-        float h = load(src[i]) * s;
-        store(yr + i, (n.round_xhat ? round_to(h, yr) : h) * wr[i] + bias[i]);
-      }
-    }
-  }
-}
 
 // Column sums over many rows: float for ROWS_A_SUM rows of each head, then added in double. A float sum over the rows
 // of a chunk would lose more than the twin's own error from a few thousand rows on.
@@ -120,15 +68,6 @@ void backward_rows(int64_t begin, int64_t end, const T* dy, const R* dsum, const
   }
 }
 
-std::vector<float> as_float(const Tensor& t, float offset) {
-  std::vector<float> v(t.numel());
-  dispatch(t, [&](auto e) {
-    const auto* p = in<decltype(e)>(t);
-    for (size_t i = 0; i < v.size(); ++i) v[i] = load(p[i]) + offset;
-  });
-  return v;
-}
-
 // The loops trust sizes and element types, so every operator checks all of its tensors against x first.
 void check_like_x(const char* name, const Tensor& t, const Tensor& x, bool same_type) {
   check_row_major(name, t);
@@ -144,21 +83,9 @@ void check_wider(const char* name, const Tensor& wide, const Tensor& narrow) {
                   "tilewright: ", name, " must be float32 or of one dtype with what it goes with");
 }
 
-Norm describe(const Tensor& x, const Tensor& weight, double eps, bool round_xhat) {
-  check_row_major("x", x);
-  STD_TORCH_CHECK(x.dim() >= 1, "tilewright: x must have at least one dimension");
-  check_row_major("weight", weight);
-  const int64_t last = x.dim() - 1, D = x.size(last);
-  const bool per_head = weight.dim() == 2;
-  STD_TORCH_CHECK(per_head ? last >= 1 && weight.size(0) == x.size(last - 1) && weight.size(1) == D
-                           : weight.dim() == 1 && weight.size(0) == D,
-                  "tilewright: weight must be [D], or [H, D] for x of shape [..., H, D]");
-  return {D, per_head ? weight.size(0) : 1, eps, round_xhat};
-}
-
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<Tensor>& residual,
                                            const Tensor& weight, const std::optional<Tensor>& bias, double eps,
-                                           double offset, bool round_xhat) {
+                                           double offset, bool round_xhat, const Noise& noise) {
   const Norm n = describe(x, weight, eps, round_xhat);
   if (bias.has_value()) {
     check_row_major("bias", *bias);
@@ -170,7 +97,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<
     check_wider("residual", *residual, x);
   }
   const int64_t rows = n.D > 0 ? x.numel() / n.D : 0;
-  const auto w = as_float(weight, float(offset));
+  const auto w = as_float(weight, float(offset), noise);
   const auto b = bias.has_value() ? as_float(*bias, 0) : std::vector<float>();
   Tensor y = huge(torch::stable::empty_like(x));
   Tensor sum = residual.has_value() ? huge(torch::stable::empty_like(*residual)) : y;
@@ -194,20 +121,24 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<
 }
 
 std::tuple<Tensor, Tensor> rmsnorm_forward(Tensor x, Tensor weight, std::optional<Tensor> bias, double eps,
-                                           double offset, bool round_xhat) {
-  auto [y, sum, rstd] = forward(x, std::nullopt, weight, bias, eps, offset, round_xhat);
+                                           double offset, bool round_xhat, double alpha, int64_t seed, int64_t step,
+                                           int64_t layer) {
+  auto [y, sum, rstd] =
+      forward(x, std::nullopt, weight, bias, eps, offset, round_xhat, noise_of(alpha, seed, step, layer));
   return {y, rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_rmsnorm_forward(Tensor x, Tensor residual, Tensor weight,
                                                        std::optional<Tensor> bias, double eps, double offset,
-                                                       bool round_xhat) {
-  return forward(x, residual, weight, bias, eps, offset, round_xhat);
+                                                       bool round_xhat, double alpha, int64_t seed, int64_t step,
+                                                       int64_t layer) {
+  return forward(x, residual, weight, bias, eps, offset, round_xhat, noise_of(alpha, seed, step, layer));
 }
 
 // x: what was normalised (for add + RMSNorm, the sum). dsum: gradient that arrives at the sum directly.
 std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Tensor> dsum, Tensor x, Tensor rstd,
-                                                    Tensor weight, double offset, bool round_xhat, bool has_bias) {
+                                                    Tensor weight, double offset, bool round_xhat, bool has_bias,
+                                                    double alpha, int64_t seed, int64_t step, int64_t layer) {
   const Norm n = describe(x, weight, 0, round_xhat);
   const int64_t rows = n.D > 0 ? x.numel() / n.D : 0;
   check_like_x("dy", dy, x, false);
@@ -216,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Ten
   check_row_major("rstd", rstd);
   STD_TORCH_CHECK(rstd.scalar_type() == ScalarType::Float && rstd.numel() == rows,
                   "tilewright: rstd must be float32 with one element for each row of x");
-  const auto w = as_float(weight, float(offset));
+  const auto w = as_float(weight, float(offset), noise_of(alpha, seed, step, layer));
   const int64_t chunks = row_chunks(rows), per = (rows + chunks - 1) / chunks, HD = n.H * n.D;
   std::vector<double> dw(chunks * HD, 0.0), db(has_bias ? chunks * n.D : 0, 0.0);
   Tensor dx = huge(torch::stable::empty_like(x));
@@ -260,13 +191,15 @@ std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Ten
 }  // namespace
 }  // namespace tw
 
+// SymInt for numbers of the noise: they may change from step to step without a new graph in compiled code.
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
-  m.def("rmsnorm_cpp_forward(Tensor x, Tensor weight, Tensor? bias, float eps, float offset, bool round_xhat)"
-        " -> (Tensor, Tensor)");
+  m.def("rmsnorm_cpp_forward(Tensor x, Tensor weight, Tensor? bias, float eps, float offset, bool round_xhat,"
+        " float alpha=0., SymInt seed=0, SymInt step=0, SymInt layer=0) -> (Tensor, Tensor)");
   m.def("add_rmsnorm_cpp_forward(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps, float offset,"
-        " bool round_xhat) -> (Tensor, Tensor, Tensor)");
+        " bool round_xhat, float alpha=0., SymInt seed=0, SymInt step=0, SymInt layer=0) -> (Tensor, Tensor, Tensor)");
   m.def("rmsnorm_cpp_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor rstd, Tensor weight, float offset,"
-        " bool round_xhat, bool has_bias) -> (Tensor, Tensor, Tensor)");
+        " bool round_xhat, bool has_bias, float alpha=0., SymInt seed=0, SymInt step=0, SymInt layer=0)"
+        " -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {

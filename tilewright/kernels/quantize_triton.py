@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels import aqn_triton
+from tilewright.kernels.hadamard_triton import butterflies, sign_mask, signed
 from tilewright.kernels.spec import KernelSpec
 
 TILE = 2048     # elements of a program that quantises
@@ -65,7 +67,7 @@ def _from_e2m1(code):
 
 
 @triton.jit
-def _random(element, key):
+def random_bits(element, key):
     """32 bits for each element (int64): see `philox` in tilewright/ops/quantize.py."""
     block = element >> 2
     c0 = block.to(tl.uint32)
@@ -77,8 +79,14 @@ def _random(element, key):
 
 
 @triton.jit
-def _magnitude(v):
+def magnitude(v):
     return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _with_noise(v, size, first, seed, step, layer, N: tl.constexpr, NOISE: tl.constexpr):
+    """v [N] of elements from `first` on, with noise of size [N]. NOISE: 2 if `first` is a multiple of four, else 1."""
+    return tl.fma(aqn_triton.normals(first, seed, step, layer, N, NOISE == 2), size, v)
 
 
 # ---- NF4
@@ -91,7 +99,7 @@ def _nf4_quantize(x_ptr, bound_ptr, data_ptr, absmax_ptr, n, BLOCK: tl.constexpr
     at = pid * (GROUPS * BLOCK) + tl.arange(0, GROUPS * BLOCK)
     v = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     v = tl.reshape(v, (GROUPS, BLOCK // 2, 2))   # after the load: one of pairs would be of pairs in machine code too
-    most = tl.max(tl.max(_magnitude(v), axis=2), axis=1).to(tl.float32, bitcast=True)
+    most = tl.max(tl.max(magnitude(v), axis=2), axis=1).to(tl.float32, bitcast=True)
     least = tl.where(most < 1e-38, 1e-38, most)
     scaled = v * tl.div_rn(1.0, least)[:, None, None]
     whole = (g + 1) * BLOCK <= n
@@ -107,9 +115,10 @@ def _nf4_quantize(x_ptr, bound_ptr, data_ptr, absmax_ptr, n, BLOCK: tl.constexpr
     tl.store(absmax_ptr + g, tl.where(whole, most, least), mask=g * BLOCK < n)
 
 
-@triton.jit
-def _nf4_dequantize(data_ptr, value_ptr, absmax_ptr, nested_ptr, map_ptr, offset_ptr, out_ptr, n,
-                    BLOCK: tl.constexpr, NESTED: tl.constexpr, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["seed", "step", "layer"])
+def _nf4_dequantize(data_ptr, value_ptr, absmax_ptr, nested_ptr, map_ptr, offset_ptr, out_ptr, n, alpha,
+                    seed: tl.int64, step: tl.int64, layer: tl.int64, BLOCK: tl.constexpr, NESTED: tl.constexpr,
+                    TILE: tl.constexpr, NOISE: tl.constexpr):
     byte = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     both = tl.load(data_ptr + byte, mask=byte * 2 < n, other=0).to(tl.int32)
     block = byte // (BLOCK // 2)   # both of a byte's elements are in it
@@ -123,7 +132,11 @@ def _nf4_dequantize(data_ptr, value_ptr, absmax_ptr, nested_ptr, map_ptr, offset
     first = tl.load(value_ptr + (both >> 4)) * scale
     second = tl.load(value_ptr + (both & 15)) * scale
     v = tl.interleave(first, second)
-    at = tl.program_id(0).to(tl.int64) * (2 * TILE) + tl.arange(0, 2 * TILE)
+    start = tl.program_id(0).to(tl.int64) * (2 * TILE)
+    if NOISE:   # half the narrowest gap between codes
+        size = 0.03979014977812767 * alpha * scale
+        v = _with_noise(v, tl.interleave(size, size), start, seed, step, layer, 2 * TILE, NOISE)
+    at = start + tl.arange(0, 2 * TILE)
     tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask=at < n)
 
 
@@ -140,58 +153,74 @@ def nf4_quantize(x: torch.Tensor, bounds: torch.Tensor, block: int) -> tuple[tor
 
 
 def nf4_dequantize(data: torch.Tensor, values: torch.Tensor, absmax: torch.Tensor, nested_absmax: torch.Tensor | None,
-                   table: torch.Tensor | None, offset: torch.Tensor | None, n: int, block: int,
-                   dtype: torch.dtype) -> torch.Tensor:
-    """values: of the 16 codes.   table: of the 256 codes of scales."""
+                   table: torch.Tensor | None, offset: torch.Tensor | None, n: int, block: int, dtype: torch.dtype,
+                   alpha: float, seed: int, step: int, layer: int) -> torch.Tensor:
+    """values: of the 16 codes.   table: of the 256 codes of scales.   alpha and what follows: of the noise."""
     out = data.new_empty(n, dtype=dtype)
     if n:
-        _nf4_dequantize[(triton.cdiv(n, 2 * CODES),)](data, values, absmax, nested_absmax, table, offset, out, n,
-                                                      BLOCK=block, NESTED=offset is not None, TILE=CODES, num_warps=4)
+        _nf4_dequantize[(triton.cdiv(n, 2 * CODES),)](
+            data, values, absmax, nested_absmax, table, offset, out, n, alpha, seed, step, layer, BLOCK=block,
+            NESTED=offset is not None, TILE=CODES, NOISE=2 if alpha else 0, num_warps=4)
     return out
 
 
 # ---- NVFP4
 
 @triton.jit
-def _nvfp4_quantize(x_ptr, total_ptr, data_ptr, scale_ptr, R, C, width, bands, tiles, key, TALL: tl.constexpr,
-                    GROUPS: tl.constexpr, RANDOM: tl.constexpr):
-    """TALL rows, of one block each way, and GROUPS blocks across. width: bytes of a row, an argument so that the code
-    can know what it is a multiple of."""
-    band = (tl.program_id(0) // tiles).to(tl.int64)
-    r = (band % bands) * TALL + tl.arange(0, TALL)
-    row = (band // bands) * R + r
-    g = (tl.program_id(0) % tiles) * GROUPS + tl.arange(0, GROUPS)
-    pair = tl.arange(0, 8)
-    column = (tl.program_id(0) % tiles) * (GROUPS * 16) + tl.arange(0, GROUPS * 16)
-    at = row[:, None] * C + column[None, :]
-    inside = (r < R)[:, None] & (column < C)[None, :]
-    v = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    v = tl.reshape(v, (TALL, GROUPS, 8, 2))   # after the load: one of pairs would be of pairs in machine code too
-    most = tl.max(tl.max(tl.max(_magnitude(v), axis=3), axis=2), axis=0).to(tl.float32, bitcast=True)
-    total = tl.load(total_ptr)
+def nvfp4_tile(v, total, random, TALL: tl.constexpr, RANDOM: tl.constexpr):
+    """Packed codes [rows, columns / 2] and scales [rows, columns / 16] of float32 v [rows, columns]; TALL rows share
+    theirs."""
+    ROWS: tl.constexpr = v.shape[0]
+    GROUPS: tl.constexpr = v.shape[1] // 16
+    v = tl.reshape(v, (ROWS // TALL, TALL, GROUPS, 8, 2))
+    most = tl.max(tl.max(tl.max(magnitude(v), axis=4), axis=3), axis=1).to(tl.float32, bitcast=True)
     wanted = tl.div_rn(tl.div_rn(most, 6.0), total)
     wanted = tl.where(wanted < 0.001953125, 0.001953125, wanted)
     scale = tl.where(most == 0.0, 0, _to_e4m3(wanted, 0, False).to(tl.int32)).to(tl.uint8)
     stored = _from_e4m3(scale)
     inverse = tl.where(scale == 0, 0.0, tl.div_rn(tl.div_rn(1.0, total), tl.where(scale == 0, 1.0, stored)))
-    v = v * inverse[None, :, None, None]
+    v = v * inverse[:, None, :, None, None]
     if RANDOM:
-        random = tl.reshape(_random(at, key), (TALL, GROUPS, 8, 2))
-    else:
-        random = 0
+        random = tl.reshape(random, (ROWS // TALL, TALL, GROUPS, 8, 2))
+    # Behind the end of x there are zeros, whose codes are 0.
     code = _encode(v, 6.0, 1, 0, random, RANDOM) | ((v.to(tl.int32, bitcast=True) >> 28) & 8)
-    code = tl.where(tl.reshape(inside, (TALL, GROUPS, 8, 2)), code, 0)
     first, second = tl.split(code)
-    byte = g[:, None] * 8 + pair[None, :]
-    tl.store(data_ptr + row[:, None, None] * width + byte[None, :, :], (first | (second << 4)).to(tl.uint8),
-             mask=(r < R)[:, None, None] & (byte < width)[None, :, :])
-    groups = (C + 15) // 16
-    tl.store(scale_ptr + row[:, None] * groups + g[None, :], tl.broadcast_to(scale[None, :], (TALL, GROUPS)),
-             mask=(r < R)[:, None] & (g < groups)[None, :])
+    scale = tl.broadcast_to(scale[:, None, :], (ROWS // TALL, TALL, GROUPS))
+    return tl.reshape((first | (second << 4)).to(tl.uint8), (ROWS, GROUPS * 8)), tl.reshape(scale, (ROWS, GROUPS))
 
 
 @triton.jit
-def _nvfp4_dequantize(data_ptr, scale_ptr, total_ptr, out_ptr, C, width, tiles, TILE: tl.constexpr):
+def _nvfp4_quantize(x_ptr, total_ptr, data_ptr, scale_ptr, R, C, width, bands, tiles, key, signs, TALL: tl.constexpr,
+                    GROUPS: tl.constexpr, RANDOM: tl.constexpr, HADAMARD: tl.constexpr):
+    """TALL rows, of one block each way, and GROUPS blocks across. width: bytes of a row, an argument so that the code
+    can know what it is a multiple of.   HADAMARD: 0, or the size of the transform that comes first."""
+    band = (tl.program_id(0) // tiles).to(tl.int64)
+    r = (band % bands) * TALL + tl.arange(0, TALL)
+    row = (band // bands) * R + r
+    tile = tl.program_id(0) % tiles
+    column = tile * (GROUPS * 16) + tl.arange(0, GROUPS * 16)
+    at = row[:, None] * C + column[None, :]
+    inside = (r < R)[:, None] & (column < C)[None, :]
+    v = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if HADAMARD:   # without signs the mask is 0
+        i = tl.arange(0, TALL * GROUPS * 16)
+        v = butterflies(signed(tl.reshape(v, (TALL * GROUPS * 16,)), i, signs, HADAMARD), HADAMARD)
+        v = tl.reshape(v, (TALL, GROUPS * 16))
+    if RANDOM:
+        random = random_bits(at, key)
+    else:
+        random = 0
+    code, scale = nvfp4_tile(v, tl.load(total_ptr), random, TALL, RANDOM)
+    byte = tile * (GROUPS * 8) + tl.arange(0, GROUPS * 8)
+    tl.store(data_ptr + row[:, None] * width + byte[None, :], code, mask=(r < R)[:, None] & (byte < width)[None, :])
+    g = tile * GROUPS + tl.arange(0, GROUPS)
+    groups = (C + 15) // 16
+    tl.store(scale_ptr + row[:, None] * groups + g[None, :], scale, mask=(r < R)[:, None] & (g < groups)[None, :])
+
+
+@triton.jit(do_not_specialize=["seed", "step", "layer"])
+def _nvfp4_dequantize(data_ptr, scale_ptr, total_ptr, out_ptr, C, width, tiles, alpha, seed: tl.int64, step: tl.int64,
+                      layer: tl.int64, TILE: tl.constexpr, NOISE: tl.constexpr):
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles) * TILE
     byte = first + tl.arange(0, TILE)
@@ -199,13 +228,22 @@ def _nvfp4_dequantize(data_ptr, scale_ptr, total_ptr, out_ptr, C, width, tiles, 
     scale = tl.load(scale_ptr + row * ((C + 15) // 16) + byte // 8, mask=byte < width, other=0)
     factor = _from_e4m3(scale) * tl.load(total_ptr)
     v = tl.interleave(_from_e2m1(both & 15) * factor, _from_e2m1(both >> 4) * factor)
+    if NOISE:
+        size = 0.5 * alpha * factor
+        v = _with_noise(v, tl.interleave(size, size), row * C + first * 2, seed, step, layer, 2 * TILE, NOISE)
     column = first * 2 + tl.arange(0, 2 * TILE)
     tl.store(out_ptr + row * C + column, v.to(out_ptr.dtype.element_ty), mask=column < C)
 
 
-def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, square: bool,
-                   seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [matrices, rows, C] -> bytes of codes [.., .., ceil(C / 2)], bytes of scales [.., .., ceil(C / 16)]."""
+def _noise_kind(alpha: float, C: int) -> int:
+    """NOISE of a kernel whose programs begin at multiples of C."""
+    return 0 if alpha == 0 else 2 if C % 4 == 0 else 1
+
+
+def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, square: bool, seed: int | None, hadamard: int,
+                   signs: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [matrices, rows, C] -> bytes of codes [.., .., ceil(C / 2)], bytes of scales [.., .., ceil(C / 16)].
+    hadamard: 0, or the size of the transform of x that is quantised.   signs: its seed."""
     B, R, C = x.shape
     groups = triton.cdiv(C, 16)
     data = x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8)
@@ -215,24 +253,46 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, square: bool,
         across = min(TILE // (16 * tall), triton.next_power_of_2(groups))
         bands, tiles = triton.cdiv(R, tall), triton.cdiv(groups, across)
         _nvfp4_quantize[(B * bands * tiles,)](x, global_scale, data, scale, R, C, data.shape[2], bands, tiles,
-                                              seed or 0, TALL=tall, GROUPS=across, RANDOM=seed is not None,
-                                              num_warps=4)
+                                              seed or 0, sign_mask(signs), TALL=tall, GROUPS=across,
+                                              RANDOM=seed is not None, HADAMARD=hadamard, num_warps=4)
     return data, scale
 
 
-def nvfp4_dequantize(data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, C: int,
-                     dtype: torch.dtype) -> torch.Tensor:
+def nvfp4_dequantize(data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, C: int, dtype: torch.dtype,
+                     alpha: float, seed: int, step: int, layer: int) -> torch.Tensor:
     """data [R, ceil(C / 2)], scale [R, ceil(C / 16)], bytes -> [R, C]."""
     out = data.new_empty((data.shape[0], C), dtype=dtype)
     if out.numel():
         tile = min(CODES, triton.next_power_of_2(data.shape[1]))
         tiles = triton.cdiv(data.shape[1], tile)
-        _nvfp4_dequantize[(data.shape[0] * tiles,)](data, scale, global_scale, out, C, data.shape[1], tiles, TILE=tile,
+        _nvfp4_dequantize[(data.shape[0] * tiles,)](data, scale, global_scale, out, C, data.shape[1], tiles, alpha,
+                                                    seed, step, layer, TILE=tile, NOISE=_noise_kind(alpha, C),
                                                     num_warps=4)
     return out
 
 
 # ---- block-scaled FP8
+
+@triton.jit
+def _fp8_scales(most):
+    """What blocks with these largest magnitudes are multiplied by, and the inverses."""
+    floor = tl.where(most < 7.888609052210118e-31, 7.888609052210118e-31, most)   # 2^-100
+    zero = most == 0.0
+    return tl.where(zero, 1.0, tl.div_rn(1.0, floor) * 448.0), tl.where(zero, 1.0, tl.div_rn(floor, 448.0))
+
+
+@triton.jit
+def fp8_tile(v, random, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANDOM: tl.constexpr):
+    """Codes of float32 v [rows, columns] and the inverse scales of its blocks, which are ROWS x COLUMNS."""
+    HIGH: tl.constexpr = v.shape[0]
+    WIDE: tl.constexpr = v.shape[1]
+    v = tl.reshape(v, (HIGH // ROWS, ROWS, WIDE // COLUMNS, COLUMNS))
+    most = tl.max(tl.max(magnitude(v), axis=3), axis=1).to(tl.float32, bitcast=True)
+    scale, inverse = _fp8_scales(most)
+    if RANDOM:
+        random = tl.reshape(random, (HIGH // ROWS, ROWS, WIDE // COLUMNS, COLUMNS))
+    return tl.reshape(_to_e4m3(v * scale[:, None, :, None], random, RANDOM), (HIGH, WIDE)), inverse
+
 
 @triton.jit
 def _block_fp8_quantize(x_ptr, data_ptr, inverse_ptr, R, C, bands, tiles, key, ROWS: tl.constexpr,
@@ -249,29 +309,31 @@ def _block_fp8_quantize(x_ptr, data_ptr, inverse_ptr, R, C, bands, tiles, key, R
     at = row[:, None, None] * C + column[None, :, :]
     inside = ((i < ROWS) & (r < R))[:, None, None] & ((j < COLUMNS)[None, :] & (column < C))[None, :, :]
     v = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    most = tl.max(tl.max(_magnitude(v), axis=2), axis=0).to(tl.float32, bitcast=True)
-    floor = tl.where(most < 7.888609052210118e-31, 7.888609052210118e-31, most)   # 2^-100
-    zero = most == 0.0
-    scale = tl.where(zero, 1.0, tl.div_rn(1.0, floor) * 448.0)
+    most = tl.max(tl.max(magnitude(v), axis=2), axis=0).to(tl.float32, bitcast=True)
+    scale, inverse = _fp8_scales(most)
     across = (C + COLUMNS - 1) // COLUMNS
-    tl.store(inverse_ptr + band * across + g, tl.where(zero, 1.0, tl.div_rn(floor, 448.0)), mask=g < across)
+    tl.store(inverse_ptr + band * across + g, inverse, mask=g < across)
     if RANDOM:
-        random = _random(at, key)
+        random = random_bits(at, key)
     else:
         random = 0
     tl.store(data_ptr + at, _to_e4m3(v * scale[None, :, None], random, RANDOM), mask=inside)
 
 
-@triton.jit
-def _block_fp8_dequantize(data_ptr, inverse_ptr, out_ptr, R, C, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                          TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["seed", "step", "layer"])
+def _block_fp8_dequantize(data_ptr, inverse_ptr, out_ptr, R, C, tiles, alpha, seed: tl.int64, step: tl.int64,
+                          layer: tl.int64, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+                          NOISE: tl.constexpr):
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    c = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
+    first = (tl.program_id(0) % tiles) * TILE
+    c = first + tl.arange(0, TILE)
     across = (C + COLUMNS - 1) // COLUMNS
     bands = (R + ROWS - 1) // ROWS
     own = ((row // R) * bands + (row % R) // ROWS) * across
     scale = tl.load(inverse_ptr + own + c // COLUMNS, mask=c < C, other=0.0)
     v = _from_e4m3(tl.load(data_ptr + row * C + c, mask=c < C, other=0)) * scale
+    if NOISE:
+        v = _with_noise(v, 0.125 * alpha * scale, row * C + first, seed, step, layer, TILE, NOISE)
     tl.store(out_ptr + row * C + c, v.to(out_ptr.dtype.element_ty), mask=c < C)
 
 
@@ -299,20 +361,23 @@ def _warps(elements: int) -> int:
     return max(1, min(16, elements // 512))
 
 
-def block_fp8_dequantize(data: torch.Tensor, inverse: torch.Tensor, rows: int, columns: int,
-                         dtype: torch.dtype) -> torch.Tensor:
+def block_fp8_dequantize(data: torch.Tensor, inverse: torch.Tensor, rows: int, columns: int, dtype: torch.dtype,
+                         alpha: float, seed: int, step: int, layer: int) -> torch.Tensor:
     """data [matrices, R, C], bytes -> the same shape."""
     B, R, C = data.shape
     out = data.new_empty(data.shape, dtype=dtype)
     if out.numel():
         tile = min(2 * CODES, triton.next_power_of_2(C))
         tiles = triton.cdiv(C, tile)
-        _block_fp8_dequantize[(B * R * tiles,)](data, inverse, out, R, C, tiles, ROWS=rows, COLUMNS=columns, TILE=tile,
-                                                num_warps=4)
+        _block_fp8_dequantize[(B * R * tiles,)](data, inverse, out, R, C, tiles, alpha, seed, step, layer, ROWS=rows,
+                                                COLUMNS=columns, TILE=tile, NOISE=_noise_kind(alpha, C), num_warps=4)
     return out
 
 
 # ---- for the compile gate
+
+NOISES = ((0, ""), (2, " noise"))
+
 
 def _spec(kernel, label, types, constexprs, warps=4, load=128, store=128, divisible=()):
     return KernelSpec(kernel, label, types, constexprs, warps, load=load, store=store, divisible=divisible)
@@ -329,27 +394,37 @@ def nf4_dequantize_gate() -> list[KernelSpec]:
     found = []
     for d in ("bf16", "fp32"):
         for nested in (False, True):
-            own = {**types, "absmax_ptr": "*u8" if nested else "*fp32", "out_ptr": f"*{d}", "n": "i32"}
-            found.append(_spec(_nf4_dequantize, f"nf4 dequantize {d}{' nested' if nested else ''}",
-                               {n: own[n] for n in _nf4_dequantize.arg_names if n in own},
-                               {"BLOCK": 64, "NESTED": nested, "TILE": CODES}, load=0, divisible=("n",)))
+            own = {**types, "absmax_ptr": "*u8" if nested else "*fp32", "out_ptr": f"*{d}", "n": "i32",
+                   **aqn_triton.TYPES}
+            for noise, kind in NOISES:
+                found.append(_spec(
+                    _nf4_dequantize, f"nf4 dequantize {d}{' nested' if nested else ''}{kind}",
+                    {n: own[n] for n in _nf4_dequantize.arg_names if n in own},
+                    {"BLOCK": 64, "NESTED": nested, "TILE": CODES, "NOISE": noise}, load=0, divisible=("n",)))
     return found
 
 
 def nvfp4_quantize_gate() -> list[KernelSpec]:
     types = {"total_ptr": "*fp32", "data_ptr": "*u8", "scale_ptr": "*u8", "R": "i32", "C": "i32", "width": "i32",
-             "bands": "i32", "tiles": "i32", "key": "i64"}
-    return [_spec(_nvfp4_quantize, f"nvfp4 quantize {d}{' square' if tall == 16 else ''}{' random' if random else ''}",
-                  {"x_ptr": f"*{d}", **types}, {"TALL": tall, "GROUPS": TILE // 16 // tall, "RANDOM": random},
-                  divisible=("C", "width"), store=0)
-            for d in ("bf16", "fp32") for tall in (1, 16) for random in (False, True)]
+             "bands": "i32", "tiles": "i32", "key": "i64", "signs": "i32"}
+    found = []
+    for d in ("bf16", "fp32"):
+        for tall, random, size in ((1, False, 0), (1, True, 0), (16, False, 0), (16, True, 0), (1, False, 16),
+                                   (1, True, 16), (1, False, 32), (16, True, 32)):
+            label = f"nvfp4 quantize {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
+            found.append(_spec(_nvfp4_quantize, f"{label}{f' hadamard {size}' if size else ''}",
+                               {"x_ptr": f"*{d}", **types},
+                               {"TALL": tall, "GROUPS": TILE // 16 // tall, "RANDOM": random, "HADAMARD": size},
+                               divisible=("C", "width"), store=0))
+    return found
 
 
 def nvfp4_dequantize_gate() -> list[KernelSpec]:
-    return [_spec(_nvfp4_dequantize, f"nvfp4 dequantize {d}",
+    return [_spec(_nvfp4_dequantize, f"nvfp4 dequantize {d}{kind}",
                   {"data_ptr": "*u8", "scale_ptr": "*u8", "total_ptr": "*fp32", "out_ptr": f"*{d}", "C": "i32",
-                   "width": "i32", "tiles": "i32"}, {"TILE": CODES}, load=0, divisible=("C", "width"))
-            for d in ("bf16", "fp32")]
+                   "width": "i32", "tiles": "i32", **aqn_triton.TYPES}, {"TILE": CODES, "NOISE": noise}, load=0,
+                  divisible=("C", "width"))
+            for d in ("bf16", "fp32") for noise, kind in NOISES]
 
 
 def block_fp8_quantize_gate() -> list[KernelSpec]:
@@ -367,7 +442,8 @@ def block_fp8_quantize_gate() -> list[KernelSpec]:
 
 
 def block_fp8_dequantize_gate() -> list[KernelSpec]:
-    return [_spec(_block_fp8_dequantize, f"block_fp8 dequantize {d}",
+    return [_spec(_block_fp8_dequantize, f"block_fp8 dequantize {d}{kind}",
                   {"data_ptr": "*u8", "inverse_ptr": "*fp32", "out_ptr": f"*{d}", "R": "i32", "C": "i32",
-                   "tiles": "i32"}, {"ROWS": 128, "COLUMNS": 128, "TILE": 2 * CODES}, load=0, divisible=("C",))
-            for d in ("bf16", "fp32")]
+                   "tiles": "i32", **aqn_triton.TYPES},
+                  {"ROWS": 128, "COLUMNS": 128, "TILE": 2 * CODES, "NOISE": noise}, load=0, divisible=("C",))
+            for d in ("bf16", "fp32") for noise, kind in NOISES]

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels import launchers
+from tilewright.kernels import aqn_triton, launchers
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -25,6 +25,9 @@ WALK_BLOCK = 8192   # column block beyond those
 # Rows of so many columns share a program. For D=128 on sm_100 ptxas spills 8 bytes in the float32 forward with 16
 # elements a thread, and 24 bytes in the bf16 backward with 8; the other way round, nothing.
 NARROW = 512
+# Programs a multiprocessor that share the rows of a forward with noise. Each makes the noise of its weight once, for
+# dozens of rows of a training step: made for every row, it would take longer than the row's way through memory.
+NOISE_PROGRAMS = 4
 
 
 def _heuristic(D: int, backward: bool) -> dict:
@@ -72,34 +75,70 @@ def _backward_space(D: int, itemsize: int) -> list[dict]:
 
 
 @triton.jit
-def _forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, T, eps, offset,
-             H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-             WALK: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr):
-    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    h = tl.program_id(1)
+def _weight(w_ptr, h, start, offset, alpha, seed, step, layer, D: tl.constexpr, BLOCK_D: tl.constexpr,
+            NOISE: tl.constexpr):
+    """What columns from `start` on are multiplied by, [BLOCK_D]."""
+    c = start + tl.arange(0, BLOCK_D)
+    w = tl.load(w_ptr + h * D + c, mask=c < D, other=0.0).to(tl.float32) + offset
+    if NOISE:
+        n = aqn_triton.normals(h.to(tl.int64) * D + start, seed, step, layer, BLOCK_D, D % 4 == 0)
+        w = tl.fma(n, alpha, w)
+    return w
+
+
+@triton.jit
+def _rows(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, block, h, T, eps, offset, noisy,
+          H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr,
+          BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr, NOISE: tl.constexpr):
+    """BLOCK_T rows of one head, in registers. block: int64. noisy: the weight with noise, if there is some."""
+    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     row = t * H + h
     cols = tl.arange(0, BLOCK_D)
     in_t = t < T
-    if not WALK:
-        mask = in_t[:, None] & (cols < D)[None, :]
-        at = row[:, None] * D + cols[None, :]
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        if ADD:
-            r = x + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            r = r.to(sum_ptr.dtype.element_ty)
-            tl.store(sum_ptr + at, r, mask=mask)
-            x = r.to(tl.float32)
-        rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + eps)
-        tl.store(rstd_ptr + row, rstd, mask=in_t)
-        w = tl.load(w_ptr + h * D + cols, mask=cols < D, other=0.0).to(tl.float32) + offset
-        y = x * rstd[:, None]
-        if ROUND_XHAT:
-            y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
-        y = y * w[None, :]
-        if BIAS:
-            y += tl.load(b_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    mask = in_t[:, None] & (cols < D)[None, :]
+    at = row[:, None] * D + cols[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        r = x + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        r = r.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + at, r, mask=mask)
+        x = r.to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + eps)
+    tl.store(rstd_ptr + row, rstd, mask=in_t)
+    if NOISE:
+        w = noisy
     else:
+        w = _weight(w_ptr, h, 0, offset, 0, 0, 0, 0, D, BLOCK_D, False)
+    y = x * rstd[:, None]
+    if ROUND_XHAT:
+        y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+    y = y * w[None, :]
+    if BIAS:
+        y += tl.load(b_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["seed", "step", "layer"])
+def _forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, T, eps, offset, alpha, seed: tl.int64,
+             step: tl.int64, layer: tl.int64, H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr,
+             BLOCK_D: tl.constexpr, WALK: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+             ROUND_XHAT: tl.constexpr, NOISE: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    if not WALK:
+        if NOISE:   # rows p, p + P, ... of one head
+            w = _weight(w_ptr, h, 0, offset, alpha, seed, step, layer, D, BLOCK_D, True)
+            for block in range(first, tl.cdiv(T, BLOCK_T), tl.num_programs(0)):
+                _rows(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, block, h, T, eps, offset, w, H, D,
+                      BLOCK_T, BLOCK_D, ADD, BIAS, ROUND_XHAT, True)
+        else:
+            _rows(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, first, h, T, eps, offset, 0, H, D,
+                  BLOCK_T, BLOCK_D, ADD, BIAS, ROUND_XHAT, False)
+    else:
+        t = first * BLOCK_T + tl.arange(0, BLOCK_T)
+        row = t * H + h
+        cols = tl.arange(0, BLOCK_D)
+        in_t = t < T
         ss = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
         for start in range(0, D, BLOCK_D):
             c = start + cols
@@ -124,7 +163,7 @@ def _forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, T, eps
                 x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
             else:
                 x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            w = tl.load(w_ptr + h * D + c, mask=c < D, other=0.0).to(tl.float32) + offset
+            w = _weight(w_ptr, h, start, offset, alpha, seed, step, layer, D, BLOCK_D, NOISE)
             y = x * rstd[:, None]
             if ROUND_XHAT:
                 y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
@@ -134,17 +173,18 @@ def _forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, T, eps
             tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, T, offset,
-              H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-              DSUM: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr):
+@triton.jit(do_not_specialize=["seed", "step", "layer"])
+def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, T, offset, alpha, seed: tl.int64,
+              step: tl.int64, layer: tl.int64, H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr,
+              BLOCK_D: tl.constexpr, DSUM: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr,
+              NOISE: tl.constexpr):
     """dx, and this program's share of dw and db: rows p, p + P, p + 2P, ... of one head, in registers."""
     p = tl.program_id(0)
     h = tl.program_id(1)
     P = tl.num_programs(0)
     cols = tl.arange(0, BLOCK_D)
     in_d = cols < D
-    w = tl.load(w_ptr + h * D + cols, mask=in_d, other=0.0).to(tl.float32) + offset
+    w = _weight(w_ptr, h, 0, offset, alpha, seed, step, layer, D, BLOCK_D, NOISE)
     dw = tl.zeros([BLOCK_D], tl.float32)
     db = tl.zeros([BLOCK_D], tl.float32)
     for block in range(p, tl.cdiv(T, BLOCK_T), P):
@@ -165,7 +205,13 @@ def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, 
         else:
             dw += tl.sum(g * xhat, axis=0)
         g = g * w[None, :]
-        c = tl.sum(g * xhat, axis=1) / D
+        if NOISE:
+            # Products are rounded first: of an fma with the first addition of an exchange between threads, each of two
+            # threads would have another last bit, and either could be the one that is kept (seen in what is compiled
+            # for a D that no four divide).
+            c = tl.sum(tl.fma(g, xhat, 0.0), axis=1) / D
+        else:
+            c = tl.sum(g * xhat, axis=1) / D
         dx = (g - xhat * c[:, None]) * rstd[:, None]
         if DSUM:
             dx += tl.load(dsum_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -175,9 +221,10 @@ def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, 
         tl.store(db_ptr + (p * H + h).to(tl.int64) * D + cols, db, mask=in_d)
 
 
-@triton.jit
-def _backward_walk(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, T, offset,
-                   H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DSUM: tl.constexpr):
+@triton.jit(do_not_specialize=["seed", "step", "layer"])
+def _backward_walk(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, T, offset, alpha, seed: tl.int64, step: tl.int64,
+                   layer: tl.int64, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DSUM: tl.constexpr,
+                   NOISE: tl.constexpr):
     """dx of one wide row, in two walks over its columns."""
     row = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
     h = tl.program_id(1)
@@ -188,14 +235,14 @@ def _backward_walk(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, T, offset,
         c = start + cols
         g = tl.load(dy_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + h * D + c, mask=c < D, other=0.0).to(tl.float32) + offset
+        w = _weight(w_ptr, h, start, offset, alpha, seed, step, layer, D, BLOCK_D, NOISE)
         acc += g * w * (x * rstd)
     dot = tl.sum(acc, axis=0) / D
     for start in range(0, D, BLOCK_D):
         c = start + cols
         g = tl.load(dy_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + h * D + c, mask=c < D, other=0.0).to(tl.float32) + offset
+        w = _weight(w_ptr, h, start, offset, alpha, seed, step, layer, D, BLOCK_D, NOISE)
         dx = (g * w - x * rstd * dot) * rstd
         if DSUM:
             dx += tl.load(dsum_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
@@ -230,24 +277,35 @@ def programs(t: torch.Tensor, each: int) -> int:
     return each * torch.cuda.get_device_properties(t.device).multi_processor_count if t.is_cuda else 4
 
 
-def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat):
+def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat, alpha, seed, step, layer):
     T, H, D = launchers.sizes(x, weight)
     y, total, rstd = launchers.normalised(x, residual)
     if T:
         c = FORWARD.config(x.device, D, x.element_size(), residual is not None)
-        grid = (triton.cdiv(T, c["BLOCK_T"]), H)
-        _forward[grid](x, residual, weight, bias, y, total, rstd, T, eps, offset, H=H, D=D,
-                       WALK=c["BLOCK_D"] < D, ADD=residual is not None, BIAS=bias is not None,
-                       ROUND_XHAT=round_xhat, **c)
+        walk, blocks = c["BLOCK_D"] < D, triton.cdiv(T, c["BLOCK_T"])
+        if alpha and not walk:
+            blocks = min(blocks, max(1, programs(x, NOISE_PROGRAMS) // H))
+        _forward[(blocks, H)](x, residual, weight, bias, y, total, rstd, T, eps, offset, alpha, seed, step, layer,
+                              H=H, D=D, WALK=walk, ADD=residual is not None, BIAS=bias is not None,
+                              ROUND_XHAT=round_xhat, NOISE=alpha != 0, **c)
     return y, total, rstd
 
 
-forward, add_forward = launchers.rmsnorm_forwards(_launch_forward)
+def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float,
+            round_xhat: bool, alpha: float, seed: int, step: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    y, _, rstd = _launch_forward(x, None, weight, bias, eps, offset, round_xhat, alpha, seed, step, layer)
+    return y, rstd
+
+
+def add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float,
+                offset: float, round_xhat: bool, alpha: float, seed: int, step: int,
+                layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _launch_forward(x, residual, weight, bias, eps, offset, round_xhat, alpha, seed, step, layer)
 
 
 def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd: torch.Tensor,
-             weight: torch.Tensor, offset: float, round_xhat: bool,
-             has_bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+             weight: torch.Tensor, offset: float, round_xhat: bool, has_bias: bool, alpha: float, seed: int, step: int,
+             layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     T, H, D = launchers.sizes(x, weight)
     dx = torch.empty_like(x)
     if T == 0:
@@ -258,14 +316,14 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
     dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
     db = torch.empty((P, H, D) if has_bias else (0,), dtype=torch.float32, device=x.device)
     if block_d < D:
-        _backward_walk[(T, H)](dy, dsum, x, rstd, weight, dx, T, offset, H=H, D=D, BLOCK_D=block_d,
-                               DSUM=dsum is not None, num_warps=warps)
+        _backward_walk[(T, H)](dy, dsum, x, rstd, weight, dx, T, offset, alpha, seed, step, layer, H=H, D=D,
+                               BLOCK_D=block_d, DSUM=dsum is not None, NOISE=alpha != 0, num_warps=warps)
         _weight_walk[(P, H, triton.cdiv(D, 1024))](dy, x, rstd, dw, db, T, H=H, D=D, BLOCK_D=1024,
                                                    BIAS=has_bias, ROUND_XHAT=round_xhat, num_warps=4)
     else:
-        _backward[(P, H)](dy, dsum, x, rstd, weight, dx, dw, db, T, offset, H=H, D=D, BLOCK_T=block_t,
-                          BLOCK_D=block_d, DSUM=dsum is not None, BIAS=has_bias, ROUND_XHAT=round_xhat,
-                          num_warps=warps)
+        _backward[(P, H)](dy, dsum, x, rstd, weight, dx, dw, db, T, offset, alpha, seed, step, layer, H=H, D=D,
+                          BLOCK_T=block_t, BLOCK_D=block_d, DSUM=dsum is not None, BIAS=has_bias,
+                          ROUND_XHAT=round_xhat, NOISE=alpha != 0, num_warps=warps)
     dweight = dw.sum(0).reshape(weight.shape).to(weight.dtype)
     dbias = db.sum((0, 1)).to(weight.dtype) if has_bias else weight.new_empty(0)
     return dx, dweight, dbias
@@ -282,32 +340,38 @@ def _specs(D: int, itemsize: int, launches) -> list[KernelSpec]:
     for data, weight, bias, cast in _TYPES[itemsize]:
         types = {"T": "i32", "eps": "fp32", "offset": "fp32", "rstd_ptr": "*fp32", "dw_ptr": "*fp32",
                  "db_ptr": "*fp32", "w_ptr": f"*{weight}", "b_ptr": f"*{weight}",
-                 **{f"{n}_ptr": f"*{data}" for n in ("x", "residual", "y", "sum", "dy", "dsum", "dx")}}
-        tail = f"{data} weight={weight}{' bias' if bias else ''} D={D}"
-        for kernel, label, constexprs, warps in launches({"BIAS": bias, "ROUND_XHAT": cast}):
-            signature = {n: types[n] for n in kernel.arg_names if n in types}
-            found.append(KernelSpec(kernel, f"{label} {tail}", signature, {**shape, **constexprs}, warps))
+                 **{f"{n}_ptr": f"*{data}" for n in ("x", "residual", "y", "sum", "dy", "dsum", "dx")},
+                 **aqn_triton.TYPES}
+        # Noise without bias, as Qwen and Llama. (With both, float32 and D=1024, ptxas spills 8 bytes for sm_90.)
+        for noise in (False, True) if weight == data else (False,):
+            tail = f"{data} weight={weight}{' noise' if noise else ' bias' if bias else ''} D={D}"
+            options = {"BIAS": bias and not noise, "ROUND_XHAT": cast}
+            for kernel, label, constexprs, warps in launches(options, noise):
+                signature = {n: types[n] for n in kernel.arg_names if n in types}
+                found.append(KernelSpec(kernel, f"{label} {tail}", signature, {**shape, **constexprs}, warps))
     return found
 
 
 def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
     blocks = {n: config[n] for n in ("BLOCK_D", "BLOCK_T")} | {"WALK": config["BLOCK_D"] < key["D"], "ADD": key["add"]}
 
-    def launches(options):
-        yield _forward, "add_forward" if key["add"] else "forward", {**blocks, **options}, config["num_warps"]
+    def launches(options, noise):
+        yield (_forward, "add_forward" if key["add"] else "forward", {**blocks, **options, "NOISE": noise},
+               config["num_warps"])
 
     return _specs(key["D"], key["itemsize"], launches)
 
 
 def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
-    def launches(options):
+    def launches(options, noise):
         if config["BLOCK_D"] < key["D"]:
-            yield (_backward_walk, "backward_walk", {"BLOCK_D": config["BLOCK_D"], "DSUM": True},
+            yield (_backward_walk, "backward_walk", {"BLOCK_D": config["BLOCK_D"], "DSUM": True, "NOISE": noise},
                    config["num_warps"])
-            yield _weight_walk, "weight_walk", {**options, "BLOCK_D": 1024}, 4
+            if not noise:
+                yield _weight_walk, "weight_walk", {**options, "BLOCK_D": 1024}, 4
         else:
             blocks = {n: config[n] for n in ("BLOCK_D", "BLOCK_T")}
-            yield _backward, "backward", {**blocks, **options, "DSUM": True}, config["num_warps"]
+            yield _backward, "backward", {**blocks, **options, "DSUM": True, "NOISE": noise}, config["num_warps"]
 
     return _specs(key["D"], key["itemsize"], launches)
 

@@ -1,6 +1,7 @@
 """The public functions, and `OPS`, the table of all ops."""
 
 from tilewright.ops.activation import GELU_MUL, SILU_MUL, gelu_mul, silu_mul
+from tilewright.ops.aqn import AQN, AQN_NOISE, aqn_noise, aqn_schedule
 from tilewright.ops.attention import ATTENTION, attention
 from tilewright.ops.block_fp8 import (
     DEQUANTIZE_BLOCK_FP8,
@@ -10,7 +11,14 @@ from tilewright.ops.block_fp8 import (
     quantize_block_fp8,
 )
 from tilewright.ops.cross_entropy import CROSS_ENTROPY, cross_entropy
+from tilewright.ops.fused_quantize import (
+    RMSNORM_QUANTIZE,
+    SILU_MUL_QUANTIZE,
+    rmsnorm_quantize,
+    silu_mul_quantize,
+)
 from tilewright.ops.grouped_gemm import GROUPED_GEMM, grouped_gemm
+from tilewright.ops.hadamard import HADAMARD, hadamard
 from tilewright.ops.linear_cross_entropy import (
     LINEAR_CROSS_ENTROPY,
     LINEAR_LOGPROB,
@@ -18,19 +26,24 @@ from tilewright.ops.linear_cross_entropy import (
     linear_logprob,
 )
 from tilewright.ops.moe import MOE_MLP, moe_mlp
+from tilewright.ops.moe_lora import MOE_LORA, moe_lora
 from tilewright.ops.nf4 import DEQUANTIZE_NF4, NF4, QUANTIZE_NF4, dequantize_nf4, quantize_nf4
 from tilewright.ops.nvfp4 import DEQUANTIZE_NVFP4, NVFP4, QUANTIZE_NVFP4, dequantize_nvfp4, quantize_nvfp4
 from tilewright.ops.permute import PERMUTE, UNPERMUTE, permute, sort_by_expert, unpermute
+from tilewright.ops.quantized_linear import FP8_LINEAR, QUANTIZED_LINEAR, fp8_linear, quantized_linear
 from tilewright.ops.rmsnorm import ADD_RMSNORM, RMSNORM, add_rmsnorm, rmsnorm
 from tilewright.ops.rope import ROPE, rope
 from tilewright.ops.route import ROUTE, route
 
 OPS = {op.name: op for op in (RMSNORM, ADD_RMSNORM, SILU_MUL, GELU_MUL, ROPE, ATTENTION, CROSS_ENTROPY,
                               LINEAR_CROSS_ENTROPY, LINEAR_LOGPROB, ROUTE, PERMUTE, UNPERMUTE, GROUPED_GEMM,
-                              MOE_MLP, QUANTIZE_NF4, DEQUANTIZE_NF4, QUANTIZE_NVFP4, DEQUANTIZE_NVFP4,
-                              QUANTIZE_BLOCK_FP8, DEQUANTIZE_BLOCK_FP8)}
+                              MOE_MLP, MOE_LORA, QUANTIZE_NF4, DEQUANTIZE_NF4, QUANTIZE_NVFP4, DEQUANTIZE_NVFP4,
+                              QUANTIZE_BLOCK_FP8, DEQUANTIZE_BLOCK_FP8, HADAMARD, SILU_MUL_QUANTIZE,
+                              RMSNORM_QUANTIZE, QUANTIZED_LINEAR, FP8_LINEAR, AQN_NOISE)}
 
-__all__ = ["NF4", "NVFP4", "OPS", "BlockFP8", "add_rmsnorm", "attention", "cross_entropy", "dequantize_block_fp8",
-           "dequantize_nf4", "dequantize_nvfp4", "gelu_mul", "grouped_gemm", "linear_cross_entropy",
-           "linear_logprob", "moe_mlp", "permute", "quantize_block_fp8", "quantize_nf4", "quantize_nvfp4",
-           "rmsnorm", "rope", "route", "silu_mul", "sort_by_expert", "unpermute"]
+__all__ = ["AQN", "NF4", "NVFP4", "OPS", "BlockFP8", "add_rmsnorm", "aqn_noise", "aqn_schedule", "attention",
+           "cross_entropy", "dequantize_block_fp8",
+           "dequantize_nf4", "dequantize_nvfp4", "fp8_linear", "gelu_mul", "grouped_gemm", "hadamard",
+           "linear_cross_entropy", "linear_logprob", "moe_lora", "moe_mlp", "permute", "quantize_block_fp8",
+           "quantize_nf4", "quantize_nvfp4", "quantized_linear", "rmsnorm", "rmsnorm_quantize", "rope", "route",
+           "silu_mul", "silu_mul_quantize", "sort_by_expert", "unpermute"]

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from tilewright import platform
-from tilewright.ops import cases, quantize
-from tilewright.ops._library import define
+from tilewright.ops import aqn, cases, quantize
+from tilewright.ops._library import adopt, define
+from tilewright.ops.aqn import AQN
 from tilewright.ops.nvfp4 import all_cases, draw
-from tilewright.registry import Case, Implementation, On, Op
+from tilewright.registry import Case, Cost, Implementation, On, Op
 
+STEP = 0.125   # of noise, in scales
 LEAST = 2.0**-100   # what a smaller largest magnitude counts as: the inverse of its scale is finite
 MOST_ELEMENTS = 2**14   # of a block: the Triton kernel holds one in registers
 
@@ -51,14 +53,18 @@ quantize.register(BlockFP8, ("data", "scale_inv"))
 
 
 def quantize_block_fp8(x: torch.Tensor, *, block: tuple[int, int] = (128, 128), seed: int | None = None,
-                       implementation: str = "auto") -> BlockFP8:
-    """x in block-scaled FP8.
+                       transpose: bool = False, implementation: str = "auto") -> BlockFP8 | tuple[BlockFP8, BlockFP8]:
+    """x in block-scaled FP8, or x and its transpose.
 
     x: [..., R, C], or [C] for blocks of one row; fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. R and C
         need not divide.
     block: rows and columns of a block of the last two dimensions, 16,384 elements at most: (128, 128) for weights,
         (1, 128) for activations.
     seed: None rounds to nearest, ties to even. A number rounds up or down at random, as in `quantize_nvfp4`.
+    transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give: in blocks of 1 x 128,
+        what a layer's forward multiplies by and what its weight gradient does. x has 2 dimensions or more. Triton reads
+        x once for blocks whose sides are powers of two up to 128 and no seed, C++ for blocks of which one side divides
+        by the other.
     implementation: "auto", or one of triton, cpp, eager.
 
     In float32, with m a block's largest magnitude (2^-100 if smaller, but not 0): scale_inv = m / 448 and the codes are
@@ -71,35 +77,48 @@ def quantize_block_fp8(x: torch.Tensor, *, block: tuple[int, int] = (128, 128), 
     quantize.source(x)
     quantize.seed(seed)
     rows, columns = _block(block)
+    if not isinstance(transpose, bool):
+        raise TypeError(f"transpose must be a bool, got {transpose!r}")
     if x.dim() == 0:
         raise ValueError("x must have at least 1 dimension, got a scalar")
-    matrices = quantize.as_3d(x.detach(), least=1 + (rows > 1))
-    data, inverse = QUANTIZE_BLOCK_FP8.pick(implementation, matrices)(matrices, rows, columns, seed)
-    inverse = quantize.finite(inverse)
-    lead = x.shape[:-2] + inverse.shape[1:2] * (x.dim() > 1)
-    return BlockFP8(data.view(quantize.E4M3).view(x.shape), inverse.view(*lead, inverse.shape[2]), (rows, columns),
-                    x.dtype)
+    matrices = quantize.as_3d(x.detach(), least=1 + (rows > 1 or transpose))
+    found = QUANTIZE_BLOCK_FP8.pick(implementation, matrices)(matrices, rows, columns, seed, transpose)
+    q = blocks_of(*found[:2], x.shape, (rows, columns), x.dtype)
+    if not transpose:
+        return q
+    return q, blocks_of(*found[2:], x.mT.shape, (rows, columns), x.dtype, looked=True)
 
 
-def dequantize_block_fp8(q: BlockFP8, *, dtype: torch.dtype | None = None,
+def blocks_of(data, inverse, shape, block, dtype, what="x", *, looked=False) -> BlockFP8:
+    """Of what an implementation returns: codes [..] and inverse scales [matrices, bands, across].   what: the name of
+    what must be finite.   looked: at another tensor that holds the same values."""
+    inverse = inverse if looked else quantize.finite(inverse, what)
+    lead = (*shape[:-2], *inverse.shape[1:2]) if len(shape) > 1 else ()
+    return BlockFP8(data.view(quantize.E4M3).view(shape), inverse.view(*lead, inverse.shape[2]), tuple(block), dtype)
+
+
+def dequantize_block_fp8(q: BlockFP8, *, dtype: torch.dtype | None = None, noise: AQN | None = None,
                          implementation: str = "auto") -> torch.Tensor:
     """The tensor that q stands for: value * scale_inv in float32, then rounded to the result's dtype.
 
     q: what `quantize_block_fp8` or `BlockFP8.from_safetensors` returns.
     dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by default.
+    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape and step =
+        0.125 * scale_inv, the gap from 1 on. None, or an alpha of 0, adds nothing.
     Returns a contiguous tensor of q.shape. Not differentiable. Deterministic.
     Raises TypeError or ValueError for a q that does not fit together, ImplementationUnavailable as
     `quantize_block_fp8`.
     """
     quantize.instance(q, BlockFP8)
     dtype = quantize.output_dtype(dtype, q.dtype)
+    of_noise = aqn.arguments(noise)
     rows, columns = _block(q.block)
     quantize.part("q.data", q.data, quantize.E4M3, q.shape, q.data)
     shape = (*q.shape[:-2], *((-(-q.shape[-2] // rows),) if q.data.dim() > 1 else ()), -(-q.shape[-1] // columns))
     quantize.part("q.scale_inv", q.scale_inv, torch.float32, shape, q.data)
     run = DEQUANTIZE_BLOCK_FP8.pick(implementation, On(q.data.device, dtype))
     data = quantize.as_3d(q.data.contiguous().view(torch.uint8), "q.data", 1 + (rows > 1))
-    return run(data, quantize.as_3d(q.scale_inv, "q.scale_inv"), rows, columns, dtype).view(q.shape)
+    return run(data, quantize.as_3d(q.scale_inv, "q.scale_inv"), rows, columns, dtype, *of_noise).view(q.shape)
 
 
 def _block(block) -> tuple[int, int]:
@@ -120,7 +139,9 @@ def _power_of_2(n: int) -> int:
 
 # ---- the definitions
 
-def quantize_eager(x, rows, columns, seed):
+def quantize_eager(x, rows, columns, seed, transpose=False):
+    if transpose:
+        return *quantize_eager(x, rows, columns, seed), *quantize_eager(x.mT.contiguous(), rows, columns, seed)
     B, R, C = x.shape
     v = quantize.pad_to(quantize.pad_to(x.float(), -1, columns), -2, rows)
     blocks = v.view(B, v.shape[1] // rows, rows, v.shape[2] // columns, columns)
@@ -133,11 +154,14 @@ def quantize_eager(x, rows, columns, seed):
     return quantize.to_e4m3(scaled.contiguous(), random), inverse
 
 
-def dequantize_eager(data, inverse, rows, columns, dtype):
+def dequantize_eager(data, inverse, rows, columns, dtype, alpha=0.0, seed=0, step=0, layer=0):
     acc = torch.promote_types(dtype, torch.float32)
     _, R, C = data.shape
     factor = inverse.to(acc).repeat_interleave(rows, 1)[:, :R].repeat_interleave(columns, 2)[:, :, :C]
-    return (data.view(quantize.E4M3).to(acc) * factor).to(dtype)
+    values = data.view(quantize.E4M3).to(acc) * factor
+    if alpha:
+        values = aqn.add_eager(values, alpha * STEP * factor, seed, step, layer)
+    return values.to(dtype)
 
 
 # ---- fused implementations
@@ -151,31 +175,49 @@ def _fake_quantize(x, rows, columns, seed):
             x.new_empty((B, (R + rows - 1) // rows, (C + columns - 1) // columns), dtype=torch.float32))
 
 
-def _fake_dequantize(data, inverse, rows, columns, dtype):
+def _fake_dequantize(data, inverse, rows, columns, dtype, *noise):
     return data.new_empty(data.shape, dtype=dtype)
+
+
+def _fake_both(x, rows, columns, seed):
+    return *_fake_quantize(x, rows, columns, seed), *_fake_quantize(x.mT.contiguous(), rows, columns, seed)
+
+
+def _either(one, both):
+    return lambda x, rows, columns, seed, transpose: (both if transpose else one)(x, rows, columns, seed)
 
 
 def _triton():
     if "triton" not in _loaded:
+        from tilewright.kernels import fused_quantize_triton as fused
         from tilewright.kernels import quantize_triton as k
 
-        _loaded["triton"] = (define("block_fp8_triton_quantize", k.block_fp8_quantize, _fake_quantize),
-                             define("block_fp8_triton_dequantize", k.block_fp8_dequantize, _fake_dequantize))
+        _loaded["triton"] = (
+            _either(define("block_fp8_triton_quantize", k.block_fp8_quantize, _fake_quantize),
+                    define("block_fp8_triton_quantize_both", fused.block_fp8_quantize_both, _fake_both)),
+            define("block_fp8_triton_dequantize", k.block_fp8_dequantize, _fake_dequantize))
     return _loaded["triton"]
 
 
 def _cpp():
     if "cpp" not in _loaded:
-        _loaded["cpp"] = quantize.of_extension("block_fp8", _fake_quantize, _fake_dequantize)
+        quantise, dequantise = quantize.of_extension("block_fp8", _fake_quantize, _fake_dequantize)
+        _loaded["cpp"] = _either(quantise, adopt("block_fp8_cpp_quantize_both", _fake_both)), dequantise
     return _loaded["cpp"]
+
+
+def _gate():
+    from tilewright.kernels import fused_quantize_triton
+
+    return [*quantize.gate("block_fp8_quantize_gate")(), *fused_quantize_triton.block_fp8_gate()]
 
 
 # ---- cases
 
-def _case(name, shape, quantised=False, **options):
+def _case(name, shape, quantised=False, noise=None, **options):
     def make(device, dtype, seed):
         x = draw(device, dtype, seed, shape)
-        return {"q": quantize_block_fp8(x, **options)} if quantised else {"x": x, **options}
+        return {"q": quantize_block_fp8(x, **options), "noise": noise} if quantised else {"x": x, **options}
 
     return Case(name, make)
 
@@ -186,13 +228,31 @@ def _variants(quantised):
             case("odd_blocks", (10, 50), block=(3, 7)), case("activations", (7, 200), block=(1, 128))]
 
 
+def _timed_transposes():
+    def case(device, tags):
+        shape = (cases.TOKENS[device], cases.MODELS["qwen3-8b"].hidden)
+        n = shape[0] * shape[1]
+        options = {"block": (1, 128), "transpose": True}
+
+        def make(device, dtype, seed):
+            return {"x": draw(device, dtype, seed, shape), **options}
+
+        return Case("qwen3-8b-transpose", make, lambda itemsize: Cost(n * itemsize + int(2 * n * 8.25 / 8)), tags)
+
+    return [case("cuda", cases.CUDA), case("cpu", cases.CPU)]
+
+
 _COMPILED = (torch.float32, torch.bfloat16)
 QUANTIZE_BLOCK_FP8 = Op(
     "quantize_block_fp8", quantize_block_fp8, quantize_eager,
-    (Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gate("block_fp8_quantize_gate")),
+    (Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate),
      Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED)),
     (*all_cases(lambda x: {"x": x, "block": (1, 128)}, 8.25), *_variants(False),
-     _case("random", (5, 37), block=(1, 16), seed=1), _case("random_weights", (40, 50), block=(32, 32), seed=7)),
+     _case("random", (5, 37), block=(1, 16), seed=1), _case("random_weights", (40, 50), block=(32, 32), seed=7),
+     _case("transpose", (40, 37), block=(1, 16), transpose=True),
+     _case("transpose_activations", (7, 130), block=(1, 128), transpose=True),
+     _case("transpose_weights", (2, 20, 33), block=(16, 32), transpose=True, seed=3),
+     _case("transpose_odd_blocks", (10, 50), block=(3, 7), transpose=True), *_timed_transposes()),
     goals=cases.near_copy(85, "forward"),
 )
 DEQUANTIZE_BLOCK_FP8 = Op(
@@ -200,6 +260,8 @@ DEQUANTIZE_BLOCK_FP8 = Op(
     (Implementation("triton", lambda: _triton()[1], platform.no_triton,
                     gate=quantize.gate("block_fp8_dequantize_gate")),
      Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED)),
-    (*all_cases(lambda x: {"q": quantize_block_fp8(x, block=(1, 128))}, 8.25), *_variants(True)),
+    (*all_cases(lambda x: {"q": quantize_block_fp8(x, block=(1, 128))}, 8.25), *_variants(True),
+     _case("noise", (3, 10, 72), True, aqn.SOME, block=(16, 16)),
+     _case("noise_ragged", (5, 37), True, aqn.SOME, block=(3, 7))),
     goals=cases.near_copy(90, "forward"),
 )

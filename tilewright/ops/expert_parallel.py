@@ -32,6 +32,7 @@ from tilewright import platform
 from tilewright.ops import _checks
 from tilewright.ops.moe import checked_routing, moe_mlp, moe_mlp_eager
 from tilewright.ops.permute import UNPERMUTE, sort_by_expert
+from tilewright.ops.quantize import Quantized
 from tilewright.registry import ImplementationUnavailable, short
 
 DISPATCHES = ("alltoall", "deepep", "eager")
@@ -78,14 +79,15 @@ class Dispatched(NamedTuple):
 
 
 @torch.compiler.disable   # sizes are known at run time only
-def ep_moe_mlp(x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, expert_index: torch.Tensor,
-               expert_weight: torch.Tensor, group: dist.ProcessGroup, *, dispatch: str = "alltoall",
-               implementation: str = "auto", recompute: bool = False, kept: list | None = None,
-               deepep: DeepEP | None = None) -> torch.Tensor:
+def ep_moe_mlp(x: torch.Tensor, gate_up_proj: torch.Tensor | Quantized, down_proj: torch.Tensor | Quantized,
+               expert_index: torch.Tensor, expert_weight: torch.Tensor, group: dist.ProcessGroup, *,
+               dispatch: str = "alltoall", implementation: str = "auto", recompute: bool = False,
+               kept: list | None = None, deepep: DeepEP | None = None) -> torch.Tensor:
     """`moe_mlp` with the experts spread over a process group. Every rank of it must call this, with its own tokens.
 
     x: [T, H] fp32 | bf16 | fp16 (fp64 with eager); T may differ between ranks, and be 0.
-    gate_up_proj: [L, 2 I, H] and down_proj: [L, H, I], this rank's experts, in x's dtype.
+    gate_up_proj: [L, 2 I, H] and down_proj: [L, H, I], this rank's experts, in x's dtype, or both quantised, as
+        moe_mlp takes them.
     expert_index: [T, K] int32 or int64, of all E = n L experts; E for a slot without an expert.
     expert_weight: [T, K], any floating dtype, used in float32.
     dispatch: "alltoall"; "deepep", DeepEP's kernels (set up by `deepep`), with x in bf16; "eager", the definition:
@@ -106,7 +108,7 @@ def ep_moe_mlp(x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Ten
     _checks.choice("dispatch", dispatch, DISPATCHES)
     if dispatch == "deepep" and (reason := no_deepep(x.device.type)):
         raise ImplementationUnavailable(f"ep_moe_mlp[deepep]: {reason}")
-    if gate_up_proj.dim() != 3:
+    if len(gate_up_proj.shape) != 3:
         raise ValueError(f"gate_up_proj must have shape [L, 2 I, H], got {list(gate_up_proj.shape)}")
     E = gate_up_proj.shape[0] * dist.get_world_size(group)
     index = _validate(x, expert_index, expert_weight, E)

@@ -13,11 +13,17 @@ of the down-projection nor its gradient. With dh[r] = down_proj[e(r)]^T dy[token
     ddown_proj[e] = the sum over e's rows of dy[token(r)] (w(r) h[r])^T
 
 as in SonicMoE, arXiv:2512.14080. x is gathered in the products, so no copy of it in the order of the experts is kept.
+
+Quantised weights are frozen. Each is dequantised, all experts in one launch, for the one product that it is in, and
+again in the backward. What is kept is their codes and scales, pre and the routing; x is not, since only gradients of
+weights need it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,57 +32,76 @@ from tilewright import platform
 from tilewright.ops import _checks, cases
 from tilewright.ops._library import define, differentiate
 from tilewright.ops.activation import SILU, SILU_MUL, act_mul_eager
+from tilewright.ops.aqn import AQN
+from tilewright.ops.block_fp8 import quantize_block_fp8
 from tilewright.ops.grouped_gemm import GROUPED_GEMM, grouped_gemm_eager
+from tilewright.ops.nf4 import quantize_nf4
+from tilewright.ops.nvfp4 import quantize_nvfp4
 from tilewright.ops.permute import PERMUTE, UNPERMUTE, checked_index, permute_eager, unpermute_eager
+from tilewright.ops.quantize import Quantized
+from tilewright.ops.quantized_linear import Packed, checked_noise, dense, dequantize, pack
 from tilewright.registry import Case, Cost, Goal, Implementation, Op, no_kernels, short
 
 
-def moe_mlp(x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, expert_index: torch.Tensor,
-            expert_weight: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
+def moe_mlp(x: torch.Tensor, gate_up_proj: torch.Tensor | Quantized, down_proj: torch.Tensor | Quantized,
+            expert_index: torch.Tensor, expert_weight: torch.Tensor, *, noise: AQN | None = None,
+            implementation: str = "auto") -> torch.Tensor:
     """y[t] = sum_k expert_weight[t, k] * down_proj[e] (silu(gate) * up), [gate; up] = gate_up_proj[e] x[t],
     e = expert_index[t, k].
 
     x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
-    gate_up_proj: [E, 2 I, H], gates before ups, and down_proj: [E, H, I], in x's dtype.
+    gate_up_proj: [E, 2 I, H], gates before ups, and down_proj: [E, H, I], in x's dtype; or both quantised (NF4, NVFP4,
+        BlockFP8), and then frozen, and read in x's dtype.
     expert_index: [T, K] int32 or int64, 0 to E - 1; E for a slot whose expert is not here: it adds nothing and gets no
         gradient.
     expert_weight: [T, K], any floating dtype, used in float32.
-    Returns [T, H], contiguous, in x's dtype. Products are summed in float32; gate, up, silu(gate) * up and the rows
-    of the down-projection are each rounded to x's dtype, the sum over k (in its order) is in float32, rounded once.
+    noise: of quantised weights, what `dequantize_*` adds: to gate_up_proj noise, to down_proj noise of the next layer
+        (noise.layer + 1); the same in forward and backward. None for nothing.
+    Returns [T, H], contiguous, in x's dtype; of quantised weights, bit for bit what dequantised ones give. Products are
+    summed in float32; gate, up, silu(gate) * up and the rows of the down-projection are each rounded to x's dtype, the
+    sum over k (in its order) is in float32, rounded once.
     Differentiable in x, gate_up_proj, down_proj and expert_weight, once; the gradient of an expert without tokens is 0.
-    Kept for the backward: the arguments, gate and up, and the order of rows (`saved_bytes`). Deterministic.
+    Kept for the backward: the arguments, gate and up, and the order of rows (`saved_bytes`); with quantised weights
+    their own tensors, not a dequantised one, and not x. Deterministic.
     Raises TypeError or ValueError for arguments that do not fit, IndexError for an index outside (on CUDA, where
     looking would wait for the device, it counts as E), ImplementationUnavailable for a named implementation that
     cannot run here.
     Source: the experts of Mixtral, arXiv:2401.04088, and Qwen3-MoE, in the layout of transformers 5; see the module's
     docstring for the backward.
     """
-    index = _validate(x, gate_up_proj, down_proj, expert_index, expert_weight)
+    index = _validate(x, gate_up_proj, down_proj, expert_index, expert_weight, noise)
     weight = expert_weight.to(torch.promote_types(x.dtype, torch.float32))
-    return MOE_MLP.pick(implementation, x)(x, gate_up_proj, down_proj, index, weight)
+    return MOE_MLP.pick(implementation, x)(x, gate_up_proj, down_proj, index, weight, noise)
 
 
-def saved_bytes(T: int, K: int, E: int, H: int, I: int, itemsize: int) -> int:
-    """Bytes that one call of a fused implementation keeps for its backward, beside the two parameters: x, gate and up,
-    the weights of the routing, and slots, positions and offsets."""
-    return itemsize * (T * H + T * K * 2 * I) + 4 * (3 * T * K + E)
+def saved_bytes(T: int, K: int, E: int, H: int, I: int, itemsize: int, quantized: bool = False) -> int:
+    """Bytes that one call of a fused implementation keeps for its backward, beside the two weights: x (not if these are
+    quantised), gate and up, the weights of the routing, and slots, positions and offsets."""
+    return itemsize * (0 if quantized else T * H) + itemsize * T * K * 2 * I + 4 * (3 * T * K + E)
 
 
-def _validate(x, gate_up_proj, down_proj, expert_index, expert_weight):
-    for name, t in (("x", x), ("gate_up_proj", gate_up_proj), ("down_proj", down_proj),
-                    ("expert_weight", expert_weight)):
+def _validate(x, gate_up_proj, down_proj, expert_index, expert_weight, noise):
+    weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+    frozen = [name for name, t in weights.items() if isinstance(t, Quantized)]
+    if len(frozen) == 1:
+        raise TypeError(f"gate_up_proj and down_proj must both be tensors or both be quantised, got only {frozen[0]} "
+                        "quantised")
+    for name, t in {"x": x, **({} if frozen else weights), "expert_weight": expert_weight}.items():
         _checks.floating(name, t)
-    _checks.same_device(x=x, gate_up_proj=gate_up_proj, down_proj=down_proj, expert_index=expert_index,
-                        expert_weight=expert_weight)
+    checked_noise(noise)
+    if noise is not None and not frozen:
+        raise ValueError("noise is for quantised weights, got it with tensors")
+    held = {name: t.tensors()[0] if frozen else t for name, t in weights.items()}
+    _checks.same_device(x=x, **held, expert_index=expert_index, expert_weight=expert_weight)
     if x.dim() != 2:
         raise ValueError(f"x must have shape [T, H], got {list(x.shape)}")
-    if gate_up_proj.dim() != 3 or gate_up_proj.shape[1] % 2:
+    if len(gate_up_proj.shape) != 3 or gate_up_proj.shape[1] % 2:
         raise ValueError(f"gate_up_proj must have shape [E, 2 I, H], got {list(gate_up_proj.shape)}")
     E, I, H = gate_up_proj.shape[0], gate_up_proj.shape[1] // 2, x.shape[1]
     _checks.shape("gate_up_proj", gate_up_proj, (E, 2 * I, H), "[E, 2 I, H], with x's H")
     _checks.shape("down_proj", down_proj, (E, H, I), "[E, H, I] of gate_up_proj")
-    for name, t in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
-        if t.dtype != x.dtype:
+    for name, t in weights.items():
+        if not frozen and t.dtype != x.dtype:
             raise TypeError(f"{name} must have x's dtype {short(x.dtype)}, got {short(t.dtype)}")
     return checked_routing(x, expert_index, expert_weight, E)
 
@@ -92,10 +117,18 @@ def checked_routing(x: torch.Tensor, expert_index: torch.Tensor, expert_weight: 
 
 # ---- the definition
 
-def moe_mlp_eager(x, gate_up_proj, down_proj, expert_index, expert_weight):
+def moe_mlp_eager(x, gate_up_proj, down_proj, expert_index, expert_weight, noise=None):
+    if isinstance(gate_up_proj, Quantized):
+        gate_up_proj, down_proj = (dequantize(q, dtype=x.dtype, noise=own, implementation="eager") for q, own in
+                                   zip((gate_up_proj, down_proj), _noises(noise), strict=True))
     rows, offsets, _, position = permute_eager(x, expert_index, gate_up_proj.shape[0])
     h = act_mul_eager(grouped_gemm_eager(rows, gate_up_proj, offsets), None, SILU)
     return unpermute_eager(grouped_gemm_eager(h, down_proj, offsets), expert_weight, position)
+
+
+def _noises(noise):
+    """Of gate_up_proj and of down_proj."""
+    return (None, None) if noise is None else (noise, replace(noise, layer=noise.layer + 1))
 
 
 # ---- fused implementations
@@ -114,9 +147,28 @@ def _fake_backward(dy, x, gate_up_proj, down_proj, expert_weight, pre, offsets, 
     return tuple(t.new_empty(t.shape if need else 0) for t, need in zip(like, needs, strict=True))
 
 
-def _register(name, forward, backward):
+class _Frozen(NamedTuple):
+    """A quantised weight, of which `_weight` makes a tensor for one product."""
+
+    packed: Packed
+    dtype: torch.dtype
+    implementation: str
+
+    @property
+    def shape(self) -> list[int]:
+        return self.packed.shape
+
+
+def _weight(w):
+    return dense(*w) if isinstance(w, _Frozen) else w
+
+
+def _register(name, forward, backward, dequantizes="auto"):
     """forward: (x, gate_up_proj, down_proj, index, weight, keep) -> y, pre (without rows unless keep), offsets, slots,
-    position.   backward: -> the gradients of the four, empty where `needs` does not ask. No size is 0 in either."""
+    position.   backward: -> the gradients of the four, empty where `needs` does not ask; x is None unless that of
+    gate_up_proj is asked for. No size is 0 in either. The weights are tensors or `_Frozen`.
+    dequantizes: the implementation that does."""
+    frozen = _register_frozen(name, forward, backward, dequantizes)
     def whole_forward(x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor,
                       expert_index: torch.Tensor, expert_weight: torch.Tensor, keep: bool,
                       ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -153,9 +205,85 @@ def _register(name, forward, backward):
 
     differentiate(forward_op, formula, setup)
 
-    def call(x, gate_up_proj, down_proj, expert_index, expert_weight):
+    def call(x, gate_up_proj, down_proj, expert_index, expert_weight, noise=None):
+        if isinstance(gate_up_proj, Quantized):
+            return frozen(x, gate_up_proj, down_proj, expert_index, expert_weight, noise)
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up_proj, down_proj, expert_weight))
         return forward_op(x, gate_up_proj, down_proj, expert_index, expert_weight.contiguous(), keep)[0]
+
+    return call
+
+
+def _fake_frozen_forward(x, expert_index, expert_weight, keep, *packed):
+    (E, N, _), R = packed[5], expert_index.shape[0] * expert_index.shape[1]
+    return (x.new_empty(x.shape), x.new_empty((R, N) if keep else (0, N)), x.new_empty(E, dtype=torch.int32),
+            x.new_empty(R, dtype=torch.int32), x.new_empty(expert_index.shape, dtype=torch.int32))
+
+
+def _fake_frozen_backward(dy, expert_weight, pre, offsets, slots, position, needs, *packed):
+    return (dy.new_empty(dy.shape if needs[0] else 0),
+            expert_weight.new_empty(expert_weight.shape if needs[1] else 0))
+
+
+def _register_frozen(name: str, forward: Callable, backward: Callable, dequantizes: str) -> Callable:
+    """The same of quantised weights. An operator's arguments are written out: 9 of `Packed` for each weight."""
+    def weights(packed, dtype):
+        return [_Frozen(Packed(*p), dtype, dequantizes) for p in (packed[:9], packed[9:])]
+
+    def whole_forward(x: torch.Tensor, expert_index: torch.Tensor, expert_weight: torch.Tensor, keep: bool,
+                      up_data: torch.Tensor, up_scale: torch.Tensor, up_first: torch.Tensor | None,
+                      up_second: torch.Tensor | None, up_format: str, up_shape: list[int], up_block: list[int],
+                      up_alpha: float, up_key: list[int], down_data: torch.Tensor, down_scale: torch.Tensor,
+                      down_first: torch.Tensor | None, down_second: torch.Tensor | None, down_format: str,
+                      down_shape: list[int], down_block: list[int], down_alpha: float, down_key: list[int],
+                      ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        packed = (up_data, up_scale, up_first, up_second, up_format, up_shape, up_block, up_alpha, up_key, down_data,
+                  down_scale, down_first, down_second, down_format, down_shape, down_block, down_alpha, down_key)
+        if x.numel() and all(down_shape):
+            return forward(x, *weights(packed, x.dtype), expert_index, expert_weight, keep)
+        y, pre, offsets, slots, position = _fake_frozen_forward(x, expert_index, expert_weight, keep, *packed)
+        return y.zero_(), pre, offsets.zero_(), slots, position
+
+    def whole_backward(dy: torch.Tensor, expert_weight: torch.Tensor, pre: torch.Tensor, offsets: torch.Tensor,
+                       slots: torch.Tensor, position: torch.Tensor, needs: list[bool],
+                       up_data: torch.Tensor, up_scale: torch.Tensor, up_first: torch.Tensor | None,
+                       up_second: torch.Tensor | None, up_format: str, up_shape: list[int], up_block: list[int],
+                       up_alpha: float, up_key: list[int], down_data: torch.Tensor, down_scale: torch.Tensor,
+                       down_first: torch.Tensor | None, down_second: torch.Tensor | None, down_format: str,
+                       down_shape: list[int], down_block: list[int], down_alpha: float, down_key: list[int],
+                       ) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = (up_data, up_scale, up_first, up_second, up_format, up_shape, up_block, up_alpha, up_key, down_data,
+                  down_scale, down_first, down_second, down_format, down_shape, down_block, down_alpha, down_key)
+        if dy.numel() and all(down_shape):
+            dx, _, _, dweight = backward(dy, None, *weights(packed, dy.dtype), expert_weight, pre, offsets, slots,
+                                         position, [needs[0], False, False, needs[1]])
+            return dx, dweight
+        return tuple(g.zero_() for g in _fake_frozen_backward(dy, expert_weight, pre, offsets, slots, position, needs))
+
+    forward_op = define(f"moe_mlp_{name}_frozen_forward", whole_forward, _fake_frozen_forward)
+    backward_op = define(f"moe_mlp_{name}_frozen_backward", whole_backward, _fake_frozen_backward)
+
+    def setup(ctx, inputs, output):
+        up, down = inputs[4:13], inputs[13:]
+        ctx.save_for_backward(inputs[2], *output[1:], *up[:4], *down[:4])
+        ctx.options = up[4:], down[4:]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    def formula(ctx, dy, *_):
+        if dy is None:
+            return (None,) * 22
+        needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        saved, (up, down) = ctx.saved_tensors, ctx.options
+        dx, dweight = backward_op(dy, *saved[:5], needs, *saved[5:9], *up, *saved[9:], *down)
+        return dx if needs[0] else None, None, dweight if needs[1] else None, *[None] * 19
+
+    differentiate(forward_op, formula, setup)
+
+    def call(x, gate_up_proj, down_proj, expert_index, expert_weight, noise):
+        keep = torch.is_grad_enabled() and (x.requires_grad or expert_weight.requires_grad)
+        up, down = (pack(q, own) for q, own in zip((gate_up_proj, down_proj), _noises(noise), strict=True))
+        return forward_op(x, expert_index, expert_weight.contiguous(), keep, *up, *down)[0]
 
     return call
 
@@ -167,22 +295,22 @@ def _triton():
 
         def forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep):
             offsets, slots, position = p.sort(expert_index, gate_up_proj.shape[0])
-            pre, h = g.up_swiglu(x, gate_up_proj, offsets, slots, expert_index.shape[1], keep)
-            y = p.collect(g.forward(h, down_proj, offsets), expert_weight, position)
+            pre, h = g.up_swiglu(x, _weight(gate_up_proj), offsets, slots, expert_index.shape[1], keep)
+            y = p.collect(g.forward(h, _weight(down_proj), offsets), expert_weight, position)
             return y, x.new_empty(0, gate_up_proj.shape[1]) if pre is None else pre, offsets, slots, position
 
         def backward(dy, x, gate_up_proj, down_proj, expert_weight, pre, offsets, slots, position, needs):
             K = position.shape[1]
-            dpre, dweight, weighted = g.down_dswiglu(dy, down_proj, pre, expert_weight, offsets, slots, position,
-                                                     keep_h=needs[2])
+            dpre, dweight, weighted = g.down_dswiglu(dy, _weight(down_proj), pre, expert_weight, offsets, slots,
+                                                     position, keep_h=needs[2])
             ddown = g.backward_weight(dy, weighted, offsets, slots, K, gather="dy") if needs[2] else dy.new_empty(0)
             del weighted   # as large as half of pre
             dgate_up = g.backward_weight(dpre, x, offsets, slots, K) if needs[1] else dy.new_empty(0)
-            dx = (p.collect(g.backward_x(dpre, gate_up_proj, offsets), None, position) if needs[0]
+            dx = (p.collect(g.backward_x(dpre, _weight(gate_up_proj), offsets), None, position) if needs[0]
                   else dy.new_empty(0))
             return dx, dgate_up, ddown, dweight if needs[3] else dweight.new_empty(0)
 
-        _loaded["triton"] = _register("triton", forward, backward)
+        _loaded["triton"] = _register("triton", forward, backward, "triton")
     return _loaded["triton"]
 
 
@@ -204,21 +332,21 @@ def _compose(name):
 
     def forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep):
         _, offsets, slots, position = PERMUTE.pick("auto", x)(None, expert_index, gate_up_proj.shape[0])
-        pre = product(x[slots // expert_index.shape[1]], gate_up_proj, offsets)
+        pre = product(x[slots // expert_index.shape[1]], _weight(gate_up_proj), offsets)
         h = SILU_MUL.pick("auto", pre)(pre, None, SILU)
-        y = UNPERMUTE.pick("auto", h)(product(h, down_proj, offsets), expert_weight, position)
+        y = UNPERMUTE.pick("auto", h)(product(h, _weight(down_proj), offsets), expert_weight, position)
         return y, pre if keep else pre.new_empty(0, pre.shape[1]), offsets, slots, position
 
     def backward(dy, x, gate_up_proj, down_proj, expert_weight, pre, offsets, slots, position, needs):
         token = slots // position.shape[1]
         rows = dy[token]
-        dh = backward_x(rows, down_proj, offsets)
+        dh = backward_x(rows, _weight(down_proj), offsets)
         weight = expert_weight.flatten()[slots][:, None]
         weighted, dpre, dots = _between(dh, pre, weight)
         ddown = backward_weight(rows, weighted, offsets) if needs[2] else dy.new_empty(0)
         del rows, dh, weighted
         dgate_up = backward_weight(dpre, x[token], offsets) if needs[1] else dy.new_empty(0)
-        dx = (UNPERMUTE.pick("auto", dy)(backward_x(dpre, gate_up_proj, offsets), None, position) if needs[0]
+        dx = (UNPERMUTE.pick("auto", dy)(backward_x(dpre, _weight(gate_up_proj), offsets), None, position) if needs[0]
               else dy.new_empty(0))
         dweight = dots.new_empty(0)
         if needs[3]:
@@ -229,16 +357,24 @@ def _compose(name):
 
 
 def _between(dh, pre, weight):
-    """(weight * h, dpre, <dh, h>) of rows: what stands between the two products of the backward, in float32."""
+    """(weight * h, dpre, <dh, h>) of rows: what stands between the two products of the backward, in float32. It may
+    overwrite dh. In place where it can be: rows are as many as tokens times experts a token."""
+    I = dh.shape[1]
     gate, up = pre.float().chunk(2, -1)
     dh = dh.float()
     silu = F.silu(gate)
     h = (silu * up).to(pre.dtype).float()   # as the forward rounded it
     dots = (dh * h).sum(-1)
-    dh = weight * dh
+    weighted = h.mul_(weight).to(pre.dtype)
+    del h
+    dpre = torch.empty_like(pre)
+    dh.mul_(weight)
+    dpre[:, I:] = dh * silu
+    dh.mul_(up)
     sigmoid = gate.sigmoid()
-    dgate = dh * up * (sigmoid + silu * (1 - sigmoid))
-    return (weight * h).to(pre.dtype), torch.cat((dgate, dh * silu), -1).to(pre.dtype), dots
+    silu.mul_(1 - sigmoid).add_(sigmoid)   # the derivative
+    dpre[:, :I] = dh.mul_(silu)
+    return weighted, dpre, dots
 
 
 def _tunables():
@@ -270,13 +406,20 @@ def _routing(device, gen, T, E, K, kind):
     return index
 
 
-def _case(name, T, E, K, H, I, kind="uniform", tags=cases.CONTRACT):
+_FORMATS = {"nf4": (quantize_nf4, 4.5), "nvfp4": (quantize_nvfp4, 4.5),
+            "block_fp8": (lambda w: quantize_block_fp8(w, block=(16, 16)), 8.13)}
+
+
+def _case(name, T, E, K, H, I, kind="uniform", tags=cases.CONTRACT, format=None):
     def make(device, dtype, seed):
         g = cases.generator(device, seed)
         draw = {"device": device, "dtype": dtype, "gen": g}
-        return {"x": cases.randn(T, H, **draw),
-                "gate_up_proj": cases.randn(E, 2 * I, H, scale=H**-0.5, **draw),
-                "down_proj": cases.randn(E, H, I, scale=max(I, 1)**-0.5, **draw),
+        x = cases.randn(T, H, **draw)
+        weights = (cases.randn(E, 2 * I, H, scale=H**-0.5, **draw),
+                   cases.randn(E, H, I, scale=max(I, 1)**-0.5, **draw))
+        if format is not None:
+            weights = [_FORMATS[format][0](w.detach()) for w in weights]
+        return {"x": x, "gate_up_proj": weights[0], "down_proj": weights[1],
                 "expert_index": _routing(device, g, T, E, K, kind),
                 "expert_weight": cases.randn(T, K, device=device, dtype=torch.float32, gen=g).detach().softmax(-1)
                                       .requires_grad_()}
@@ -284,6 +427,9 @@ def _case(name, T, E, K, H, I, kind="uniform", tags=cases.CONTRACT):
     def cost(itemsize):
         R, weights = T * K, 3 * E * H * I
         forward = itemsize * (weights + 2 * T * H + 2 * R * 2 * I)   # pre is written and read
+        if format is not None:
+            moved = int(_FORMATS[format][1] / 8 * weights) + itemsize * (2 * T * H + 2 * R * 2 * I)
+            return Cost(moved, moved, 6 * R * H * I, 6 * R * H * I)
         return Cost(forward, itemsize * (2 * weights + 3 * T * H + 2 * R * 2 * I), 6 * R * H * I, 12 * R * H * I)
 
     return Case(name, make, cost, tags)
@@ -302,9 +448,13 @@ _CASES = (
     _case("every_expert", 9, 4, 4, 16, 16),
     _case("no_tokens", 0, 3, 2, 16, 8),
     _case("skewed", 64, 16, 4, 32, 16, "skewed"),
+    *(_case(f"frozen_{format}", 13, 4, 2, 24, 10, "sentinels", format=format) for format in _FORMATS),
+    _case("frozen_aligned", 21, 3, 2, 32, 16, format="nvfp4"),
+    _case("frozen_no_tokens", 0, 3, 2, 16, 8, format="nf4"),
     _case("qwen3-30b-a3b_8192", 8192, *_QWEN, tags=cases.CUDA),
     _case("qwen3-30b-a3b_32768", 32768, *_QWEN, tags=cases.CUDA),
     _case("qwen3-30b-a3b_32768_skewed", 32768, *_QWEN, "skewed", tags=cases.CUDA),
+    *(_case(f"qwen3-30b-a3b_8192_{format}", 8192, *_QWEN, tags=cases.CUDA, format=format) for format in _FORMATS),
     _case("mixtral-8x7b_8192", 8192, *_MIXTRAL, tags=cases.CUDA),
     # A quarter of DeepSeek-V3's experts, and of Qwen3's on a CPU: all of them, with gradients and float64 truth, are
     # more than the memory there is.

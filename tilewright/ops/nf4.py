@@ -13,14 +13,16 @@ from dataclasses import dataclass
 import torch
 
 from tilewright import platform
-from tilewright.ops import _checks, cases, quantize
+from tilewright.ops import _checks, aqn, cases, quantize
 from tilewright.ops._library import define
+from tilewright.ops.aqn import AQN
 from tilewright.registry import Case, Cost, Implementation, On, Op, short
 
 # float32 values of the 16 codes: quantiles of a normal distribution, scaled to [-1, 1], with an exact 0.
 CODES = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
          -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
          0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+STEP = CODES[8] / 2   # of noise, in scales: half the narrowest gap
 ZERO = 7              # the code of 0, which pads an odd number of elements
 NESTED_BLOCK = 256    # scales in a block of double quantisation
 LEAST = 1e-38         # what a smaller scale counts as where it divides
@@ -142,16 +144,20 @@ def quantize_nf4(x: torch.Tensor, *, double_quant: bool = False, block_size: int
     return NF4(data, absmax, nested, offset, tuple(x.shape), x.dtype, block_size)
 
 
-def dequantize_nf4(q: NF4, *, dtype: torch.dtype | None = None, implementation: str = "auto") -> torch.Tensor:
+def dequantize_nf4(q: NF4, *, dtype: torch.dtype | None = None, noise: AQN | None = None,
+                   implementation: str = "auto") -> torch.Tensor:
     """The tensor that q stands for: code values times scales in float32, then rounded to the result's dtype.
 
     q: what `quantize_nf4` or `NF4.from_safetensors` returns.
     dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by default.
+    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape and step =
+        0.5 * 0.0795803 * scale, half the gap next to 0. None, or an alpha of 0, adds nothing.
     Returns a contiguous tensor of q.shape. Not differentiable. Deterministic.
     Raises TypeError or ValueError for a q that does not fit together, ImplementationUnavailable as `quantize_nf4`.
     """
     quantize.instance(q, NF4)
     dtype = quantize.output_dtype(dtype, q.dtype)
+    of_noise = aqn.arguments(noise)
     _checks.choice("q.block_size", q.block_size, BLOCKS)
     n = math.prod(q.shape)
     blocks = -(-n // q.block_size)
@@ -163,7 +169,8 @@ def dequantize_nf4(q: NF4, *, dtype: torch.dtype | None = None, implementation: 
         quantize.part("q.offset", q.offset, torch.float32, (), q.data)
     table = _map(q.data) if nested else None
     run = DEQUANTIZE_NF4.pick(implementation, On(q.data.device, dtype))
-    out = run(q.data.contiguous(), q.absmax.contiguous(), q.nested_absmax, table, q.offset, n, q.block_size, dtype)
+    out = run(q.data.contiguous(), q.absmax.contiguous(), q.nested_absmax, table, q.offset, n, q.block_size, dtype,
+              *of_noise)
     return out.view(q.shape)
 
 
@@ -184,14 +191,18 @@ def quantize_eager(x, block):
     return codes[::2] << 4 | codes[1::2], absmax
 
 
-def dequantize_eager(data, absmax, nested_absmax, table, offset, n, block, dtype):
+def dequantize_eager(data, absmax, nested_absmax, table, offset, n, block, dtype, alpha=0.0, seed=0, step=0,
+                     layer=0):
     acc = torch.promote_types(dtype, torch.float32)
     codes = torch.stack([data >> 4, data & 15], -1).view(-1)[:n].long()
     if offset is not None:
         scale = table.to(acc)[absmax.long()]
         absmax = scale * nested_absmax.to(acc).repeat_interleave(NESTED_BLOCK)[:scale.shape[0]] + offset.to(acc)
     scale = absmax.to(acc).repeat_interleave(block)[:n]
-    return (_codes(data).to(acc)[codes] * scale).to(dtype)
+    values = _codes(data).to(acc)[codes] * scale
+    if alpha:
+        values = aqn.add_eager(values, alpha * STEP * scale, seed, step, layer)
+    return values.to(dtype)
 
 
 def _nest_scales(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -230,7 +241,7 @@ def _fake_quantize(x, block):
     return x.new_empty((n + 1) // 2, dtype=torch.uint8), x.new_empty((n + block - 1) // block, dtype=torch.float32)
 
 
-def _fake_dequantize(data, absmax, nested_absmax, table, offset, n, block, dtype):
+def _fake_dequantize(data, absmax, nested_absmax, table, offset, n, block, dtype, *noise):
     return data.new_empty(n, dtype=dtype)
 
 
@@ -287,12 +298,13 @@ def _quantize_case(double, block=64):
     return make
 
 
-def _dequantize_case(double, block=64):
+def _dequantize_case(double, block=64, **options):
     def make(name, shape, tags):
         n = math.prod(shape)
 
         def inputs(device, dtype, seed):
-            return {"q": quantize_nf4(_draw(device, dtype, seed, shape), double_quant=double, block_size=block)}
+            return {"q": quantize_nf4(_draw(device, dtype, seed, shape), double_quant=double, block_size=block),
+                    **options}
 
         return Case(f"{name} nested" if double else name, inputs,
                     lambda itemsize: Cost(n * itemsize + n // 2 + n * 4 // 64, 0, 0, 0), tags)
@@ -310,6 +322,8 @@ DEQUANTIZE_NF4 = Op(
     "dequantize_nf4", dequantize_nf4, dequantize_eager,
     (Implementation("triton", lambda: _triton()[1], platform.no_triton, gate=quantize.gate("nf4_dequantize_gate")),
      Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED)),
-    _cases(_dequantize_case(False)) + _cases(_dequantize_case(True)),
+    (*_cases(_dequantize_case(False)), *_cases(_dequantize_case(True)),
+     _dequantize_case(False, noise=aqn.SOME)("noise", (3, 7, 33), cases.CONTRACT),
+     _dequantize_case(True, noise=aqn.SOME)("noise", (5, 96), cases.CONTRACT)),
     goals=cases.near_copy(90, "forward"),
 )

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 import torch
 
 from tilewright import platform
-from tilewright.ops import _checks, cases, quantize
-from tilewright.ops._library import define
+from tilewright.ops import _checks, aqn, cases, quantize
+from tilewright.ops._library import adopt, define
+from tilewright.ops.aqn import AQN
+from tilewright.ops.hadamard import check_options, hadamard_eager
 from tilewright.registry import Case, Cost, Implementation, On, Op
 
 BLOCK = 16
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Of scales, so that their inverses and the inverses of products with block scales are finite in float32.
 LEAST, LEAST_BLOCK = 2.0**-112, 2.0**-9   # the latter is e4m3's smallest number
+STEP = 0.5   # of noise, in scales
 LAYOUTS = ("compressed-tensors", "modelopt")
 
 
@@ -70,16 +73,24 @@ quantize.register(NVFP4, ("data", "scale", "global_scale"))
 
 
 def quantize_nvfp4(x: torch.Tensor, *, square: bool = False, global_scale: torch.Tensor | None = None,
-                   seed: int | None = None, implementation: str = "auto") -> NVFP4:
-    """x in NVFP4.
+                   seed: int | None = None, hadamard: int | None = None, hadamard_seed: int | None = None,
+                   transpose: bool = False, implementation: str = "auto") -> NVFP4 | tuple[NVFP4, NVFP4]:
+    """x in NVFP4; or its Hadamard transform, or x and its transpose.
 
-    x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. C need not divide by 16.
+    x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite, and its transform too. C need not divide by
+        16.
     square: one scale for each 16 x 16 block of the last two dimensions, so that a transpose has the same values; it
         is stored for each of the block's rows.
     global_scale: float32 [], to share among tensors; by default (largest magnitude of x) / 2688, 1 if that is 0.
     seed: None rounds to nearest, ties to even. A number rounds up or down at random, the mean being x / scale: with
         word i % 4 of Philox4x32-10 for element i (row-major), counter i // 4 and key seed. Block scales are always
         rounded to nearest.
+    hadamard: 16 or 32 puts `hadamard(x.float(), hadamard, seed=hadamard_seed)` in x's place: in float32, so that
+        nothing is rounded to x's dtype on the way, and never written to memory. C must divide by it. `dequantize_nvfp4`
+        then gives the transform; tilewright.ops.hadamard with inverse=True undoes it.
+    transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give, from one read of x
+        after that for the largest magnitude: a layer's forward needs one, its backward the other. x has 2 dimensions or
+        more. Not with hadamard, since the transforms of the two differ.
     implementation: "auto", or one of triton, cpp, eager.
 
     In float32, with m a block's largest magnitude: scale = e4m3(m / 6 / global_scale), at least e4m3's smallest number
@@ -92,35 +103,46 @@ def quantize_nvfp4(x: torch.Tensor, *, square: bool = False, global_scale: torch
     """
     quantize.source(x)
     quantize.seed(seed)
-    if not isinstance(square, bool):
-        raise TypeError(f"square must be a bool, got {square!r}")
+    for name, value in (("square", square), ("transpose", transpose)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
     if x.dim() == 0:
         raise ValueError("x must have at least 1 dimension, got a scalar")
-    matrices = quantize.as_3d(x.detach(), least=1 + square)
-    most = _largest(matrices)
-    most = quantize.finite(most)
-    if global_scale is None:
-        global_scale = torch.where(most > 0, (most / 2688.0).clamp_min(LEAST), 1.0)
-    else:
+    if hadamard is not None:
+        check_options(x.shape[-1], hadamard, hadamard_seed, "hadamard", "hadamard_seed")
+        if transpose:
+            raise ValueError(f"transpose must be False with a hadamard of {hadamard}: transforms of x and of its "
+                             "transpose differ; quantise x.mT by itself")
+    elif hadamard_seed is not None:
+        raise ValueError(f"hadamard_seed must be None without hadamard, got {hadamard_seed!r}")
+    matrices = quantize.as_3d(x.detach(), least=1 + (square or transpose))
+    if global_scale is not None:
         quantize.part("global_scale", global_scale, torch.float32, (), x)
-        global_scale = global_scale * torch.where(most.isfinite(), 1.0, most)   # an x that is not finite still shows
     run = QUANTIZE_NVFP4.pick(implementation, matrices)
-    data, scale = run(matrices, global_scale, square, seed)
-    lead = x.shape[:-1]
-    return NVFP4(data.view(*lead, data.shape[-1]), scale.view(quantize.E4M3).view(*lead, scale.shape[-1]),
-                 global_scale, tuple(x.shape), x.dtype)
+    total, *found = run(matrices, global_scale, square, seed, hadamard, hadamard_seed, transpose)
+
+    def made(data, scale, shape):
+        return NVFP4(data.view(*shape[:-1], data.shape[-1]),
+                     scale.view(quantize.E4M3).view(*shape[:-1], scale.shape[-1]), total, tuple(shape), x.dtype)
+
+    q = made(*found[:2], x.shape)
+    return (q, made(*found[2:], x.mT.shape)) if transpose else q
 
 
-def dequantize_nvfp4(q: NVFP4, *, dtype: torch.dtype | None = None, implementation: str = "auto") -> torch.Tensor:
+def dequantize_nvfp4(q: NVFP4, *, dtype: torch.dtype | None = None, noise: AQN | None = None,
+                     implementation: str = "auto") -> torch.Tensor:
     """The tensor that q stands for: value * (scale * global_scale) in float32, then rounded to the result's dtype.
 
     q: what `quantize_nvfp4` or `NVFP4.from_safetensors` returns.
     dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by default.
+    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape and step =
+        0.5 * scale * global_scale, the gap next to 0. None, or an alpha of 0, adds nothing.
     Returns a contiguous tensor of q.shape. Not differentiable. Deterministic.
     Raises TypeError or ValueError for a q that does not fit together, ImplementationUnavailable as `quantize_nvfp4`.
     """
     quantize.instance(q, NVFP4)
     dtype = quantize.output_dtype(dtype, q.dtype)
+    of_noise = aqn.arguments(noise)
     *lead, C = q.shape
     quantize.part("q.data", q.data, torch.uint8, (*lead, -(-C // 2)), q.data)
     quantize.part("q.scale", q.scale, quantize.E4M3, (*lead, -(-C // BLOCK)), q.data)
@@ -128,7 +150,8 @@ def dequantize_nvfp4(q: NVFP4, *, dtype: torch.dtype | None = None, implementati
     rows = math.prod(lead)
     run = DEQUANTIZE_NVFP4.pick(implementation, On(q.data.device, dtype))
     out = run(q.data.contiguous().view(rows, -(-C // 2)),
-              q.scale.contiguous().view(torch.uint8).view(rows, -(-C // BLOCK)), q.global_scale, C, dtype)
+              q.scale.contiguous().view(torch.uint8).view(rows, -(-C // BLOCK)), q.global_scale, C, dtype,
+              *of_noise)
     return out.view(q.shape)
 
 
@@ -145,7 +168,9 @@ _largest = define("largest_magnitude", _largest_of, lambda x: x.new_empty((), dt
 
 # ---- the definitions
 
-def quantize_eager(x, global_scale, square, seed):
+def quantize_eager(x, global_scale, square, seed, hadamard=None, hadamard_seed=None):
+    if hadamard is not None:
+        x = hadamard_eager(x.float(), hadamard, hadamard_seed, False)
     B, R, C = x.shape
     v = quantize.pad_to(x.float(), -1, BLOCK)
     blocks = v.view(B, R, v.shape[2] // BLOCK, BLOCK)
@@ -167,11 +192,39 @@ def quantize_eager(x, global_scale, square, seed):
     return codes[..., ::2] | codes[..., 1::2] << 4, scale
 
 
-def dequantize_eager(data, scale, global_scale, C, dtype):
+def both_eager(x, global_scale, square, seed):
+    return (*quantize_eager(x, global_scale, square, seed),
+            *quantize_eager(x.mT.contiguous(), global_scale, square, seed))
+
+
+def largest_eager(x, hadamard, hadamard_seed):
+    return _largest(hadamard_eager(x.float(), hadamard, hadamard_seed, False))
+
+
+def _whole(quantise, both, largest):
+    """What the public function calls: the tensor's scale first, then codes and block scales, once or twice."""
+    def run(x, global_scale, square, seed, hadamard, hadamard_seed, transpose):
+        most = quantize.finite(_largest(x) if hadamard is None else largest(x, hadamard, hadamard_seed))
+        if global_scale is None:
+            global_scale = torch.where(most > 0, (most / 2688.0).clamp_min(LEAST), 1.0)
+        else:   # an x that is not finite still shows
+            global_scale = global_scale * torch.where(most.isfinite(), 1.0, most)
+        if transpose:
+            return global_scale, *both(x, global_scale, square, seed)
+        return global_scale, *quantise(x, global_scale, square, seed, hadamard, hadamard_seed)
+
+    return run
+
+
+def dequantize_eager(data, scale, global_scale, C, dtype, alpha=0.0, seed=0, step=0, layer=0):
     acc = torch.promote_types(dtype, torch.float32)
     codes = torch.stack([data & 15, data >> 4], -1).view(data.shape[0], 2 * data.shape[1])[:, :C].long()
     factor = scale.view(quantize.E4M3).to(acc) * global_scale.to(acc)
-    return (_values(data).to(acc)[codes] * factor.repeat_interleave(BLOCK, 1)[:, :C]).to(dtype)
+    factor = factor.repeat_interleave(BLOCK, 1)[:, :C]
+    values = _values(data).to(acc)[codes] * factor
+    if alpha:
+        values = aqn.add_eager(values, alpha * STEP * factor, seed, step, layer)
+    return values.to(dtype)
 
 
 # ---- fused implementations
@@ -179,28 +232,46 @@ def dequantize_eager(data, scale, global_scale, C, dtype):
 _loaded: dict[str, tuple] = {}
 
 
-def _fake_quantize(x, global_scale, square, seed):
+def _fake_quantize(x, global_scale, square, seed, hadamard=0, signs=None):
     B, R, C = x.shape
     return (x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8),
             x.new_empty((B, R, (C + BLOCK - 1) // BLOCK), dtype=torch.uint8))
 
 
-def _fake_dequantize(data, scale, global_scale, C, dtype):
+def _fake_dequantize(data, scale, global_scale, C, dtype, *noise):
     return data.new_empty((data.shape[0], C), dtype=dtype)
+
+
+def _fake_both(x, global_scale, square, seed):
+    return (*_fake_quantize(x, global_scale, square, seed), *_fake_quantize(x.mT, global_scale, square, seed))
+
+
+def _fake_largest(x, hadamard, signs):
+    return x.new_empty((), dtype=torch.float32)
+
+
+def _fused(quantise, both, largest):
+    return _whole(lambda x, total, square, seed, size, signs: quantise(x, total, square, seed, size or 0, signs), both,
+                  largest)
 
 
 def _triton():
     if "triton" not in _loaded:
+        from tilewright.kernels import fused_quantize_triton as fused
         from tilewright.kernels import quantize_triton as k
 
-        _loaded["triton"] = (define("nvfp4_triton_quantize", k.nvfp4_quantize, _fake_quantize),
+        _loaded["triton"] = (_fused(define("nvfp4_triton_quantize", k.nvfp4_quantize, _fake_quantize),
+                                    define("nvfp4_triton_quantize_both", fused.nvfp4_quantize_both, _fake_both),
+                                    define("nvfp4_triton_largest", fused.nvfp4_largest, _fake_largest)),
                              define("nvfp4_triton_dequantize", k.nvfp4_dequantize, _fake_dequantize))
     return _loaded["triton"]
 
 
 def _cpp():
     if "cpp" not in _loaded:
-        _loaded["cpp"] = quantize.of_extension("nvfp4", _fake_quantize, _fake_dequantize)
+        quantise, dequantise = quantize.of_extension("nvfp4", _fake_quantize, _fake_dequantize)
+        _loaded["cpp"] = (_fused(quantise, adopt("nvfp4_cpp_quantize_both", _fake_both),
+                                 adopt("nvfp4_cpp_largest", _fake_largest)), dequantise)
     return _loaded["cpp"]
 
 
@@ -240,20 +311,52 @@ def _variants():
         return Case(name, lambda device, dtype, seed: {"x": draw(device, dtype, seed, shape), **options})
 
     return [case("square", (19, 40), square=True), case("square_experts", (2, 33, 48), square=True),
-            case("random", (5, 37), seed=1), case("random_square", (18, 50), seed=2**40 + 3, square=True)]
+            case("random", (5, 37), seed=1), case("random_square", (18, 50), seed=2**40 + 3, square=True),
+            case("hadamard", (5, 48), hadamard=16), case("hadamard_signs", (3, 7, 64), hadamard=32, hadamard_seed=3),
+            case("hadamard_square", (18, 32), hadamard=16, hadamard_seed=1, square=True, seed=4),
+            case("transpose", (19, 70), transpose=True), case("transpose_random", (2, 17, 33), transpose=True, seed=1),
+            case("transpose_square", (40, 24), transpose=True, square=True)]
+
+
+def _timed_variants():
+    """The passes over memory: for the largest magnitude, and to quantise."""
+    def case(name, device, tags, results, **options):
+        shape = (cases.TOKENS[device], cases.MODELS["qwen3-8b"].hidden)
+        n = math.prod(shape)
+        return Case(name, lambda device, dtype, seed: {"x": draw(device, dtype, seed, shape), **options},
+                    lambda itemsize: Cost(2 * n * itemsize + int(results * n * 4.5 / 8)), tags)
+
+    return [case(f"qwen3-8b-{name}", device, tags, results, **options)
+            for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU))
+            for name, results, options in (("hadamard", 1, {"hadamard": 16, "hadamard_seed": 1}),
+                                           ("transpose", 2, {"transpose": True}))]
+
+
+def _gate():
+    from tilewright.kernels import fused_quantize_triton
+
+    return [*quantize.gate("nvfp4_quantize_gate")(), *fused_quantize_triton.nvfp4_gate()]
+
+
+def _noisy():
+    def case(name, shape):
+        return Case(name, lambda device, dtype, seed: {"q": quantize_nvfp4(draw(device, dtype, seed, shape)),
+                                                       "noise": aqn.SOME})
+
+    return [case("noise", (3, 5, 72)), case("noise_ragged", (5, 37))]   # rows of whole blocks of random bits, and not
 
 
 _COMPILED = (torch.float32, torch.bfloat16)
 QUANTIZE_NVFP4 = Op(
-    "quantize_nvfp4", quantize_nvfp4, quantize_eager,
-    (Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gate("nvfp4_quantize_gate")),
+    "quantize_nvfp4", quantize_nvfp4, _whole(quantize_eager, both_eager, largest_eager),
+    (Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate),
      Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED)),
-    (*all_cases(lambda x: {"x": x}, 4.5), *_variants()),
+    (*all_cases(lambda x: {"x": x}, 4.5), *_variants(), *_timed_variants()),
 )
 DEQUANTIZE_NVFP4 = Op(
     "dequantize_nvfp4", dequantize_nvfp4, dequantize_eager,
     (Implementation("triton", lambda: _triton()[1], platform.no_triton, gate=quantize.gate("nvfp4_dequantize_gate")),
      Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED)),
-    tuple(all_cases(lambda x: {"q": quantize_nvfp4(x)}, 4.5)),
+    (*all_cases(lambda x: {"q": quantize_nvfp4(x)}, 4.5), *_noisy()),
     goals=cases.near_copy(90, "forward"),
 )

@@ -69,12 +69,13 @@ def register(cls, tensors: tuple[str, ...]):
 # ---- implementations
 
 def of_extension(name: str, fake_quantize: Callable, fake_dequantize: Callable) -> tuple[Callable, Callable]:
-    """A format's two operators in C++, whose dequantise is told of a dtype only whether it is bfloat16."""
+    """A format's two operators in C++, whose dequantise is told of a dtype only whether it is bfloat16. What follows it
+    are the noise's four numbers."""
     low = adopt(f"{name}_cpp_dequantize", lambda *arguments: fake_dequantize(
-        *arguments[:-1], torch.bfloat16 if arguments[-1] else torch.float32))
+        *arguments[:-5], torch.bfloat16 if arguments[-5] else torch.float32))
 
     def dequantize_cpp(*arguments):
-        return low(*arguments[:-1], arguments[-1] == torch.bfloat16)
+        return low(*arguments[:-5], arguments[-5] == torch.bfloat16, *arguments[-4:])
 
     return adopt(f"{name}_cpp_quantize", fake_quantize), dequantize_cpp
 
@@ -91,12 +92,12 @@ def gate(which: str) -> Callable:
 
 # ---- checks
 
-def source(x: torch.Tensor) -> None:
-    _checks.floating("x", x)
+def source(x: torch.Tensor, name: str = "x") -> None:
+    _checks.floating(name, x)
     if x.is_meta:
         return
     if x.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"x must be on a CPU or CUDA device, got {x.device}")
+        raise ValueError(f"{name} must be on a CPU or CUDA device, got {x.device}")
 
 
 def output_dtype(dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
@@ -106,13 +107,13 @@ def output_dtype(dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype
     return dtype
 
 
-def seed(value: int | None) -> None:
+def seed(value: int | None, name: str = "seed") -> None:
     if value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"seed must be an int or None, got {value!r}")
+        raise TypeError(f"{name} must be an int or None, got {value!r}")
     if not 0 <= value < 2**63:
-        raise ValueError(f"seed must be 0 to 2^63 - 1, got {value}")
+        raise ValueError(f"{name} must be 0 to 2^63 - 1, got {value}")
 
 
 def instance(q, cls) -> None:
@@ -135,22 +136,22 @@ def key(tensors, name: str) -> torch.Tensor:
     return tensors[name]
 
 
-def _look(scales: torch.Tensor) -> torch.Tensor:
-    """A copy of the scales of x's blocks, which are not finite where x is not."""
+def _look(scales: torch.Tensor, what: str) -> torch.Tensor:
+    """A copy of the scales of the blocks of x (or what else), which are not finite where x is not."""
     if not scales.is_cuda and not scales.isfinite().all():
         where = (~scales.isfinite()).nonzero()[0].tolist()
-        raise ValueError("x must be finite (in float32), got an infinity or a NaN" +
+        raise ValueError(f"{what} must be finite (in float32), got an infinity or a NaN" +
                          (f" in block {where}" if where else ""))
     return scales.clone()
 
 
 # An operator, so that torch.compile leaves the look at values for run time; the caller uses its result.
-_checked_scales = define("checked_scales", _look, torch.empty_like)
+_checked_scales = define("checked_scales", _look, lambda scales, what: torch.empty_like(scales))
 
 
-def finite(scales: torch.Tensor) -> torch.Tensor:
+def finite(scales: torch.Tensor, what: str = "x") -> torch.Tensor:
     """The scales; on a CPU after a look at them, on CUDA, where that would wait for the device, as they are."""
-    return scales if scales.is_cuda else _checked_scales(scales)
+    return scales if scales.is_cuda else _checked_scales(scales, what)
 
 
 def constant(name: str, make: Callable[[], torch.Tensor], size: int) -> Callable:
@@ -197,19 +198,25 @@ def to_e2m1(v: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor
     return (encode(v, 1, 0, LARGEST_E2M1, random) | sign).to(torch.uint8)
 
 
-def philox(key: int, count: int, device: torch.device) -> torch.Tensor:
+def philox(key: int, count: int, device: torch.device, words: tuple[int, int] = (0, 0), first: int = 0, *,
+           whole: bool = False) -> torch.Tensor:
     """32 random bits (int64) for each element i < count: word i % 4 of Philox4x32-10 (Salmon et al., SC 2011) with
-    counter i // 4 and a 64-bit key. A function of (key, i) alone."""
-    block = torch.arange(-(-count // 4), device=device)
+    counter first + i // 4 and a 64-bit key. A function of (key, words, first, i) alone.
+
+    words: the upper half of the counter, 32 bits each; other ones are another stream.
+    whole: the four words of each block instead, [ceil(count / 4), 4].
+    """
     low = 0xFFFFFFFF
-    c = [block & low, block >> 32, torch.zeros_like(block), torch.zeros_like(block)]
+    block = torch.arange(-(-count // 4), device=device) + first
+    c = [block & low, block >> 32 & low, torch.full_like(block, words[0]), torch.full_like(block, words[1])]
     k0, k1 = key & low, key >> 32
     for _ in range(10):
         # A product of two 32-bit numbers may wrap to a negative int64; its bits are right, and the mask keeps 32.
         a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
         c = [(b >> 32 & low) ^ c[1] ^ k0, b & low, (a >> 32 & low) ^ c[3] ^ k1, a & low]
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
-    return torch.stack(c, -1).view(-1)[:count]
+    blocks = torch.stack(c, -1)
+    return blocks if whole else blocks.view(-1)[:count]
 
 
 def pad_to(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:

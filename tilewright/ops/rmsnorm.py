@@ -11,16 +11,18 @@ import math
 import torch
 
 from tilewright import platform
-from tilewright.ops import _checks, cases
+from tilewright.ops import _checks, aqn, cases
 from tilewright.ops._library import adopt, define, differentiate
-from tilewright.registry import FLOATS, Case, Cost, Implementation, Op
+from tilewright.ops.aqn import AQN
+from tilewright.registry import FLOATS, Case, Cost, Implementation, ImplementationUnavailable, Op
 
 CASTS = ("llama", "gemma", "none")
 MAX_D = 65536  # widest row that the Triton kernels are compiled and tested for
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, bias: torch.Tensor | None = None,
-            offset: float = 0.0, cast: str = "llama", implementation: str = "auto") -> torch.Tensor:
+            offset: float = 0.0, cast: str = "llama", noise: AQN | None = None,
+            implementation: str = "auto") -> torch.Tensor:
     """Normalise each row of x by its root mean square and scale it.
 
     x: [..., D] fp32 | bf16 | fp16 (fp64 with eager and torch), any strides, D <= 65,536.
@@ -29,19 +31,22 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, bias: t
     offset: added to the weight; 1.0 for Gemma, whose checkpoints store w - 1.
     cast: "llama" rounds the normalised row to x's dtype before the weight; "gemma" stays in fp32 to the end; "none"
         lets the eager twin compute in x's dtype throughout (the fused kernels then compute as for "gemma").
+    noise: alpha times the `aqn_noise` of weight's shape is added to the weight for this call, in fp32 and the same in
+        its backward (QeRL). It is made in registers; weight does not change. None, or an alpha of 0, adds nothing.
+        CuTe has none.
     Returns [..., D] in x's dtype. Differentiable once in x, weight and bias (eager and torch: any number of times, and
     in forward mode); weight and bias gradients accumulate in fp32, on a CPU over 64 rows and in fp64 beyond (fixed
     order, no atomics).
     Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
     that cannot run here.
-    Source: arXiv:1910.07467; cast policies as in transformers' LlamaRMSNorm and GemmaRMSNorm.
+    Source: arXiv:1910.07467; cast policies as in transformers' LlamaRMSNorm and GemmaRMSNorm; noise: arXiv:2510.11696.
     """
     _validate(x, weight, bias, eps, offset, cast)
-    return RMSNORM.pick(implementation, x)(x, weight, bias, eps, offset, cast)
+    return RMSNORM.pick(implementation, x)(x, weight, bias, eps, offset, cast, *aqn.arguments(noise))
 
 
 def add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *,
-                bias: torch.Tensor | None = None, offset: float = 0.0, cast: str = "llama",
+                bias: torch.Tensor | None = None, offset: float = 0.0, cast: str = "llama", noise: AQN | None = None,
                 implementation: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
     """(rmsnorm(x + residual), x + residual) in one pass over memory: the pre-norm transformer's residual step.
 
@@ -54,7 +59,7 @@ def add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, e
     if residual.dtype not in (x.dtype, torch.float32):
         raise TypeError(f"residual must be {x.dtype} (that of x) or torch.float32, got {residual.dtype}")
     _checks.same_device(x=x, residual=residual)
-    return ADD_RMSNORM.pick(implementation, x)(x, residual, weight, bias, eps, offset, cast)
+    return ADD_RMSNORM.pick(implementation, x)(x, residual, weight, bias, eps, offset, cast, *aqn.arguments(noise))
 
 
 def check_options(eps, offset, cast):
@@ -93,32 +98,38 @@ def _validate(x, weight, bias, eps, offset, cast):
 
 # ---- the definition
 
-def rmsnorm_eager(x, weight, bias=None, eps=1e-6, offset=0.0, cast="llama"):
+def rmsnorm_eager(x, weight, bias=None, eps=1e-6, offset=0.0, cast="llama", alpha=0.0, seed=0, step=0, layer=0):
     acc = x.dtype if cast == "none" else torch.promote_types(x.dtype, torch.float32)
     h = x.to(acc)
     h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     if cast == "llama":
         h = h.to(x.dtype).to(acc)
-    y = h * (weight.to(acc) + offset)
+    w = weight.to(acc) + offset
+    if alpha:
+        w = aqn.add_eager(w, alpha, seed, step, layer)
+    y = h * w
     if bias is not None:
         y = y + bias.to(acc)
     return y.to(x.dtype)
 
 
-def add_rmsnorm_eager(x, residual, weight, bias=None, eps=1e-6, offset=0.0, cast="llama"):
+def add_rmsnorm_eager(x, residual, weight, bias=None, eps=1e-6, offset=0.0, cast="llama", *noise):
     acc = torch.promote_types(x.dtype, torch.float32)
     total = (x.to(acc) + residual.to(acc)).to(residual.dtype)
-    return rmsnorm_eager(total, weight, bias, eps, offset, cast).to(x.dtype), total
+    return rmsnorm_eager(total, weight, bias, eps, offset, cast, *noise).to(x.dtype), total
 
 
 # ---- PyTorch's own fused op
 
 def _torch():
-    def rmsnorm_torch(x, weight, bias, eps, offset, cast):
+    def rmsnorm_torch(x, weight, bias, eps, offset, cast, alpha=0.0, seed=0, step=0, layer=0):
         w = weight if offset == 0 else weight + offset
+        if alpha:
+            w = aqn.add_eager(w.to(torch.promote_types(w.dtype, torch.float32)), alpha, seed, step, layer)
         if weight.dim() == 2 or bias is not None:   # F.rms_norm takes one [D] weight and no bias
-            y = torch.nn.functional.rms_norm(x, x.shape[-1:], None, eps) * w.to(x.dtype)
-            return y if bias is None else y + bias.to(x.dtype)
+            # A weight with noise stays in float32: rounded to 16 bits it would be another one.
+            y = torch.nn.functional.rms_norm(x, x.shape[-1:], None, eps) * (w if alpha else w.to(x.dtype))
+            return (y if bias is None else y + bias.to(y.dtype)).to(x.dtype)
         return torch.nn.functional.rms_norm(x, x.shape[-1:], w.to(x.dtype), eps)
 
     return rmsnorm_torch
@@ -126,41 +137,42 @@ def _torch():
 
 # ---- fused implementations: two operators each, one autograd formula for all
 
-def _fake_forward(x, weight, bias, eps, offset, round_xhat):
+def _fake_forward(x, weight, bias, eps, offset, round_xhat, *noise):
     return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def _fake_add_forward(x, residual, weight, bias, eps, offset, round_xhat):
+def _fake_add_forward(x, residual, weight, bias, eps, offset, round_xhat, *noise):
     return torch.empty_like(x), torch.empty_like(residual), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def _fake_backward(dy, dsum, x, rstd, weight, offset, round_xhat, has_bias):
+def _fake_backward(dy, dsum, x, rstd, weight, offset, round_xhat, has_bias, *noise):
     return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(x.shape[-1] if has_bias else 0)
 
 
-def _save(ctx, normed, rstd, weight, bias, offset, round_xhat):
+def _save(ctx, normed, rstd, weight, bias, offset, round_xhat, *noise):
     ctx.save_for_backward(normed, rstd, weight)
-    ctx.options = offset, round_xhat, bias is not None
+    ctx.options = offset, round_xhat, bias is not None, *noise
     ctx.set_materialize_grads(False)
 
 
-def _register(forward, add_forward, backward, dtypes=_checks.ACCEPTED):
-    """dtypes: what the kernels read weight and bias in; others come to them as float32, in which they compute."""
+def _register(forward, add_forward, backward, dtypes=_checks.ACCEPTED, noiseless=None):
+    """dtypes: what the kernels read weight and bias in; others come to them as float32, in which they compute.
+    noiseless: name of an implementation whose operators have no noise; the others take its four numbers last."""
 
     def setup(ctx, inputs, output):
-        x, weight, bias, _, offset, round_xhat = inputs
-        _save(ctx, x, output[1], weight, bias, offset, round_xhat)
+        x, weight, bias, _, *options = inputs
+        _save(ctx, x, output[1], weight, bias, *options)
 
     def formula(ctx, dy, drstd):
         x, rstd, weight = ctx.saved_tensors
         if dy is None:
-            return (None,) * 6
+            return (None,) * (3 + len(ctx.options))
         dx, dw, db = backward(dy.contiguous(), None, x, rstd, weight, *ctx.options)
-        return dx, dw, db if ctx.options[2] else None, None, None, None
+        return dx, dw, db if ctx.options[2] else None, *(None,) * len(ctx.options)
 
     def add_setup(ctx, inputs, output):
-        x, _, weight, bias, _, offset, round_xhat = inputs
-        _save(ctx, output[1], output[2], weight, bias, offset, round_xhat)
+        x, _, weight, bias, _, *options = inputs
+        _save(ctx, output[1], output[2], weight, bias, *options)
         ctx.x_dtype = x.dtype
 
     def add_formula(ctx, dy, dsum, drstd):
@@ -169,7 +181,7 @@ def _register(forward, add_forward, backward, dtypes=_checks.ACCEPTED):
             dy = torch.zeros_like(total, dtype=ctx.x_dtype)
         dsum = None if dsum is None else dsum.contiguous()
         d, dw, db = backward(dy.contiguous(), dsum, total, rstd, weight, *ctx.options)
-        return d.to(ctx.x_dtype), d, dw, db if ctx.options[2] else None, None, None, None
+        return d.to(ctx.x_dtype), d, dw, db if ctx.options[2] else None, *(None,) * len(ctx.options)
 
     differentiate(forward, formula, setup)
     differentiate(add_forward, add_formula, add_setup)
@@ -179,15 +191,24 @@ def _register(forward, add_forward, backward, dtypes=_checks.ACCEPTED):
             weight, bias = weight.float(), None if bias is None else bias.float()
         return weight.contiguous(), None if bias is None else bias.contiguous()
 
-    def fused_rmsnorm(x, weight, bias, eps, offset, cast):
-        weight, bias = parameters(weight, bias)
-        return forward(x.contiguous(), weight, bias, eps, offset, cast == "llama")[0]
+    def only_taken(op, noise):
+        if noiseless is None:
+            return noise or aqn.NONE
+        if noise and noise[0]:
+            others = [name for name in op.names() if name != noiseless]
+            raise ImplementationUnavailable(f"{op.name}[{noiseless}]: adds no noise; {', '.join(others)} do")
+        return ()
 
-    def fused_add_rmsnorm(x, residual, weight, bias, eps, offset, cast):
+    def fused_rmsnorm(x, weight, bias, eps, offset, cast, *noise):
+        weight, bias = parameters(weight, bias)
+        return forward(x.contiguous(), weight, bias, eps, offset, cast == "llama", *only_taken(RMSNORM, noise))[0]
+
+    def fused_add_rmsnorm(x, residual, weight, bias, eps, offset, cast, *noise):
         # The llama cast rounds to the dtype that is normalised, which for a float32 residual stream is no rounding.
         round_xhat = cast == "llama" and residual.dtype == x.dtype
         weight, bias = parameters(weight, bias)
-        return add_forward(x.contiguous(), residual.contiguous(), weight, bias, eps, offset, round_xhat)[:2]
+        return add_forward(x.contiguous(), residual.contiguous(), weight, bias, eps, offset, round_xhat,
+                           *only_taken(ADD_RMSNORM, noise))[:2]
 
     return fused_rmsnorm, fused_add_rmsnorm
 
@@ -195,11 +216,11 @@ def _register(forward, add_forward, backward, dtypes=_checks.ACCEPTED):
 _loaded: dict[str, tuple] = {}
 
 
-def _defined(name, k, *dtypes):
+def _defined(name, k, *options):
     """The two functions made of the launchers in a module."""
     return _register(define(f"rmsnorm_{name}_forward", k.forward, _fake_forward),
                      define(f"add_rmsnorm_{name}_forward", k.add_forward, _fake_add_forward),
-                     define(f"rmsnorm_{name}_backward", k.backward, _fake_backward), *dtypes)
+                     define(f"rmsnorm_{name}_backward", k.backward, _fake_backward), *options)
 
 
 def _triton():
@@ -214,7 +235,7 @@ def _cute():
     if "cute" not in _loaded:
         from tilewright.kernels import rmsnorm_cute
 
-        _loaded["cute"] = _defined("cute", rmsnorm_cute, FLOATS)
+        _loaded["cute"] = _defined("cute", rmsnorm_cute, FLOATS, "cute")
     return _loaded["cute"]
 
 
@@ -280,6 +301,9 @@ def _all_cases(add):
         _case("qk_norm", (2, 5, 4, 128), add=add, weight_shape=(4, 128)),
         _case("fp32_weight", (6, 96), add=add, mixed=True),
         _case("wide", (2, 16512), add=add),
+        _case("noise", (9, 52), add=add, noise=aqn.SOME),
+        _case("noise_qk_norm", (2, 3, 3, 33), add=add, weight_shape=(3, 33), noise=aqn.SOME),
+        _case("noise_wide", (2, 16512), add=add, noise=aqn.SOME),
     ]
     timed = []
     for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU)):

@@ -1,0 +1,147 @@
+// What the CPU kernels that quantise share: rounding to few bits, random bits, checks. The definitions are in
+// tilewright/ops/quantize.py.
+#pragma once
+
+#include <algorithm>
+
+#include "cpu/common.h"
+
+namespace tw {
+
+template <class To, class From>
+TW_INLINE To bits(From x) {
+  static_assert(sizeof(To) == sizeof(From), "a cast of bits");
+  To y;
+  std::memcpy(&y, &x, sizeof(To));
+  return y;
+}
+
+// ---- rounding
+
+// A code without its sign: see `encode` in quantize.py. random: 32 bits, where RANDOM.
+template <int MANTISSA, int LOWEST, bool RANDOM>
+TW_INLINE int32_t encode(float v, float largest, uint32_t random) {
+  v = std::fabs(v);
+  v = v > largest ? largest : v;
+  int32_t e = (bits<int32_t>(v) >> 23) - 127;
+  e = e < LOWEST ? LOWEST : e;
+  const float units = v * bits<float>((MANTISSA - e + 127) << 23);
+  const int32_t n = RANDOM ? (int32_t(units * 16777216.0f) + int32_t(random >> 8)) >> 24 : int32_t(std::nearbyintf(units));
+  return ((e - LOWEST) << MANTISSA) + n;
+}
+
+template <bool RANDOM>
+TW_INLINE uint8_t to_e4m3(float v, uint32_t random) {
+  return uint8_t(encode<3, -6, RANDOM>(v, 448.0f, random) | (bits<int32_t>(v) >> 24 & 0x80));
+}
+
+template <bool RANDOM>
+TW_INLINE uint8_t to_e2m1(float v, uint32_t random) {
+  return uint8_t(encode<1, 0, RANDOM>(v, 6.0f, random) | (bits<int32_t>(v) >> 28 & 8));
+}
+
+// Exact, and without subnormal numbers, which a processor may be told to flush.
+TW_INLINE float from_e4m3(uint8_t code) {
+  const int32_t u = code & 0x7F;
+  const bool small = u < 8;
+  float f = bits<float>((u << 20) + ((small ? 121 : 120) << 23)) - (small ? 0.015625f : 0.0f);
+  f = u == 0x7F ? NAN : f;
+  return bits<float>(bits<int32_t>(f) | int32_t(code & 0x80) << 24);
+}
+
+// A block of Philox4x32-10 with the counter (block, c2, c3): see `philox` in quantize.py.
+TW_INLINE void philox_block(uint64_t key, uint64_t block, uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3) {
+  c0 = uint32_t(block);
+  c1 = uint32_t(block >> 32);
+  uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32);
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p = uint64_t(c0) * 0xD2511F53u, q = uint64_t(c2) * 0xCD9E8D57u;
+    c0 = uint32_t(q >> 32) ^ c1 ^ k0;
+    c1 = uint32_t(q);
+    c2 = uint32_t(p >> 32) ^ c3 ^ k1;
+    c3 = uint32_t(p);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+}
+
+// Random bits of elements first to first + n - 1.
+inline void philox(uint64_t key, uint64_t first, int64_t n, std::vector<uint32_t>& words, uint32_t*& found) {
+  const uint64_t block = first >> 2;
+  const int64_t blocks = int64_t(((first + uint64_t(n) + 3) >> 2) - block);
+  if (int64_t(words.size()) < 4 * blocks) words.resize(size_t(4 * blocks));
+  uint32_t* const w = words.data();
+  TW_SIMD
+  for (int64_t b = 0; b < blocks; ++b) {
+    uint32_t c0, c1, c2 = 0, c3 = 0;
+    philox_block(key, block + uint64_t(b), c0, c1, c2, c3);
+    w[4 * b] = c0;
+    w[4 * b + 1] = c1;
+    w[4 * b + 2] = c2;
+    w[4 * b + 3] = c3;
+  }
+  found = w + (first & 3);
+}
+
+// The largest magnitude as bits, whose order is that of the magnitudes: a NaN is above all numbers, and stays.
+template <class T>
+TW_INLINE int32_t largest(const T* x, int64_t n) {
+  int32_t most = 0;
+  TW_SIMD_MAX(most)
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t m = bits<int32_t>(load(x[i])) & 0x7FFFFFFF;
+    most = m > most ? m : most;
+  }
+  return most;
+}
+
+// One block in FP8: its codes, and its inverse scale.   stride, code_stride: from row to row.   element, pitch: the
+// number of the first element, and from row to row, for random bits.
+template <bool RANDOM, class T>
+TW_INLINE float fp8_block(const T* x, int64_t stride, int64_t rows, int64_t n, uint64_t key, uint64_t element,
+                          uint64_t pitch, std::vector<uint32_t>& words, uint8_t* code, int64_t code_stride) {
+  int32_t found = 0;
+  for (int64_t r = 0; r < rows; ++r) found = std::max(found, largest(x + r * stride, n));
+  float most = bits<float>(found);
+  most = most < 0x1p-100f ? 0x1p-100f : most;
+  const float scale = found == 0 ? 1.0f : 1.0f / most * 448.0f;
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* const own = x + r * stride;
+    uint8_t* const to = code + r * code_stride;
+    uint32_t* random = nullptr;
+    if (RANDOM) philox(key, element + uint64_t(r) * pitch, n, words, random);
+    TW_SIMD
+    for (int64_t i = 0; i < n; ++i) to[i] = to_e4m3<RANDOM>(load(own[i]) * scale, RANDOM ? random[i] : 0);
+  }
+  return found == 0 ? 1.0f : most / 448.0f;
+}
+
+// ---- checks
+
+inline void check_bytes(const char* name, const Tensor& t, int64_t elements) {
+  check_row_major(name, t);
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Byte && t.numel() == elements, "tilewright: ", name, " must be ",
+                  elements, " bytes");
+}
+
+inline void check_floats(const char* name, const Tensor& t, int64_t elements) {
+  check_row_major(name, t);
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.numel() == elements, "tilewright: ", name, " must be ",
+                  elements, " float32 numbers");
+}
+
+inline void check_matrices(const char* name, const Tensor& t) {
+  check_row_major(name, t);
+  STD_TORCH_CHECK(t.dim() == 3, "tilewright: ", name, " must be [matrices, rows, columns]");
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <class F>
+void with_dtype(bool half, F&& f) {
+  if (half) return f(bf16{});
+  return f(float{});
+}
+
+}  // namespace tw

@@ -1,0 +1,524 @@
+"""Adaptive quantisation noise: the bits, the distribution, what is added to weights, forward and backward, compiled
+code, the schedule. Parity of every implementation is in test_contract.py."""
+
+import dataclasses
+import functools
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers import DEVICE, skip_unless_usable
+from torch.utils.checkpoint import checkpoint
+
+from tilewright.ops import (
+    AQN,
+    add_rmsnorm,
+    aqn,
+    aqn_noise,
+    aqn_schedule,
+    block_fp8,
+    dequantize_block_fp8,
+    dequantize_nf4,
+    dequantize_nvfp4,
+    nf4,
+    nvfp4,
+    quantize,
+    quantize_block_fp8,
+    quantize_nf4,
+    quantize_nvfp4,
+    rmsnorm,
+)
+from tilewright.ops.rmsnorm import ADD_RMSNORM, RMSNORM
+from tilewright.registry import FLOATS, ImplementationUnavailable, short
+
+NOISE = AQN(0.5, seed=2**40 + 7, step=12, layer=3)
+EVERY = pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
+# Elements for statistics; Triton's interpreter makes some thousands a second.
+MANY = {"eager": 2**18, "cpp": 2**18, "triton": 2**14 if DEVICE == "cpu" else 2**18}
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def implementation(name, dtype=torch.float32):
+    """The callable (like, first, n, seed, step, layer, dtype) -> elements first to first + n - 1."""
+    skip_unless_usable(aqn.AQN_NOISE, name, dtype)
+    return aqn.AQN_NOISE.resolve(name, DEVICE, dtype)
+
+
+def draw(name, n, first=0, noise=NOISE):
+    return implementation(name)(torch.empty(0, device=DEVICE), first, n, noise.seed, noise.step, noise.layer,
+                                torch.float32)
+
+
+# ---- bits
+
+def signed(word):
+    """A 64-bit counter as torch has it."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+@pytest.mark.parametrize("counter, key, expected", [
+    ((0, 0, 0, 0), (0, 0), (0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8)),
+    ((0xffffffff,) * 4, (0xffffffff,) * 2, (0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd)),
+    ((0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344), (0xa4093822, 0x299f31d0),
+     (0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1))])
+def test_philox_gives_the_words_of_random123(counter, key, expected):
+    """kat_vectors, philox4x32 10."""
+    found = quantize.philox(key[0] | key[1] << 32, 4, "cpu", counter[2:], signed(counter[0] | counter[1] << 32))
+    assert tuple(found.tolist()) == expected
+
+
+def numpys(seed, words, first, blocks):
+    """Philox4x32-10 in unsigned integers, by the paper; and the normal values, by the definition."""
+    mask = np.uint64(0xFFFFFFFF)
+    block = np.arange(blocks, dtype=np.uint64) + np.uint64(first)
+    c = [block & mask, block >> np.uint64(32), *(np.full(blocks, w, np.uint64) for w in words)]
+    k = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        p, q = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        c = [q >> np.uint64(32) ^ c[1] ^ np.uint64(k[0]), q & mask, p >> np.uint64(32) ^ c[3] ^ np.uint64(k[1]),
+             p & mask]
+        k = [k[0] + 0x9E3779B9 & 0xFFFFFFFF, k[1] + 0xBB67AE85 & 0xFFFFFFFF]
+    u = [((w >> np.uint64(8)).astype(np.float64) + 0.5) / 2**24 for w in c]
+    r, s = (np.sqrt(-2 * np.log(u[i])) for i in (0, 2))
+    pairs = r * np.cos(2 * np.pi * u[1]), r * np.sin(2 * np.pi * u[1]), s * np.cos(2 * np.pi * u[3]), s * np.sin(
+        2 * np.pi * u[3])
+    return np.stack(c, 1), torch.from_numpy(np.stack(pairs, 1).reshape(-1)).to(DEVICE)
+
+
+@EVERY
+@pytest.mark.parametrize("noise", [NOISE, AQN(1, 2**63 - 1, 2**31 - 1, 2**32 - 1), AQN(1, 0)], ids=["a", "last", "0"])
+def test_values_are_those_of_the_definition(name, noise):
+    """Alike to float32's precision, so every bit of every u that shows is right: another bit is another value."""
+    _, expected = numpys(noise.seed, (noise.layer, 2**31 + noise.step), 0, 64)
+    torch.testing.assert_close(draw(name, 253, noise=noise).double(), expected[:253], rtol=5e-7, atol=5e-7)
+
+
+@EVERY
+@pytest.mark.parametrize("first", [1, 2**33 - 6, 2**34 - 5, 2**34, 2**40 + 3])
+def test_elements_far_on(name, first):
+    """Beyond 32 bits of the element's index, and of the counter, which has its word for that."""
+    _, expected = numpys(NOISE.seed, (NOISE.layer, 2**31 + NOISE.step), first // 4, 16)
+    torch.testing.assert_close(draw(name, 48, first).double(), expected[first % 4:][:48], rtol=5e-7, atol=5e-7)
+
+
+@EVERY
+def test_an_element_does_not_depend_on_where_a_call_begins(name):
+    whole = draw(name, 3000)
+    for first, n in ((0, 1), (1, 2), (3, 500), (1024, 1024), (1021, 1979)):
+        assert torch.equal(draw(name, n, first), whole[first:first + n])
+
+
+def test_the_words_of_noise_are_never_those_of_random_rounding():
+    """Rounding has zeros in the counter's upper words, noise its highest bit."""
+    rounding = quantize.philox(5, 4000, "cpu")
+    noise = quantize.philox(5, 4000, "cpu", (0, 0x80000000))
+    assert not set(rounding.tolist()) & set(noise.tolist()) or (rounding != noise).all()
+
+
+@EVERY
+def test_the_largest_and_smallest_u(name, monkeypatch):
+    """What one block in 2^24 has: next to 0 and 1, where float32 has no room for the half, nothing is lost."""
+    if name != "eager":
+        pytest.skip("words cannot be put into a kernel; its error was measured over 10^8 values")
+    words = torch.tensor([[0, 0, 2**32 - 1, 2**31], [2**32 - 1, 2**32 - 1, 255, 2**30]])
+    monkeypatch.setattr(quantize, "philox", lambda *a, **k: words)
+    found = aqn._noise_eager(torch.empty(0), 0, 8, 0, 0, 0, torch.float64)
+    top, near = math.sqrt(-2 * math.log(2.0**-25)), math.sqrt(-2 * math.log1p(-2.0**-25))
+    assert found.abs().max() == pytest.approx(top, rel=1e-12) and top < 5.89
+    expected = [top, 0, -near, 0, near, 0, 0, top]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=2e-6)
+    assert found[2].item() == pytest.approx(-near, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp"])
+def test_errors_are_some_units_in_the_last_place(name):
+    """Of a float32, in the tails as well."""
+    n = MANY[name]
+    truth = implementation("eager", torch.float64)(torch.empty(0, device=DEVICE), 0, n, 9, 1, 2, torch.float64)
+    found = draw(name, n, noise=AQN(1, 9, 1, 2)).double()
+    assert ((found - truth).abs() <= 3 * 2.0**-23 * truth.abs().clamp_min(1)).all()
+    assert ((found - truth).abs()[truth.abs() > 3] <= 3 * 2.0**-23 * truth.abs()[truth.abs() > 3]).all()
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+def test_other_dtypes_are_rounded_once(name, dtype):
+    skip_unless_usable(aqn.AQN_NOISE, name, dtype)
+    found = aqn_noise((7, 41), NOISE, device=DEVICE, dtype=dtype, implementation=name)
+    expected = aqn_noise((7, 41), NOISE, device=DEVICE, implementation=name).to(dtype)
+    # The twin rounds its float64, of which float32 may lie on the other side of a tie.
+    assert found.dtype == dtype and (found == expected).double().mean() > 0.99
+
+
+# ---- the distribution; seeds are fixed, so that a test passes always or never
+
+@functools.cache
+def sample(name):
+    return draw(name, MANY[name]).double()
+
+
+@EVERY
+def test_moments_are_those_of_a_normal_distribution(name):
+    """Each within four standard deviations of its own."""
+    x = sample(name)
+    n = x.numel()
+    for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)):
+        assert abs(x.pow(power).mean() - mean) < 4 * math.sqrt(variance / n), power
+
+
+@EVERY
+def test_the_shares_beyond_bounds_are_those_of_a_normal_distribution(name):
+    """Tails included; and Kolmogorov's distance, whose 0.1 % point is 1.95 / sqrt(n)."""
+    x = sample(name)
+    n = x.numel()
+    for bound in (-3, -2, -1, -0.1, 0, 0.5, 1, 2, 3, 3.5):
+        p = 0.5 * math.erfc(bound / math.sqrt(2))
+        assert abs((x > bound).double().mean() - p) < 4 * math.sqrt(p * (1 - p) / n), bound
+    order = torch.special.ndtr(x.sort().values)
+    at = torch.arange(n, device=x.device, dtype=torch.float64)
+    assert max((order - at / n).abs().max(), ((at + 1) / n - order).abs().max()) < 1.95 / math.sqrt(n)
+
+
+def correlated(a, b):
+    """Correlation of two samples, and of their squares, in its standard deviations."""
+    n = a.numel()
+    squares = (a.square() - 1) * (b.square() - 1) / 2
+    return max(abs(float((a * b).mean())), abs(float(squares.mean()))) * math.sqrt(n)
+
+
+@EVERY
+def test_elements_are_independent(name):
+    """Neighbours, the two of a pair, blocks, rows of a power of two."""
+    x = sample(name)
+    for lag in (1, 2, 3, 4, 5, 8, 64, 1024, 4096):
+        assert correlated(x[:-lag], x[lag:]) < 4, lag
+    assert correlated(x[::2], x[1::2]) < 4
+
+
+@EVERY
+@pytest.mark.parametrize("other", [{"layer": 4}, {"layer": 3 + 2**31}, {"step": 13}, {"step": 12 + 2**30},
+                                   {"seed": NOISE.seed + 1}, {"seed": NOISE.seed + 2**32}, {"seed": 7},
+                                   {"layer": 12, "step": 3}], ids=str)
+def test_layers_steps_and_seeds_are_independent(name, other):
+    n = 2**14
+    a, b = sample(name)[:n], draw(name, n, noise=dataclasses.replace(NOISE, **other)).double()
+    assert correlated(a, b) < 4
+
+
+# ---- on quantised weights
+
+FORMATS = {"nf4": (nf4.DEQUANTIZE_NF4, dequantize_nf4, quantize_nf4),
+           "nf4_nested": (nf4.DEQUANTIZE_NF4, dequantize_nf4, functools.partial(quantize_nf4, double_quant=True)),
+           "nf4_wide": (nf4.DEQUANTIZE_NF4, dequantize_nf4, functools.partial(quantize_nf4, block_size=256)),
+           "nvfp4": (nvfp4.DEQUANTIZE_NVFP4, dequantize_nvfp4, quantize_nvfp4),
+           "block_fp8": (block_fp8.DEQUANTIZE_BLOCK_FP8, dequantize_block_fp8,
+                         functools.partial(quantize_block_fp8, block=(16, 16))),
+           "block_fp8_odd": (block_fp8.DEQUANTIZE_BLOCK_FP8, dequantize_block_fp8,
+                             functools.partial(quantize_block_fp8, block=(3, 7)))}
+EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS)
+SHAPES = pytest.mark.parametrize("shape", [(5, 37), (3, 7, 72), (2, 3, 33), (1, 1), (2, 1100)], ids=str)
+
+
+def steps(format, q):
+    """The local quantisation step of each element, from what is stored."""
+    if format.startswith("nf4"):
+        scale = q.absmax
+        if q.offset is not None:
+            scale = nf4.dynamic_map().to(DEVICE)[q.absmax.long()] * q.nested_absmax.repeat_interleave(256)[
+                :q.absmax.numel()] + q.offset
+        return (0.5 * 0.0795803 * scale).repeat_interleave(q.block_size)[:math.prod(q.shape)].view(q.shape)
+    if format == "nvfp4":
+        return (0.5 * q.scale.float() * q.global_scale).repeat_interleave(16, -1)[..., :q.shape[-1]]
+    rows, columns = q.block
+    step = 0.125 * q.scale_inv
+    return step.repeat_interleave(rows, -2).repeat_interleave(columns, -1)[..., :q.shape[-2], :q.shape[-1]]
+
+
+@EVERY
+@EVERY_FORMAT
+@SHAPES
+def test_what_is_added_is_alpha_times_noise_times_the_step(name, format, shape):
+    op, down, up = FORMATS[format]
+    skip_unless_usable(op, name, torch.float32)
+    q = up(randn(*shape))
+    plain, noisy = (down(q, noise=n, implementation=name) for n in (None, NOISE))
+    unit = NOISE.alpha * steps(format, q)
+    n = aqn_noise(shape, NOISE, device=DEVICE, implementation="eager")
+    # Of the sum's rounding, a unit of the larger of its terms is seen in the difference.
+    room = 4 * 2.0**-24 * (plain.abs() + noisy.abs()) / unit + 1e-6 * n.abs() + 1e-6
+    assert (((noisy - plain) / unit - n).abs() <= room).all()
+
+
+@EVERY
+@EVERY_FORMAT
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+def test_no_noise_is_no_noise_bit_for_bit(name, format, dtype):
+    op, down, up = FORMATS[format]
+    skip_unless_usable(op, name, dtype)
+    q = up(randn(4, 70, dtype=dtype))
+    expected = down(q, implementation=name)
+    for noise in (None, AQN(0, 5, 6, 7), AQN(0.0, 5)):
+        assert torch.equal(down(q, noise=noise, implementation=name), expected)
+    assert not torch.equal(down(q, noise=NOISE, implementation=name), expected)
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp"])
+def test_weights_with_noise_are_rounded_once(name):
+    """To bf16 or fp16, from the float32 sum."""
+    dtype = torch.float16 if name == "triton" else torch.bfloat16
+    for op, down, up in FORMATS.values():
+        skip_unless_usable(op, name, dtype)
+        q = up(randn(6, 80))
+        found, exact = (down(q, noise=NOISE, dtype=d, implementation=name) for d in (dtype, torch.float32))
+        assert torch.equal(found, exact.to(dtype))
+
+
+def test_experts_have_noise_of_their_own():
+    q = quantize_nf4(torch.ones(2, 8, 64, device=DEVICE))
+    delta = dequantize_nf4(q, noise=NOISE) - 1
+    assert not torch.equal(delta[0], delta[1]) and not torch.equal(delta[:, 0], delta[:, 1])
+
+
+# ---- on the weight of a norm
+
+@pytest.mark.parametrize("name", ["triton", "cpp", "torch", "eager"])
+@pytest.mark.parametrize("shape, weight_shape", [((6, 52), (52,)), ((5, 3, 33), (3, 33)), ((4, 1), (1,)),
+                                                 ((40, 130), (130,)), ((2, 16500), (16500,))], ids=str)
+@pytest.mark.parametrize("add", [False, True])
+def test_a_norm_with_noise_is_a_norm_with_another_weight(name, shape, weight_shape, add):
+    """Values and gradients; no weight changes; and more rows than programs share."""
+    op = ADD_RMSNORM if add else RMSNORM
+    if name not in op.names():
+        pytest.skip(f"{op.name} has no such implementation")
+    skip_unless_usable(op, name, torch.float32)
+    if name == "triton" and DEVICE == "cpu" and add and shape[-1] > 1000:
+        pytest.skip("slow in the interpreter; the walk is the same")
+    inputs = [randn(*shape, seed=i).requires_grad_() for i in range(1 + add)]
+    w, b = (randn(*s, seed=5).requires_grad_() for s in (weight_shape, shape[-1:]))
+    kept = w.detach().clone()
+    b = None if name == "torch" else b
+
+    def run(weight, **options):
+        fn = add_rmsnorm if add else rmsnorm
+        y = fn(*inputs, weight, bias=b, offset=0.25, cast="gemma", **options)
+        outs = y if add else (y,)
+        wrt = [*inputs, weight, *([] if b is None else [b])]
+        return [*outs, *torch.autograd.grad(outs, wrt, [randn(*shape, seed=7)] * len(outs))]
+
+    found = run(w, noise=NOISE, implementation=name)
+    other = (kept + NOISE.alpha * aqn_noise(weight_shape, NOISE, device=DEVICE)).requires_grad_()
+    for f, e in zip(found, run(other, implementation="eager"), strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-5, atol=2e-5)
+    assert torch.equal(w, kept)
+    plain = run(w, implementation=name)
+    assert all(torch.equal(*pair) for pair in zip(run(w, noise=AQN(0, 3), implementation=name), plain, strict=True))
+    if shape[-1] > 1:   # one column is normalised to 1 or -1
+        assert not torch.equal(plain[0], found[0])
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
+def test_forward_and_backward_multiply_by_the_same_bits(name):
+    """With rows of +-1, rstd is 1, y is the weight itself, and dx shows it again: of y = x w and a gradient in one
+    column, dx there is w (1 - 1 / D), the same operations on the same bits."""
+    skip_unless_usable(RMSNORM, name, torch.float32)
+    D = 64
+    x = torch.ones(D, D, device=DEVICE, requires_grad=True)
+    w = randn(D).requires_grad_()
+    y = rmsnorm(x, w, 0.0, noise=NOISE, implementation=name)
+    dx, = torch.autograd.grad(y, x, torch.eye(D, device=DEVICE))
+    # In the columns without a gradient, -w_i / D, a division by a power of two: exact.
+    for i in range(D):
+        assert torch.equal(-dx[i, (i + 1) % D] * D, y[0, i]), i
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp"])
+def test_nothing_more_is_saved(name):
+    skip_unless_usable(RMSNORM, name, torch.float32)
+    saved = []
+
+    def count(noise):
+        saved.clear()
+        x, w = randn(4, 8).requires_grad_(), randn(8).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+            rmsnorm(x, w, noise=noise, implementation=name)
+        return list(saved)
+
+    assert count(NOISE) == count(None) == [(4, 8), (4,), (8,)]
+
+
+@pytest.mark.parametrize("op", [RMSNORM, ADD_RMSNORM], ids=lambda op: op.name)
+def test_cute_refuses_noise(op, monkeypatch):
+    """By its functions on stand-ins for the operators, which take CUDA tensors only."""
+    def called(x, *rest):
+        return (x,) * (2 if op is RMSNORM else 3)
+
+    module = sys.modules[RMSNORM.public.__module__]
+    monkeypatch.setattr(module, "differentiate", lambda *a: None)
+    fn = module._register(called, called, called, noiseless="cute")[op is ADD_RMSNORM]
+    tensors = [randn(4, 8)] * (1 + (op is ADD_RMSNORM)) + [randn(8), None, 1e-6, 0.0, "llama"]
+    fn(*tensors)
+    fn(*tensors, *aqn.NONE)
+    others = "triton, cpp, torch, eager" if op is RMSNORM else "triton, cpp, eager"
+    with pytest.raises(ImplementationUnavailable, match=rf"^{op.name}\[cute\]: adds no noise; {others} do$"):
+        fn(*tensors, 0.5, 1, 2, 3)
+
+
+# ---- checkpointing and compiled code
+
+def layer(x, w, q, noise, name):
+    """A norm and a product with a quantised weight, as in a block."""
+    h = rmsnorm(x, w, noise=noise, implementation=name)
+    return h @ dequantize_nf4(q, noise=dataclasses.replace(noise, layer=noise.layer + 1), implementation=name).T
+
+
+@EVERY
+def test_recomputing_makes_the_same_noise(name):
+    skip_unless_usable(RMSNORM, name, torch.float32)
+    x, w = randn(5, 64).requires_grad_(), randn(64).requires_grad_()
+    q = quantize_nf4(randn(8, 64))
+    g = randn(5, 8, seed=3)
+    fn = functools.partial(layer, q=q, noise=NOISE, name=name)
+    kept, again = fn(x, w), checkpoint(fn, x, w, use_reentrant=False)
+    assert torch.equal(kept, again)
+    for k, a in zip(*(torch.autograd.grad(y, (x, w), g) for y in (kept, again)), strict=True):
+        assert torch.equal(k, a)
+
+
+class Graphs:
+    """A backend that counts graphs and runs them split into forward and backward."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, graph, example_inputs):
+        from torch._dynamo.backends.debugging import aot_eager
+
+        self.count += 1
+        return aot_eager(graph, example_inputs)
+
+
+@EVERY
+@pytest.mark.parametrize("made", ["inside", "outside"])
+def test_steps_and_layers_do_not_recompile(name, made):
+    """One graph for the first step and one for all others; equal bits."""
+    skip_unless_usable(RMSNORM, name, torch.float32)
+    x, w = randn(5, 64).requires_grad_(), randn(64).requires_grad_()
+    q = quantize_nf4(randn(8, 64))
+
+    def by_number(x, w, step):
+        return layer(x, w, q, AQN(0.5, 77, step, 3), name)
+
+    def by_noise(x, w, noise):
+        return layer(x, w, q, noise, name)
+
+    torch._dynamo.reset()
+    graphs = Graphs()
+    compiled = torch.compile(by_number if made == "inside" else by_noise, fullgraph=True, backend=graphs)
+    g = randn(5, 8, seed=3)
+    for step in (5, 6, 16, 1, 0, 2**31 - 1):
+        noise = AQN(0.5, 77, step, 3)
+        y = compiled(x, w, step if made == "inside" else noise)
+        expected = by_noise(x, w, noise)
+        assert torch.equal(y, expected)
+        for f, e in zip(*(torch.autograd.grad(t, (x, w), g) for t in (y, expected)), strict=True):
+            assert torch.equal(f, e), step
+    assert graphs.count <= 2, "a step of 0 or 1 may not have a graph of its own either"
+
+
+@EVERY
+def test_other_numbers_in_compiled_code(name):
+    """seed and layer become symbols when they first change. A fused operator's alpha is a constant of its graph, and so
+    is that there is no noise."""
+    skip_unless_usable(RMSNORM, name, torch.float32)
+    x, w = randn(5, 64), randn(64)
+    torch._dynamo.reset()
+    graphs = Graphs()
+    compiled = torch.compile(lambda x, w, noise: rmsnorm(x, w, noise=noise, implementation=name), fullgraph=True,
+                             backend=graphs)
+    for noise, new in ((AQN(0.0, 1, 0), True), (AQN(0.5, 1, 1), True), (AQN(0.5, 1, 2), True), (AQN(0.5, 2, 3), True),
+                       (AQN(0.5, 2**40, 4, 9), True), (AQN(0.5, 5, 5, 2**32 - 1), False), (AQN(0.5, 3, 0, 1), False),
+                       (AQN(0.3, 6, 6, 6), True), (AQN(0.3, 7, 7, 7), False), (AQN(0.5, 8, 9, 7), False),
+                       (AQN(0.0, 8, 8, 8), False)):
+        before = graphs.count
+        assert torch.equal(compiled(x, w, noise), rmsnorm(x, w, noise=noise, implementation=name)), noise
+        assert new or graphs.count == before, noise
+
+
+@pytest.mark.parametrize("name", ["cpp", "eager"])
+def test_inductor_recomputes_the_same_noise(name):
+    """The twin's noise is an operator: fused with other arithmetic it would be another one in backward."""
+    skip_unless_usable(RMSNORM, name, torch.float32)
+    torch._dynamo.reset()
+    x, w = randn(5, 64).requires_grad_(), randn(64).requires_grad_()
+    g = randn(5, 64, seed=3)
+
+    def twice(x, w, step):
+        return checkpoint(lambda x: rmsnorm(x, w, noise=AQN(0.5, 1, step), implementation=name) * 2, x,
+                          use_reentrant=False)
+
+    compiled = torch.compile(twice, fullgraph=True)
+    for step in (3, 4):
+        for f, e in zip(*(torch.autograd.grad(fn(x, w, step), (x, w), g) for fn in (compiled, twice)), strict=True):
+            torch.testing.assert_close(f, e)
+
+
+# ---- the schedule
+
+def test_the_schedule_has_a_quiet_stage_and_then_equal_factors():
+    found = [aqn_schedule(step, 100, start=1e-2, end=1e-4, stages=4) for step in range(100)]
+    stages = sorted(set(found), key=found.index)
+    assert [found.count(s) for s in stages] == [25] * 4
+    assert stages == [0.0, 1e-2, pytest.approx(1e-3), pytest.approx(1e-4)]
+    # As published: ten stages, of which nine have noise.
+    ten = sorted({aqn_schedule(step, 1000, start=5e-2, end=5e-4, stages=10) for step in range(1000)}, reverse=True)
+    assert ten == [*(pytest.approx(5e-2 * 100 ** (-i / 8)) for i in range(9)), 0.0]
+
+
+@pytest.mark.parametrize("step, total, stages, expected", [
+    (0, 10, 2, 0.0), (4, 10, 2, 0.0), (5, 10, 2, 0.5), (9, 10, 2, 0.5), (1000, 10, 2, 0.5),
+    (0, 1, 5, 0.0), (1, 1, 5, 0.125), (99, 10, 5, 0.125), (3, 10, 3, 0.0), (4, 10, 3, 0.5), (7, 10, 3, 0.125)])
+def test_the_schedule_at_its_ends(step, total, stages, expected):
+    assert aqn_schedule(step, total, start=0.5, end=0.125, stages=stages) == pytest.approx(expected)
+
+
+# ---- refusals
+
+Q = quantize_nf4(torch.ones(2, 64))
+
+
+@pytest.mark.parametrize("call, error, message", [
+    (lambda: AQN(-1.0, 0), ValueError, "alpha must be a finite number >= 0, got -1.0"),
+    (lambda: AQN(1.0, 2**63), ValueError, "seed must be 0 to 9223372036854775807, got 9223372036854775808"),
+    (lambda: AQN(1.0, 0, 2**31), ValueError, "step must be 0 to 2147483647, got 2147483648"),
+    (lambda: AQN(1.0, 0, 0, -1), ValueError, "layer must be 0 to 4294967295, got -1"),
+    (lambda: AQN(1.0, 0.5), TypeError, "seed must be an int, got 0.5"),
+    (lambda: aqn_noise(3, 0.5), TypeError, "noise must be an AQN, got float"),
+    (lambda: aqn_noise((3, -1), NOISE), ValueError, r"size must not be negative, got \(3, -1\)"),
+    (lambda: aqn_noise((3, 1.5), NOISE), TypeError, r"size must be an int or a sequence of ints, got \(3, 1.5\)"),
+    (lambda: aqn_noise(3, NOISE, dtype=torch.int8), TypeError, "dtype must be one of float32.*, got torch.int8"),
+    (lambda: aqn_noise(3, NOISE, implementation="cuda"), ValueError, "unknown implementation 'cuda'"),
+    (lambda: dequantize_nf4(Q, noise=0.1), TypeError, "noise must be an AQN or None, got float"),
+    (lambda: rmsnorm(torch.ones(2, 4), torch.ones(4), noise=(1, 2)), TypeError,
+     "noise must be an AQN or None, got tuple"),
+    (lambda: aqn_schedule(-1, 10, start=1, end=0.1, stages=3), ValueError, "step must be >= 0, got -1"),
+    (lambda: aqn_schedule(1.0, 10, start=1, end=0.1, stages=3), TypeError, "step must be an int, got 1.0"),
+    (lambda: aqn_schedule(1, 0, start=1, end=0.1, stages=3), ValueError, "total_steps must be >= 1, got 0"),
+    (lambda: aqn_schedule(1, 10, start=1, end=0.1, stages=1), ValueError, "stages must be >= 2, got 1"),
+    (lambda: aqn_schedule(1, 10, start=0, end=0.1, stages=3), ValueError, "start must be a finite number > 0, got 0"),
+    (lambda: aqn_schedule(1, 10, start=1, end=math.inf, stages=3), ValueError, "end must be a finite number > 0, got"),
+    (lambda: aqn_schedule(1, 10, start=1, end="1", stages=3), TypeError, "end must be a number, got '1'")])
+def test_bad_input_is_one_clear_error(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_the_cpp_operator_itself_checks_its_numbers():
+    run = implementation("cpp")
+    for bad in ((-1, 0, 0), (0, -1, 0), (0, 2**31, 0), (0, 0, 2**32)):
+        with pytest.raises(RuntimeError, match=r"seed must be >= 0, step 0 to 2\^31 - 1 and layer 0 to 2\^32 - 1"):
+            run(torch.empty(0), 0, 4, *bad, torch.float32)

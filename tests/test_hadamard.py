@@ -1,0 +1,152 @@
+"""The block Hadamard transform: the matrix, its inverse and gradient, the signs, the bits of every implementation."""
+
+import math
+
+import pytest
+import torch
+from helpers import DEVICE, skip_unless_usable
+
+from tilewright.ops import hadamard, quantize
+from tilewright.ops.hadamard import HADAMARD
+from tilewright.registry import FLOATS, short
+
+IMPLEMENTATIONS = pytest.mark.parametrize("name", HADAMARD.names())
+SIZES = pytest.mark.parametrize("size", [16, 32])
+EVERY_DTYPE = pytest.mark.parametrize("dtype", FLOATS, ids=short)
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def sylvester(size):
+    """By its recursion, where the op's definition is butterflies."""
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while len(h) < size:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return h / math.sqrt(size)
+
+
+def signs(seed, size):
+    words = quantize.philox(seed, size, torch.device("cpu"))
+    return torch.tensor([-1.0 if int(w) & 1 else 1.0 for w in words], dtype=torch.float64)
+
+
+@IMPLEMENTATIONS
+@SIZES
+@pytest.mark.parametrize("seed", [None, 7, 2**40 + 3])
+def test_is_a_product_by_the_matrix_of_signs(name, size, seed):
+    skip_unless_usable(HADAMARD, name, torch.float32)
+    x = randn(3, 5, 3 * size)
+    s = torch.ones(size, dtype=torch.float64) if seed is None else signs(seed, size)
+    blocks = x.cpu().double().view(-1, size)
+    forward = hadamard(x, size, seed=seed, implementation=name)
+    backward = hadamard(x, size, seed=seed, inverse=True, implementation=name)
+    for found, expected in ((forward, (blocks * s) @ sylvester(size)), (backward, (blocks @ sylvester(size)) * s)):
+        assert found.shape == x.shape and found.dtype == x.dtype and found.is_contiguous()
+        torch.testing.assert_close(found.cpu().double(), expected.view(x.shape), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp"])
+@EVERY_DTYPE
+@SIZES
+@pytest.mark.parametrize("options", [{}, {"seed": 3}, {"seed": 2**62 + 5, "inverse": True}], ids=str)
+def test_implementations_give_the_bits_of_the_twin(name, dtype, size, options, poisoned):
+    skip_unless_usable(HADAMARD, name, dtype)
+    for shape in ((5, 96), (2500 // size * size,), (2, 0, 64), (0, 32)):   # within a program's tile, and beyond
+        x = randn(*shape, dtype=dtype)
+        found, expected = (hadamard(x, size, **options, implementation=n) for n in (name, "eager"))
+        assert found.dtype == dtype and torch.equal(found, expected)
+
+
+@IMPLEMENTATIONS
+@SIZES
+@pytest.mark.parametrize("seed", [None, 11])
+def test_inverse_undoes_it_and_lengths_stay(name, size, seed):
+    skip_unless_usable(HADAMARD, name, torch.float32)
+    x = randn(6, 4 * size)
+    y = hadamard(x, size, seed=seed, implementation=name)
+    back = hadamard(y, size, seed=seed, inverse=True, implementation=name)
+    torch.testing.assert_close(back, x, rtol=0, atol=2e-6)
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
+    w = randn(5, 4 * size, seed=1)   # a product along the last dimension stays
+    torch.testing.assert_close(y @ hadamard(w, size, seed=seed, implementation=name).T, x @ w.T, rtol=0, atol=5e-5)
+
+
+def test_one_large_element_is_spread():
+    x = torch.zeros(1, 32, device=DEVICE)
+    x[0, 3] = 8.0
+    assert hadamard(x, 16).abs().tolist() == [[2.0] * 16 + [0.0] * 16]
+
+
+def test_signs_are_those_of_the_seed():
+    x = torch.zeros(3, 32, device=DEVICE)
+    x[0, 0] = x[1, 1] = x[2, 5] = 4.0   # each row shows one position's sign in its first element
+    seen = {tuple(hadamard(x, 32, seed=seed)[:, 0].sign().tolist()) for seed in range(40)}
+    assert len(seen) == 8
+    ones = torch.ones(2, 64, device=DEVICE)
+    y = hadamard(ones, 16, seed=5)
+    assert torch.equal(y[0, :16], y[1, 48:])   # the same for all blocks
+    assert not torch.equal(y, hadamard(ones, 16, seed=6))
+    assert not torch.equal(y, hadamard(ones, 16, seed=5 + 2**32))
+    counts = sum((signs(seed, 32) < 0).double() for seed in range(400))
+    assert ((counts - 200).abs() < 50).all()   # 5 standard deviations
+
+
+@IMPLEMENTATIONS
+@SIZES
+@pytest.mark.parametrize("inverse", [False, True])
+def test_gradient_is_the_other_direction(name, size, inverse):
+    skip_unless_usable(HADAMARD, name, torch.float32)
+    x, dy = randn(3, 2 * size).requires_grad_(), randn(3, 2 * size, seed=1)
+    options = {"seed": 4, "implementation": name}
+    y = hadamard(x, size, inverse=inverse, **options)
+    dx, = torch.autograd.grad(y, x, dy.expand(3, -1), create_graph=True)
+    torch.testing.assert_close(dx, hadamard(dy, size, inverse=not inverse, **options), rtol=0, atol=1e-6)
+    # The transform is linear: <dy, H v> = <H^T dy, v>.
+    v = randn(3, 2 * size, seed=2)
+    torch.testing.assert_close((dy * hadamard(v, size, inverse=inverse, **options)).sum(), (dx * v).sum())
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+def test_gradcheck_of_the_definition(inverse):
+    x = randn(2, 32).double().requires_grad_()
+    call = lambda x: hadamard(x, 16, seed=1, inverse=inverse, implementation="eager")   # noqa: E731
+    assert torch.autograd.gradcheck(call, x)
+    assert torch.autograd.gradgradcheck(call, x)
+
+
+@IMPLEMENTATIONS
+def test_any_strides(name):
+    skip_unless_usable(HADAMARD, name, torch.float32)
+    x = randn(32, 96)
+    for view in (x[:, 16:48], x.mT, x[::2], x[:1].expand(4, 96), x.view(32, 6, 16).transpose(0, 1)):
+        assert torch.equal(hadamard(view, seed=2, implementation=name),
+                           hadamard(view.contiguous(), seed=2, implementation=name))
+
+
+def test_what_is_not_finite_stays_in_its_block():
+    x = randn(2, 64)
+    x[0, 20], x[1, 63] = float("nan"), float("inf")
+    for name in HADAMARD.usable(DEVICE, torch.float32):
+        bad = ~hadamard(x, implementation=name).isfinite()
+        assert bad[0].tolist() == [False] * 16 + [True] * 16 + [False] * 32
+        assert bad[1].tolist() == [False] * 48 + [True] * 16
+
+
+def test_arguments_that_do_not_fit_are_refused_by_name():
+    x = randn(4, 48)
+    for call, error, message in [
+        (lambda: hadamard(3), TypeError, "x must be a torch.Tensor, got int"),
+        (lambda: hadamard(x.int()), TypeError, "x must be one of float32.*, got int32"),
+        (lambda: hadamard(x[0, 0]), ValueError, "x must have at least 1 dimension, got a scalar"),
+        (lambda: hadamard(x, 32), ValueError, "x's last dimension must divide by size, 32, got 48"),
+        (lambda: hadamard(x[:, :40]), ValueError, "x's last dimension must divide by size, 16, got 40"),
+        (lambda: hadamard(x, 8), ValueError, r"size must be one of \[16, 32\], got 8"),
+        (lambda: hadamard(x, 16.0), TypeError, r"size must be one of \[16, 32\], got 16.0"),
+        (lambda: hadamard(x, seed=-1), ValueError, r"seed must be 0 to 2\^63 - 1, got -1"),
+        (lambda: hadamard(x, seed=True), TypeError, "seed must be an int or None, got True"),
+        (lambda: hadamard(x, inverse=1), TypeError, "inverse must be a bool, got 1"),
+    ]:
+        with pytest.raises(error, match=message):
+            call()

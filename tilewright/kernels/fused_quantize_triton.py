@@ -1,0 +1,391 @@
+"""Quantisation in Triton with something else in the same pass over memory: the transpose, the largest magnitude of a
+Hadamard transform, silu(gate) * up, RMSNorm. The definitions are tilewright/ops/{nvfp4,block_fp8,fused_quantize}.py.
+
+What is quantised is first rounded to the inputs' dtype, where the op by itself would round it: the bytes are those of
+the two ops one after the other.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels import activation_triton, launchers, rmsnorm_triton
+from tilewright.kernels.hadamard_triton import TILE, butterflies, sign_mask, signed
+from tilewright.kernels.quantize_triton import (
+    block_fp8_quantize,
+    fp8_tile,
+    magnitude,
+    nvfp4_tile,
+    random_bits,
+)
+from tilewright.kernels.spec import KernelSpec
+
+BLOCK = 128   # columns that share a scale in FP8
+
+
+# ---- NVFP4
+
+@triton.jit
+def _largest_transformed(x_ptr, most_ptr, n, signs, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The largest magnitude of a program's elements after the transform, as bits: a NaN is above all numbers."""
+    i = tl.arange(0, TILE)
+    at = tl.program_id(0).to(tl.int64) * TILE + i
+    v = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    v = butterflies(signed(v, i, signs, SIZE), SIZE)
+    tl.store(most_ptr + tl.program_id(0), tl.max(magnitude(v), axis=0))
+
+
+def nvfp4_largest(x: torch.Tensor, hadamard: int, signs: int | None) -> torch.Tensor:
+    """The largest magnitude, float32 [], of the transform of x, whose last dimension divides by `hadamard`."""
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float32)
+    programs = triton.cdiv(x.numel(), TILE)
+    most = x.new_empty(programs, dtype=torch.int32)
+    _largest_transformed[(programs,)](x, most, x.numel(), sign_mask(signs), SIZE=hadamard, TILE=TILE, num_warps=4)
+    return most.amax().view(torch.float32)
+
+
+@triton.jit
+def _nvfp4_put(x, at, data_ptr, scale_ptr, total, first, rows, row0, column0, width, columns, key,
+               TALL: tl.constexpr, RANDOM: tl.constexpr):
+    """Quantises the tile x at (row0, column0) of a matrix whose first row is number `first` of all."""
+    if RANDOM:
+        random = random_bits(at, key)
+    else:
+        random = 0
+    code, scale = nvfp4_tile(x.to(tl.float32), total, random, TALL, RANDOM)
+    r = row0 + tl.arange(0, x.shape[0])
+    byte = column0 // 2 + tl.arange(0, x.shape[1] // 2)
+    g = column0 // 16 + tl.arange(0, x.shape[1] // 16)
+    groups = (columns + 15) // 16
+    row = first + r
+    tl.store(data_ptr + row[:, None] * width + byte[None, :], code, mask=(r < rows)[:, None] & (byte < width)[None, :])
+    tl.store(scale_ptr + row[:, None] * groups + g[None, :], scale, mask=(r < rows)[:, None] & (g < groups)[None, :])
+
+
+@triton.jit
+def _nvfp4_both(x_ptr, total_ptr, data_ptr, scale_ptr, turned_ptr, turned_scale_ptr, R, C, width, turned_width, bands,
+                tiles, key, TALL: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, RANDOM: tl.constexpr):
+    """A tile of HIGH x WIDE of x, and the same of its transpose."""
+    band = (tl.program_id(0) // tiles).to(tl.int64)
+    b = band // bands
+    row0 = (band % bands) * HIGH
+    column0 = (tl.program_id(0) % tiles) * WIDE
+    r = row0 + tl.arange(0, HIGH)
+    c = column0 + tl.arange(0, WIDE)
+    at = (b * R + r)[:, None] * C + c[None, :]
+    x = tl.load(x_ptr + at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
+    total = tl.load(total_ptr)
+    _nvfp4_put(x, at, data_ptr, scale_ptr, total, b * R, R, row0, column0, width, C, key, TALL, RANDOM)
+    at = (b * C + c)[:, None] * R + r[None, :]
+    _nvfp4_put(tl.trans(x), at, turned_ptr, turned_scale_ptr, total, b * C, C, column0, row0, turned_width, R, key,
+               TALL, RANDOM)
+
+
+# Of a tile that is also transposed: rows of 128 bytes of bf16 are read, and of 32, a sector, are written. In one of
+# twice the size ptxas spills 40 bytes for sm_90 where rounding is random.
+HIGH, WIDE = 64, 64
+
+
+def _nvfp4_warps(random: bool) -> int:
+    """16 elements a thread, and 8 where each has random bits: with 16, ptxas spills 4 bytes for sm_120."""
+    return 16 if random else 8
+
+
+def nvfp4_quantize_both(
+        x: torch.Tensor, global_scale: torch.Tensor, square: bool,
+        seed: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `nvfp4_quantize` gives for x and for its transpose, in one pass."""
+    B, R, C = x.shape
+    data = x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8)
+    scale = x.new_empty((B, R, triton.cdiv(C, 16)), dtype=torch.uint8)
+    turned = x.new_empty((B, C, (R + 1) // 2), dtype=torch.uint8)
+    turned_scale = x.new_empty((B, C, triton.cdiv(R, 16)), dtype=torch.uint8)
+    if x.numel():
+        high = min(HIGH, max(16, triton.next_power_of_2(R)))
+        wide = min(WIDE, max(16, triton.next_power_of_2(C)))
+        bands, tiles = triton.cdiv(R, high), triton.cdiv(C, wide)
+        _nvfp4_both[(B * bands * tiles,)](x, global_scale, data, scale, turned, turned_scale, R, C, data.shape[2],
+                                          turned.shape[2], bands, tiles, seed or 0, TALL=16 if square else 1,
+                                          HIGH=high, WIDE=wide, RANDOM=seed is not None,
+                                          num_warps=_nvfp4_warps(seed is not None))
+    return data, scale, turned, turned_scale
+
+
+# ---- block-scaled FP8
+
+@triton.jit
+def _block_fp8_put(x, at, inside, data_ptr, inverse_ptr, first, rows, row0, column0, columns, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr):
+    """Quantises the tile x at (row0, column0) of a matrix whose first row of blocks is number `first` of all."""
+    code, inverse = fp8_tile(x.to(tl.float32), 0, ROWS, COLUMNS, False)
+    tl.store(data_ptr + at, code, mask=inside)
+    r = row0 // ROWS + tl.arange(0, x.shape[0] // ROWS)
+    g = column0 // COLUMNS + tl.arange(0, x.shape[1] // COLUMNS)
+    across = (columns + COLUMNS - 1) // COLUMNS
+    tl.store(inverse_ptr + (first + r)[:, None] * across + g[None, :], inverse,
+             mask=(r < (rows + ROWS - 1) // ROWS)[:, None] & (g < across)[None, :])
+
+
+@triton.jit
+def _block_fp8_both(x_ptr, data_ptr, inverse_ptr, turned_ptr, turned_inverse_ptr, R, C, bands, tiles,
+                    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr, STRIP: tl.constexpr):
+    """A tile of SIDE x SIDE of x, and the same of its transpose, each in strips. The second time x comes from a cache:
+    a tile that is held in registers for both leaves too few of them (ptxas spills 24 bytes for sm_100)."""
+    band = (tl.program_id(0) // tiles).to(tl.int64)
+    b = band // bands
+    row0 = (band % bands) * SIDE
+    column0 = (tl.program_id(0) % tiles) * SIDE
+    strip = tl.arange(0, STRIP)
+    side = tl.arange(0, SIDE)
+    for start in range(0, SIDE, STRIP):
+        r = row0 + start + strip
+        c = column0 + side
+        inside = (r < R)[:, None] & (c < C)[None, :]
+        at = (b * R + r)[:, None] * C + c[None, :]
+        x = tl.load(x_ptr + at, mask=inside, other=0.0)
+        _block_fp8_put(x, at, inside, data_ptr, inverse_ptr, b * ((R + ROWS - 1) // ROWS), R, row0 + start, column0, C,
+                       ROWS, COLUMNS)
+    for start in range(0, SIDE, STRIP):
+        r = row0 + side
+        c = column0 + start + strip
+        x = tl.load(x_ptr + (b * R + r)[:, None] * C + c[None, :], mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
+        at = (b * C + c)[:, None] * R + r[None, :]
+        inside = (c < C)[:, None] & (r < R)[None, :]
+        _block_fp8_put(tl.trans(x), at, inside, turned_ptr, turned_inverse_ptr, b * ((C + ROWS - 1) // ROWS), C,
+                       column0 + start, row0, R, ROWS, COLUMNS)
+
+
+def _strips(rows: int, columns: int) -> dict:
+    """Of 64 bytes of bf16 where x is turned, or of a block's rows. 16 elements a thread, and 32 in the largest."""
+    side, strip = max(rows, columns, 32), max(rows, 32)
+    return {"ROWS": rows, "COLUMNS": columns, "SIDE": side, "STRIP": strip,
+            "num_warps": max(1, min(16, side * strip // 512))}
+
+
+def block_fp8_quantize_both(
+        x: torch.Tensor, rows: int, columns: int,
+        seed: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `block_fp8_quantize` gives for x and for its transpose. In one pass where blocks fill a square tile: sides
+    of powers of two up to 128. Not with random rounding, whose words for whole tiles do not fit in registers (ptxas
+    spills 900 bytes and more for sm_90)."""
+    B, R, C = x.shape
+    side = max(rows, columns, 32)
+    if side > 128 or rows & (rows - 1) or columns & (columns - 1) or seed is not None or not x.numel():
+        return *block_fp8_quantize(x, rows, columns, seed), *block_fp8_quantize(x.mT.contiguous(), rows, columns, seed)
+    data, turned = x.new_empty(x.shape, dtype=torch.uint8), x.new_empty((B, C, R), dtype=torch.uint8)
+    inverse = x.new_empty((B, triton.cdiv(R, rows), triton.cdiv(C, columns)), dtype=torch.float32)
+    turned_inverse = x.new_empty((B, triton.cdiv(C, rows), triton.cdiv(R, columns)), dtype=torch.float32)
+    bands, tiles = triton.cdiv(R, side), triton.cdiv(C, side)
+    _block_fp8_both[(B * bands * tiles,)](x, data, inverse, turned, turned_inverse, R, C, bands, tiles,
+                                          **_strips(rows, columns))
+    return data, inverse, turned, turned_inverse
+
+
+# ---- silu(gate) * up, then FP8
+
+@triton.jit
+def _silu_mul_quantize(gate_ptr, up_ptr, data_ptr, inverse_ptr, columns, tiles, gate_stride, up_stride, key,
+                       UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, RANDOM: tl.constexpr):
+    """GROUPS blocks of one row. Strides and columns in units of UNIT elements: see activation_triton."""
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    n = columns * UNIT
+    c = tile * (GROUPS * BLOCK) + tl.arange(0, GROUPS * BLOCK)
+    mask = c < n
+    gate = tl.load(gate_ptr + row * gate_stride * UNIT + c, mask=mask, other=0.0)
+    up = tl.load(up_ptr + row * up_stride * UNIT + c, mask=mask, other=0.0).to(tl.float32)
+    a, _ = activation_triton._activate(gate.to(tl.float32), 0)
+    y = (a * up).to(gate.dtype).to(tl.float32)
+    at = row * n + c
+    if RANDOM:
+        random = random_bits(at, key)
+    else:
+        random = 0
+    code, inverse = fp8_tile(tl.reshape(y, (1, GROUPS * BLOCK)), random, 1, BLOCK, RANDOM)
+    tl.store(data_ptr + at, tl.reshape(code, (GROUPS * BLOCK,)), mask=mask)
+    g = tile * GROUPS + tl.arange(0, GROUPS)
+    across = (n + BLOCK - 1) // BLOCK
+    tl.store(inverse_ptr + row * across + g, tl.reshape(inverse, (GROUPS,)), mask=g < across)
+
+
+SILU_TILE = 1024   # elements of a program: with 4 warps, one 128-bit load of each bf16 operand a thread
+
+
+def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate, up [rows, I] with contiguous columns -> bytes of codes [rows, I], inverse scales [rows, ceil(I / 128)]."""
+    rows, columns = gate.shape
+    across = triton.cdiv(columns, BLOCK)
+    data = gate.new_empty((rows, columns), dtype=torch.uint8)
+    inverse = gate.new_empty((rows, across), dtype=torch.float32)
+    if gate.numel():
+        groups = min(SILU_TILE // BLOCK, triton.next_power_of_2(across))
+        tiles = triton.cdiv(across, groups)
+        by = activation_triton._unit(columns, gate, up)
+        _silu_mul_quantize[(rows * tiles,)](gate, up, data, inverse, columns // by, tiles, gate.stride(0) // by,
+                                            up.stride(0) // by, seed or 0, UNIT=by, BLOCK=BLOCK, GROUPS=groups,
+                                            RANDOM=seed is not None, num_warps=max(1, groups * BLOCK // 256))
+    return data, inverse
+
+
+# ---- RMSNorm, then FP8
+
+@triton.jit
+def _quantise_rows(y, at, mask, data_ptr, inverse_ptr, row, in_t, column0, D, key, BLOCK: tl.constexpr,
+                   RANDOM: tl.constexpr):
+    """y [rows, columns] float32, from column column0 on; `at` in all of x."""
+    if RANDOM:
+        random = random_bits(at, key)
+    else:
+        random = 0
+    code, inverse = fp8_tile(y, random, 1, BLOCK, RANDOM)
+    tl.store(data_ptr + at, code, mask=mask)
+    g = column0 // BLOCK + tl.arange(0, y.shape[1] // BLOCK)
+    across = (D + BLOCK - 1) // BLOCK
+    tl.store(inverse_ptr + row[:, None] * across + g[None, :], inverse, mask=in_t[:, None] & (g < across)[None, :])
+
+
+@triton.jit
+def _normalised(x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, c, offset, D, DTYPE: tl.constexpr, BIAS: tl.constexpr,
+                ROUND_XHAT: tl.constexpr, KEEP: tl.constexpr):
+    w = tl.load(w_ptr + h * D + c, mask=c < D, other=0.0).to(tl.float32) + offset
+    y = x * rstd[:, None]
+    if ROUND_XHAT:
+        y = y.to(DTYPE).to(tl.float32)
+    y = y * w[None, :]
+    if BIAS:
+        y += tl.load(b_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    y = y.to(DTYPE)
+    if KEEP:
+        tl.store(y_ptr + at, y, mask=mask)
+    return tl.where(mask, y.to(tl.float32), 0.0)
+
+
+@triton.jit
+def _rmsnorm_quantize(x_ptr, w_ptr, b_ptr, y_ptr, data_ptr, inverse_ptr, T, eps, offset, key, H: tl.constexpr,
+                      D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WALK: tl.constexpr,
+                      BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr, BLOCK: tl.constexpr, RANDOM: tl.constexpr,
+                      KEEP: tl.constexpr):
+    """rmsnorm_triton._forward, whose sums and order of operations it keeps, and the quantisation of its rows."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = tl.program_id(1)
+    row = t * H + h
+    cols = tl.arange(0, BLOCK_D)
+    in_t = t < T
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    if not WALK:
+        mask = in_t[:, None] & (cols < D)[None, :]
+        at = row[:, None] * D + cols[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + eps)
+        y = _normalised(x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, cols, offset, D, DTYPE, BIAS, ROUND_XHAT, KEEP)
+        _quantise_rows(y, at, mask, data_ptr, inverse_ptr, row, in_t, 0, D, key, BLOCK, RANDOM)
+    else:
+        ss = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+        for start in range(0, D, BLOCK_D):
+            c = start + cols
+            mask = in_t[:, None] & (c < D)[None, :]
+            x = tl.load(x_ptr + row[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            ss += x * x
+        rstd = 1.0 / tl.sqrt(tl.sum(ss, axis=1) / D + eps)
+        for start in range(0, D, BLOCK_D):
+            c = start + cols
+            mask = in_t[:, None] & (c < D)[None, :]
+            at = row[:, None] * D + c[None, :]
+            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            y = _normalised(x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, c, offset, D, DTYPE, BIAS, ROUND_XHAT, KEEP)
+            _quantise_rows(y, at, mask, data_ptr, inverse_ptr, row, in_t, start, D, key, BLOCK, RANDOM)
+
+
+def rmsnorm_quantize(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float,
+                     round_xhat: bool, seed: int | None,
+                     keep: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [.., D] -> bytes of codes [rows, D], inverse scales [rows, ceil(D / 128)], and what was quantised [rows, D], or
+    [0, D] unless it is to be kept. With the constants of rmsnorm's launch, which decide the order of its sums."""
+    T, H, D = launchers.sizes(x, weight)
+    rows = T * H
+    data = x.new_empty((rows, D), dtype=torch.uint8)
+    inverse = x.new_empty((rows, triton.cdiv(D, BLOCK)), dtype=torch.float32)
+    y = x.new_empty((rows if keep else 0, D))
+    if T:
+        c = rmsnorm_triton.FORWARD.config(x.device, D, x.element_size(), False)
+        _rmsnorm_quantize[(triton.cdiv(T, c["BLOCK_T"]), H)](
+            x, weight, bias, y, data, inverse, T, eps, offset, seed or 0, H=H, D=D, WALK=c["BLOCK_D"] < D,
+            BIAS=bias is not None, ROUND_XHAT=round_xhat, BLOCK=min(BLOCK, c["BLOCK_D"]), RANDOM=seed is not None,
+            KEEP=keep, **c)
+    return data, inverse, y
+
+
+# ---- for the compile gate
+
+def _spec(kernel, label, types, constexprs, num_warps, **need):
+    signature = {n: types[n] for n in kernel.arg_names if n in types}
+    return KernelSpec(kernel, label, signature, constexprs, num_warps, **need)
+
+
+def nvfp4_gate() -> list[KernelSpec]:
+    found = []
+    for d in ("bf16", "fp32"):
+        types = {"x_ptr": f"*{d}", "total_ptr": "*fp32", "data_ptr": "*u8", "scale_ptr": "*u8", "R": "i32", "C": "i32",
+                 "width": "i32", "bands": "i32", "tiles": "i32", "key": "i64", "turned_ptr": "*u8",
+                 "turned_scale_ptr": "*u8", "turned_width": "i32", "most_ptr": "*i32", "n": "i32", "signs": "i32"}
+        for tall in (1, 16):
+            for random in (False, True):
+                label = f"nvfp4 quantize both {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
+                found.append(_spec(_nvfp4_both, label, types,
+                                   {"TALL": tall, "HIGH": HIGH, "WIDE": WIDE, "RANDOM": random},
+                                   _nvfp4_warps(random), store=0,
+                                   divisible=("R", "C", "width", "turned_width")))
+        for size in (16, 32):   # a program writes one number
+            found.append(_spec(_largest_transformed, f"nvfp4 largest {d} hadamard {size}", types,
+                               {"SIZE": size, "TILE": TILE}, 4, store=0, divisible=("n",)))
+    return found
+
+
+def block_fp8_gate() -> list[KernelSpec]:
+    found = []
+    for d in ("bf16", "fp32"):
+        for rows in (1, 128):
+            constexprs = _strips(rows, 128)
+            num_warps = constexprs.pop("num_warps")
+            found.append(_spec(_block_fp8_both, f"block_fp8 quantize both {d} {rows}x128",
+                               {"x_ptr": f"*{d}", "data_ptr": "*u8", "inverse_ptr": "*fp32", "turned_ptr": "*u8",
+                                "turned_inverse_ptr": "*fp32", "R": "i32", "C": "i32", "bands": "i32",
+                                "tiles": "i32"}, constexprs, num_warps, divisible=("R", "C")))
+    return found
+
+
+def silu_mul_gate() -> list[KernelSpec]:
+    """Rows aligned to 16 bytes, and an odd width, whose rows are read element by element. The codes of 8 elements of a
+    thread are 8 bytes."""
+    found = []
+    for d, unit, random in (("bf16", 8, False), ("bf16", 8, True), ("bf16", 1, False), ("fp32", 4, False)):
+        types = {"gate_ptr": f"*{d}", "up_ptr": f"*{d}", "data_ptr": "*u8", "inverse_ptr": "*fp32", "columns": "i32",
+                 "tiles": "i32", "gate_stride": "i32", "up_stride": "i32", "key": "i64"}
+        label = f"silu_mul quantize {d}{' random' if random else ''}{' odd' if unit == 1 else ''}"
+        found.append(_spec(_silu_mul_quantize, label, types,
+                           {"UNIT": unit, "BLOCK": BLOCK, "GROUPS": SILU_TILE // BLOCK, "RANDOM": random}, 4,
+                           load=0 if unit == 1 else 128, store=0))
+    return found
+
+
+def rmsnorm_gate() -> list[KernelSpec]:
+    found = []
+    for d, weight, bias, cast, random, keep in (("bf16", "bf16", False, True, False, False),
+                                                ("bf16", "fp32", True, True, False, True),
+                                                ("bf16", "bf16", False, True, True, False),
+                                                ("fp32", "fp32", True, False, False, True)):
+        for D in (128, 4096, 8192, 16384, 65536):
+            types = {"x_ptr": f"*{d}", "w_ptr": f"*{weight}", "b_ptr": f"*{weight}", "y_ptr": f"*{d}",
+                     "data_ptr": "*u8", "inverse_ptr": "*fp32", "T": "i32", "eps": "fp32", "offset": "fp32",
+                     "key": "i64"}
+            c = dict(rmsnorm_triton.FORWARD.heuristic(D=D, itemsize=2 if d == "bf16" else 4, add=False))
+            num_warps = c.pop("num_warps")
+            label = f"rmsnorm quantize {d} weight={weight}{' bias' if bias else ''}{' random' if random else ''} D={D}"
+            found.append(_spec(_rmsnorm_quantize, label, types,
+                               {"H": 8 if D == 128 else 1, "D": D, "WALK": c["BLOCK_D"] < D, "BIAS": bias,
+                                "ROUND_XHAT": cast, "BLOCK": BLOCK, "RANDOM": random, "KEEP": keep, **c}, num_warps,
+                               store=128 if keep else 0))
+    return found
