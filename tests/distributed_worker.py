@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tilewright.trainer import checkpoint, hf, train
+from tilewright.trainer import adapters, checkpoint, hf, train
 from tilewright.trainer.config import load
 from tilewright.trainer.data import collate
 from tilewright.trainer.model import Ops
@@ -45,7 +45,7 @@ def one_step(config, world, bins):
     loss, tokens, _ = train.train_step(model, micro_batches(config, world, bins), config, world)
     norm = clip_gradients(list(model.parameters()), 0.0)
     return {"loss": loss, "tokens": tokens, "norm": norm,
-            "grads": {name: full(p.grad) for name, p in unwrap(model).named_parameters()}}
+            "grads": {name: full(p.grad) for name, p in unwrap(model).named_parameters() if p.requires_grad}}
 
 
 def several_steps(config, world, bins, steps=4):
@@ -54,12 +54,14 @@ def several_steps(config, world, bins, steps=4):
     optimizer = build_optimizer(unwrap(model), config.train)
     found = {"loss": [], "norm": [], "router": []}
     for i in range(steps):
+        adapters.before_step(unwrap(model), config, i)
         with Count() as count:
             loss, _, router = train.train_step(model, micro_batches(config, world, bins[i:] + bins[:i]), config, world)
         found.setdefault("all_to_alls", count.calls)
         norm = clip_gradients(list(model.parameters()), config.train.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
+        adapters.after_step(unwrap(model), optimizer, config, i + 1)
         for key, value in (("loss", loss), ("norm", norm), ("router", router)):
             found[key].append(value)
     found["weights"] = {name: full(p.detach()) for name, p in unwrap(model).named_parameters()}

@@ -300,6 +300,7 @@ def test_without_a_file_arguments_are_enough():
     ["--train.data_parallel_mode", "none", "--train.lr", "3e-7"], ["--data.val_set_size", "0.1"],
     ["--train.wandb_name", "null"], ["--train.wandb_name", '"null"'], ["--train.wandb_name", "ünïcode: [x]"],
     ["--train.optimizer", "sgd", "--train.recompute_modules", '["mlp"]'],
+    ["--lora.enable_qlora", "true", "--lora.exclude_modules", '["lm_head"]', "--lora.enable_aqn", "true"],
 ])
 def test_resolved_is_a_fixed_point(least, write, arguments):
     config = least(*arguments)
@@ -310,6 +311,7 @@ def test_resolved_is_a_fixed_point(least, write, arguments):
 def test_what_is_derived(least):
     config = least()
     assert config.model.tokenizer_path == config.model.config_path == "nowhere"
+    assert least(QLORA).lora.enable_lora and not config.lora.enable_lora
     assert config.train.init_device == "meta" and config.data.dataloader_prefetch_factor is None
     assert least("--data.dataloader_num_workers", "2").data.dataloader_prefetch_factor == 2
     here = "cpu" if platform.no_cuda() else "cuda"
@@ -328,8 +330,6 @@ def test_configurations_do_not_change(least):
 
 def other_values(path):
     """Values that the type allows, other than those that are accepted."""
-    if path == "lora.reset_optimizer_on_merge":
-        return []   # has a rule of its own
     named = kind(LEAVES[path].annotation)
     accepted = ACCEPTED.get(path, (default_of(Config, path),))
     candidates = {"integer": ["7"], "number": ["0.5"], "boolean": ["true", "false"], "mapping": ['{"a": 1}'],
@@ -344,7 +344,7 @@ def test_unsupported_fields_are_refused_with_their_sentence(least, path, value):
 
 
 def test_every_refused_field_has_another_value_in_the_tests():
-    assert [p for p in REFUSED if not other_values(p)] == ["lora.reset_optimizer_on_merge"]
+    assert all(map(other_values, REFUSED))
 
 
 def test_refused_fields_may_name_their_default(least):
@@ -355,6 +355,7 @@ def test_refused_fields_may_name_their_default(least):
 
 NONE, DDP = "--train.data_parallel_mode=none", "--train.data_parallel_mode=ddp"
 FIRST = "--data.datasets.0."
+LORA, QLORA, WEIGHTS = "--lora.enable_lora=true", "--lora.enable_qlora=true", "--model.model_path=x"
 # What breaks the rule, the sentence, and a neighbour that does not.
 RULES = [
     (f"{DDP} --train.data_parallel_shard_size=2", "only fsdp2 reads this", f"{DDP} --train.data_parallel_shard_size=1"),
@@ -430,8 +431,30 @@ RULES = [
     ('--train.moe_checkpoint_method=moe_act --train.recompute_modules=["self_attn"]', "experts are not recomputed",
      '--train.moe_checkpoint_method=moe_act --train.recompute_modules=["mlp"]'),
     ("--train.moe_checkpoint_method=moe_act --train.enable_reentrant=true", "without reentering", ""),
-    ("--lora.enable_qlora=true --lora.enable_lora=false", "QLoRA implies LoRA", ""),
-    ("--lora.reset_optimizer_on_merge=true", "no merge to reset at", ""),
+    (f"{QLORA} --lora.enable_lora=false", "QLoRA implies LoRA", QLORA),
+    *((f"--lora.{field}", "only enable_lora makes", f"{LORA} --lora.{field} {WEIGHTS}") for field in (
+        "lora_rank=2", "lora_alpha=2", 'lora_target_modules=["q_proj"]', "save_lora_only=true",
+        "merge_lora_interval=3")),
+    *((f"{LORA} --lora.{field}", "only enable_qlora makes", f"{QLORA} --lora.{field}") for field in (
+        "quant_format=block_fp8", 'exclude_modules=["x"]', "enable_aqn=true")),
+    (f"{LORA} --lora.quant_group_size=64", "only enable_qlora makes",
+     f"{QLORA} --lora.quant_format=nf4 --lora.quant_group_size=64"),
+    (f"{QLORA} --lora.aqn_alpha=2", "only enable_aqn makes", f"{QLORA} --lora.enable_aqn=true --lora.aqn_alpha=2"),
+    (f"{QLORA} --lora.quant_group_size=32", "nvfp4 has groups of 16", f"{QLORA} --lora.quant_group_size=16"),
+    (f"{QLORA} --lora.quant_format=nf4", "nf4 has groups of 32, 64",
+     f"{QLORA} --lora.quant_format=nf4 --lora.quant_group_size=4096"),
+    (f"{QLORA} --lora.quant_format=block_fp8 --lora.quant_group_size=129", "block_fp8 has groups of 1 to 128",
+     f"{QLORA} --lora.quant_format=block_fp8 --lora.quant_group_size=128"),
+    (f"{LORA} --lora.reset_optimizer_on_merge=true", "no merge to reset at",
+     f"{LORA} --lora.reset_optimizer_on_merge=true --lora.merge_lora_interval=2"),
+    (f"{LORA} --lora.save_lora_only=true {WEIGHTS} --lora.merge_lora_interval=2", "would lose what was merged",
+     f"{LORA} --lora.save_lora_only=true {WEIGHTS}"),
+    (f"{LORA} --lora.save_lora_only=true", "random weights are not stored", ""),
+    (f"{LORA} --lora.save_lora_only=true {WEIGHTS} --train.save_hf_weights=false", "no Hugging Face checkpoint", ""),
+    (f"{QLORA} --lora.enable_aqn=true --train.enable_compile=true", "compiled code would be made anew",
+     f"{QLORA} --train.enable_compile=true"),
+    (f"{QLORA} --train.expert_parallel_size=2", "quantised experts are not spread",
+     f"{LORA} --train.expert_parallel_size=2"),
 ]
 
 

@@ -20,8 +20,11 @@ transformers = pytest.importorskip("transformers")
 
 import distributed_worker  # noqa: E402
 
+from tilewright import adapt  # noqa: E402
 from tilewright import ops as tw  # noqa: E402
-from tilewright.trainer import checkpoint, data, hf, optim, parallel, train  # noqa: E402
+from tilewright.lora import QuantizedLinear  # noqa: E402
+from tilewright.ops.aqn import AQN  # noqa: E402
+from tilewright.trainer import adapters, checkpoint, data, hf, optim, parallel, train  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
 from tilewright.trainer.parallel import World, clip_gradients, init_distributed  # noqa: E402
@@ -45,7 +48,7 @@ def write_config(folder, shape=QWEN3, **changes):
                       "enable_mixed_precision": False, "enable_gradient_checkpointing": False, "save_epochs": 0}}
     for key, value in changes.items():
         section, name = key.split("__")
-        tree[section][name] = value
+        tree.setdefault(section, {})[name] = value
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     return str(folder / "config.yaml")
 
@@ -140,7 +143,8 @@ def step_in_one_process(path, bins, *arguments):
     assert len(step) == t.gradient_accumulation_steps
     loss, tokens, _ = train.train_step(model, step, config, world)
     norm = clip_gradients(list(model.parameters()), 0.0)
-    return {"loss": loss, "tokens": tokens, "norm": norm, "grads": {n: p.grad for n, p in model.named_parameters()}}
+    return {"loss": loss, "tokens": tokens, "norm": norm, "grads": {n: p.grad for n, p in model.named_parameters()
+                                                                       if p.requires_grad}}
 
 
 def same(found, want, tolerance=1e-5):
@@ -461,10 +465,9 @@ def test_evaluation_is_the_mean_over_tokens_whatever_the_batches(tmp_path):
     assert found[0] == pytest.approx(total / count, rel=1e-5)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_resumed_run_equals_one_that_was_never_stopped(asynchronous, tmp_path):
-    options = {"train__save_steps": 2, "train__save_async": asynchronous, "train__gradient_accumulation_steps": 2,
-               "data__dataloader_drop_last": False, "train__lr_decay_style": "cosine"}
+def resumed_equals_never_stopped(tmp_path, **options):
+    options = {"train__save_steps": 2, "train__gradient_accumulation_steps": 2, "data__dataloader_drop_last": False,
+               "train__lr_decay_style": "cosine", **options}
     run(write_config(tmp_path / "a", **options))
     path = write_config(tmp_path / "b", **options)
     with pytest.MonkeyPatch.context() as patch:   # stops in the middle of step 5
@@ -487,6 +490,11 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(asynchronous, tmp_path)
     final = tensors(tmp_path / "b", 6)
     assert all(torch.equal(t, final[n]) for n, t in tensors(tmp_path / "a", 6).items())
     assert not list((tmp_path / "b/out/checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_resumed_run_equals_one_that_was_never_stopped(asynchronous, tmp_path):
+    resumed_equals_never_stopped(tmp_path, train__save_async=asynchronous)
 
 
 def test_a_checkpoint_that_was_not_finished_is_not_found(tmp_path):
@@ -702,3 +710,271 @@ def test_weights_that_are_not_safetensors_are_named(tmp_path):
     (tmp_path / "model/config.json").write_text("[]")
     with pytest.raises(ValueError, match="must hold a JSON object, got list"):
         hf.load_config(tmp_path / "model")
+
+
+# ---- adapters
+
+LORA = {"lora__enable_lora": True, "lora__lora_rank": 4, "lora__lora_alpha": 8}
+QLORA = {**LORA, "lora__enable_qlora": True}
+NF4 = {**QLORA, "lora__quant_format": "nf4", "lora__quant_group_size": 64}
+FP8 = {**QLORA, "lora__quant_format": "block_fp8", "lora__quant_group_size": 16}
+KINDS = {"lora": LORA, "nvfp4": QLORA, "nf4": NF4, "block_fp8": FP8}
+
+
+def build(path, *arguments):
+    config = load(path, list(arguments))
+    return config, train.build_model(config, shape_of(config), World(), Ops.resolve())
+
+
+def adapter_names(model):
+    return {n for n, _ in model.named_parameters() if adapt.is_adapter(n)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["qwen3", "qwen3-moe"])
+def test_adapters_alone_learn(shape, kind, tmp_path):
+    path = write_config(tmp_path, shape, train__micro_batch_size=4, train__weight_decay=0.1, train__lr=0.02,
+                        train__gradient_accumulation_steps=2, **KINDS[kind])
+    config, fresh = build(path)
+    plain = Transformer(shape_of(config), Ops.resolve())
+    plain.init_weights(config.train.seed)
+    ids = torch.arange(12)[None]
+    if kind == "lora":
+        # Experts with adapters are computed by another op than experts without.
+        assert (fresh(ids) - plain(ids)).abs().max() <= (1e-6 if shape is MOE else 0)
+    else:
+        error = (fresh(ids) - plain(ids)).abs().max() / plain(ids).abs().max()
+        assert 1e-3 < error < 0.3
+    model, optimizer, found = distributed_worker.several_steps(config, World(), make_bins(), steps=8)
+    before, after = fresh.state_dict(), model.state_dict()
+    assert found["loss"][-1] < found["loss"][0] - 0.05
+    for name, t in after.items():
+        assert torch.equal(t, before[name]) != adapt.is_adapter(name), name
+    assert {n for n, p in model.named_parameters() if p in optimizer.state} == adapter_names(model) != set()
+    quantised = [name for name, p in adapt.base_weights(model) if adapt.quantized(p)]
+    assert len(quantised) == (0 if kind == "lora" else 8)
+
+
+def flags(options):
+    return [f"--{key.replace('__', '.')}={value}" for key, value in options.items()]
+
+
+ADAPTERS = {
+    **{f"train_lora_{mode}": [*flags(LORA), *arguments] for mode, arguments in MODES.items()},
+    "train_nf4_ddp": [*flags(NF4), *MODES["ddp"]], "train_nf4_hsdp": [*flags(NF4), *MODES["hsdp"]],
+    "train_nvfp4_fsdp2": [*flags(QLORA), *MODES["fsdp2_recompute"]],
+    "train_lora_merge": ["--lora.enable_lora=true", "--lora.merge_lora_interval=2", *MODES["fsdp2"]],
+    "train_aqn": ["--lora.enable_qlora=true", "--lora.enable_aqn=true", *MODES["fsdp2_recompute"]],
+    "train_aqn_ddp": ["--lora.enable_qlora=true", "--lora.enable_aqn=true", *MODES["ddp"]],
+}
+ALONE = {"lora_merge": ["--lora.enable_lora=true", "--lora.merge_lora_interval=2"],
+         "aqn": ["--lora.enable_qlora=true", "--lora.enable_aqn=true"]}
+
+
+@pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["qwen3", "qwen3-moe"])
+def test_two_processes_train_adapters_as_one(shape, tmp_path):
+    """From weights in a folder, which one process reads and quantises, and sends."""
+    source = Transformer(ModelConfig.from_hf(shape), Ops.resolve())
+    source.init_weights(3)
+    hf.save_weights(source, tmp_path / "weights")
+    path = write_config(tmp_path, shape, train__micro_batch_size=1, train__gradient_accumulation_steps=4,
+                        train__optimizer="sgd", train__lr=1.0, model__model_path=str(tmp_path / "weights"))
+    bins = make_bins()
+    torch.save(bins, tmp_path / "bins.pt")
+    modes = ADAPTERS if shape is QWEN3 else {
+        **{k: ADAPTERS[k] for k in ("train_lora_fsdp2", "train_nf4_ddp", "train_nvfp4_fsdp2", "train_lora_merge")},
+        "train_spread": ["--lora.enable_lora=true", *EXPERTS]}
+    (tmp_path / "modes.json").write_text(json.dumps(modes))
+    done = launch(2, [str(pathlib.Path(__file__).with_name("distributed_worker.py"))], str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    for mode in modes:
+        kind = mode.split("_")[1]
+        alone = ALONE["lora_merge" if "merge" in mode else kind] if "merge" in mode or kind == "aqn" else (
+            ["--lora.enable_lora=true"] if kind == "spread"
+            else flags(KINDS[kind]))
+        want = distributed_worker.several_steps(load(path, ["--train.gradient_accumulation_steps=8", *alone]), World(),
+                                                bins)[2]
+        found = torch.load(tmp_path / f"{mode}.pt")
+        np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-5, err_msg=mode)
+        np.testing.assert_allclose(found["norm"], want["norm"], rtol=1e-4, err_msg=mode)
+        assert found["weights"].keys() == want["weights"].keys()
+        for name, weight in want["weights"].items():
+            assert (found["weights"][name] - weight).abs().max() <= 1e-4 * weight.abs().max(), (mode, name)
+
+
+@pytest.mark.parametrize("kind, mode", [("lora", "none"), ("lora", "fsdp2"), ("nf4", "fsdp2"), ("nvfp4", "none"),
+                                         ("block_fp8", "fsdp2")])
+def test_resuming_adapters_equals_never_stopping(kind, mode, tmp_path):
+    """Through merges, with noise, and with the quantised weights in the checkpoint."""
+    noise = {} if kind == "lora" else {"lora__enable_aqn": True}
+    resumed_equals_never_stopped(tmp_path, **KINDS[kind], **noise, train__data_parallel_mode=mode,
+                                 lora__merge_lora_interval=3, lora__reset_optimizer_on_merge=True)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_merging_happens_every_so_many_steps_and_may_forget_moments(kind, reset, tmp_path):
+    path = write_config(tmp_path, lora__merge_lora_interval=3, lora__reset_optimizer_on_merge=reset, **KINDS[kind])
+    config, model = build(path)
+    optimizer = optim.build_optimizer(model, config.train)
+    ids = torch.arange(12)[None]
+    for step in range(2):
+        model(ids, labels=ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        adapters.after_step(model, optimizer, config, step + 1)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
+    assert all(m.any() for m in moments)
+    dense = {n: t.clone() for n, t, _ in adapt.dense_weights(model)}
+    want = model(ids)
+    adapters.after_step(model, optimizer, config, 3)
+    assert all(not torch.equal(t, before[n]) for n, t in model.state_dict().items() if adapt.is_adapter(n))
+    if kind == "lora":   # exactly what it was; quantised weights are rounded again
+        assert (model(ids) - want).abs().max() <= 1e-6
+    for name, full, _ in adapt.dense_weights(model):
+        error = (full - dense[name]).norm() / dense[name].norm()
+        assert error <= (1e-6 if kind == "lora" else 0.15), name
+    now = [v for s in optimizer.state.values() for v in s.values()]
+    assert all(not v.any() if reset else torch.equal(v, m) for v, m in zip(now, moments, strict=True))
+    again = build(path)[1]   # the new adapters are not those of the start
+    name = next(n for n in adapter_names(model) if n.endswith("lora_A"))
+    assert not torch.equal(model.state_dict()[name], again.state_dict()[name])
+
+
+def test_a_run_merges_when_it_is_told_to(tmp_path):
+    for name, changes in {"a": {}, "b": {"lora__merge_lora_interval": 2}, "c": {
+            "lora__merge_lora_interval": 2, "lora__reset_optimizer_on_merge": True}}.items():
+        run(write_config(tmp_path / name, **LORA, **changes))
+    a, b, c = ([r["loss"] for r in rows(tmp_path / n)] for n in "abc")
+    assert a[:3] == b[:3] == c[:3]   # a merge after step 2 does not show in the loss of step 3
+    np.testing.assert_allclose(b[:3], a[:3], rtol=1e-6)
+    assert a[3] != b[3] and b[3:] != c[3:]
+
+
+@pytest.mark.parametrize("kind, mode", [("lora", "none"), ("nf4", "fsdp2")])
+def test_adapters_that_are_written_alone_give_what_merging_writes(kind, mode, tmp_path):
+    peft = pytest.importorskip("peft")
+    run(write_config(tmp_path / "start", train__max_steps=1))
+    start = tmp_path / "start/out/checkpoints/global_step_1/hf"
+    (start / "tokenizer.json").write_text("{}")
+    options = {**KINDS[kind], "model__model_path": str(start), "model__config_path": None,
+               "train__data_parallel_mode": mode, "lora__lora_target_modules": ["q_proj", "mlp"]}
+    for name, alone in (("merged", False), ("alone", True)):
+        run(write_config(tmp_path / name, lora__save_lora_only=alone, **options))
+    merged, alone = (tmp_path / f"{name}/out/checkpoints/global_step_6/hf" for name in ("merged", "alone"))
+    assert sorted(p.name for p in alone.iterdir()) == ["adapter_config.json", "adapter_model.safetensors",
+                                                       "tokenizer.json"]
+    settings = json.loads((alone / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(start)
+    assert settings["target_modules"] == ["down_proj", "gate_proj", "q_proj", "up_proj"]
+    ids = torch.arange(20)[None]
+    base = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
+    with torch.no_grad():
+        want = base(ids).logits
+        if kind == "lora":
+            on = transformers.AutoModelForCausalLM.from_pretrained(start)
+        else:   # adapters of quantised weights belong on those
+            _, model = build(write_config(tmp_path / "dense", **{**options, "train__data_parallel_mode": "none"}))
+            hf.save_weights(model, tmp_path / "dequantised")
+            on = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dequantised")
+        torch.testing.assert_close(peft.PeftModel.from_pretrained(on.eval(), alone)(ids).logits, want, rtol=1e-4,
+                                   atol=1e-5)
+        assert (on(ids).logits - want).abs().max() < 1e-4   # peft put them on this very model
+        plain = transformers.AutoModelForCausalLM.from_pretrained(start).eval()
+        assert (plain(ids).logits - want).abs().max() > 1e-2
+
+
+def test_each_field_of_lora_shapes_the_model(tmp_path):
+    def layers(*arguments, **changes):
+        model = build(write_config(tmp_path, **{**LORA, **changes}), *arguments)[1]
+        return dict(adapt.adapted(model)), dict(adapt.base_weights(model))
+
+    found, _ = layers()
+    assert {m.rank for m in found.values()} == {4} and {m.scale for m in found.values()} == {2.0}
+    assert len(found) == 8
+    found, _ = layers(lora__lora_rank=8, lora__lora_alpha=2)
+    assert {(m.rank, m.scale, m.lora_B.shape[1]) for m in found.values()} == {(8, 0.25, 8)}
+    found, _ = layers(lora__lora_target_modules=["v_proj", "layers.1.mlp"])
+    assert {p.removeprefix("model.layers."): [*m.slices] for p, m in found.items()} == {
+        "0.self_attn.qkv_proj": ["v_proj"], "1.self_attn.qkv_proj": ["v_proj"],
+        "1.mlp.gate_up_proj": ["gate_proj", "up_proj"], "1.mlp.down_proj": [""]}
+    for kind, (name, size) in {"nvfp4": ("nvfp4", 16), "nf4": ("nf4", 64), "block_fp8": ("block_fp8", 16)}.items():
+        _, weights = layers(**KINDS[kind])
+        [q] = weights["model.layers.0.self_attn.o_proj.weight"].weights()
+        assert adapt.QuantFormat(name, size) == adapters.lora.format_of(q)
+    _, weights = layers(**{**NF4, "lora__quant_group_size": 512})
+    assert weights["model.layers.0.self_attn.o_proj.weight"].weights()[0].block_size == 512
+    _, weights = layers(**NF4, lora__exclude_modules=["layers.1", "gate_proj", "up_proj"])
+    assert [n for n, w in weights.items() if isinstance(w, QuantizedLinear)] == [
+        f"model.layers.0.{n}.weight" for n in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.down_proj")]
+    for changes, message in (({"lora__lora_target_modules": ["lm_head"]}, "lora.lora_target_modules: .*'lm_head'"),
+                             ({**NF4, "lora__exclude_modules": ["nosuch"]}, "exclude_modules = .*'nosuch' match no"),
+                             ({**NF4, "lora__exclude_modules": ["layers"]}, "leaves nothing to quantise")):
+        with pytest.raises(ValueError, match=message):
+            layers(**changes)
+
+
+def test_what_a_quantised_checkpoint_leaves_out_is_left_out_unless_the_user_says_otherwise(tmp_path):
+    model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
+    model.init_weights(3)
+    hf.save_weights(model, tmp_path / "weights")
+    file = tmp_path / "weights/config.json"
+    shape = json.loads(file.read_text())
+    file.write_text(json.dumps({**shape, "quantization_config": {"ignore": ["lm_head", "re:.*layers[.]1[.]mlp"]}}))
+    path = write_config(tmp_path, **NF4, model__model_path=str(tmp_path / "weights"))
+    for arguments, count in (([], 6), (["--lora.exclude_modules=[]"], 8)):
+        quantised = [n for n, p in adapt.base_weights(build(path, *arguments)[1]) if adapt.quantized(p)]
+        assert len(quantised) == count and ("model.layers.1.mlp.down_proj.weight" in quantised) == (count == 8)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nvfp4"])
+def test_noise_is_trained_with_and_not_evaluated_with(kind, tmp_path):
+    options = {**KINDS[kind], "data__val_set_size": 4, "train__max_steps": 3}
+    runs = {"plain": {}, "none": {"lora__enable_aqn": True, "lora__aqn_alpha": 0}, "some": {"lora__enable_aqn": True},
+            "again": {"lora__enable_aqn": True, "train__enable_gradient_checkpointing": True},
+            "more": {"lora__enable_aqn": True, "lora__aqn_alpha": 2}}
+    for name, changes in runs.items():
+        run(write_config(tmp_path / name, **options, **changes))
+    found = {name: [(r["step"], r.get("loss"), r.get("grad_norm"), r.get("eval_loss")) for r in rows(tmp_path / name)]
+             for name in runs}
+    assert found["plain"] == found["none"] and found["some"] == found["again"]
+    assert found["plain"][0] == found["some"][0] and found["plain"][0][3]   # evaluated before the first step
+    losses = [[row[1] for row in found[name] if row[1]] for name in ("plain", "some", "more")]
+    assert all(len(set(step)) == 3 for step in zip(*losses, strict=True))
+    config, model = build(write_config(tmp_path / "eval", **options))
+    _, held = train.build_data(config, World(), 97)
+    want = train.evaluate(model, held, config, World())
+    adapt.set_noise(model, AQN(1.0, 1))
+    assert train.evaluate(model, held, config, World()) == want
+    adapters.before_step(model, load(str(tmp_path / "more/config.yaml"), ["--train.seed=6"]), 5)
+    used = {n for m in model.modules() if isinstance(m, QuantizedLinear) for n in m.noise}
+    assert {(n.alpha, n.seed, n.step) for n in used} == {(2.0, 6, 5)} and len(used) == 8
+
+
+@pytest.mark.parametrize("kind", ["lora", "nvfp4"])
+def test_compiled_layers_with_adapters_give_the_same_gradients(kind, tmp_path):
+    path = write_config(tmp_path, train__micro_batch_size=8, **KINDS[kind])
+    plain, compiled = (step_in_one_process(path, make_bins(), f"--train.enable_compile={c}")
+                       for c in ("false", "true"))
+    same(compiled, plain, 1e-4)
+
+
+@pytest.mark.parametrize("kind, mode", [("lora", "none"), ("nf4", "none"), ("nvfp4", "fsdp2"), ("lora", "fsdp2")])
+def test_adapters_in_mixed_precision_with_recomputation(kind, mode, tmp_path):
+    options = {**KINDS[kind], "train__micro_batch_size": 2, "train__max_steps": 4}
+    run(write_config(tmp_path / "exact", **options))
+    run(write_config(tmp_path / "mixed", **options), f"--train.data_parallel_mode={mode}",
+        "--train.enable_mixed_precision=true", "--train.enable_gradient_checkpointing=true")
+    exact, mixed = ([r["loss"] for r in rows(tmp_path / name)] for name in ("exact", "mixed"))
+    assert exact != mixed
+    np.testing.assert_allclose(mixed, exact, rtol=1e-2)
+    written = tensors(tmp_path / "mixed", 4)
+    assert all(t.dtype == torch.float32 for t in written.values())
+
+
+def test_a_checkpoint_with_other_adapters_is_refused(tmp_path):
+    run(write_config(tmp_path, **NF4, train__max_steps=2))
+    for changes in ({}, {**NF4, "lora__lora_rank": 2}, QLORA):
+        with pytest.raises(ValueError, match=r"another model: \{'lora': "):
+            run(write_config(tmp_path, **changes), "--train.load_checkpoint_path", "auto")

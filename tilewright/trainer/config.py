@@ -266,19 +266,29 @@ class Train(Section):
 
 
 class Lora(Section):
-    enable_lora: bool = field(False, "Train low-rank adapters.")
+    enable_lora: bool = field(
+        False, "Train low-rank adapters on projections of the decoder layers; all else is frozen.")
     lora_rank: int = field(16, "Rank of the adapters.", ge=1)
     lora_alpha: float = field(16, "Scale; the adapters are scaled by alpha / rank.", gt=0)
-    lora_target_modules: list[str] | None = field(None, "Modules with adapters; null: all projections.")
-    save_lora_only: bool = field(False, "Write only the adapters to Hugging Face checkpoints.")
-    enable_qlora: bool = field(False, "Quantise the base weights; implies enable_lora.")
-    quant_format: Literal["nvfp4", "block_fp8", "nf4"] = field("nvfp4", "Quantised format.")
-    quant_group_size: int = field(16, "Elements that share a scale.", ge=1)
-    exclude_modules: list[str] | None = field(None, "Modules that stay bfloat16.")
-    merge_lora_interval: int = field(0, "Merge adapters every so many steps; 0: never.", ge=0)
+    lora_target_modules: list[str] | None = field(
+        None, "Projections with adapters: names in their paths, or with * patterns of them; null: all.", min_length=1)
+    save_lora_only: bool = field(
+        False, "true: write the adapters as peft reads them; false: dense weights with the adapters merged.")
+    enable_qlora: bool = field(
+        False, "Quantise the projections, layer by layer as they are read; every process has them all. Implies "
+               "enable_lora.")
+    quant_format: Literal["nvfp4", "block_fp8", "nf4"] = field(
+        "nvfp4", "Quantised format; of a checkpoint that is quantised already, its own.")
+    quant_group_size: int = field(
+        16, "Elements that share a scale: 16 for nvfp4; edge of the square blocks of block_fp8, 1 to 128; "
+            "32 to 4096, a power of two, for nf4.", ge=1)
+    exclude_modules: list[str] | None = field(
+        None, "Modules that are not quantised; null: those that a quantised checkpoint's configuration names.")
+    merge_lora_interval: int = field(
+        0, "Merge adapters into the weights, which are quantised again, every so many steps; 0: never.", ge=0)
     reset_optimizer_on_merge: bool = field(False, "Forget optimizer states at each merge.")
-    enable_aqn: bool = field(False, "Adaptive quantisation noise.")
-    aqn_alpha: float = field(1.0, "Scale of that noise.", ge=0)
+    enable_aqn: bool = field(False, "Adaptive quantisation noise on quantised weights, in training only.")
+    aqn_alpha: float = field(1.0, "Scale of that noise, in units of the local quantisation step.", ge=0)
 
     @model_validator(mode="after")
     def _implied(self) -> Lora:
@@ -352,6 +362,12 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
     "train.empty_cache_steps": ("500", "the same; 0 switches it off"),
     "train.gc_steps": ("500", "the same; 0 leaves garbage collection to Python"),
     "train.use_wandb": ("true", "needs an account and a network: opt in"),
+    "lora.quant_group_size": ("16 for nvfp4, 128 for block_fp8, 64 for nf4 recommended",
+                              "the same; a size that a format does not have is refused"),
+    "lora.exclude_modules": ("kept as bfloat16", "kept as other weights are: float32, computed in bfloat16"),
+    "lora.merge_lora_interval": ("with an EMA of NVFP4's largest magnitude", "with that of the merged weight"),
+    "lora.enable_aqn": ("new noise in each forward pass",
+                        "one noise a step, made again where activations are: forward and backward see the same"),
     "train.wandb_project": ("Xorl", "the project's own name"),
 }
 

@@ -7,6 +7,7 @@ place.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -18,17 +19,42 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
 
+from tilewright import adapt, lora
+from tilewright.ops.block_fp8 import BlockFP8
+from tilewright.ops.nf4 import NF4
+from tilewright.ops.nvfp4 import NVFP4
+from tilewright.ops.quantize import Quantized
+from tilewright.ops.quantized_linear import dequantize
 from tilewright.trainer.model import ModelConfig, Transformer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
                    "tokenizer.model", "added_tokens.json", "chat_template.jinja")
 LOAD_MODES = ("broadcast", "all_ranks")
+# Beside a quantised weight: what belongs to it, by format, and what only inference with quantised activations needs.
+BESIDE = {"nf4": (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4"),
+          "nvfp4": ("_packed", "_scale", "_global_scale", "_scale_2"), "block_fp8": ("_scale_inv",)}
+ACTIVATIONS = (".input_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
+               ".activation_scale")
 
 
 def load_config(path: str | pathlib.Path) -> ModelConfig:
     """From a folder with config.json, or the file. Raises ValueError for a model that is not supported."""
     return ModelConfig.from_hf(read_config(path))
+
+
+def local_folder(path: str) -> str:
+    """A folder as it is; a Hugging Face Hub id downloaded. Raises FileNotFoundError, naming it, if it is neither."""
+    if pathlib.Path(path).exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+    except (OSError, ValueError) as error:   # no network, no such repository, not the form of an id
+        raise FileNotFoundError(f"{path}: no such file or folder, and the Hub does not give it "
+                                f"({' '.join(str(error).split())[:200]})") from error
 
 
 def read_json(file: pathlib.Path) -> Any:
@@ -90,6 +116,9 @@ class _Checkpoint:
         folder = pathlib.Path(path)
         index = folder / "model.safetensors.index.json"
         self.open: dict[pathlib.Path, safe_open] = {}
+        config = read_config(folder) if (folder / "config.json").is_file() else {}
+        block = (config.get("quantization_config") or {}).get("weight_block_size")
+        self.block = tuple(block or (128, 128))   # of block FP8
         if index.is_file():
             self.file_of = {k: folder / f for k, f in read_json(index)["weight_map"].items()}
         elif (folder / "model.safetensors").is_file():
@@ -110,38 +139,127 @@ class _Checkpoint:
     def _at(self, name):
         return self._opened(self.file_of[name])
 
+    def format(self, name: str) -> str | None:
+        """How a weight is quantised; None: it is not."""
+        for key, format in ((".quant_state.bitsandbytes__nf4", "nf4"), ("_packed", "nvfp4"), ("_scale_2", "nvfp4"),
+                            ("_scale_inv", "block_fp8")):
+            if name + key in self.file_of:
+                return format
+        return None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.file_of or f"{name}_packed" in self.file_of
+
     def shape(self, name: str) -> list[int]:
+        """Of the weight that a tensor is or, quantised, stands for."""
+        format = self.format(name)
+        if format == "nf4":
+            return list(self._state(name)["shape"])
+        if format == "nvfp4":
+            packed = f"{name}_packed" if f"{name}_packed" in self.file_of else name
+            *lead, last = self._shape(packed)
+            return [*lead, 2 * last]
+        return self._shape(name)
+
+    def _shape(self, name: str) -> list[int]:
         return list(self._at(name).get_slice(name).get_shape())
 
-    def read(self, name: str) -> torch.Tensor:
+    def _state(self, name: str) -> dict:
+        return json.loads(bytes(self._tensor(f"{name}.quant_state.bitsandbytes__nf4").tolist()))
+
+    def group(self, name: str) -> int | str:
+        """Elements that share a scale of a quantised weight; of BlockFP8 a square block's edge, or what it is."""
+        format = self.format(name)
+        if format == "nf4":
+            return self._state(name)["blocksize"]
+        rows, columns = self.block if format == "block_fp8" else (16, 16)
+        return rows if rows == columns else f"{rows} x {columns}"
+
+    def _tensor(self, name: str) -> torch.Tensor:
         return self._at(name).get_tensor(name)
+
+    def quantized(self, name: str) -> Quantized:
+        """Raises ValueError, naming the weight, for one that is quantised as these formats are not."""
+        format, stem = self.format(name), name.removesuffix(".weight")
+        tensors = {n: self._tensor(n) for n in (name, *(name + s for s in BESIDE[format])) if n in self.file_of}
+        try:
+            if format == "nf4":
+                return NF4.from_safetensors(tensors, name)
+            if format == "block_fp8":
+                q = BlockFP8.from_safetensors(tensors, name, block=self.block)
+                shape = [-(-n // b) for n, b in zip(q.shape, q.block, strict=True)]
+                if q.data.dtype != torch.float8_e4m3fn or list(q.scale_inv.shape) != shape:
+                    raise ValueError(f"blocks of {self.block} need float8_e4m3fn and scales {shape}, got "
+                                     f"{q.data.dtype} and {list(q.scale_inv.shape)}")
+                return q
+            q = NVFP4.from_safetensors(tensors, name)
+            if q.data.dtype != torch.uint8 or q.scale.dtype != torch.float8_e4m3fn or q.shape[-1] != (
+                    16 * q.scale.shape[-1]):
+                raise ValueError(f"blocks of 16 need float8_e4m3fn scales, got {q.scale.dtype} for every "
+                                 f"{q.shape[-1] / max(1, q.scale.shape[-1]):g}")
+            return q
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{stem}: cannot be read as {format} ({error})") from error
+
+    def read(self, name: str) -> torch.Tensor:
+        """The weight, dense."""
+        return self._tensor(name) if self.format(name) is None else dequantize(self.quantized(name))
 
 
 def _check(model: Transformer, found: _Checkpoint) -> None:
     problems, expected = [], set()
-    for name, p in model.named_parameters():
+    weights = list(adapt.base_weights(model))
+    quantised = any(adapt.quantized(p) for _, p in weights)
+    for name, p in weights:
         names = sources(name, model.config)
-        expected |= set(names)
-        missing = [n for n in names if n not in found.file_of]
+        expected |= {n + beside for n in names for format in [found.format(n)]
+                     for beside in ("", *BESIDE.get(format, ()))}
+        missing = [n for n in names if n not in found]
         problems += [f"missing {n}" for n in missing]
-        if not missing:
-            shapes = [torch.empty(found.shape(n), device="meta") for n in names]
-            try:
-                made = list(fuse(name, shapes).shape)
-            except RuntimeError:
-                made = [list(s.shape) for s in shapes]
-            if made != list(p.shape):
-                problems.append(f"{', '.join(names[:3])} give shape {made}, the model has {list(p.shape)}")
+        if missing:
+            continue
+        shapes = [torch.empty(found.shape(n), device="meta") for n in names]
+        try:
+            made = list(fuse(name, shapes).shape)
+        except RuntimeError:
+            made = [list(s.shape) for s in shapes]
+        wanted = list(adapt.shape_of(p))
+        if made != wanted:
+            problems.append(f"{', '.join(names[:3])} give shape {made}, the model has {wanted}")
+        stored = [n for n in names if found.format(n) is not None]
+        if stored and not quantised:
+            problems.append(f"{stored[0]} is quantised: set lora.enable_qlora to true and lora.quant_format to "
+                            f"{found.format(stored[0])}")
+        elif like := adapt.quantized(p):
+            want = lora.format_of(like[0])
+            for n in stored:
+                have = (found.format(n), found.group(n))
+                if have != (want.name, want.group_size):
+                    problems.append(f"{n} is {have[0]} in groups of {have[1]}; lora.quant_format and "
+                                    f"lora.quant_group_size say {want.name} and {want.group_size}")
     # A tied head may be stored all the same; older files hold the rotary frequencies.
-    spare = {n for n in found.file_of if n not in expected and not n.endswith("rotary_emb.inv_freq")}
+    spare = {n for n in found.file_of if n not in expected
+             and not n.endswith(("rotary_emb.inv_freq", *ACTIVATIONS))}
     problems += [f"unexpected {n}" for n in sorted(spare - {"lm_head.weight"})]
     if problems:
         raise ValueError("the checkpoint does not fit the model:\n  " + "\n  ".join(problems))
 
 
+def excluded(path: str | pathlib.Path) -> list[str]:
+    """The modules that a quantised checkpoint's configuration says are not quantised; none of a dense one's."""
+    folder, found = pathlib.Path(path), []
+    config = (read_config(folder).get("quantization_config") or {}) if (folder / "config.json").is_file() else {}
+    if (folder / "hf_quant_config.json").is_file():   # modelopt's own
+        config = {**(read_json(folder / "hf_quant_config.json").get("quantization") or {}), **config}
+    for key in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore", "exclude_modules"):
+        found += [name for name in config.get(key) or [] if name not in found]
+    return found
+
+
 @torch.no_grad()
 def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "broadcast") -> None:
-    """Fills every parameter, in the parameter's dtype.
+    """Fills every parameter, in the parameter's dtype, and every quantised weight, in its format: with what a quantised
+    checkpoint holds, or by quantising, one layer at a time. Adapters are left alone.
 
     mode: "broadcast": rank 0 reads and sends; "all_ranks": every rank reads.
     Raises ValueError with every missing, unexpected and mis-shaped tensor at once.
@@ -164,8 +282,11 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
             problem = ValueError(verdict[0])
     if problem is not None:
         raise problem
-    for name, p in model.named_parameters():
-        full = (fuse(name, [found.read(n) for n in sources(name, model.config)]).to(p.device, p.dtype) if reads
+    for name, p in adapt.base_weights(model):
+        if adapt.quantized(p):
+            _fill(name, p, model.config, found, many and mode == "broadcast")
+            continue
+        full = (_read(name, model.config, found).to(p.device, p.dtype) if reads
                 else torch.empty(p.shape, dtype=p.dtype, device=p.device))
         if isinstance(p, DTensor):
             source = None if mode == "all_ranks" else 0
@@ -176,17 +297,82 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
             p.copy_(full)
 
 
+def _read(name: str, config: ModelConfig, found: _Checkpoint) -> torch.Tensor:
+    """`fuse` of the tensors that make one parameter, never all of them and it at once."""
+    first, *rest = sources(name, config)
+    if not rest:
+        return found.read(first)
+    whole = fuse(name, [torch.empty(found.shape(n), device="meta") for n in (first, *rest)])
+    whole = torch.empty_like(whole, dtype=found.read(first).dtype, device="cpu")
+    for n, part in zip((first, *rest), split(name, whole, config), strict=True):
+        part.copy_(found.read(n))
+    return whole
+
+
+def _fill(name: str, stored: adapt.Stored, config: ModelConfig, found: _Checkpoint | None, broadcast: bool) -> None:
+    """found: None on the ranks that do not read."""
+    like, error, weights = adapt.quantized(stored)[0], None, None
+    if found is not None:
+        try:
+            weights = _quantized(name, like, config, found)
+        except ValueError as problem:
+            error = problem
+    if broadcast:   # what the weights look like, or why there are none
+        meta = weights and _on(torch.device("meta"), weights)
+        told = [(meta, None if error is None else str(error))]
+        dist.broadcast_object_list(told, src=0)
+        [(meta, problem)] = told
+        error = error or (problem and ValueError(problem))
+        weights = weights or tree_map(lambda t: t if t is None else torch.empty_like(t, device=like.device), meta)
+    if error:
+        raise error
+    adapt.fill(stored, weights)
+    if broadcast:
+        for buffer in stored.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+def _quantized(name: str, like: Quantized, config: ModelConfig, found: _Checkpoint) -> list[Quantized]:
+    """What fills a weight. Projections that are stored quantised stay so, bit for bit; they become one matrix if that
+    is possible (`lora.join`). Dense ones that are fused are quantised as one. Raises ValueError for experts that are
+    stored quantised, and cannot become one tensor."""
+    names = sources(name, config)
+    if all(found.format(n) is None for n in names):
+        return [_quantize_dense(like, _read(name, config, found))]
+    joined = lora.join([_on(like.device, _quantize_dense(like, found.read(n)) if found.format(n) is None
+                            else found.quantized(n)) for n in names])
+    if len(like.shape) == 2:
+        return joined
+    [q, *more], E = joined, like.shape[0]
+    if more or (isinstance(q, BlockFP8) and like.shape[1] % q.block[0]):
+        raise ValueError(f"{name}: the experts are stored in {found.format(names[0])} in a way that does not make one "
+                         "tensor of them (NVFP4 needs one global scale for all, NF4 scales that are not quantised, "
+                         "block FP8 whole blocks); start from the weights before they were quantised")
+    if isinstance(q, BlockFP8):
+        return [dataclasses.replace(q, data=q.data.view(like.shape), scale_inv=q.scale_inv.unflatten(0, (E, -1)))]
+    parts = {} if isinstance(q, NF4) else {"data": q.data.unflatten(0, (E, -1)), "scale": q.scale.unflatten(0, (E, -1))}
+    return [dataclasses.replace(q, shape=tuple(like.shape), **parts)]
+
+
+def _quantize_dense(like: Quantized, weight: torch.Tensor) -> Quantized:
+    return dataclasses.replace(lora.quantize_as(like, weight.to(like.device)), dtype=weight.dtype)
+
+
+def _on(device: torch.device, q: Any) -> Any:
+    return tree_map(lambda t: t if t is None else t.to(device), q)
+
+
 def _full_tensors(model: Transformer, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Hugging Face names and whole tensors on the CPU. Every rank must run it to the end: gathering is collective."""
-    for name, p in model.named_parameters():
-        full = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+    for name, full, own in adapt.dense_weights(model):
         for target, part in zip(sources(name, model.config), split(name, full, model.config), strict=True):
-            yield target, part.to("cpu", dtype or p.dtype, copy=True).contiguous()
+            yield target, part.to("cpu", dtype or own, copy=True).contiguous()
 
 
 def save_weights(model: Transformer, path: str | pathlib.Path, *, tokenizer_path: str | pathlib.Path | None = None,
                  dtype: torch.dtype | None = None, max_shard_bytes: int = 5 * 10**9) -> None:
-    """Writes a folder that transformers' from_pretrained reads: safetensors, config.json, the tokenizer's files.
+    """Writes a folder that transformers' from_pretrained reads: safetensors, config.json, the tokenizer's files. Its
+    weights are dense, with adapters added and what is quantised dequantised.
 
     dtype: of the stored tensors, default the parameters' own. Written aside and renamed; every rank must call it.
     """
@@ -235,10 +421,15 @@ def _finish(model, folder, shards, dtype, tokenizer_path):
     config = {**model.config.to_hf(), "dtype": str(dtype).removeprefix("torch.")}
     source = pathlib.Path(tokenizer_path) if tokenizer_path is not None else None
     if source is not None and source.is_dir():
-        for file in (*TOKENIZER_FILES, "generation_config.json"):
-            if (source / file).is_file():
-                shutil.copy(source / file, folder / file)
+        for file in tokenizer_files(source):
+            shutil.copy(file, folder)
         if (source / "config.json").is_file():   # token ids belong to the tokenizer, not to the model's shape
             theirs = read_config(source)
             config |= {k: theirs[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in theirs}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def tokenizer_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
+    """Those of a folder, and what belongs to generation."""
+    files = (pathlib.Path(folder, name) for name in (*TOKENIZER_FILES, "generation_config.json"))
+    return [file for file in files if file.is_file()]

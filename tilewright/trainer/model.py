@@ -17,8 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from tilewright import adapt, lora
 from tilewright import ops as tw
+from tilewright.lora_experts import QuantizedExperts
 from tilewright.nn import RMSNorm, SwiGLU
+from tilewright.ops.aqn import AQN
 from tilewright.ops.expert_parallel import DeepEP, ep_moe_mlp
 from tilewright.ops.rope import document_positions
 from tilewright.registry import operations
@@ -230,7 +233,12 @@ class MLP(SwiGLU):
 
 
 class Experts(nn.Module):
-    """All experts, or with `spread` those of this rank; then its parameters are DTensors, sharded by expert."""
+    """All experts, or with `spread` those of this rank; then its parameters are DTensors, sharded by expert.
+
+    `adapt.quantize_model` makes modules of the two tensors, `adapt.add_lora` LoRAExperts of the whole.
+    """
+
+    noise_layers = 2   # numbers of `AQN.layer` that it may need
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
@@ -238,6 +246,7 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, H))
         self.down_proj = nn.Parameter(torch.empty(E, H, I))
         self.ops, self.recompute = ops, False
+        self.noise: AQN | None = None
         self.group: dist.ProcessGroup | None = None
 
     def spread(self, group: dist.ProcessGroup, dispatch: str, deepep: DeepEP) -> None:
@@ -255,8 +264,17 @@ class Experts(nn.Module):
             return checkpoint(self._compute, x_TH, index_TK, weight_TK, use_reentrant=False)
         return self._compute(x_TH, index_TK, weight_TK)
 
+    def set_noise(self, noise: AQN | None) -> None:
+        """Noise on quantised experts for the forward passes to come, in training only."""
+        self.noise = noise if isinstance(self.down_proj, QuantizedExperts) else None
+
     def _compute(self, x_TH, index_TK, weight_TK):
         gate_up, down = self.gate_up_proj, self.down_proj
+        if isinstance(down, QuantizedExperts):
+            if torch.is_autocast_enabled(x_TH.device.type):
+                x_TH = x_TH.to(torch.get_autocast_dtype(x_TH.device.type))
+            return tw.moe_mlp(x_TH, gate_up.weight(), down.weight(), index_TK, weight_TK,
+                              noise=self.noise if self.training else None, implementation=self.ops.moe_mlp)
         if torch.is_autocast_enabled(x_TH.device.type):   # custom operators are not autocast, matrix products are
             dtype = torch.get_autocast_dtype(x_TH.device.type)
             x_TH, gate_up, down = x_TH.to(dtype), gate_up.to(dtype), down.to(dtype)
@@ -336,6 +354,8 @@ class Decoder(nn.Module):
         S = input_ids.shape[1]
         own = position_ids is not None and cu_seqlens is None
         cos, sin = rope_tables(self.config, max(S, self.config.max_position_embeddings) if own else S, input_ids.device)
+        if self.layers[0].reentrant and torch.is_grad_enabled() and not x.requires_grad:
+            x.requires_grad_()   # reentrant recomputation gives gradients only to what has an input with one
         reports = []
         for layer in self.layers:
             x, residual, *report = layer(x, residual, cos, sin, position_ids, cu_seqlens)
@@ -349,7 +369,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops, merge_qkv: bool = True):
         super().__init__()
-        self.config, self.ops = config, ops
+        self.config, self.ops, self.merge_qkv = config, ops, merge_qkv
         self.model = Decoder(config, ops, merge_qkv)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
@@ -362,16 +382,20 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int, std: float = 0.02) -> None:
         """Normal weights, norms of one. Each parameter has a generator of its own, so that the values depend on the
-        seed and the parameter's name only, not on how the model is sharded."""
+        seed and the parameter's name only, not on how the model is sharded. Adapters are left alone."""
         from torch.distributed.tensor import DTensor, distribute_tensor
 
-        for i, (name, p) in enumerate(self.named_parameters()):
+        with torch.device("meta"):   # without adapters, whose values are their own matter
+            order = [name for name, _ in Transformer(self.config, self.ops, self.merge_qkv).named_parameters()]
+        for name, p in adapt.base_weights(self):
             if name.endswith("norm.weight"):
                 p.fill_(1.0)
                 continue
-            generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + i)
-            full = torch.randn(p.shape, generator=generator) * std
-            if isinstance(p, DTensor):
+            generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + order.index(name))
+            full = torch.randn(adapt.shape_of(p), generator=generator) * std
+            if like := adapt.quantized(p):
+                adapt.fill(p, [lora.quantize_as(like[0], full.to(like[0].device))])
+            elif isinstance(p, DTensor):
                 p.copy_(distribute_tensor(full.to(p.device, p.dtype), p.device_mesh, p.placements))
             else:
                 p.copy_(full)
@@ -430,5 +454,7 @@ class Transformer(nn.Module):
         dense = 3 * c.hidden_size * c.intermediate_size
         sparse = 3 * c.hidden_size * c.moe_intermediate_size * c.num_experts_per_tok + c.hidden_size * c.num_experts
         mlp = sum(sparse if c.is_moe(i) else dense for i in range(c.num_hidden_layers))
-        matrix = c.num_hidden_layers * (attention + score) + mlp + c.hidden_size * c.vocab_size
-        return 6.0 * matrix
+        matrix = c.num_hidden_layers * attention + mlp + c.hidden_size * c.vocab_size
+        # Twice a product forward, and twice again for each factor's gradient; a frozen matrix has none.
+        adapters = sum(p.numel() for name, p in self.named_parameters() if adapt.is_adapter(name))
+        return (4.0 if adapters else 6.0) * matrix + 6.0 * (c.num_hidden_layers * score + adapters)

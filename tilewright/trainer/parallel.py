@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tilewright import platform
+from tilewright.lora_experts import LoRAExperts
 from tilewright.ops.expert_parallel import DeepEP
 from tilewright.trainer.config import Config, Model, Train
 from tilewright.trainer.model import Experts, MoE, Transformer
@@ -100,7 +101,7 @@ def _expert_mesh(train: Train, world: World) -> DeviceMesh:
             else DeviceMesh(world.device.type, ranks, mesh_dim_names=names))
 
 
-def _spread(experts: Experts, mesh: DeviceMesh, names: Model, world: World, reshard: bool,
+def _spread(experts: Experts | LoRAExperts, mesh: DeviceMesh, names: Model, world: World, reshard: bool,
             policy: MixedPrecisionPolicy) -> None:
     """This rank's experts of a layer, built on meta: whole experts along the mesh's last dimension, and FSDP2 over the
     others, along rows, so that an expert's shards need not be a whole number of experts."""
@@ -111,7 +112,8 @@ def _spread(experts: Experts, mesh: DeviceMesh, names: Model, world: World, resh
             if size % parts:
                 raise ValueError(f"train.expert_parallel_size = {own.size()}: {size} {what} do not divide by {parts}")
         local = torch.empty(E // own.size(), *p.shape[1:], dtype=p.dtype, device=p.device)
-        experts.register_parameter(name, nn.Parameter(DTensor.from_local(local, own, [Shard(0)], run_check=False)))
+        experts.register_parameter(name, nn.Parameter(DTensor.from_local(local, own, [Shard(0)], run_check=False),
+                                                      p.requires_grad))
     experts.spread(own.get_group(), names.ep_dispatch, DeepEP(names.deepep_buffer_size_gb, names.deepep_num_sms))
     # The weights of the routing stay float32.
     policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype,
@@ -167,7 +169,9 @@ def wrap_ddp(model: nn.Module, config: Config, world: World) -> nn.Module:
     """DDP needs real weights, so it comes after they are loaded."""
     if config.train.data_parallel_mode != "ddp" or world.size == 1:
         return model
-    return DistributedDataParallel(model, device_ids=[world.device.index] if world.device.type == "cuda" else None)
+    # The buffers are frozen weights, the same everywhere.
+    return DistributedDataParallel(model, device_ids=[world.device.index] if world.device.type == "cuda" else None,
+                                   broadcast_buffers=False)
 
 
 def unwrap(model: nn.Module) -> Transformer:

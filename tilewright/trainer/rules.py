@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from tilewright import platform
+from tilewright.lora import wrong_group_size
 from tilewright.ops.expert_parallel import no_deepep
 from tilewright.trainer.overrides import default_of, get, show
 
@@ -27,9 +28,9 @@ class Problem(NamedTuple):
         return f"{', '.join(f'{p} = {show(get(config, p))}' for p in self.paths)}: {self.message}"
 
 
-_TP, _PP, _CP, _MUON, _LORA, _OFFLOAD = (f"{what} not in this version" for what in (
+_TP, _PP, _CP, _MUON, _OFFLOAD = (f"{what} not in this version" for what in (
     "tensor parallelism is", "pipeline parallelism is", "context parallelism is",
-    "muon and anyprecision_adamw are", "LoRA is", "activation offload is"))
+    "muon and anyprecision_adamw are", "activation offload is"))
 # path -> why only the default, or what ACCEPTED lists, is accepted.
 REFUSED: dict[str, str] = {
     "model.deepep_async_combine": "what combine returns is read at once, so there is nothing to overlap it with",
@@ -45,10 +46,6 @@ REFUSED: dict[str, str] = {
         "muon_adjust_lr_fn")},
     "train.enable_activation_offload": _OFFLOAD, "train.activation_gpu_limit": _OFFLOAD,
     "train.init_device": "NPU devices are not supported",
-    **{f"lora.{name}": _LORA for name in (
-        "enable_lora", "lora_rank", "lora_alpha", "lora_target_modules", "save_lora_only", "enable_qlora",
-        "quant_format", "quant_group_size", "exclude_modules", "merge_lora_interval", "reset_optimizer_on_merge",
-        "enable_aqn", "aqn_alpha")},
 }
 ACCEPTED = {"train.optimizer": ("adamw", "sgd"), "train.init_device": ("auto", "cpu", "cuda", "meta")}
 # Fields that only FSDP2 reads, with the values that ask for nothing.
@@ -56,6 +53,13 @@ FSDP2_ONLY = {"train.data_parallel_shard_size": (-1, 1), "train.data_parallel_re
               "train.reshard_after_forward": (None,), "train.enable_full_shard": (True,),
               "train.enable_forward_prefetch": (True,), "model.basic_modules": ([],),
               "train.expert_parallel_size": (1,), "train.ep_outside": (False,)}
+
+
+# Fields of lora that only another one makes something read.
+LORA_ONLY = {**dict.fromkeys(("lora_rank", "lora_alpha", "lora_target_modules", "save_lora_only",
+                              "merge_lora_interval"), "enable_lora"),
+             **dict.fromkeys(("quant_format", "quant_group_size", "exclude_modules", "enable_aqn"), "enable_qlora"),
+             "aqn_alpha": "enable_aqn"}
 
 
 def problems(config: Config) -> Iterator[Problem]:
@@ -173,7 +177,24 @@ def _train(config: Config) -> Iterator[tuple[bool, str, str]]:
 
 
 def _lora(config: Config) -> Iterator[tuple[bool, str, str]]:
-    lora = config.lora
+    lora, t = config.lora, config.train
     yield lora.enable_qlora and not lora.enable_lora, "lora.enable_lora lora.enable_qlora", "QLoRA implies LoRA"
+    for name, switch in LORA_ONLY.items():
+        yield (not getattr(lora, switch) and getattr(lora, name) != default_of(type(config), f"lora.{name}"),
+               f"lora.{name} lora.{switch}", f"only {switch} makes something read this")
+    wrong = wrong_group_size(lora.quant_format, lora.quant_group_size)
+    yield lora.enable_qlora and wrong is not None, "lora.quant_group_size lora.quant_format", str(wrong)
     yield (lora.reset_optimizer_on_merge and not lora.merge_lora_interval,
            "lora.reset_optimizer_on_merge lora.merge_lora_interval", "there is no merge to reset at")
+    yield (lora.save_lora_only and lora.merge_lora_interval > 0, "lora.save_lora_only lora.merge_lora_interval",
+           "merging changes the weights under the adapters, so that adapters alone would lose what was merged")
+    yield (lora.save_lora_only and config.model.model_path is None, "lora.save_lora_only model.model_path",
+           "random weights are not stored anywhere that the adapters could be put on again")
+    yield (lora.save_lora_only and not t.save_hf_weights, "lora.save_lora_only train.save_hf_weights",
+           "no Hugging Face checkpoint is written")
+    yield (lora.enable_aqn and t.enable_compile, "lora.enable_aqn train.enable_compile",
+           "the noise is another in each step, and compiled code would be made anew for each")
+    yield (lora.enable_qlora and t.expert_parallel_size > 1, "lora.enable_qlora train.expert_parallel_size",
+           "quantised experts are not spread over processes")
+    yield (lora.enable_lora and config.model.ep_dispatch == "deepep", "lora.enable_lora model.ep_dispatch",
+           "tokens travel to experts with adapters by alltoall only")

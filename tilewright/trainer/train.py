@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tilewright import adapt
 from tilewright.registry import ImplementationUnavailable
-from tilewright.trainer import checkpoint, hf
+from tilewright.trainer import adapters, checkpoint, hf
 from tilewright.trainer.config import Config, ConfigError, from_command_line, resolved
 from tilewright.trainer.data import IGNORE, Batches, Bins, evaluation_batches, prepare, split_validation
 from tilewright.trainer.metrics import Metrics
@@ -38,19 +39,6 @@ from tilewright.trainer.parallel import (
 log = logging.getLogger("tilewright")
 
 
-def local_folder(path: str) -> str:
-    """A folder as it is; a Hugging Face Hub id downloaded. Raises FileNotFoundError, naming it, if it is neither."""
-    if pathlib.Path(path).exists():
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
-    except (OSError, ValueError) as error:   # no network, no such repository, not the form of an id
-        raise FileNotFoundError(f"{path}: no such file or folder, and the Hub does not give it "
-                                f"({' '.join(str(error).split())[:200]})") from error
-
-
 def seed_everything(config: Config, world: World) -> None:
     torch.manual_seed(config.train.seed + world.rank)
     if config.train.enable_full_determinism:
@@ -59,13 +47,16 @@ def seed_everything(config: Config, world: World) -> None:
 
 
 def build_model(config: Config, shape: ModelConfig, world: World, ops: Ops) -> torch.nn.Module:
-    """The model with its weights, spread over the ranks."""
+    """The model with its weights and adapters, spread over the ranks."""
     m, t = config.model, config.train
-    meta = t.data_parallel_mode == "fsdp2"
-    with torch.device(t.init_device):
+    # Quantised, it is never there in full precision: layers are filled one at a time.
+    meta = t.data_parallel_mode == "fsdp2" or config.lora.enable_qlora
+    with torch.device("meta" if meta else t.init_device):
         model = Transformer(shape, ops, m.merge_qkv)
     if t.freeze_router:
         model.freeze_router()
+    if config.lora.enable_lora:
+        adapters.add(model, config)
     if not meta:
         model.to(world.device)
     model = parallelize(model, config, world)
@@ -75,7 +66,8 @@ def build_model(config: Config, shape: ModelConfig, world: World, ops: Ops) -> t
     if m.model_path is None:
         model.init_weights(t.seed)
     else:
-        hf.load_weights(model, local_folder(m.model_path), mode=t.load_weights_mode)
+        hf.load_weights(model, hf.local_folder(m.model_path), mode=t.load_weights_mode)
+    adapt.reset_adapters(model, adapters.generator(t.seed, 0))
     return wrap_ddp(model, config, world)
 
 
@@ -86,7 +78,7 @@ def build_data(config: Config, world: World, vocab: int) -> tuple[Batches, Bins 
     def tokenizer():
         from transformers import AutoTokenizer
 
-        folder = pathlib.Path(local_folder(config.model.tokenizer_path))
+        folder = pathlib.Path(hf.local_folder(config.model.tokenizer_path))
         if not any((folder / name).is_file() for name in hf.TOKENIZER_FILES):   # transformers would make an empty one
             raise FileNotFoundError(f"model.tokenizer_path = {folder}: holds no tokenizer, "
                                     f"that is none of {', '.join(hf.TOKENIZER_FILES)}")
@@ -186,7 +178,7 @@ def train(config: Config, world: World) -> None:
     if t.load_checkpoint_path is None and (earlier := checkpoint.complete(t.output_dir)):
         raise ValueError(f"train.output_dir = {t.output_dir}: holds {earlier[-1].name} of an earlier run; set "
                          "train.load_checkpoint_path to auto to go on with it, or choose another folder")
-    shape = hf.load_config(local_folder(config.model.config_path))
+    shape = hf.load_config(hf.local_folder(config.model.config_path))
     dtype = torch.bfloat16 if t.enable_mixed_precision else torch.float32
     ops = Ops.resolve(config.model.attn_implementation, config.model.moe_implementation, device_type=world.device.type,
                       dtype=dtype)   # raises before any weight is made
@@ -201,7 +193,7 @@ def train(config: Config, world: World) -> None:
         raise ValueError(f"train.profile_start_step = {t.profile_start_step}: the run has {total} steps")
     # What a checkpoint is tied to: its position counts bins of these data, its moments belong to these groups.
     tied = {
-        "model": {**asdict(shape), "merge_qkv": config.model.merge_qkv},
+        "model": {**asdict(shape), "merge_qkv": config.model.merge_qkv, "lora": adapters.tied(config)},
         "optimizer": {k: getattr(t, k) for k in ("optimizer", "no_decay_modules", "no_decay_params", "freeze_router")},
         "data": {"bins": len(batches.bins), "tokens": batches.bins.tokens, "seed": t.seed,
                  "shuffle": config.data.shuffle_merged_datasets},
@@ -217,7 +209,7 @@ def train(config: Config, world: World) -> None:
         pathlib.Path(t.output_dir, "resolved_config.yaml").write_text(resolved(config))
     sequence = config.data.sample_packing_sequence_len
     metrics = Metrics(config, world.main, total, start, unwrap(model).flops_per_token(sequence), world.size)
-    metrics.say(f"{sum(p.numel() for p in parameters) / 1e6:.1f} M parameters on {world.size} x {world.device.type}, "
+    metrics.say(f"{adapters.size(unwrap(model))} on {world.size} x {world.device.type}, "
                 f"{total} steps, {batches.steps_per_epoch} an epoch, {batches.bins.tokens} tokens of data")
     metrics.say("ops: " + " ".join(f"{k}={v}" for k, v in ops.names().items()))
     saver = checkpoint.Saver(t.output_dir, world, t.save_async)
@@ -240,6 +232,7 @@ def train(config: Config, world: World) -> None:
         profile.start()
     steps = batches.steps()
     for step in range(start, total):
+        adapters.before_step(unwrap(model), config, step)
         loss, tokens, router = train_step(model, next(steps), config, world)
         if not math.isfinite(loss):   # the same on every rank
             raise ValueError(f"step {step + 1}: the loss is {loss}. Training cannot go on from there; lower train.lr "
@@ -250,6 +243,7 @@ def train(config: Config, world: World) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         done = step + 1
+        adapters.after_step(unwrap(model), optimizer, config, done)
         metrics.step(done, tokens, loss=loss, lr=lr, grad_norm=norm, **router)
         if profile:
             profile.step()
@@ -269,8 +263,12 @@ def train(config: Config, world: World) -> None:
         save(total)
     saver.finish()
     if t.save_hf_weights:
-        hf.save_weights(unwrap(model), saver.folder(total) / "hf",
-                        tokenizer_path=local_folder(config.model.tokenizer_path))
+        target, tokenizer = saver.folder(total) / "hf", hf.local_folder(config.model.tokenizer_path)
+        if config.lora.save_lora_only:
+            adapt.save_adapter(unwrap(model), target, base_model=config.model.model_path,
+                              files=hf.tokenizer_files(tokenizer))
+        else:
+            hf.save_weights(unwrap(model), target, tokenizer_path=tokenizer)
     metrics.close()
 
 

@@ -1,0 +1,841 @@
+"""Adapters on linear layers, dense and quantised: against plain products, against peft, and what checkpoints hold."""
+
+import dataclasses
+import json
+import math
+import weakref
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("pydantic")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from tilewright import adapt, lora, ops  # noqa: E402
+from tilewright.adapt import add_lora, quantize_model  # noqa: E402
+from tilewright.lora import LoRALinear, QuantFormat, QuantizedLinear  # noqa: E402
+from tilewright.ops.aqn import AQN  # noqa: E402
+from tilewright.ops.quantized_linear import dequantize  # noqa: E402
+from tilewright.trainer import hf  # noqa: E402
+from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
+
+QWEN3 = {"model_type": "qwen3", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+         "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+FORMATS = [QuantFormat("nvfp4", 16), QuantFormat("block_fp8", 16), QuantFormat("nf4", 32)]
+formats = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+
+
+def bits(q):
+    """Of a quantised tensor's parts, whose bytes can be compared; torch.equal knows no FP8."""
+    return [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in q.tensors()]
+
+
+def equal(a, b):
+    return type(a) is type(b) and (a.shape, a.dtype) == (b.shape, b.dtype) and all(
+        s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(bits(a), bits(b), strict=True))
+
+
+IDS = torch.arange(40).view(2, 20) * 7 % 97
+
+
+def make(merge_qkv=True, shape=QWEN3, seed=1):
+    model = Transformer(ModelConfig.from_hf(shape), Ops.resolve(), merge_qkv)
+    model.init_weights(seed)
+    return model
+
+
+def learn(model, seed=3, std=0.3):
+    """Adapters as training would leave them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, module in adapt.adapted(model):
+            module.lora_B.normal_(std=std, generator=generator)
+    return model
+
+
+# ---- one layer
+
+PARTS = {"q_proj": 12, "k_proj": 4, "v_proj": 8}
+
+
+def layer(quantised=False, bias=True, targets=None, parts=PARTS, rslora=False, dtype=torch.float32):
+    torch.manual_seed(5)
+    base = torch.nn.Linear(32, 24, bias=bias, dtype=dtype)
+    if quantised:
+        base = QuantizedLinear(ops.quantize_nf4(base.weight), base.bias)
+    module = LoRALinear(base, 4, 6, rslora=rslora, parts=parts, targets=targets)
+    return module, lambda: torch.nn.init.normal_(module.lora_B)
+
+
+def plain(module, x):
+    """What the layer is defined as, part by part."""
+    base = module.base
+    weight = base.dense() if isinstance(base, QuantizedLinear) else base.weight
+    y = F.linear(x, weight.to(x.dtype), None if base.bias is None else base.bias)
+    found = list(y.split(list(module.parts.values()), -1))
+    at, r = 0, module.rank
+    for i, name in enumerate(module.slices):
+        rows = module.parts[name]
+        A, B = module.lora_A[i * r:(i + 1) * r], module.lora_B[at:at + rows]
+        where = list(module.parts).index(name)
+        found[where] = found[where] + (x.to(A.dtype) @ A.T @ B.T * module.scale).to(y.dtype)
+        at += rows
+    return torch.cat(found, -1)
+
+
+@pytest.mark.parametrize("rslora, scale", [(False, 1.5), (True, 3.0)])
+@pytest.mark.parametrize("parts, targets", [(PARTS, None), (PARTS, ["v_proj", "q_proj"]), (PARTS, ["k_proj"]),
+                                            (None, None)], ids=["all", "two", "one", "alone"])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_output_and_gradients_equal_the_plain_products(parts, targets, rslora, scale, quantised):
+    module, fill = layer(quantised, targets=targets, parts=parts, rslora=rslora)
+    assert module.scale == scale
+    fill()
+    x = torch.randn(2, 7, 32, requires_grad=True)
+    inputs = (x, module.lora_A, module.lora_B)
+    y, want = module(x), plain(module, x)
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
+    dy = torch.randn_like(y)
+    for got, expected in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(want, inputs, dy), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(module._separately(module.base(x), (F.linear(x, module.lora_A) * scale).flatten(0, 1),
+                                          module.lora_B), y) or parts is None
+    assert not any(p.requires_grad for p in module.base.parameters())
+
+
+def test_a_second_derivative_is_refused():
+    module, fill = layer()
+    fill()
+    x = torch.randn(3, 32, requires_grad=True)
+    [dx] = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("parts", [PARTS, None], ids=["fused", "alone"])
+def test_the_first_output_is_the_bases_and_nothing_more_is_kept_than_needed(parts, quantised):
+    module, _ = layer(quantised, parts=parts)
+    x = torch.randn(5, 32, requires_grad=True)
+    assert torch.equal(module(x), module.base(x))
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t) is None or t, lambda t: t):
+        module(x)
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    extra = [t.shape for key, t in kept.items() if key not in own and t.numel() > 1]
+    low = len(module.slices) * 4
+    assert sorted(math.prod(s) for s in extra if math.prod(s) != 16) == [5 * low, 5 * 32]   # 16: the codes of NF4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_of_another_dtype_than_the_base(dtype):
+    module, fill = layer(dtype=torch.bfloat16)
+    fill()
+    x = torch.randn(5, 32).bfloat16()
+    y = module(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, plain(module, x), rtol=2e-2, atol=2e-2)
+    module, fill = layer()
+    fill()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(x.to(dtype))
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), plain(module, x.float()), rtol=5e-2, atol=5e-2)
+    y.sum().backward()
+    assert module.lora_A.grad.dtype == torch.float32 and module.lora_A.grad.any()
+
+
+def test_adapters_begin_as_pefts_do():
+    module, _ = layer()
+    bound = 1 / math.sqrt(32)
+    assert module.lora_A.abs().max() <= bound
+    assert module.lora_A.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.1)
+    assert not module.lora_B.any()
+    twice = []
+    for _ in range(2):
+        module.reset_parameters(torch.Generator().manual_seed(4))
+        twice.append(module.lora_A.detach().clone())
+    assert torch.equal(*twice)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"rank": 0}, "rank must be an int >= 1"), ({"rank": True}, "rank must be an int"),
+    ({"alpha": 0}, "alpha must be a finite number > 0"), ({"alpha": math.inf}, "alpha must be"),
+    ({"parts": {"a": 3}}, "parts must have the base's 24 rows"),
+    ({"parts": PARTS, "targets": ["x"]}, r"targets must be some of \['q_proj'"),
+])
+def test_a_layer_that_cannot_be_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LoRALinear(torch.nn.Linear(32, 24), **{"rank": 2, "alpha": 1, **arguments})
+    with pytest.raises(TypeError, match="base must be"):
+        LoRALinear(torch.nn.Conv1d(1, 1, 1), 2, 1)
+
+
+# ---- merging
+
+def test_merging_gives_what_was_computed_before_and_begins_new_adapters():
+    for model in (make(), make(False)):
+        before = model(IDS)
+        add_lora(model, rank=4, alpha=6)
+        learn(model)
+        first = {n: p.detach().clone() for n, p in model.named_parameters() if adapt.is_adapter(n)}
+        want = model(IDS)
+        assert (want - before).abs().max() > 0.1
+        adapt.merge_adapters(model, torch.Generator().manual_seed(1))
+        assert (model(IDS) - want).abs().max() <= 1e-6
+        for name, p in model.named_parameters():
+            if name.endswith("lora_B"):
+                assert not p.any()
+            elif name.endswith("lora_A"):
+                assert not torch.equal(p, first[name])
+
+
+def test_a_merge_adds_in_float32_and_rounds_once():
+    module, fill = layer(dtype=torch.bfloat16, targets=["q_proj"])
+    fill()
+    torch.nn.init.normal_(module.lora_B, std=1e-3)
+    was = module.base.weight.detach().clone()
+    want = was.float()
+    want[:12] += 1.5 * module.lora_B.detach() @ module.lora_A.detach()
+    torch.testing.assert_close(module.merged_weight(), want, rtol=1e-6, atol=1e-7)
+    module.merge_()
+    assert torch.equal(module.base.weight, want.bfloat16()) and not torch.equal(module.base.weight[:12], was[:12])
+    assert torch.equal(module.base.weight[12:], was[12:])
+
+
+W = torch.randn(24, 48, generator=torch.Generator().manual_seed(8))
+QUANTISED = {"nf4": ops.quantize_nf4(W, block_size=32), "nf4 nested": ops.quantize_nf4(W, double_quant=True),
+             "nvfp4": ops.quantize_nvfp4(W), "block_fp8": ops.quantize_block_fp8(W.bfloat16(), block=(8, 16))}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_merge_quantises_again_in_the_same_format(name):
+    q = QUANTISED[name]
+    module = LoRALinear(QuantizedLinear(q), 3, 3)
+    torch.nn.init.normal_(module.lora_B)
+    dense = module.merged_weight()
+    torch.testing.assert_close(dense, dequantize(q, dtype=torch.float32) + module.lora_B @ module.lora_A)
+    module.merge_()
+    [new] = module.base.weights()
+    want = lora.quantize_as(q, dense)
+    assert equal(new, want) and not equal(new, q)
+    assert [t.shape for t in new.tensors()] == [t.shape for t in q.tensors()]
+    assert not module.lora_B.any()
+
+
+def test_a_merge_leaves_quantised_parts_without_adapters_alone():
+    parts = [ops.quantize_nvfp4(W[:8]), ops.quantize_nvfp4(W[8:])]
+    module = LoRALinear(QuantizedLinear(parts), 3, 3, parts={"gate_proj": 8, "up_proj": 16}, targets=["up_proj"])
+    torch.nn.init.normal_(module.lora_B)
+    module.merge_()
+    first, second = module.base.weights()
+    assert torch.equal(first.data, parts[0].data) and not torch.equal(second.data, parts[1].data)
+
+
+# ---- quantised layers
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_quantised_layer_keeps_its_bits_through_casts_meta_and_files(name, tmp_path):
+    q = QUANTISED[name]
+    layer = QuantizedLinear(q, torch.randn(24))
+    x = torch.randn(3, 48)
+    want = F.linear(x, dequantize(q, dtype=torch.float32), layer.bias)
+    torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
+    assert layer.state_dict().keys() == {*(f"{f.name}_0" for f in dataclasses.fields(q)
+                                           if isinstance(getattr(q, f.name), torch.Tensor)), "bias"}
+    save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    on_meta = _pytree.tree_map(lambda t: t if t is None else t.to("meta"), q)
+    empty = QuantizedLinear(on_meta, torch.empty(24, device="meta"))
+    assert all(t.is_meta for t in empty.buffers())
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(load_file(tmp_path / "layer.safetensors"))
+    for other in (empty, layer.half().float()):
+        [found] = other.weights()
+        assert equal(found, q)
+
+
+def test_a_quantised_layer_of_several_matrices():
+    parts = [ops.quantize_nvfp4(W[:8]), ops.quantize_nvfp4(4 * W[8:])]
+    both = QuantizedLinear(parts)
+    x = torch.randn(2, 5, 48, requires_grad=True)
+    want = F.linear(x, both.dense())
+    torch.testing.assert_close(both(x), want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(both.dense()[8:], dequantize(parts[1], dtype=torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert both(x).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"weight must be \[24, 48\], got \[8, 48\]"):
+        both.fill(parts[:1])
+    with pytest.raises(ValueError, match="of one width"):
+        QuantizedLinear([parts[0], ops.quantize_nvfp4(W[:, :16])])
+
+
+SHARED = torch.tensor(0.01)
+JOINS = {
+    "nf4": (lambda w: ops.quantize_nf4(w), True), "nf4 ragged": (lambda w: ops.quantize_nf4(w, block_size=4096), False),
+    "nf4 nested": (lambda w: ops.quantize_nf4(w, double_quant=True), False),
+    "nvfp4": (ops.quantize_nvfp4, False), "nvfp4 shared": (lambda w: ops.quantize_nvfp4(w, global_scale=SHARED), True),
+    "block_fp8": (lambda w: ops.quantize_block_fp8(w, block=(8, 8)), True),
+    "block_fp8 ragged": (lambda w: ops.quantize_block_fp8(w, block=(16, 16)), False)}
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_matrices_become_one_only_where_that_is_exact(name):
+    quantise, exact = JOINS[name]
+    w = torch.randn(56, 32)
+    parts = [quantise(w[:24]), quantise(w[24:40]), quantise(w[40:])]
+    found = lora.join(parts)
+    assert len(found) == (1 if exact else 3)
+    assert torch.equal(QuantizedLinear(found).dense(), torch.cat([dequantize(q) for q in parts]))
+
+
+@pytest.mark.parametrize("name, size", [("nvfp4", 32), ("block_fp8", 129), ("block_fp8", 0), ("nf4", 16), ("nf4", 48),
+                                        ("nf4", 8192)])
+def test_group_sizes_that_a_format_does_not_have(name, size):
+    assert lora.wrong_group_size(name, size)
+    with pytest.raises(ValueError, match=f"{name} has groups of"):
+        QuantFormat(name, size)
+
+
+@pytest.mark.parametrize("name", lora.FORMATS)
+def test_every_group_size_that_is_accepted_works(name):
+    """Forward, backward and quantising again, of a matrix that no block divides."""
+    sizes = lora.FORMATS[name][1]
+    for size in sizes if len(sizes) < 20 else (1, 2, 3, 7, 16, 33, 64, 100, 127, 128):
+        format = QuantFormat(name, size)
+        q = format(W)
+        assert lora.format_of(q) == format
+        module = LoRALinear(QuantizedLinear(q), 2, 2)
+        torch.nn.init.normal_(module.lora_B)
+        x = torch.randn(3, 48, requires_grad=True)
+        y = module(x)
+        torch.testing.assert_close(y, F.linear(x, module.merged_weight()), rtol=1e-4, atol=1e-4)
+        y.sum().backward()
+        module.merge_()
+
+
+# ---- models
+
+@pytest.mark.parametrize("merge_qkv", [True, False])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_model_with_new_adapters_computes_what_it_did(merge_qkv, autocast):
+    model = make(merge_qkv)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        want = model(IDS)
+        add_lora(model, rank=4)
+        assert torch.equal(model(IDS), want)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == {n for n, _ in model.named_parameters() if adapt.is_adapter(n)}
+    assert len(trained) == 2 * 2 * (4 if merge_qkv else 6)
+    assert {n for n, _ in adapt.base_weights(model)} == {n for n, _ in make(merge_qkv).named_parameters()}
+
+
+@formats
+def test_adapters_on_a_quantised_model(format):
+    model = make()
+    full = model(IDS)
+    done = quantize_model(model, format, exclude=["layers.0.mlp", "lm_head"])
+    want = model(IDS)
+    assert 0 < (want - full).abs().max() < 0.2 * full.abs().max()
+    assert not any("layers.0.mlp" in path for path in done) and len(done) == 6
+    add_lora(model, rank=4)
+    assert torch.equal(model(IDS), want)
+    assert {type(m.base) for _, m in adapt.adapted(model)} == {QuantizedLinear, torch.nn.Linear}
+    model(IDS, labels=IDS).backward()
+    assert all(m.lora_B.grad.any() for _, m in adapt.adapted(model))
+    assert {n for n, _ in adapt.base_weights(model)} == {n for n, _ in make().named_parameters()}
+
+
+@pytest.mark.parametrize("entry, path, same", [
+    ("q_proj", "model.layers.0.self_attn.q_proj", True), ("proj", "a.q_proj", False),
+    ("layers.1", "a.layers.1.q", True),
+    ("layers.1", "a.layers.11.q", False), ("a.*.q", "a.b.c.q", True), ("*.q", "a.b.q.c", False),
+    ("re:a\\..*_proj$", "a.b.q_proj", True), ("re:b", "a.b", False), ("model.layers.?.x", "model.layers.1.x", True)])
+def test_which_modules_an_entry_means(entry, path, same):
+    assert adapt.matches(entry, path) == same
+
+
+@pytest.mark.parametrize("targets, expected", [
+    (["q_proj", "down_proj"], {"q_proj", "down_proj"}), (["qkv_proj"], {"q_proj", "k_proj", "v_proj"}),
+    (["mlp"], {"gate_proj", "up_proj", "down_proj"}), (["*.v_proj"], {"v_proj"})])
+def test_targets_are_named_as_if_nothing_were_fused(targets, expected):
+    for merge_qkv in (True, False):
+        if targets == ["qkv_proj"] and not merge_qkv:
+            continue
+        paths = add_lora(make(merge_qkv), targets, rank=2)
+        assert {p.rpartition(".")[2] for p in paths} == expected and len(paths) == 2 * len(expected)
+    assert add_lora(make(), ["layers.1.self_attn.o_proj"]) == ["model.layers.1.self_attn.o_proj"]
+
+
+@pytest.mark.parametrize("targets, message", [
+    (["q_proj", "w_proj", "zzz"], r"'w_proj', 'zzz' match no projection; there are down_proj, gate_proj, gate_up_proj"),
+    (["lm_head"], "'lm_head' match no projection"), (["embed_tokens"], "'embed_tokens' match"),
+    (["input_layernorm"], "'input_layernorm' match")])
+def test_targets_that_are_not_there_are_named(targets, message):
+    with pytest.raises(ValueError, match=message):
+        add_lora(make(), targets)
+
+
+def test_exclusions_that_cannot_be_are_named():
+    with pytest.raises(ValueError, match=r"'nosuch' match no module; there are .*q_proj"):
+        quantize_model(make(), FORMATS[0], exclude=["nosuch", "lm_head"])
+    with pytest.raises(ValueError, match=r"exclude names model\.layers\.0\.self_attn\.q_proj and not the rest of"):
+        quantize_model(make(), FORMATS[0], exclude=["q_proj"])
+    assert len(quantize_model(make(False), FORMATS[0], exclude=["q_proj"])) == 2 * 5
+    with pytest.raises(ValueError, match="no linear layers called"):
+        add_lora(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+
+
+# ---- PEFT
+
+def theirs(folder, kind=transformers.Qwen3Config, **changes):
+    torch.manual_seed(1)
+    shape = {k: v for k, v in QWEN3.items() if k != "model_type"}
+    config = kind(**{**shape, "initializer_range": 0.2, **changes})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def ours(folder, merge_qkv=True):
+    model = Transformer(hf.load_config(folder), Ops.resolve(), merge_qkv)
+    hf.load_weights(model, folder)
+    return model
+
+
+def close(a, b, tolerance=1e-5):
+    assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+PLAIN = [{"rank": 4, "alpha": 8}, {"rank": 4, "alpha": 3, "rslora": True},
+         {"rank": 2, "alpha": 2.5, "targets": ["q_proj", "v_proj", "down_proj"]},
+         {"rank": 2, "alpha": 2, "targets": ["layers.1.mlp"]}]
+
+
+@pytest.mark.parametrize("options, merge_qkv, kind", [
+    (PLAIN[0], True, transformers.LlamaConfig), (PLAIN[1], True, transformers.Qwen3Config),
+    (PLAIN[2], True, transformers.Qwen3Config), (PLAIN[2], False, transformers.LlamaConfig),
+    (PLAIN[3], False, transformers.Qwen3Config)], ids=["all", "rslora", "some", "some apart", "a layer"])
+def test_peft_loads_what_is_saved(options, merge_qkv, kind, tmp_path):
+    peft = pytest.importorskip("peft")
+    reference = theirs(tmp_path / "base", kind)
+    model = ours(tmp_path / "base", merge_qkv)
+    add_lora(model, **options)
+    learn(model)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/old").write_text("")
+    adapt.save_adapter(model, tmp_path / "adapter", base_model=str(tmp_path / "base"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "base"]
+    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [adapt.ADAPTER_CONFIG, adapt.ADAPTER_FILE]
+    with torch.no_grad():
+        want = model(IDS)
+        alone = reference(IDS).logits
+        loaded = peft.PeftModel.from_pretrained(reference, tmp_path / "adapter")
+        close(loaded(IDS).logits, want)
+    assert (want - alone).abs().max() > 0.05 * alone.abs().max()
+    status = loaded.get_model_status()
+    assert status.num_adapter_layers == sum(len(m.slices) for _, m in adapt.adapted(model))
+    again = ours(tmp_path / "base", not merge_qkv)
+    adapt.load_adapter(again, tmp_path / "adapter")
+    close(again(IDS), want)
+
+
+@pytest.mark.parametrize("options", [{"r": 4, "lora_alpha": 6}, {"r": 3, "lora_alpha": 2, "use_rslora": True},
+                                     {"r": 2, "target_modules": ["k_proj", "up_proj"], "lora_dropout": 0.1}])
+@pytest.mark.parametrize("merge_qkv", [True, False])
+def test_what_peft_saves_is_loaded(options, merge_qkv, tmp_path):
+    peft = pytest.importorskip("peft")
+    reference = theirs(tmp_path / "base")
+    config = peft.LoraConfig(**{"target_modules": "all-linear", "task_type": "CAUSAL_LM", **options})
+    wrapped = peft.get_peft_model(reference, config).eval()
+    with torch.no_grad():
+        for name, p in wrapped.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.3)
+        want = wrapped(IDS).logits
+    wrapped.save_pretrained(tmp_path / "adapter")
+    model = ours(tmp_path / "base", merge_qkv)
+    adapt.load_adapter(model, tmp_path / "adapter")
+    close(model(IDS), want)
+    filled = ours(tmp_path / "base", merge_qkv)   # into adapters that are there
+    add_lora(filled, options.get("target_modules"), rank=config.r, alpha=config.lora_alpha, rslora=config.use_rslora)
+    adapt.load_adapter(filled, tmp_path / "adapter")
+    assert torch.equal(filled(IDS), model(IDS))
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path):
+    model = add_to = make()
+    add_lora(add_to, ["q_proj"], rank=2, alpha=2)
+    adapt.save_adapter(model, tmp_path / "a")
+    with pytest.raises(ValueError, match="no adapters"):
+        adapt.save_adapter(make(), tmp_path / "b")
+    with pytest.raises(FileNotFoundError, match=r"no adapter_config\.json"):
+        adapt.load_adapter(make(), tmp_path / "nowhere")
+    other = make()
+    add_lora(other, ["q_proj"], rank=3)
+    with pytest.raises(ValueError, match=r"\(r, lora_alpha, use_rslora\) is \(2, 2, False\), the model's \(3, 16, "):
+        adapt.load_adapter(other, tmp_path / "a")
+    other = make()
+    add_lora(other, ["q_proj", "k_proj"], rank=2, alpha=2)
+    with pytest.raises(ValueError, match=r"differ in model\.layers\.0\.self_attn\.k_proj"):
+        adapt.load_adapter(other, tmp_path / "a")
+    with pytest.raises(ValueError, match=r"no projections model\.layers\.1\.self_attn\.q_proj"):
+        adapt.load_adapter(make(shape={**QWEN3, "num_hidden_layers": 1}), tmp_path / "a")
+    with pytest.raises(ValueError, match=r"lora_A must be \[2, 40\], got \[2, 32\]"):
+        adapt.load_adapter(make(shape={**QWEN3, "hidden_size": 40}), tmp_path / "a")
+    file = tmp_path / "a" / adapt.ADAPTER_CONFIG
+    config = json.loads(file.read_text())
+    for key, value in (("use_dora", True), ("bias", "all"), ("rank_pattern", {"q_proj": 4}), ("peft_type", "IA3")):
+        file.write_text(json.dumps({**config, key: value}))
+        with pytest.raises(ValueError, match=key):
+            adapt.load_adapter(make(), tmp_path / "a")
+
+
+# ---- noise
+
+@formats
+def test_noise_is_of_each_weight_and_step_and_of_training_alone(format):
+    model = make()
+    quantize_model(model, format)
+    add_lora(model, rank=2)
+    plain_ = model(IDS)
+    noise = AQN(1.0, 7, 3)
+    adapt.set_noise(model, noise)
+    first = model(IDS)
+    assert not torch.equal(first, plain_) and torch.equal(model(IDS), first)
+    numbers = [n.layer for m in model.modules() if isinstance(m, QuantizedLinear) for n in m.noise]
+    assert len(set(numbers)) == len(numbers) == 8
+    [path, module] = next((p, m) for p, m in model.named_modules() if isinstance(m, QuantizedLinear))
+    x = torch.randn(3, module.in_features)
+    [q] = module.weights()
+    torch.testing.assert_close(module(x), F.linear(x, dequantize(q, dtype=torch.float32, noise=module.noise[0])),
+                               rtol=1e-5, atol=1e-6)
+    model.eval()
+    assert torch.equal(model(IDS), plain_)
+    model.train()
+    adapt.set_noise(model, dataclasses.replace(noise, step=4))
+    assert not torch.equal(model(IDS), first)
+    for none in (AQN(0.0, 7, 3), None):
+        adapt.set_noise(model, none)
+        assert torch.equal(model(IDS), plain_)
+    assert path.endswith("qkv_proj.base")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_layers_see_the_same_noise_and_learn(reentrant):
+    found = []
+    for recompute in (False, True):
+        model = make()
+        quantize_model(model, QuantFormat("nf4", 32))
+        add_lora(model, rank=2)
+        adapt.reset_adapters(model, torch.Generator().manual_seed(0))
+        learn(model)
+        adapt.set_noise(model, AQN(2.0, 7, 3))
+        if recompute:
+            model.recompute_activations(None, reentrant)
+        model(IDS, labels=IDS).backward()
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert all(a is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+# ---- checkpoints that are quantised
+
+def bitsandbytes(weight, **options):
+    q = ops.quantize_nf4(weight.bfloat16(), **options)
+    return q, lambda stem: q.to_safetensors(f"{stem}.weight")
+
+
+def nvfp4(layout, global_scale=None):
+    def make(weight):
+        q = ops.quantize_nvfp4(weight.bfloat16(), global_scale=global_scale)
+        extra = {"modelopt": "input_scale", "compressed-tensors": "input_global_scale"}[layout]
+        return q, lambda stem: {**q.to_safetensors(f"{stem}.weight", layout), f"{stem}.{extra}": torch.ones(1)}
+    return make
+
+
+def deepseek(weight):
+    q = ops.quantize_block_fp8(weight.bfloat16(), block=(16, 16))
+    return q, lambda stem: q.to_safetensors(f"{stem}.weight")
+
+
+STORED = {   # how each projection is stored, the configuration beside it, and the format that fits
+    "bitsandbytes": (bitsandbytes, {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"]},
+                     QuantFormat("nf4", 64)),
+    "bitsandbytes nested": (lambda w: bitsandbytes(w, double_quant=True, block_size=32),
+                            {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"]},
+                            QuantFormat("nf4", 32)),
+    "compressed-tensors": (nvfp4("compressed-tensors"), {"quant_method": "compressed-tensors", "ignore": ["lm_head"]},
+                           QuantFormat("nvfp4", 16)),
+    "modelopt": (nvfp4("modelopt", torch.tensor(2.0**-11)),
+                 {"quant_method": "modelopt", "exclude_modules": ["lm_head"]},
+                 QuantFormat("nvfp4", 16)),
+    "deepseek": (deepseek, {"quant_method": "fp8", "weight_block_size": [16, 16]}, QuantFormat("block_fp8", 16)),
+}
+
+
+def store(folder, name, dense=()):
+    """A checkpoint with quantised projections, but those that `dense` names; and one of what they stand for."""
+    quantise, config, _ = STORED[name]
+    theirs(folder / "dense")
+    tensors, stood, bytes_ = load_file(folder / "dense/model.safetensors"), {}, {}
+    for key in list(tensors):
+        stem = key.removesuffix(".weight")
+        if stem.rpartition(".")[2] in adapt.PROJECTIONS and not any(adapt.matches(d, stem) for d in dense):
+            q, write = quantise(tensors.pop(key))
+            stood[key], bytes_[stem] = dequantize(q, dtype=torch.float32), q
+            tensors |= {k: t.clone().contiguous() for k, t in write(stem).items()}
+        else:
+            stood[key] = tensors[key]
+    shape = json.loads((folder / "dense/config.json").read_text())
+    for where, what, extra in (("stored", tensors, {"quantization_config": config}), ("stood", stood, {})):
+        (folder / where).mkdir()
+        (folder / where / "config.json").write_text(json.dumps({**shape, **extra}))
+        save_file(what, folder / where / "model.safetensors")
+    return bytes_
+
+
+def empty(folder, format, merge_qkv, exclude=()):
+    with torch.device("meta"):
+        model = Transformer(hf.load_config(folder), Ops.resolve(), merge_qkv)
+    quantize_model(model, format, exclude=exclude, strict=False)
+    add_lora(model, rank=2)
+    model.to_empty(device="cpu")
+    model.tie()
+    adapt.reset_adapters(model)
+    return model
+
+
+@pytest.mark.parametrize("merge_qkv", [True, False])
+@pytest.mark.parametrize("name", STORED)
+def test_a_quantised_checkpoint_is_loaded_as_it_is(name, merge_qkv, tmp_path):
+    bytes_ = store(tmp_path, name)
+    folder = tmp_path / "stored"
+    assert hf.excluded(folder) == ([] if name == "deepseek" else ["lm_head"])
+    model = empty(folder, STORED[name][2], merge_qkv, hf.excluded(folder))
+    hf.load_weights(model, folder)
+    close(model(IDS), ours(tmp_path / "stood", merge_qkv)(IDS))
+    o_proj = dict(adapt.base_weights(model))["model.layers.1.self_attn.o_proj.weight"]
+    [found], want = o_proj.weights(), bytes_["model.layers.1.self_attn.o_proj"]
+    for a, b in zip(bits(found), bits(want), strict=True):
+        assert torch.equal(a, b) or (a.dim() == 0 and abs(a / b - 1) < 1e-6)   # compressed-tensors store an inverse
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_a_quantised_checkpoint_leaves_dense_or_the_user_excludes(name, tmp_path):
+    """Dense in the file: quantised, unless excluded. Excluded, and quantised in the file: dequantised."""
+    store(tmp_path, name, dense=["layers.0.mlp"])
+    folder, format = tmp_path / "stored", STORED[name][2]
+    want = ours(tmp_path / "stood")
+    model = empty(folder, format, True, ["layers.0.mlp", "layers.1.self_attn"])
+    hf.load_weights(model, folder)
+    close(model(IDS), want(IDS), 3e-2 if name.startswith("b") else 1e-2)   # what is dequantised is rounded to bfloat16
+    stored = dict(adapt.base_weights(model))
+    for path in ("layers.0.mlp.down_proj", "layers.1.self_attn.o_proj"):
+        assert isinstance(stored[f"model.{path}.weight"], torch.nn.Parameter)
+    assert isinstance(stored["model.layers.0.self_attn.o_proj.weight"], QuantizedLinear)
+    model = empty(folder, format, True)
+    hf.load_weights(model, folder)
+    down = dict(adapt.base_weights(model))["model.layers.0.mlp.down_proj.weight"]
+    assert isinstance(down, QuantizedLinear)
+    again = format(dict(want.named_parameters())["model.layers.0.mlp.down_proj.weight"].detach())
+    assert torch.equal(down.dense(), dequantize(again, dtype=torch.float32))
+
+
+def test_a_quantised_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path):
+    store(tmp_path, "bitsandbytes")
+    folder = tmp_path / "stored"
+    with pytest.raises(ValueError, match=r"q_proj\.weight is nf4 in groups of 64; lora\.quant_format .* nf4 and 32"):
+        hf.load_weights(empty(folder, QuantFormat("nf4", 32), True), folder)
+    with pytest.raises(ValueError, match=r"is nf4 in groups of 64; .* say nvfp4 and 16"):
+        hf.load_weights(empty(folder, QuantFormat("nvfp4", 16), True), folder)
+    with pytest.raises(ValueError, match=r"q_proj\.weight is quantised: set lora\.enable_qlora to true and "
+                                         r"lora\.quant_format to nf4"):
+        ours(folder)
+    tensors = load_file(folder / "model.safetensors")
+    broken = {k: t for k, t in tensors.items() if not k.endswith("0.mlp.down_proj.weight.absmax")}
+    save_file(broken, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down_proj: cannot be read as nf4 .*absmax is missing"):
+        hf.load_weights(empty(folder, QuantFormat("nf4", 64), True), folder)
+    save_file({**tensors, "model.layers.0.spare": torch.ones(1)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unexpected model\.layers\.0\.spare"):
+        hf.load_weights(empty(folder, QuantFormat("nf4", 64), True), folder)
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the storages that operators have seen and that are still there."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.peak, self.known = 0, 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in _pytree.tree_leaves((args, kwargs, out)):
+            if isinstance(t, torch.Tensor) and not t.is_meta:
+                storage = t.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.known[storage._cdata] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self.gone, storage._cdata)
+        return out
+
+    def gone(self, key):
+        self.now -= self.known.pop(key)
+
+
+@formats
+@pytest.mark.parametrize("stored", [False, True], ids=["dense", "quantised"])
+def test_quantising_while_loading_needs_two_tensors_beside_the_model(format, stored, tmp_path):
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "vocab_size": 32, "head_dim": 32}
+    theirs(tmp_path / "base", **shape)
+    tensors = load_file(tmp_path / "base/model.safetensors")
+    folder = tmp_path / "base"
+    if stored:
+        for key in list(tensors):
+            if key.removesuffix(".weight").rpartition(".")[2] in adapt.PROJECTIONS:
+                q = format(tensors.pop(key).bfloat16())
+                tensors |= {k: t.clone().contiguous() for k, t in q.to_safetensors(key).items()}
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = {"weight_block_size": [16, 16]}
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors")
+    largest = 2 * 256 * 128 * 4   # gate_up_proj in float32
+    with Live() as live:
+        model = empty(folder, format, True)
+        hf.load_weights(model, folder)
+    own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    dense = sum(math.prod(m.base.dense().shape) * 4 for _, m in adapt.adapted(model))
+    assert own <= live.peak < own + 2 * largest < dense
+
+
+# ---- what is written
+
+@formats
+def test_dense_weights_with_adapters_merged_are_what_transformers_loads(format, tmp_path):
+    for quantised in (False, True):
+        model = make()
+        if quantised:
+            quantize_model(model, format)
+        add_lora(model, ["q_proj", "o_proj", "up_proj"], rank=2)
+        learn(model)
+        before = {n: t.clone() for n, t in model.state_dict().items()}
+        hf.save_weights(model, tmp_path / "out")
+        reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+        with torch.no_grad():
+            close(reference(IDS).logits, model(IDS), 1e-4)
+        assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+        assert reference.config.to_dict().get("quantization_config") is None
+
+
+# ---- experts
+
+MOE = {**QWEN3, "model_type": "qwen3_moe", "tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [1]}
+
+
+def mixture(folder):
+    torch.manual_seed(1)
+    shape = {k: v for k, v in MOE.items() if k != "model_type"}
+    made = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**shape, initializer_range=0.2))
+    made.save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("targets", [None, ["mlp"], ["q_proj", "o_proj"]], ids=["all", "experts", "attention"])
+def test_experts_get_adapters_too_and_peft_loads_them(targets, tmp_path):
+    peft = pytest.importorskip("peft")
+    reference = mixture(tmp_path / "base")
+    model = ours(tmp_path / "base")
+    paths = add_lora(model, targets, rank=2, alpha=3)
+    of_experts = [p for p in paths if ".experts." in p]
+    assert of_experts == ([] if targets and "mlp" not in targets else [
+        f"model.layers.0.mlp.experts.{n}" for n in adapt.OF_EXPERTS])
+    assert not any(p.requires_grad for n, p in model.named_parameters() if not adapt.is_adapter(n))
+    close(model(IDS), reference(IDS).logits, 1e-4)
+    model(IDS, labels=IDS).backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if adapt.is_adapter(n))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if adapt.is_adapter(name) and name.endswith("_B"):
+                p.normal_(std=0.3, generator=generator)
+        want = model(IDS)
+        lora_of = tmp_path / "adapter"
+        adapt.save_adapter(model, lora_of)
+        close(peft.PeftModel.from_pretrained(reference, lora_of)(IDS).logits, want, 1e-4)
+        again = ours(tmp_path / "base", False)
+        adapt.load_adapter(again, lora_of)
+        close(again(IDS), want)
+        hf.save_weights(model, tmp_path / "merged")
+        close(ours(tmp_path / "merged")(IDS), want, 1e-4)
+        adapt.merge_adapters(model)
+        close(model(IDS), want, 1e-4)
+
+
+def test_some_of_what_experts_have_is_refused():
+    model = make(shape=MOE)
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts has adapters on all of gate_proj, up_proj"):
+        add_lora(model, ["down_proj"])
+    with pytest.raises(ValueError, match=r"exclude names .*experts\.up_proj and not the rest of"):
+        quantize_model(make(shape=MOE), FORMATS[0], exclude=["layers.0.mlp.experts.up_proj"])
+    with pytest.raises(ValueError, match="'gate' match no projection"):
+        add_lora(make(shape=MOE), ["gate"])
+
+
+@formats
+@pytest.mark.parametrize("targets", [None, ["q_proj"]], ids=["adapted", "frozen"])
+def test_quantised_experts_compute_with_what_they_stand_for(format, targets):
+    model = make(shape=MOE)
+    quantize_model(model, format)
+    add_lora(model, targets, rank=2)
+    dense = make(shape=MOE)
+    with torch.no_grad():
+        for name, full, _ in adapt.dense_weights(model):
+            dict(dense.named_parameters())[name].copy_(full)
+    close(model(IDS), dense(IDS), 1e-4)
+    plain_ = model(IDS)
+    adapt.set_noise(model, AQN(1.0, 3))
+    noisy = model(IDS)
+    assert not torch.equal(noisy, plain_)
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    assert experts.noise.layer not in {n.layer for m in model.modules() if isinstance(m, QuantizedLinear)
+                                       for n in m.noise}
+    experts.set_noise(None)
+    assert not torch.equal(model(IDS), noisy)
+    assert torch.equal(model.eval()(IDS), plain_)
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes", "modelopt", "deepseek", "compressed-tensors"])
+def test_experts_that_are_stored_quantised_are_loaded_where_one_tensor_can_hold_them(name, tmp_path):
+    mixture(tmp_path / "base")
+    quantise, config, format = STORED[name]
+    hf.save_weights(ours(tmp_path / "base"), tmp_path / "dense")   # a file with each expert's projections
+    tensors = load_file(tmp_path / "dense/model.safetensors")
+    stood = {}
+    for key in list(tensors):
+        stem = key.removesuffix(".weight")
+        if stem.rpartition(".")[2] in adapt.PROJECTIONS:
+            q, write = quantise(tensors.pop(key))
+            stood[key] = dequantize(q, dtype=torch.float32)
+            tensors |= {k: t.clone().contiguous() for k, t in write(stem).items()}
+        else:
+            stood[key] = tensors[key]
+    shape = json.loads((tmp_path / "dense/config.json").read_text())
+    (tmp_path / "dense/config.json").write_text(json.dumps({**shape, "quantization_config": config}))
+    save_file(tensors, tmp_path / "dense/model.safetensors")
+    model = empty(tmp_path / "dense", format, True)
+    if name == "compressed-tensors":   # a global scale for each projection of each expert
+        with pytest.raises(ValueError, match=r"experts\.gate_up_proj: the experts are stored in nvfp4 in a way"):
+            hf.load_weights(model, tmp_path / "dense")
+        return
+    hf.load_weights(model, tmp_path / "dense")
+    (tmp_path / "stood").mkdir()
+    (tmp_path / "stood/config.json").write_text(json.dumps(shape))
+    save_file(stood, tmp_path / "stood/model.safetensors")
+    close(model(IDS), ours(tmp_path / "stood")(IDS), 1e-4)

@@ -1,0 +1,427 @@
+"""Adapters and quantised weights in whole models, and adapters in PEFT's files.
+
+    quantize_model(model, QuantFormat("nf4", 64))         # optional: QLoRA
+    add_lora(model, rank=16, alpha=32)
+    ...
+    save_adapter(model, "adapter")                        # what `peft` loads
+
+Only the adapters learn. Layers are found by the names that Hugging Face's models give them, also where several are
+fused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import pathlib
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from tilewright.lora import LoRALinear, QuantFormat, QuantizedLinear, _whole
+from tilewright.lora_experts import LoRAExperts, QuantizedExperts
+from tilewright.ops.aqn import AQN
+from tilewright.ops.quantize import Quantized
+from tilewright.ops.quantized_linear import dequantize
+
+# What is a projection of a decoder layer, by its last name; the head, embeddings and routers are not.
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+Adapted = LoRALinear | LoRAExperts
+Stored = nn.Parameter | QuantizedLinear | QuantizedExperts
+
+
+def matches(entry: str, path: str) -> bool:
+    """Whether an entry of a list of modules means this path: some of its names in a row ("q_proj", "layers.0.mlp"), or
+    with * or ? a pattern of the whole path, or after "re:" a regular expression of its beginning."""
+    if entry.startswith("re:"):
+        return re.match(entry[3:], path) is not None
+    if set(entry) & set("*?"):
+        return fnmatch.fnmatchcase(path, entry)
+    return f".{entry}." in f".{path}."
+
+
+def projections(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, int]]]:
+    """The linear projections without adapters: path, module, and the paths of those that it fuses with their rows."""
+    for path, module in model.named_modules():
+        stem, _, name = path.rpartition(".")
+        if not isinstance(module, (nn.Linear, QuantizedLinear)) or name not in (*PROJECTIONS, *FUSED):
+            continue
+        names = FUSED.get(name, (name,))
+        rows = module.out_features
+        widths = getattr(model.get_submodule(stem), "widths", None) if name == "qkv_proj" else None
+        if widths is None and rows % len(names):
+            raise ValueError(f"{path}: {rows} rows do not divide among {', '.join(names)}; the module above must have "
+                             "`widths`, the rows of each")
+        widths = widths or [rows // len(names)] * len(names)
+        yield path, module, {f"{stem}.{n}" if stem else n: w for n, w in zip(names, widths, strict=True)}
+
+
+def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """The modules that hold experts as tensors [E, ...], without adapters: path, module, and the paths of what they
+    fuse."""
+    for path, module in model.named_modules():
+        weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+        if not isinstance(module, LoRAExperts) and all(
+                isinstance(w, QuantizedExperts) or (isinstance(w, nn.Parameter) and w.dim() == 3) for w in weights):
+            yield path, module, [_join(path, name) for name in OF_EXPERTS]
+
+
+def unmatched(entries: Iterable[str], paths: Iterable[str]) -> list[str]:
+    paths = list(paths)
+    return [e for e in entries if not any(matches(e, p) for p in paths)]
+
+
+def _chosen(entries: list[str], path: str, parts: Iterable[str]) -> list[str]:
+    """The parts that entries mean, or that are of a module that entries mean."""
+    return [p for p in parts if any(matches(e, p) or matches(e, path) for e in entries)]
+
+
+def quantize_model(model: nn.Module, format: QuantFormat, *, exclude: Iterable[str] = (),
+                   strict: bool = True) -> list[str]:
+    """Quantises the projections of the decoder layers, experts' too, one at a time, and returns their paths.
+
+    exclude: modules that stay as they are (see `matches`).   strict: what of it matches no module is an error.
+    Linear layers become QuantizedLinear, experts' tensors QuantizedExperts. A model on the meta device becomes one to
+    fill later.
+    """
+    exclude, done = list(exclude), []
+    if strict and (wrong := unmatched(exclude, (path for path, _ in _paths(model)))):
+        raise ValueError(f"exclude: {', '.join(map(repr, wrong))} match no module; there are {_last_names(model)}")
+    for path, module, parts in [*projections(model), *experts(model)]:
+        out = _chosen(exclude, path, parts)
+        if out and len(out) < len(parts):
+            raise ValueError(f"exclude names {', '.join(out)} and not the rest of {path}; name all of it, or keep the "
+                             "projections apart (merge_qkv = False)")
+        if out or isinstance(module, QuantizedLinear):
+            continue
+        if isinstance(module, nn.Linear):
+            _replace(model, path, QuantizedLinear(format(module.weight.detach()), module.bias))
+            done.append(path)
+            continue
+        for name in ("gate_up_proj", "down_proj"):
+            if isinstance(weight := getattr(module, name), nn.Parameter):
+                delattr(module, name)
+                setattr(module, name, QuantizedExperts(format(weight.detach())))
+                done.append(_join(path, name))
+    return done
+
+
+def add_lora(model: nn.Module, targets: Iterable[str] | None = None, *, rank: int = 16, alpha: float = 16,
+             rslora: bool = False, dtype: torch.dtype = torch.float32) -> list[str]:
+    """Puts adapters on projections, freezes all else, and returns the paths of what has adapters now.
+
+    targets: which ones (see `matches`), by their own names also where several are fused; None: all of PROJECTIONS.
+    rank, alpha, rslora, dtype: as LoRALinear and LoRAExperts have them; each expert has adapters of its own.
+    Raises ValueError, naming them, for targets that match no projection (heads, embeddings and routers are none) or
+    only some of what experts have.
+    """
+    linear, mixtures = list(projections(model)), list(experts(model))
+    every = [p for path, _, parts in (*linear, *mixtures) for p in (path, *parts)]
+    if not every:
+        raise ValueError(f"the model has no linear layers called {', '.join((*PROJECTIONS, *FUSED))}")
+    named, targets = targets is not None, list(PROJECTIONS if targets is None else targets)
+    if named and (wrong := unmatched(targets, every)):
+        names = sorted({p.rpartition(".")[2] for p in every})
+        raise ValueError(f"targets: {', '.join(map(repr, wrong))} match no projection; there are {', '.join(names)}")
+    model.requires_grad_(False)
+    options: dict[str, Any] = {"rslora": rslora, "dtype": dtype}
+    done = []
+    for path, module, parts in linear:
+        if not (chosen := _chosen(targets, path, parts)):
+            continue
+        fused = {"parts": {p.rpartition(".")[2]: rows for p, rows in parts.items()},
+                 "targets": [p.rpartition(".")[2] for p in chosen]} if len(parts) > 1 else {}
+        _replace(model, path, LoRALinear(module, rank, alpha, **fused, **options))
+        done += chosen
+    for path, module, parts in mixtures:
+        if not (chosen := _chosen(targets, path, parts)):
+            continue
+        if len(chosen) < len(parts):
+            raise ValueError(f"targets: {path} has adapters on all of {', '.join(OF_EXPERTS)} or on none")
+        weights = [w.weight() if isinstance(w, QuantizedExperts) else w
+                   for w in (module.gate_up_proj, module.down_proj)]
+        _replace(model, path, LoRAExperts(*weights, rank, alpha, **options))
+        done += chosen
+    return done
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module, and those that others fuse."""
+    for path, module in model.named_modules():
+        yield path, module
+        stem, _, name = path.rpartition(".")
+        for part in FUSED.get(name, ()):
+            yield _join(stem, part), module
+    for _, module, parts in experts(model):
+        for part in parts:
+            yield part, module
+
+
+def _last_names(model: nn.Module) -> str:
+    return ", ".join(sorted({p.rpartition(".")[2] for p, m in _paths(model) if not list(m.children())} - {""}))
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    stem, _, name = path.rpartition(".")
+    module.train(model.get_submodule(path).training)
+    setattr(model.get_submodule(stem), name, module)
+
+
+def adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
+    """The modules with adapters, in order."""
+    for path, module in model.named_modules():
+        if isinstance(module, Adapted):
+            yield path, module
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name is an adapter's."""
+    return name.rpartition(".")[2].startswith("lora_")
+
+
+def base_weights(model: nn.Module) -> Iterator[tuple[str, Stored]]:
+    """What the model had before `quantize_model` and `add_lora`, by its names then: each is a parameter, or the module
+    that holds it quantised."""
+    for name, p in model.named_parameters():
+        if not is_adapter(name):
+            yield name.replace(".base.", "."), p
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            yield f"{path.removesuffix('.base')}.weight", module
+        elif isinstance(module, QuantizedExperts):
+            yield path, module
+
+
+def quantized(stored: Stored) -> list[Quantized]:
+    """What a module of `base_weights` holds; [] of a parameter."""
+    if isinstance(stored, nn.Parameter):
+        return []
+    return [stored.weight()] if isinstance(stored, QuantizedExperts) else stored.weights()
+
+
+def shape_of(stored: Stored) -> tuple[int, ...]:
+    """Of the weight that it is or stands for."""
+    if isinstance(stored, QuantizedLinear):
+        return stored.out_features, stored.in_features
+    return tuple(stored.weight().shape if isinstance(stored, QuantizedExperts) else stored.shape)
+
+
+def fill(stored: QuantizedLinear | QuantizedExperts, weights: list[Quantized]) -> None:
+    """Gives it other weights of the same size."""
+    if isinstance(stored, QuantizedLinear):
+        stored.fill(weights)
+    else:
+        [q] = weights
+        stored.fill(q)
+
+
+@torch.no_grad()
+def dense_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
+    """`base_weights`, whole and dense, with the adapters added in float32; and the dtype that each was trained in, of
+    quantised ones that of the model's other weights. Changes nothing. Of a sharded model every rank must run it to the
+    end."""
+    owners = dict(adapted(model))
+    other = next(model.parameters()).dtype
+    for name, stored in base_weights(model):
+        dtype = stored.dtype if isinstance(stored, nn.Parameter) else other
+        owner = owners.get(name.removesuffix(".weight"), owners.get(name.rpartition(".")[0]))
+        if isinstance(owner, LoRALinear) and name.endswith(".weight"):
+            full = owner.merged_weight()
+        elif isinstance(owner, LoRAExperts):
+            full = _merged_experts(owner, name.rpartition(".")[2])
+        elif isinstance(stored, nn.Parameter):
+            full = _whole(stored.detach())
+        else:
+            full = torch.cat([dequantize(q, dtype=torch.float32) for q in quantized(stored)])
+        yield name, full, dtype
+
+
+def _merged_experts(module: LoRAExperts, name: str) -> torch.Tensor:
+    stored = getattr(module, name)
+    full = (dequantize(stored.weight(), dtype=torch.float32) if isinstance(stored, QuantizedExperts)
+            else _whole(stored.detach()).float().clone())
+    factors = {key: _whole(p).float() for key, p in module.adapters().items()}
+    parts = ("gate", "up") if name == "gate_up_proj" else ("down",)
+    module._add(full, [(factors[f"{part}_A"], factors[f"{part}_B"]) for part in parts])
+    return full
+
+
+def merge_adapters(model: nn.Module, generator: torch.Generator | None = None) -> None:
+    """`merge_` of every module with adapters."""
+    for _, module in adapted(model):
+        module.merge_(generator)
+
+
+def reset_adapters(model: nn.Module, generator: torch.Generator | None = None) -> None:
+    for _, module in adapted(model):
+        module.reset_parameters(generator)
+
+
+def set_noise(model: nn.Module, noise: AQN | None) -> None:
+    """Noise on every quantised weight in the forward passes to come, in training mode only: each weight's is its own.
+    None: no noise."""
+    layer = 0
+    for module in model.modules():
+        if (take := getattr(module, "set_noise", None)) is not None:
+            take(None if noise is None else dataclasses.replace(noise, layer=noise.layer + layer))
+            layer += module.noise_layers
+
+
+# ---- PEFT's format
+
+def save_adapter(model: nn.Module, folder: str | pathlib.Path, *, base_model: str | None = None,
+                 files: Iterable[str | pathlib.Path] = ()) -> None:
+    """Writes the folder that `peft` loads onto the transformers model of the same weights.
+
+    base_model: its path or Hub id, for adapter_config.json.   files: further ones to copy into the folder.
+    Written aside and renamed, over a folder that was there. Where training is distributed, every rank must call it.
+    """
+    found = list(adapted(model))
+    if not found:
+        raise ValueError("the model has no adapters")
+    settings = {(m.rank, m.alpha, m.rslora) for _, m in found}
+    if len(settings) > 1:
+        raise ValueError(f"adapters differ in (rank, alpha, rslora): {sorted(settings)}; one file holds one of each")
+    [(rank, alpha, rslora)] = settings
+    tensors: dict[str, torch.Tensor] = {}
+    of_experts: dict[str, Any] = {"target_parameters": [], "rank_pattern": {}, "alpha_pattern": {}}
+    paths = []
+    for path, module in found:
+        if isinstance(module, LoRAExperts):
+            written, entries = module.to_peft(path)
+            tensors |= written
+            of_experts["target_parameters"] += entries["target_parameters"]
+            of_experts["rank_pattern"] |= entries["rank_pattern"]
+            of_experts["alpha_pattern"] |= entries["alpha_pattern"]
+            continue
+        for name, A, B in module.adapters():
+            paths.append(_part_path(path, name))
+            for key, t in (("lora_A", A), ("lora_B", B)):
+                tensors[f"base_model.model.{paths[-1]}.{key}.weight"] = t.to("cpu", copy=True).contiguous()
+    # Of a mixture of experts PEFT takes modules of these names for experts, so their weights are named instead.
+    mixture = any(isinstance(m, LoRAExperts) for _, m in found) or any(True for _ in experts(model))
+    weights = [p for p in paths if mixture and p.rpartition(".")[2] in OF_EXPERTS]
+    of_experts["target_parameters"] += [f"{p}.weight" for p in weights]
+    paths = [p for p in paths if p not in weights]
+    many = dist.is_available() and dist.is_initialized()
+    if not many or dist.get_rank() == 0:
+        target = pathlib.Path(folder)
+        aside = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        save_file(tensors, aside / ADAPTER_FILE, metadata={"format": "pt"})
+        config = {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model, "r": rank,
+            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "use_rslora": rslora,
+            "target_modules": _target_names(model, paths), "lora_dropout": 0.0, "bias": "none",
+            "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True, "modules_to_save": None,
+            "layers_to_transform": None, "rank_pattern": of_experts["rank_pattern"],
+            "alpha_pattern": of_experts["alpha_pattern"],
+            "target_parameters": of_experts["target_parameters"] or None}
+        (aside / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        for file in files:
+            shutil.copy(file, aside)
+        shutil.rmtree(target, ignore_errors=True)
+        aside.rename(target)
+    if many:
+        dist.barrier()
+
+
+def _part_path(path: str, name: str) -> str:
+    stem, dot, _ = path.rpartition(".")
+    return f"{stem}{dot}{name}" if name else path
+
+
+def _target_names(model: nn.Module, paths: list[str]) -> list[str]:
+    """Last names if all modules of those names have adapters, which is what they mean to `peft`; else whole paths."""
+    names = {p.rpartition(".")[2] for p in paths}
+    every = {p for path, module in _paths(model) for p in [path.removesuffix(".base")]
+             if p.rpartition(".")[2] in names and isinstance(module, (nn.Linear, QuantizedLinear, LoRALinear))}
+    return sorted(names) if every == set(paths) else sorted(paths)
+
+
+# Settings of adapter_config.json with the values that ask for nothing that is not here.
+_NEUTRAL = {"bias": ("none",), "modules_to_save": (None, []), "use_dora": (False, None), "fan_in_fan_out": (False,),
+            "lora_bias": (False, None), "trainable_token_indices": (None,), "use_qalora": (False, None)}
+
+
+def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
+    """Puts the adapters of a folder in PEFT's format on the model; of a model that has adapters already, they must be
+    the same ones, and are filled.
+
+    Raises ValueError for adapters that do not fit, or that use what is not here (DoRA, a rank for each module, ...).
+    """
+    folder = pathlib.Path(folder)
+    for file in (ADAPTER_CONFIG, ADAPTER_FILE):
+        if not (folder / file).is_file():
+            raise FileNotFoundError(f"{folder}: no {file} there")
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{folder}: peft_type must be LORA, got {config.get('peft_type')!r}")
+    for key, accepted in _NEUTRAL.items():
+        if key in config and config[key] not in accepted:
+            raise ValueError(f"{folder}: {key} = {config[key]!r} is not supported")
+    with safe_open(folder / ADAPTER_FILE, "pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}   # noqa: SIM118
+    mixtures = [path for path, m in model.named_modules() if isinstance(m, LoRAExperts)] or [
+        path for path, _, _ in experts(model)]
+    wanted = [path for path in mixtures if any(key.startswith(f"base_model.model.{path}.") for key in tensors)]
+    pairs = _pairs(folder, {key: t for key, t in tensors.items()
+                            if not any(key.startswith(f"base_model.model.{path}.") for path in wanted)})
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in config.get(key) or ():
+            if path := next((p for p in pairs if re.match(rf"(.*\.)?({pattern})$", p)), None):
+                raise ValueError(f"{folder}: {key} = {config[key]} is not supported, as for {path}")
+    rank, alpha, rslora = config["r"], config["lora_alpha"], bool(config.get("use_rslora", False))
+    if not any(True for _ in adapted(model)):
+        known = [p for _, _, parts in projections(model) for p in parts]
+        if missing := sorted(set(pairs) - set(known)):
+            raise ValueError(f"{folder}: the model has no projections {', '.join(missing[:4])}")
+        add_lora(model, [f"re:{re.escape(p)}$" for p in (*pairs, *wanted)], rank=rank, alpha=alpha, rslora=rslora)
+    modules = {_part_path(path, name): (module, name) for path, module in adapted(model)
+               if isinstance(module, LoRALinear) for name in module.slices}
+    if differ := sorted(set(pairs) ^ set(modules) | {p for p in mixtures if p not in wanted
+                                                    and isinstance(model.get_submodule(p), LoRAExperts)}):
+        raise ValueError(f"{folder}: adapters of the file and of the model differ in {', '.join(differ[:4])}")
+    fill: dict[nn.Module, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
+    for path, (module, name) in modules.items():
+        want = (module.rank, module.alpha, module.rslora)
+        if want != (rank, alpha, rslora):
+            raise ValueError(f"{folder}: (r, lora_alpha, use_rslora) is {(rank, alpha, rslora)}, the model's {want}")
+        found = pairs[path]
+        start, stop = module.slices[name]
+        for kind, shape in {"lora_A": (rank, module.in_features), "lora_B": (stop - start, rank)}.items():
+            if kind not in found or tuple(found[kind].shape) != shape:
+                got = list(found[kind].shape) if kind in found else "nothing"
+                raise ValueError(f"{folder}: {path}.{kind} must be {list(shape)}, got {got}")
+        fill.setdefault(module, {})[name] = (found["lora_A"], found["lora_B"])
+    for path in wanted:
+        model.get_submodule(path).load_peft_(tensors, config, path)
+    for module, found in fill.items():
+        module.load_adapters(found)
+
+
+def _pairs(folder: pathlib.Path, tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """A and B of each module's path."""
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for key, t in tensors.items():
+        path, _, kind = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+        if kind not in ("lora_A", "lora_B"):
+            raise ValueError(f"{folder}: {key} is not supported")
+        pairs.setdefault(path, {})[kind] = t
+    return pairs

@@ -1,0 +1,74 @@
+"""What the section `lora` of a configuration asks for: adapters, quantised weights, noise on them, merging."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tilewright import adapt, lora
+from tilewright.ops.aqn import AQN
+from tilewright.trainer import hf
+from tilewright.trainer.config import Config
+from tilewright.trainer.model import Transformer
+
+
+def add(model: Transformer, config: Config) -> None:
+    """Quantises the layers of a model without weights yet, if that is asked for, and gives it adapters."""
+    wanted, path = config.lora, config.model.model_path
+    if wanted.enable_qlora:
+        exclude = wanted.exclude_modules
+        if exclude is None:
+            exclude = hf.excluded(hf.local_folder(path)) if path else []
+        try:
+            done = adapt.quantize_model(model, lora.QuantFormat(wanted.quant_format, wanted.quant_group_size),
+                                         exclude=exclude, strict=wanted.exclude_modules is not None)
+        except ValueError as error:
+            raise ValueError(f"lora.exclude_modules = {exclude}: {error}") from error
+        if not done:
+            raise ValueError(f"lora.exclude_modules = {exclude}: leaves nothing to quantise")
+    try:
+        adapt.add_lora(model, wanted.lora_target_modules, rank=wanted.lora_rank, alpha=wanted.lora_alpha)
+    except ValueError as error:
+        raise ValueError(f"lora.lora_target_modules: {error}") from error
+
+
+def generator(seed: int, step: int) -> torch.Generator:
+    """For adapters that begin after that many optimizer steps."""
+    return torch.Generator().manual_seed(seed << 31 | step)
+
+
+def before_step(model: Transformer, config: Config, step: int) -> None:
+    """step: optimizer steps done."""
+    if config.lora.enable_aqn:
+        adapt.set_noise(model, AQN(config.lora.aqn_alpha, config.train.seed, step))
+
+
+def after_step(model: Transformer, optimizer: torch.optim.Optimizer, config: Config, done: int) -> None:
+    """done: optimizer steps done."""
+    interval = config.lora.merge_lora_interval
+    if not interval or done % interval:
+        return
+    adapt.merge_adapters(model, generator(config.train.seed, done))
+    if config.lora.reset_optimizer_on_merge:
+        for state in optimizer.state.values():   # zeros, steps too, are what an optimizer begins with
+            for value in state.values():
+                value.zero_()
+
+
+def tied(config: Config) -> dict[str, Any] | None:
+    """What a checkpoint with adapters is tied to."""
+    if not config.lora.enable_lora:
+        return None
+    free = ("save_lora_only", "merge_lora_interval", "reset_optimizer_on_merge", "enable_aqn", "aqn_alpha")
+    return {k: v for k, v in config.lora.model_dump(mode="json").items() if k not in free}
+
+
+def size(model: Transformer) -> str:
+    """How many parameters, and how many of them are trained."""
+    quantised = sum(math.prod(adapt.shape_of(p)) for _, p in adapt.base_weights(model) if adapt.quantized(p))
+    every = sum(p.numel() for p in model.parameters()) + quantised
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    adapters = any(True for _ in adapt.adapted(model))
+    return f"{every / 1e6:.1f} M parameters" + (f", {trained / 1e6:.2f} M of them in adapters," if adapters else "")
