@@ -5,6 +5,8 @@ PINNED_TRITON := 3.9.0
 TRITON ?= $(PINNED_TRITON)
 CUTE := 4.8.1
 VENV := .venv
+# Processes that tests run in.
+JOBS ?= 2
 BIN := $(VENV)/bin
 # OpenMP threads that sleep while they wait: spinning made a training step eight times slower on a shared machine.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -41,7 +43,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 test: $(STAMP) build lint .cache/smollm2/config.json
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 	$(MAKE) gate
 
 # Every Triton kernel, compiled for sm_90, sm_100 and sm_120 without a GPU, against the committed budgets; and every

@@ -26,7 +26,9 @@ def grid(tag):
 @pytest.mark.parametrize("op, name, case, dtype", grid("contract"))
 def test_matches_eager(op, name, case, dtype, poisoned):
     skip_unless_usable(op, name, dtype)
-    for seed, layout in enumerate(contract.LAYOUTS):
+    # In Triton's interpreter float16 is float32's arithmetic between another load and store: once is enough.
+    once = name == "triton" and DEVICE == "cpu" and dtype == torch.float16
+    for seed, layout in enumerate(contract.LAYOUTS[:1] if once else contract.LAYOUTS):
         broken = contract.check(op, name, case, DEVICE, dtype, seed=seed, layout=layout)
         assert not broken, f"{layout} gradients: " + "; ".join(map(str, broken))
 

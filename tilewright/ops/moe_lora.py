@@ -396,7 +396,7 @@ def _split(low, gate_A, up_A):
 
 def _of(implementation):
     """This op on a grouped GEMM's implementation, which can run where that can."""
-    return replace(implementation, load=_composed(implementation.name), gate=no_kernels, tunables=no_kernels)
+    return replace(implementation, load=_composed(implementation.name), gate=no_kernels)
 
 
 # ---- cases
