@@ -1,9 +1,12 @@
 """What several test modules use."""
 
+import contextlib
 import os
 
 import pytest
 import torch
+
+from tilewright.registry import ImplementationUnavailable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -22,6 +25,15 @@ def skip_unless_usable(op, name, dtype):
         pytest.fail(f"{op.name}[{name}] was required: {reason}")
     if reason:
         pytest.skip(reason)
+
+
+@contextlib.contextmanager
+def skip_if_refused():
+    """An implementation that refuses a variant by a sentence has kept its word."""
+    try:
+        yield
+    except ImplementationUnavailable as error:
+        pytest.skip(str(error))
 
 
 def join_group(rank, world, folder):

@@ -104,8 +104,8 @@ def test_output_and_gradients_equal_the_plain_products(parts, targets, rslora, s
     dy = torch.randn_like(y)
     for got, expected in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(want, inputs, dy), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(module._separately(module.base(x), (F.linear(x, module.lora_A) * scale).flatten(0, 1),
-                                          module.lora_B), y) or parts is None
+    base, low = (t.flatten(0, 1) for t in (module.base(x), F.linear(x, module.lora_A) * scale))
+    assert torch.equal(module._separately(base, low, module.lora_B).view(y.shape), y) or parts is None
     assert not any(p.requires_grad for p in module.base.parameters())
 
 
@@ -429,6 +429,7 @@ def test_peft_loads_what_is_saved(options, merge_qkv, kind, tmp_path):
     learn(model)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/old").write_text("")
+    (tmp_path / "adapter" / adapt.ADAPTER_CONFIG).write_text("{}")
     adapt.save_adapter(model, tmp_path / "adapter", base_model=str(tmp_path / "base"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "base"]
     assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [adapt.ADAPTER_CONFIG, adapt.ADAPTER_FILE]
@@ -839,3 +840,198 @@ def test_experts_that_are_stored_quantised_are_loaded_where_one_tensor_can_hold_
     (tmp_path / "stood/config.json").write_text(json.dumps(shape))
     save_file(stood, tmp_path / "stood/model.safetensors")
     close(model(IDS), ours(tmp_path / "stood")(IDS), 1e-4)
+
+
+# ---- what is refused, and what a refusal leaves
+
+class Mixture(torch.nn.Module):
+    """Experts of another library."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(2, 8, 6))
+        self.down_proj = torch.nn.Parameter(torch.randn(2, 6, 4))
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+
+class OwnGate(Mixture):
+    def _apply_gate(self, gate_up):
+        return gate_up
+
+
+def with_mixture(module):
+    return torch.nn.ModuleDict({"q_proj": torch.nn.Linear(6, 6), "experts": module})
+
+
+@pytest.mark.parametrize("module, reason", [
+    (Mixture(act_fn=F.gelu), "activated by gelu"), (Mixture(act_fn=torch.nn.ReLU()), "activated by ReLU"),
+    (Mixture(act_fn="silu"), "activated by str"), (OwnGate(), "_apply_gate"), (Mixture(has_bias=True), "have biases"),
+    (Mixture(down_proj_bias=torch.nn.Parameter(torch.ones(2, 6))), r"biases \['down_proj_bias'\]"),
+    (Mixture(has_gate=False), "no gate"), (Mixture(is_concatenated=False), "interleave"),
+    (Mixture(is_transposed=True), r"do not hold gate_up_proj as \[E, 2 I, H\]"),
+    (Mixture(down_proj=torch.nn.Parameter(torch.ones(2, 4, 6))), r"they are \[2, 8, 6\] and \[2, 4, 6\]")])
+def test_experts_that_compute_something_else_get_no_adapters(module, reason):
+    model = with_mixture(module)
+    with pytest.raises(ValueError, match=f"^experts: experts of {type(module).__name__} .*{reason}"):
+        add_lora(model)
+    assert model["experts"] is module and all(p.requires_grad for p in model.parameters())
+    assert add_lora(model, ["q_proj"]) == ["q_proj"]
+
+
+@pytest.mark.parametrize("act", [F.silu, torch.nn.SiLU(), transformers.activations.SiLUActivation(),
+                                 lambda x: x * x.sigmoid()])
+def test_silu_is_known_by_what_it_computes(act):
+    assert len(add_lora(with_mixture(Mixture(act_fn=act)), ["experts"], rank=2)) == 3
+
+
+def test_transformers_experts_are_told_apart():
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "head_dim": 16, "num_key_value_heads": 1, "vocab_size": 32, "num_local_experts": 2,
+             "num_experts_per_tok": 1}
+    with torch.device("meta"):
+        oss = transformers.AutoModelForCausalLM.from_config(transformers.GptOssConfig(**small))
+        qwen = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(
+            **small, moe_intermediate_size=32))
+    with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp\.experts: experts of GptOssExperts .*have biases"):
+        add_lora(oss)
+    with pytest.raises(ValueError, match="experts of Qwen3MoeExperts compute with dense weights only"):
+        quantize_model(qwen, FORMATS[0])
+    assert not any(isinstance(m, QuantizedLinear) for m in qwen.modules())
+    assert len(quantize_model(qwen, FORMATS[0], exclude=["experts"])) == 4
+    assert len(add_lora(qwen)) == 4 + 3
+
+
+def test_rows_of_a_fused_projection_are_not_guessed():
+    def fused():
+        return torch.nn.ModuleDict({"qkv_proj": torch.nn.Linear(32, 48), "o_proj": torch.nn.Linear(32, 32)})
+
+    model = fused()
+    with pytest.raises(ValueError, match=r"^qkv_proj: how its 48 rows divide among q_proj, k_proj, v_proj .*`widths`"):
+        add_lora(model)
+    assert all(p.requires_grad for p in model.parameters())
+    assert add_lora(model, ["o_proj"]) == ["o_proj"]
+    assert quantize_model(fused(), FORMATS[0]) == ["qkv_proj", "o_proj"]
+    model = fused()
+    model.widths = (24, 8, 8)
+    with pytest.raises(ValueError, match="`widths`"):
+        add_lora(model)
+    model.widths = (32, 8, 8)
+    assert add_lora(model) == ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def test_adapters_are_added_once_and_after_quantising():
+    model = make()
+    add_lora(model, ["q_proj"], rank=2)
+    with pytest.raises(ValueError, match=r"^model\.layers\.0\.self_attn\.qkv_proj has adapters already"):
+        add_lora(model, ["o_proj"])
+    with pytest.raises(ValueError, match=r"qkv_proj has adapters; call quantize_model before add_lora"):
+        quantize_model(model, FORMATS[0])
+
+
+def test_quantising_lets_go_of_each_dense_weight():
+    model = make(shape=MOE)
+    dense = [weakref.ref(p) for n, p in model.named_parameters() if "proj" in n]
+    alive = []
+
+    def format(weight):
+        alive.append(sum(r() is not None for r in dense))
+        return FORMATS[2](weight)
+
+    assert len(quantize_model(model, format)) == len(dense)
+    assert alive == [*range(len(dense), 0, -1)] and not any(r() is not None for r in dense)
+
+
+def test_a_wrong_regular_expression_is_named():
+    with pytest.raises(ValueError, match=r"^'re:\(' must be a regular expression"):
+        add_lora(make(), ["re:("])
+
+
+@pytest.mark.parametrize("key, value", [
+    ("init_lora_weights", "pissa"), ("init_lora_weights", "pissa_niter_4"), ("init_lora_weights", "olora"),
+    ("init_lora_weights", "loftq"), ("alora_invocation_tokens", [1, 2]), ("layer_replication", [[0, 2]]),
+    ("use_bdlora", {"target_modules_bd_a": ["q_proj"]}), ("kasa_config", {"beta": 1.0}), ("arrow_config", {"k": 2}),
+    ("of_a_later_version", 3), ("r", 0), ("r", None), ("lora_alpha", "two")])
+def test_settings_that_change_what_an_adapter_computes_are_refused(key, value, tmp_path):
+    model = make()
+    add_lora(model, ["q_proj"], rank=2)
+    adapt.save_adapter(model, tmp_path / "a")
+    file = tmp_path / "a" / adapt.ADAPTER_CONFIG
+    config = json.loads(file.read_text())
+    free = {"init_lora_weights": "gaussian", "peft_version": "0.21", "loftq_config": {}, "use_dora": None,
+            "of_a_later_version": False}
+    file.write_text(json.dumps({**config, **free}))
+    adapt.load_adapter(make(), tmp_path / "a")
+    file.write_text(json.dumps({**config, key: value}))
+    with pytest.raises(ValueError, match=key):
+        adapt.load_adapter(make(), tmp_path / "a")
+    if key in config:
+        del config[key]
+        file.write_text(json.dumps(config))
+        if key in ("r", "lora_alpha"):
+            with pytest.raises(ValueError, match=rf"adapter_config\.json: {key} must be .*, got nothing"):
+                adapt.load_adapter(make(), tmp_path / "a")
+
+
+@pytest.mark.parametrize("shape, key", [(QWEN3, "o_proj.lora_B"), (QWEN3, "layers.1.self_attn.o_proj.lora_A"),
+                                        (MOE, "experts.base_layer.lora_B"), (MOE, "layers.0.mlp.experts.lora_A")])
+def test_an_adapter_that_does_not_fit_leaves_the_model_as_it_was(shape, key, tmp_path):
+    source, model, filled = make(shape=shape), make(shape=shape), make(shape=shape)
+    add_lora(source, rank=2)
+    add_lora(filled, rank=2)
+    adapt.save_adapter(source, tmp_path / "a")
+    file = tmp_path / "a" / adapt.ADAPTER_FILE
+    tensors = load_file(file)
+    [name, *_] = [n for n in tensors if f"{key}." in n]
+    save_file({**tensors, name: tensors[name][:-1].contiguous()}, file)
+    for before in (model, filled):
+        modules = {n: type(m) for n, m in before.named_modules()}
+        values = {n: (p.requires_grad, p.detach().clone()) for n, p in before.named_parameters()}
+        with pytest.raises(ValueError, match=r"must (be|have shape) \["):
+            adapt.load_adapter(before, tmp_path / "a")
+        assert {n: type(m) for n, m in before.named_modules()} == modules
+        assert all(p.requires_grad == values[n][0] and torch.equal(p, values[n][1])
+                   for n, p in before.named_parameters())
+
+
+@pytest.mark.parametrize("save, mark", [(adapt.save_adapter, "adapter_config.json"), (hf.save_weights, "config.json")])
+def test_a_folder_with_other_things_is_not_replaced(save, mark, tmp_path, monkeypatch):
+    model = make()
+    add_lora(model, ["q_proj"], rank=2)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    save(model, folder)                     # an empty one
+    (folder / "more").write_text("")
+    save(model, folder)                     # one of its own
+    assert mark in {p.name for p in folder.iterdir()} and not (folder / "more").exists()
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match="out is where the process runs"):
+        save(model, ".")
+    (folder / mark).unlink()
+    for where in (".", folder, tmp_path):
+        with pytest.raises(ValueError, match=rf"holds other things \(.*\); .* empty or holds {mark}"):
+            save(model, where)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file is a file"):
+        save(model, tmp_path / "file")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "out"] and list(folder.iterdir())
+
+
+def test_what_was_there_is_kept_until_the_new_one_has_its_name(tmp_path, monkeypatch):
+    model = make()
+    add_lora(model, ["q_proj"], rank=2)
+    adapt.save_adapter(model, tmp_path / "a")
+    before, rename = (tmp_path / "a" / adapt.ADAPTER_FILE).read_bytes(), type(tmp_path).rename
+
+    def killed(self, target):
+        if self.name.endswith(".partial"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(type(tmp_path), "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        adapt.save_adapter(model, tmp_path / "a")
+    assert (tmp_path / ".a.old" / adapt.ADAPTER_FILE).read_bytes() == before
+    monkeypatch.undo()
+    adapt.save_adapter(model, tmp_path / "a")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]

@@ -348,7 +348,9 @@ def test_bad_input_is_named(change, error, message):
     ("nf4 nested", "nested_absmax", lambda t: t[1:], r"q\.nested_absmax must have shape"),
     ("nvfp4", "scale", lambda t: t[1:], r"q\.scale must have shape"),
     ("nvfp4", "global_scale", lambda t: t[None], r"q\.global_scale must have shape"),
-    ("block_fp8", "scale_inv", lambda t: t.double(), r"q\.scale_inv must be a float32 tensor, got float64")])
+    ("block_fp8", "scale_inv", lambda t: t.double(), r"q\.scale_inv must be a float32 tensor, got float64"),
+    ("block_fp8", "data", lambda t: t.view(torch.float8_e5m2), r"q\.data must be a float8_e4m3fn tensor"),
+    ("nvfp4", "scale", lambda t: t.view(torch.float8_e5m2), r"q\.scale must be a float8_e4m3fn tensor")])
 def test_a_quantised_tensor_that_does_not_fit_together_is_named(name, rows, format, part, change, message):
     skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
     x, q, bias = inputs(format, T=rows)

@@ -21,7 +21,7 @@ from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Tunable
 from tilewright.ops import OPS
 from tilewright.ops.rmsnorm import RMSNORM, rmsnorm_eager
-from tilewright.registry import Case, Cost, Implementation, Op
+from tilewright.registry import Case, Cost, Implementation, ImplementationUnavailable, Op
 
 META = {"device": "a cpu", "source": "1", "versions": {}}
 RAGGED = next(c for c in RMSNORM.cases if c.name == "ragged")
@@ -966,3 +966,19 @@ def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(tmp_p
     assert next(r for r in rows if r["auto"])["status"] == "ok"
     document = value(tmp_path, "time/rmsnorm.gemma-3-4b.float32")
     assert "--task" not in document["meta"]["argv"] and document["meta"]["argv"][0] == "suite"
+
+
+def test_a_variant_that_is_refused_is_no_failure(monkeypatch):
+    op = OPS["rmsnorm"]
+    case = next(c for c in op.cases if c.name == "ragged")
+    judge = contract.judge
+
+    def refusing(op, name, kwargs, by):
+        if name == "torch":
+            raise ImplementationUnavailable("rmsnorm[torch]: has no such variant")
+        return judge(op, name, kwargs, by)
+
+    monkeypatch.setattr(contract, "judge", refusing)
+    found = {r["implementation"]: r for r in suite._parity(op, case, "cpu", torch.float32, ["torch", "eager"])}
+    assert found["torch"]["status"] == "unavailable" and "no such variant" in found["torch"]["reason"]
+    assert found["eager"]["status"] == "holds"

@@ -24,6 +24,8 @@ from tilewright import adapt  # noqa: E402
 from tilewright import ops as tw  # noqa: E402
 from tilewright.lora import QuantizedLinear  # noqa: E402
 from tilewright.ops.aqn import AQN  # noqa: E402
+from tilewright.ops.moe_lora import MOE_LORA  # noqa: E402
+from tilewright.registry import ImplementationUnavailable  # noqa: E402
 from tilewright.trainer import adapters, checkpoint, data, hf, optim, parallel, train  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
@@ -978,3 +980,33 @@ def test_a_checkpoint_with_other_adapters_is_refused(tmp_path):
     for changes in ({}, {**NF4, "lora__lora_rank": 2}, QLORA):
         with pytest.raises(ValueError, match=r"another model: \{'lora': "):
             run(write_config(tmp_path, **changes), "--train.load_checkpoint_path", "auto")
+
+
+def test_a_run_cannot_come_to_save_adapters_alone(tmp_path):
+    """Weights that were merged before would be lost."""
+    merged = {**LORA, "lora__merge_lora_interval": 2, "lora__save_lora_only": False}
+    alone = {**LORA, "lora__save_lora_only": True}
+    assert adapters.tied(load(write_config(tmp_path, **merged))) != adapters.tied(load(write_config(
+        tmp_path, model__model_path=str(tmp_path), **alone)))
+
+
+@pytest.mark.parametrize("asked, taken", [("eager", "eager"), (None, "auto")])
+def test_experts_with_adapters_take_the_implementation_that_was_asked_for(asked, taken, tmp_path):
+    path = write_config(tmp_path, MOE, model__moe_implementation=asked, **LORA)
+    _, model = build(path)
+    assert [m.implementation for m in adapters.mixtures(model)] == [taken] * 2
+    found = adapters.operations(model, torch.device("cpu"), torch.float32)
+    assert found == {"moe_lora": asked or MOE_LORA.choose("cpu", torch.float32)}
+    with pytest.raises(ImplementationUnavailable, match=r"moe_lora\[quack\]"):
+        build(write_config(tmp_path, MOE, model__moe_implementation="quack", **LORA))
+
+
+def test_adapters_of_experts_are_counted_as_routed(tmp_path):
+    path = write_config(tmp_path, MOE, **LORA)
+    config, model = build(path)
+    shape = shape_of(config)
+    plain = Transformer(shape, Ops.resolve()).flops_per_token(0)
+    of_experts, others = (sum(p.numel() for n, p in model.named_parameters()
+                              if adapt.is_adapter(n) and (".experts." in n) == which) for which in (True, False))
+    routed = of_experts * shape.num_experts_per_tok / shape.num_experts
+    assert model.flops_per_token(0) == pytest.approx(plain * 4 / 6 + 6 * (others + routed)) and of_experts and others

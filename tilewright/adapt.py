@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import itertools
 import json
+import math
 import pathlib
 import re
 import shutil
@@ -27,7 +29,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tilewright.lora import LoRALinear, QuantFormat, QuantizedLinear, _whole
-from tilewright.lora_experts import LoRAExperts, QuantizedExperts
+from tilewright.lora_experts import LoRAExperts, QuantizedExperts, read_peft, unsupported
 from tilewright.ops.aqn import AQN
 from tilewright.ops.quantize import Quantized
 from tilewright.ops.quantized_linear import dequantize
@@ -45,26 +47,38 @@ def matches(entry: str, path: str) -> bool:
     """Whether an entry of a list of modules means this path: some of its names in a row ("q_proj", "layers.0.mlp"), or
     with * or ? a pattern of the whole path, or after "re:" a regular expression of its beginning."""
     if entry.startswith("re:"):
-        return re.match(entry[3:], path) is not None
+        try:
+            return re.match(entry[3:], path) is not None
+        except re.error as error:
+            raise ValueError(f"{entry!r} must be a regular expression after \"re:\": {error}") from error
     if set(entry) & set("*?"):
         return fnmatch.fnmatchcase(path, entry)
     return f".{entry}." in f".{path}."
 
 
-def projections(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, int]]]:
-    """The linear projections without adapters: path, module, and the paths of those that it fuses with their rows."""
+def projections(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, int | None]]]:
+    """The linear projections without adapters: path, module, and the paths of those that it fuses with their rows; None
+    where these are not known."""
     for path, module in model.named_modules():
         stem, _, name = path.rpartition(".")
         if not isinstance(module, (nn.Linear, QuantizedLinear)) or name not in (*PROJECTIONS, *FUSED):
             continue
-        names = FUSED.get(name, (name,))
-        rows = module.out_features
-        widths = getattr(model.get_submodule(stem), "widths", None) if name == "qkv_proj" else None
-        if widths is None and rows % len(names):
-            raise ValueError(f"{path}: {rows} rows do not divide among {', '.join(names)}; the module above must have "
-                             "`widths`, the rows of each")
-        widths = widths or [rows // len(names)] * len(names)
-        yield path, module, {f"{stem}.{n}" if stem else n: w for n, w in zip(names, widths, strict=True)}
+        names, rows = FUSED.get(name, (name,)), module.out_features
+        if name == "qkv_proj":
+            widths = list(getattr(model.get_submodule(stem), "widths", ()))
+        else:
+            widths = [] if rows % len(names) else [rows // len(names)] * len(names)
+        if len(widths) != len(names) or sum(widths) != rows:
+            widths = [None] * len(names)
+        yield path, module, {_join(stem, n): w for n, w in zip(names, widths, strict=True)}
+
+
+def _rows_unknown(path: str, module: nn.Module) -> str:
+    name = path.rpartition(".")[2]
+    if name == "qkv_proj":
+        return (f"{path}: how its {module.out_features} rows divide among {', '.join(FUSED[name])} is not known; the "
+                "module above it must have `widths`, the rows of each")
+    return f"{path}: {module.out_features} rows do not divide among {', '.join(FUSED[name])}"
 
 
 def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
@@ -75,6 +89,40 @@ def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
         if not isinstance(module, LoRAExperts) and all(
                 isinstance(w, QuantizedExperts) or (isinstance(w, nn.Parameter) and w.dim() == 3) for w in weights):
             yield path, module, [_join(path, name) for name in OF_EXPERTS]
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """None if LoRAExperts computes what this module with experts does, as far as that shows; else the reasons."""
+    reasons = []
+    gate_up, down = (tuple(shape_of(w)) for w in (module.gate_up_proj, module.down_proj))
+    if getattr(module, "is_transposed", False) or gate_up != (down[0], 2 * down[2], down[1]):
+        reasons.append(f"do not hold gate_up_proj as [E, 2 I, H] and down_proj as [E, H, I] (they are {list(gate_up)} "
+                       f"and {list(down)})")
+    if not getattr(module, "has_gate", True):
+        reasons.append("have no gate")
+    biases = [name for name, _ in module.named_parameters(recurse=False) if name.endswith("_bias")]
+    if getattr(module, "has_bias", False) or biases:
+        reasons.append(f"have biases {biases}" if biases else "have biases")
+    if not getattr(module, "is_concatenated", True):
+        reasons.append("interleave gates with ups")
+    if getattr(module, "has_post_expert_norm", False):
+        reasons.append("normalise what each of them gives")
+    # transformers puts its own function where a class has none.
+    gate = getattr(type(module), "_apply_gate", None)
+    if gate is not None and gate.__module__ != "transformers.integrations.moe":
+        reasons.append("apply their gate in a way of their own (_apply_gate)")
+    elif (act := getattr(module, "act_fn", None)) is not None and not _is_silu(act):
+        reasons.append(f"are activated by {getattr(act, '__name__', type(act).__name__)} and not by SiLU")
+    return ", ".join(reasons) or None
+
+
+@torch.no_grad()
+def _is_silu(act: Any) -> bool:
+    x = torch.linspace(-4, 4, 9, device="cpu")
+    try:
+        return torch.allclose(act(x.clone()), nn.functional.silu(x))
+    except Exception:   # whatever it takes, it is not what SiLU takes
+        return False
 
 
 def unmatched(entries: Iterable[str], paths: Iterable[str]) -> list[str]:
@@ -94,27 +142,48 @@ def quantize_model(model: nn.Module, format: QuantFormat, *, exclude: Iterable[s
     exclude: modules that stay as they are (see `matches`).   strict: what of it matches no module is an error.
     Linear layers become QuantizedLinear, experts' tensors QuantizedExperts. A model on the meta device becomes one to
     fill later.
+    Raises ValueError, and changes nothing, for a model with adapters (it is quantised first), for exclusions of some of
+    what is fused, and for experts of a module that does not compute with quantised ones: those of modules without
+    `set_noise`, as other libraries' are.
     """
     exclude, done = list(exclude), []
+    if there := [path for path, _ in adapted(model)]:
+        raise ValueError(f"{there[0] or 'the model'} has adapters; call quantize_model before add_lora")
     if strict and (wrong := unmatched(exclude, (path for path, _ in _paths(model)))):
         raise ValueError(f"exclude: {', '.join(map(repr, wrong))} match no module; there are {_last_names(model)}")
-    for path, module, parts in [*projections(model), *experts(model)]:
+    for path in _to_quantize(model, exclude):   # paths: a reference here would keep the dense weights of all modules
+        module = model.get_submodule(path)
+        if isinstance(module, nn.Linear):
+            _replace(model, path, QuantizedLinear(format(module.weight.detach()), module.bias))
+            done.append(path)
+            continue
+        for name in ("gate_up_proj", "down_proj"):
+            if isinstance(getattr(module, name), nn.Parameter):
+                q = QuantizedExperts(format(getattr(module, name).detach()))
+                delattr(module, name)
+                setattr(module, name, q)
+                done.append(_join(path, name))
+    return done
+
+
+def _to_quantize(model: nn.Module, exclude: list[str]) -> list[str]:
+    found = []
+    for path, module, parts in itertools.chain(projections(model), experts(model)):
         out = _chosen(exclude, path, parts)
         if out and len(out) < len(parts):
             raise ValueError(f"exclude names {', '.join(out)} and not the rest of {path}; name all of it, or keep the "
                              "projections apart (merge_qkv = False)")
         if out or isinstance(module, QuantizedLinear):
             continue
-        if isinstance(module, nn.Linear):
-            _replace(model, path, QuantizedLinear(format(module.weight.detach()), module.bias))
-            done.append(path)
-            continue
-        for name in ("gate_up_proj", "down_proj"):
-            if isinstance(weight := getattr(module, name), nn.Parameter):
-                delattr(module, name)
-                setattr(module, name, QuantizedExperts(format(weight.detach())))
-                done.append(_join(path, name))
-    return done
+        if not isinstance(module, nn.Linear):
+            reason = _why_not(module)
+            if reason is None and not hasattr(module, "set_noise"):
+                reason = "compute with dense weights only (there is no `set_noise`)"
+            if reason:
+                raise ValueError(f"{path}: experts of {type(module).__name__} {reason}, so they cannot be quantised; "
+                                 "name them in exclude")
+        found.append(path)
+    return found
 
 
 def add_lora(model: nn.Module, targets: Iterable[str] | None = None, *, rank: int = 16, alpha: float = 16,
@@ -123,9 +192,13 @@ def add_lora(model: nn.Module, targets: Iterable[str] | None = None, *, rank: in
 
     targets: which ones (see `matches`), by their own names also where several are fused; None: all of PROJECTIONS.
     rank, alpha, rslora, dtype: as LoRALinear and LoRAExperts have them; each expert has adapters of its own.
-    Raises ValueError, naming them, for targets that match no projection (heads, embeddings and routers are none) or
-    only some of what experts have.
+    Raises ValueError, naming them and changing nothing, for targets that match no projection (heads, embeddings and
+    routers are none) or only some of what experts have; for experts that are not SiLU(gate) * up without biases; for a
+    fused layer if the rows of its parts are not known; and for a model that has adapters.
     """
+    if there := [path for path, _ in adapted(model)]:
+        raise ValueError(f"{there[0] or 'the model'} has adapters already; name all targets in one call, on a model "
+                         "without adapters")
     linear, mixtures = list(projections(model)), list(experts(model))
     every = [p for path, _, parts in (*linear, *mixtures) for p in (path, *parts)]
     if not every:
@@ -134,25 +207,33 @@ def add_lora(model: nn.Module, targets: Iterable[str] | None = None, *, rank: in
     if named and (wrong := unmatched(targets, every)):
         names = sorted({p.rpartition(".")[2] for p in every})
         raise ValueError(f"targets: {', '.join(map(repr, wrong))} match no projection; there are {', '.join(names)}")
-    model.requires_grad_(False)
     options: dict[str, Any] = {"rslora": rslora, "dtype": dtype}
-    done = []
+    made, done = {}, []
+    chosen = {path: _chosen(targets, path, parts) for path, _, parts in (*linear, *mixtures)}
     for path, module, parts in linear:
-        if not (chosen := _chosen(targets, path, parts)):
-            continue
-        fused = {"parts": {p.rpartition(".")[2]: rows for p, rows in parts.items()},
-                 "targets": [p.rpartition(".")[2] for p in chosen]} if len(parts) > 1 else {}
-        _replace(model, path, LoRALinear(module, rank, alpha, **fused, **options))
-        done += chosen
+        if chosen[path] and None in parts.values():
+            raise ValueError(_rows_unknown(path, module))
     for path, module, parts in mixtures:
-        if not (chosen := _chosen(targets, path, parts)):
-            continue
-        if len(chosen) < len(parts):
+        if chosen[path] and len(chosen[path]) < len(parts):
             raise ValueError(f"targets: {path} has adapters on all of {', '.join(OF_EXPERTS)} or on none")
-        weights = [w.weight() if isinstance(w, QuantizedExperts) else w
-                   for w in (module.gate_up_proj, module.down_proj)]
-        _replace(model, path, LoRAExperts(*weights, rank, alpha, **options))
-        done += chosen
+        if chosen[path] and (reason := _why_not(module)):
+            raise ValueError(f"{path}: experts of {type(module).__name__} {reason}; adapters take SiLU(gate) * up "
+                             "without biases. Name targets without them")
+    for path, module, parts in linear:
+        if chosen[path]:
+            fused = {"parts": {p.rpartition(".")[2]: rows for p, rows in parts.items()},
+                     "targets": [p.rpartition(".")[2] for p in chosen[path]]} if len(parts) > 1 else {}
+            made[path] = LoRALinear(module, rank, alpha, **fused, **options)
+            done += chosen[path]
+    for path, module, _ in mixtures:
+        if chosen[path]:
+            weights = [w.weight() if isinstance(w, QuantizedExperts) else w
+                       for w in (module.gate_up_proj, module.down_proj)]
+            made[path] = LoRAExperts(*weights, rank, alpha, **options)
+            done += chosen[path]
+    model.requires_grad_(False)   # before the adapters are in it
+    for path, module in made.items():
+        _replace(model, path, module)
     return done
 
 
@@ -289,8 +370,10 @@ def save_adapter(model: nn.Module, folder: str | pathlib.Path, *, base_model: st
     """Writes the folder that `peft` loads onto the transformers model of the same weights.
 
     base_model: its path or Hub id, for adapter_config.json.   files: further ones to copy into the folder.
-    Written aside and renamed, over a folder that was there. Where training is distributed, every rank must call it.
+    Written aside and renamed; an adapter that was there is kept until then. Where training is distributed, every rank
+    must call it. Raises ValueError for a folder that holds other things.
     """
+    target = target_folder(folder, ADAPTER_CONFIG)
     found = list(adapted(model))
     if not found:
         raise ValueError("the model has no adapters")
@@ -319,8 +402,9 @@ def save_adapter(model: nn.Module, folder: str | pathlib.Path, *, base_model: st
     of_experts["target_parameters"] += [f"{p}.weight" for p in weights]
     paths = [p for p in paths if p not in weights]
     many = dist.is_available() and dist.is_initialized()
+    if many:
+        dist.barrier()   # every rank has seen what the folder holds
     if not many or dist.get_rank() == 0:
-        target = pathlib.Path(folder)
         aside = target.with_name(f".{target.name}.partial")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -336,10 +420,33 @@ def save_adapter(model: nn.Module, folder: str | pathlib.Path, *, base_model: st
         (aside / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         for file in files:
             shutil.copy(file, aside)
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
+        publish(aside, target)
     if many:
         dist.barrier()
+
+
+def target_folder(folder: str | pathlib.Path, mark: str) -> pathlib.Path:
+    """Where a folder is to be written: the whole path. Raises ValueError if something is there that is neither an empty
+    folder nor one with the file `mark`, or if the process runs in it."""
+    target = pathlib.Path(folder).resolve()
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is a file; give a folder that does not exist, is empty or holds {mark}")
+    if target.is_dir() and (there := sorted(p.name for p in target.iterdir())) and mark not in there:
+        raise ValueError(f"{target} holds other things ({', '.join(there[:3])}); give a folder that does not exist, is "
+                         f"empty or holds {mark}")
+    if target.is_dir() and pathlib.Path.cwd().is_relative_to(target):
+        raise ValueError(f"{target} is where the process runs, which would be removed; give a folder within it")
+    return target
+
+
+def publish(aside: pathlib.Path, target: pathlib.Path) -> None:
+    """Gives a folder the name of another, which is kept, as .name.old, until that is done."""
+    old = target.with_name(f".{target.name}.old")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+    aside.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _part_path(path: str, name: str) -> str:
@@ -355,16 +462,12 @@ def _target_names(model: nn.Module, paths: list[str]) -> list[str]:
     return sorted(names) if every == set(paths) else sorted(paths)
 
 
-# Settings of adapter_config.json with the values that ask for nothing that is not here.
-_NEUTRAL = {"bias": ("none",), "modules_to_save": (None, []), "use_dora": (False, None), "fan_in_fan_out": (False,),
-            "lora_bias": (False, None), "trainable_token_indices": (None,), "use_qalora": (False, None)}
-
-
 def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
     """Puts the adapters of a folder in PEFT's format on the model; of a model that has adapters already, they must be
     the same ones, and are filled.
 
-    Raises ValueError for adapters that do not fit, or that use what is not here (DoRA, a rank for each module, ...).
+    Raises ValueError, and changes nothing, for adapters that do not fit, or that use what is not here (DoRA, a rank for
+    each module, ...).
     """
     folder = pathlib.Path(folder)
     for file in (ADAPTER_CONFIG, ADAPTER_FILE):
@@ -373,9 +476,13 @@ def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{folder}: peft_type must be LORA, got {config.get('peft_type')!r}")
-    for key, accepted in _NEUTRAL.items():
-        if key in config and config[key] not in accepted:
-            raise ValueError(f"{folder}: {key} = {config[key]!r} is not supported")
+    if key := unsupported(config):
+        raise ValueError(f"{folder}: {key} = {config[key]!r} is not supported")
+    for key, kinds, accepted in (("r", int, "an int >= 1"), ("lora_alpha", (int, float), "a number > 0")):
+        value = config.get(key)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not value > 0:
+            raise ValueError(f"{folder / ADAPTER_CONFIG}: {key} must be {accepted}, got "
+                             f"{json.dumps(value) if key in config else 'nothing'}")
     with safe_open(folder / ADAPTER_FILE, "pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}   # noqa: SIM118
     mixtures = [path for path, m in model.named_modules() if isinstance(m, LoRAExperts)] or [
@@ -385,35 +492,49 @@ def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
                             if not any(key.startswith(f"base_model.model.{path}.") for path in wanted)})
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in config.get(key) or ():
-            if path := next((p for p in pairs if re.match(rf"(.*\.)?({pattern})$", p)), None):
+            if path := next((p for p in pairs if matches(rf"re:(.*\.)?({pattern})$", p)), None):
                 raise ValueError(f"{folder}: {key} = {config[key]} is not supported, as for {path}")
     rank, alpha, rslora = config["r"], config["lora_alpha"], bool(config.get("use_rslora", False))
-    if not any(True for _ in adapted(model)):
-        known = [p for _, _, parts in projections(model) for p in parts]
-        if missing := sorted(set(pairs) - set(known)):
+    new = not any(True for _ in adapted(model))
+    sizes: dict[str, tuple[int, int | None]]   # of each projection: its columns and rows
+    if new:
+        sizes = {p: (module.in_features, rows) for _, module, parts in projections(model) for p, rows in parts.items()}
+        if missing := sorted(set(pairs) - set(sizes)):
             raise ValueError(f"{folder}: the model has no projections {', '.join(missing[:4])}")
-        add_lora(model, [f"re:{re.escape(p)}$" for p in (*pairs, *wanted)], rank=rank, alpha=alpha, rslora=rslora)
-    modules = {_part_path(path, name): (module, name) for path, module in adapted(model)
-               if isinstance(module, LoRALinear) for name in module.slices}
-    if differ := sorted(set(pairs) ^ set(modules) | {p for p in mixtures if p not in wanted
-                                                    and isinstance(model.get_submodule(p), LoRAExperts)}):
-        raise ValueError(f"{folder}: adapters of the file and of the model differ in {', '.join(differ[:4])}")
-    fill: dict[nn.Module, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
-    for path, (module, name) in modules.items():
-        want = (module.rank, module.alpha, module.rslora)
-        if want != (rank, alpha, rslora):
-            raise ValueError(f"{folder}: (r, lora_alpha, use_rslora) is {(rank, alpha, rslora)}, the model's {want}")
-        found = pairs[path]
-        start, stop = module.slices[name]
-        for kind, shape in {"lora_A": (rank, module.in_features), "lora_B": (stop - start, rank)}.items():
-            if kind not in found or tuple(found[kind].shape) != shape:
+    else:
+        sizes = {}
+        for path, module in adapted(model):
+            want = (module.rank, module.alpha, module.rslora)
+            if isinstance(module, LoRALinear):
+                if want != (rank, alpha, rslora):
+                    raise ValueError(f"{folder}: (r, lora_alpha, use_rslora) is {(rank, alpha, rslora)}, the model's "
+                                     f"{want}")
+                sizes |= {_part_path(path, name): (module.in_features, stop - start)
+                          for name, (start, stop) in module.slices.items()}
+        if differ := sorted(set(pairs) ^ set(sizes) | {p for p in mixtures if p not in wanted and isinstance(
+                model.get_submodule(p), LoRAExperts)}):
+            raise ValueError(f"{folder}: adapters of the file and of the model differ in {', '.join(differ[:4])}")
+    for path, found in pairs.items():
+        columns, rows = sizes[path]
+        for kind, shape in {"lora_A": (rank, columns), "lora_B": (rows, rank)}.items():
+            if kind not in found or (None not in shape and tuple(found[kind].shape) != shape):
                 got = list(found[kind].shape) if kind in found else "nothing"
                 raise ValueError(f"{folder}: {path}.{kind} must be {list(shape)}, got {got}")
-        fill.setdefault(module, {})[name] = (found["lora_A"], found["lora_B"])
     for path in wanted:
-        model.get_submodule(path).load_peft_(tensors, config, path)
-    for module, found in fill.items():
-        module.load_adapters(found)
+        module = model.get_submodule(path)
+        if isinstance(module, LoRAExperts):
+            module.peft_values(tensors, config, path)
+        elif _why_not(module) is None:   # else add_lora says why
+            E, H, I = shape_of(module.down_proj)
+            read_peft(tensors, config, path, (E, H, I), rank, alpha / (math.sqrt(rank) if rslora else rank))
+    if new:
+        add_lora(model, [f"re:{re.escape(p)}$" for p in (*pairs, *wanted)], rank=rank, alpha=alpha, rslora=rslora)
+    for path, module in adapted(model):
+        if isinstance(module, LoRAExperts):
+            module.load_peft_(tensors, config, path)
+        else:
+            module.load_adapters({name: (found["lora_A"], found["lora_B"]) for name in module.slices
+                                  for found in [pairs[_part_path(path, name)]]})
 
 
 def _pairs(folder: pathlib.Path, tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

@@ -124,6 +124,8 @@ class QuantizedLinear(nn.Module):
     def __init__(self, weight: Quantized | Sequence[Quantized], bias: torch.Tensor | None = None):
         super().__init__()
         self.fill([weight] if isinstance(weight, Quantized) else weight)
+        if bias is not None and tuple(bias.shape) != (self.out_features,):
+            raise ValueError(f"bias must have shape [{self.out_features}], got {list(bias.shape)}")
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.noise: tuple[AQN, ...] | None = None
 
@@ -131,6 +133,8 @@ class QuantizedLinear(nn.Module):
         """Takes other weights of the same size, on the same device or another."""
         if not weights or any(len(q.shape) != 2 for q in weights) or len({q.shape[1] for q in weights}) > 1:
             raise ValueError(f"weight must be quantised matrices of one width, got shapes {[q.shape for q in weights]}")
+        if len(weights) > self.noise_layers:
+            raise ValueError(f"weight must be at most {self.noise_layers} matrices, got {len(weights)}")
         shape = (sum(q.shape[0] for q in weights), weights[0].shape[1])
         if hasattr(self, "_layout") and shape != (self.out_features, self.in_features):
             raise ValueError(f"weight must be [{self.out_features}, {self.in_features}], got {list(shape)}")
@@ -175,10 +179,12 @@ class QuantizedLinear(nn.Module):
         if torch.is_autocast_enabled(x.device.type):   # custom operators are not autocast, matrix products are
             x = x.to(torch.get_autocast_dtype(x.device.type))
         noise = self.noise if self.training else None
-        found = [quantized_linear(x, q, **({} if noise is None else {"noise": noise[i]}))
-                 for i, q in enumerate(self.weights())]
-        y = found[0] if len(found) == 1 else torch.cat(found, -1)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        weights = self.weights()
+        biases = ([None] * len(weights) if self.bias is None
+                  else self.bias.to(x.dtype).split([q.shape[0] for q in weights]))
+        found = [quantized_linear(x, q, b, noise=None if noise is None else noise[i])
+                 for i, (q, b) in enumerate(zip(weights, biases, strict=True))]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
 
     def extra_repr(self) -> str:
         return (f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
@@ -239,14 +245,15 @@ class LoRALinear(nn.Module):
             raise TypeError(f"base must be an nn.Linear or a QuantizedLinear, got {type(base).__name__}")
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise ValueError(f"rank must be an int >= 1, got {rank!r}")
-        if not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
+        if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
             raise ValueError(f"alpha must be a finite number > 0, got {alpha!r}")
         parts = dict(parts) if parts else {"": base.out_features}
-        if sum(parts.values()) != base.out_features:
-            raise ValueError(f"parts must have the base's {base.out_features} rows, got {parts}")
-        targets = list(parts) if targets is None else [name for name in parts if name in set(targets)]
-        if not targets:
-            raise ValueError(f"targets must be some of {list(parts)}")
+        if sum(parts.values()) != base.out_features or min(parts.values()) < 1:
+            raise ValueError(f"parts must have the base's {base.out_features} rows between them, got {parts}")
+        asked = set(parts if targets is None else targets)
+        if not asked or asked - set(parts):
+            raise ValueError(f"targets must be some of {list(parts)}, got {sorted(asked)}")
+        targets = [name for name in parts if name in asked]
         self.base = base.requires_grad_(False)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.rank, self.alpha, self.rslora, self.parts = rank, alpha, rslora, parts
@@ -268,31 +275,33 @@ class LoRALinear(nn.Module):
             self.lora_B.zero_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lead = x.shape[:-1]
+        x = x.reshape(math.prod(lead), x.shape[-1])   # a matrix: what comes of it is no view, and can be added to
         y = self.base(x)
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else self.lora_A.dtype
-        x, A, B = x.to(dtype), self.lora_A.to(dtype), self.lora_B.to(dtype)
-        low = F.linear(x, A).reshape(-1, A.shape[0]) * self.scale   # kept for the backward: x and this
-        out = y.to(dtype)
+        wide = torch.promote_types(y.dtype, dtype)   # adapters of few bits take none from the base
+        low = F.linear(x.to(dtype), self.lora_A.to(dtype)) * self.scale   # kept for the backward: x and this
+        low, B, out = low.to(wide), self.lora_B.to(wide), y.to(wide)
         slices = tuple(self.slices.values())
         if len(self.parts) == 1:
-            out = torch.addmm(out.reshape(-1, self.out_features), low, B.t()).view(y.shape)
+            out = torch.addmm(out, low, B.t())
         elif torch.compiler.is_compiling() or out._is_view() or not out.is_contiguous():
             out = self._separately(out, low, B)
         else:
             out = _AddProducts.apply(out, low, B, slices, self.rank)
-        return out.to(y.dtype)
+        return out.to(y.dtype).view(*lead, self.out_features)
 
     def _separately(self, y, low, B):
         """The same, out of place: what a compiler fuses."""
-        flat, found, at, i = y.reshape(-1, self.out_features), [], 0, 0
-        for name, rows in zip(self.parts, flat.split(list(self.parts.values()), 1), strict=True):
+        found, at, i = [], 0, 0
+        for name, rows in zip(self.parts, y.split(list(self.parts.values()), 1), strict=True):
             if name in self.slices:
                 r, n = self.rank, rows.shape[1]
                 rows = torch.addmm(rows, low[:, i * r:(i + 1) * r], B[at:at + n].t())
                 i, at = i + 1, at + n
             found.append(rows)
-        return torch.cat(found, 1).view(y.shape)
+        return torch.cat(found, 1)
 
     def delta(self) -> torch.Tensor:
         """What the adapters add to the weight, float32 [N, K]. Of sharded ones every rank must call it."""

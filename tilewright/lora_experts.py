@@ -34,9 +34,22 @@ from tilewright.ops.quantize import Quantized
 from tilewright.ops.quantized_linear import dequantize
 
 _NAMES = tuple(f"lora_{name}" for name in ADAPTERS)
-# Settings of PEFT's config with the values that ask for nothing that is not here.
-_NEUTRAL = {"use_dora": (False, None), "lora_bias": (False, None), "fan_in_fan_out": (False, None),
-            "lora_dropout": (0, None), "use_qalora": (False, None)}
+# Settings of PEFT's config that do not change what its tensors compute, or that the readers here follow.
+_FREE = {"peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+         "inference_mode", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout",
+         "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
+         "megatron_core", "qalora_group_size", "ensure_weight_tying",
+         # what init_lora_weights reads
+         "eva_config", "loftq_config", "corda_config", "lora_ga_config"}
+# Of others, the values that ask for nothing that is not here, beside null, false and what is empty. PiSSA and other
+# ways to begin change the base weights, which are not in the file.
+_NEUTRAL = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica")}
+
+
+def unsupported(config: Mapping[str, Any]) -> str | None:
+    """The name of a setting that asks for what is not here, also of one that is not known."""
+    return next((key for key, value in config.items()
+                 if key not in _FREE and value and value not in _NEUTRAL.get(key, ())), None)
 
 
 class QuantizedExperts(nn.Module):
@@ -256,15 +269,22 @@ class LoRAExperts(nn.Module):
         Raises ValueError for what cannot be represented: one projection without adapters, ranks or scales that differ
         from this module's, DoRA and the like, and, where this module's experts share a factor, experts whose differ.
         """
-        for name, t in _read(tensors, config, path, self._sizes(), self.rank, self.scale).items():
+        for name, t in self.peft_values(tensors, config, path).items():
             p = getattr(self, f"lora_{name}")
-            if p.shape[0] != t.shape[0]:
+            _assign(p, t.to(p.dtype))
+
+    def peft_values(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any],
+                    path: str) -> dict[str, torch.Tensor]:
+        """What `load_peft_` takes, by the names of `adapters()`; it raises what that raises, and changes nothing."""
+        values = read_peft(tensors, config, path, self._sizes(), self.rank, self.scale)
+        for name, t in values.items():
+            if getattr(self, f"lora_{name}").shape[0] != t.shape[0]:
                 differs = [e for e in range(1, t.shape[0]) if not torch.equal(t[e], t[0])]
                 if differs:
                     raise ValueError(f"{path}: {name} of expert {differs[0]} differs from expert 0's; mode = "
                                      f"{self.mode!r} has one for all experts")
-                t = t[:1]
-            _assign(p, t.to(p.dtype))
+                values[name] = t[:1]
+        return values
 
     @classmethod
     def from_peft(cls, gate_up_proj: torch.Tensor | Quantized, down_proj: torch.Tensor | Quantized,
@@ -317,13 +337,13 @@ def _setting(config: Mapping[str, Any], path: str, name: str) -> tuple[int, floa
     return (of(config.get("rank_pattern"), config["r"]), of(config.get("alpha_pattern"), config["lora_alpha"]))
 
 
-def _read(tensors, config, path, sizes, rank, scale) -> dict[str, torch.Tensor]:
-    """The six factors, each of E experts."""
+def read_peft(tensors, config, path, sizes, rank, scale) -> dict[str, torch.Tensor]:
+    """The six factors, each of E experts; sizes: E, H and I."""
     if config.get("peft_type", "LORA") != "LORA":
         raise ValueError(f"{path}: peft_type must be LORA, got {config['peft_type']!r}")
-    for key, accepted in _NEUTRAL.items():
-        if config.get(key) not in accepted:
-            raise ValueError(f"{path}: {key} = {config[key]!r} cannot be represented in LoRAExperts")
+    own = {k: v for k, v in config.items() if k not in ("bias", "modules_to_save", "trainable_token_indices")}
+    if key := unsupported(own) or ("lora_dropout" if config.get("lora_dropout") else None):
+        raise ValueError(f"{path}: {key} = {config[key]!r} cannot be represented in LoRAExperts")
     keys = _keys(path)
     there = {key for key in tensors if key.startswith(f"base_model.model.{path}.")}
     if missing := [key for key in keys if key not in there]:

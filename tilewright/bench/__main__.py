@@ -55,11 +55,11 @@ def _parser() -> argparse.ArgumentParser:
 
     q = command("overhead", "host time of dispatch above an op's kernel, in microseconds", "float32")
     q.add_argument("--rounds", type=at_least(1, int), default=30, help="default %(default)s")
-    q.add_argument("--sample-ms", type=at_least(0, float), default=4.0,
-                   help="length of a sample (default %(default)s)")
     q.add_argument("--out", type=pathlib.Path, metavar="DIR", help="write overhead.json there")
-    for each in (p, q):
+    for each, length in ((p, 8.0), (q, 4.0)):
         each.add_argument("--threads", type=at_least(1, int), metavar="N", help="default: torch's")
+        each.add_argument("--sample-ms", type=at_least(0, float), default=length,
+                          help="a sample on a CPU is as many calls in a row as take so long (default %(default)s)")
 
     c = commands.add_parser("compare", help="two results.json row by row; exit code 1 on a regression")
     c.add_argument("before", type=pathlib.Path)
@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None, begun: float | None = None) -> int:
     only = chosen(parser, "--provider", args.provider, known)
     cases = chosen(parser, "--case", args.case,
                     list(dict.fromkeys(c.name for op in ops for c in run.timed(op, args.device))))
-    settings = run.Settings(args.rounds, args.min_seconds, args.max_seconds,
+    settings = run.Settings(args.rounds, args.min_seconds, args.max_seconds, args.sample_ms / 1e3,
                             baseline_slack=args.baseline_slack)
     document, folder = run.run(ops, args.device, dtypes, settings, cases=cases, only=only, out=args.out,
                                argv=argv)

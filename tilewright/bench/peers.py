@@ -91,6 +91,12 @@ _PLAIN_LOSS = {"token_weight": None, "num_tokens": None, "return_lse": False, "r
                "return_argmax": False, "group": None}
 
 
+def _dense(peer: str, weight: Any, noise: Any) -> None:
+    if not isinstance(weight, torch.Tensor):
+        raise Unsupported(f"{peer} does not take quantised experts")
+    _only(peer, {"noise": noise}, noise=None)
+
+
 # ---- Liger-Kernel
 
 def _liger_vector(weight):
@@ -98,20 +104,20 @@ def _liger_vector(weight):
         raise Unsupported("liger-kernel takes one weight row, not one a head")
 
 
-def _liger_rmsnorm(x, weight, eps=1e-6, *, bias=None, offset=0.0, cast="llama"):
+def _liger_rmsnorm(x, weight, eps=1e-6, *, bias=None, offset=0.0, cast="llama", noise=None):
     from liger_kernel.ops import LigerRMSNormFunction
 
     _liger_vector(weight)
-    _only("liger-kernel", {"bias": bias}, bias=None)
+    _only("liger-kernel", {"bias": bias, "noise": noise}, bias=None, noise=None)
     # Not in place: it would overwrite the upstream gradient, which every provider is given.
     return LigerRMSNormFunction.apply(x, weight, eps, offset, cast, False)
 
 
-def _liger_add_rmsnorm(x, residual, weight, eps=1e-6, *, bias=None, offset=0.0, cast="llama"):
+def _liger_add_rmsnorm(x, residual, weight, eps=1e-6, *, bias=None, offset=0.0, cast="llama", noise=None):
     from liger_kernel.ops import LigerFusedAddRMSNormFunction
 
     _liger_vector(weight)
-    _only("liger-kernel", {"bias": bias}, bias=None)
+    _only("liger-kernel", {"bias": bias, "noise": noise}, bias=None, noise=None)
     return LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, offset, cast, False)
 
 
@@ -168,9 +174,10 @@ def _liger_rope(q, k, cos, sin, *, rotary_dim=None, inplace=False, **more):
     return LigerRopeFunction.apply(q, k, cos, sin, None, 1, R)
 
 
-def _liger_moe_mlp(x, gate_up_proj, down_proj, expert_index, expert_weight):
+def _liger_moe_mlp(x, gate_up_proj, down_proj, expert_index, expert_weight, *, noise=None):
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
+    _dense("liger-kernel", gate_up_proj, noise)
     return LigerFusedMoEFunction.apply(x, gate_up_proj, down_proj, expert_index.int(), expert_weight)
 
 
@@ -183,16 +190,18 @@ def _quack_bias(weight, bias):
         raise Unsupported("quack-kernels takes one bias a head with one weight a head, not one for all heads")
 
 
-def _quack_rmsnorm(x, weight, eps=1e-6, *, bias=None, offset=0.0, cast="llama"):
+def _quack_rmsnorm(x, weight, eps=1e-6, *, bias=None, offset=0.0, cast="llama", noise=None):
     from quack.rmsnorm import rmsnorm
 
+    _only("quack-kernels", {"noise": noise}, noise=None)
     _quack_bias(weight, bias)
     return rmsnorm(x, weight, bias=bias, eps=eps, weight_offset=offset)
 
 
-def _quack_add_rmsnorm(x, residual, weight, eps=1e-6, *, bias=None, offset=0.0, cast="llama"):
+def _quack_add_rmsnorm(x, residual, weight, eps=1e-6, *, bias=None, offset=0.0, cast="llama", noise=None):
     from quack.rmsnorm import rmsnorm
 
+    _only("quack-kernels", {"noise": noise}, noise=None)
     _quack_bias(weight, bias)
     return rmsnorm(x, weight, bias=bias, residual=residual, residual_dtype=residual.dtype, eps=eps, prenorm=True,
                    weight_offset=offset)
@@ -281,7 +290,8 @@ def _flash_attention(q, k, v, *, cu_seqlens=None, causal=True, scale=None):
 # ---- transformers: its experts, as a loop over them and on torch's grouped_mm
 
 def _experts_of_transformers(name):
-    def moe_mlp(x, gate_up_proj, down_proj, expert_index, expert_weight):
+    def moe_mlp(x, gate_up_proj, down_proj, expert_index, expert_weight, *, noise=None):
+        _dense("transformers", gate_up_proj, noise)
         qwen = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
         # What its functions read of a module; to make one would draw weights.
         experts = SimpleNamespace(

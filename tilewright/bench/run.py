@@ -20,7 +20,7 @@ from tilewright import platform
 from tilewright.bench import contract, peers, report, timing
 from tilewright.bench.peers import Unsupported
 from tilewright.bench.providers import BASELINES, Provider, gate, providers
-from tilewright.registry import Case, Op, short
+from tilewright.registry import Case, ImplementationUnavailable, Op, short
 
 SEED = 0
 
@@ -113,7 +113,7 @@ def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timin
             for name, fn in passes(provider, mine).items():
                 tasks[provider.name, name] = fn
             row["status"] = "ok"
-        except Unsupported as error:
+        except (Unsupported, ImplementationUnavailable) as error:
             row.update(status="unavailable", reason=str(error))
         except Exception as error:   # one provider's failure must not lose the others
             timing.still_there(error, provider.name)

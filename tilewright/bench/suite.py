@@ -91,6 +91,7 @@ def _parity(op, case, device, dtype, names) -> list[dict[str, Any]]:
     """A result for each implementation: of each tensor the layout of upstream gradients with the worst error."""
     worst: dict[str, dict[str, contract.Finding]] = {n: {} for n in names}
     raised: dict[str, str] = {}
+    refused: dict[str, str] = {}   # variants that an implementation does not have, and says so
     with contract.poisoned():
         for seed, layout in enumerate(contract.LAYOUTS):
             kwargs = case.make(device, dtype, seed)
@@ -98,6 +99,9 @@ def _parity(op, case, device, dtype, names) -> list[dict[str, Any]]:
             for name in names:
                 try:
                     found = contract.judge(op, name, kwargs, by)
+                except registry.ImplementationUnavailable as error:
+                    refused[name] = str(error)
+                    continue
                 except Exception as error:
                     timing.still_there(error, f"{name} {short(dtype)}")
                     raised[name] = f"{layout} gradients: {timing.first_line(error)}"
@@ -109,8 +113,9 @@ def _parity(op, case, device, dtype, names) -> list[dict[str, Any]]:
     results = []
     for name in names:
         broken = contract.broken(worst[name].values())
-        status = "error" if name in raised else "broken" if broken else "holds"
-        reason = raised.get(name) or "; ".join(map(str, broken)) or None
+        status = ("error" if name in raised else "unavailable" if name in refused else "broken" if broken else
+                  "holds")
+        reason = raised.get(name) or refused.get(name) or "; ".join(map(str, broken)) or None
         results.append(_result(name, dtype, status, reason, map(_tensor, worst[name].values())))
     return results
 
@@ -144,6 +149,9 @@ def check_unit(kind: str, op: Op, case: registry.Case, device: str, dtypes: Sequ
                     continue
                 try:
                     broken = check(op, impl.name, case, dtype)
+                except registry.ImplementationUnavailable as error:   # a variant that it does not have
+                    results.append(_result(impl.name, dtype, "unavailable", str(error)))
+                    continue
                 except Exception as error:
                     timing.still_there(error, f"{impl.name} {short(dtype)}")   # must not be blamed on the next
                     reason = timing.first_line(error)

@@ -128,6 +128,11 @@ class Packed(NamedTuple):
 
 
 def pack(q: Quantized, noise: AQN | None) -> Packed:
+    """Raises TypeError for FP8 of another kind: its bytes would be taken for those of this one."""
+    for name, t in (("q.scale", q.scale),) if isinstance(q, NVFP4) else (("q.data", q.data),) if isinstance(
+            q, BlockFP8) else ():
+        if t.dtype != quantize.E4M3:
+            raise TypeError(f"{name} must be a {short(quantize.E4M3)} tensor, got {short(t.dtype)}")
     of_noise = (0.0, [0, 0, 0]) if noise is None else (float(noise.alpha), [noise.seed, noise.step, noise.layer])
     if isinstance(q, NF4):
         return Packed(q.data, q.absmax, q.nested_absmax, q.offset, "nf4", list(q.shape), [q.block_size], *of_noise)
@@ -265,9 +270,8 @@ def _register(name, few_rows):
     differentiate(transposed, formula_transposed, setup_transposed, twice=True)
 
     def call(x, q, bias, noise):
-        y = product(x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
-                    bias, *pack(q, noise))
-        return y.view(*x.shape[:-1], q.shape[0])
+        y = product(x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), bias, *pack(q, noise))
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], q.shape[0])   # no view where none is needed
 
     return call
 

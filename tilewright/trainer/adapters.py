@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from tilewright import adapt, lora
+from tilewright.lora_experts import LoRAExperts
 from tilewright.ops.aqn import AQN
+from tilewright.ops.moe_lora import MOE_LORA
 from tilewright.trainer import hf
 from tilewright.trainer.config import Config
 from tilewright.trainer.model import Transformer
@@ -32,6 +34,21 @@ def add(model: Transformer, config: Config) -> None:
         adapt.add_lora(model, wanted.lora_target_modules, rank=wanted.lora_rank, alpha=wanted.lora_alpha)
     except ValueError as error:
         raise ValueError(f"lora.lora_target_modules: {error}") from error
+    for module in mixtures(model):   # the name that the user gave, or none: raises for one that cannot run here
+        module.implementation = config.model.moe_implementation or "auto"
+        MOE_LORA.resolve(module.implementation)
+
+
+def mixtures(model: Transformer) -> list[LoRAExperts]:
+    """The experts with adapters."""
+    return [module for _, module in adapt.adapted(model) if isinstance(module, LoRAExperts)]
+
+
+def operations(model: Transformer, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Which implementation experts with adapters take, of what `Ops` does not name."""
+    found = mixtures(model)
+    name = found[0].implementation if found else ""
+    return {"moe_lora": MOE_LORA.choose(device.type, dtype) if name == "auto" else name} if found else {}
 
 
 def generator(seed: int, step: int) -> torch.Generator:
@@ -61,7 +78,8 @@ def tied(config: Config) -> dict[str, Any] | None:
     """What a checkpoint with adapters is tied to."""
     if not config.lora.enable_lora:
         return None
-    free = ("save_lora_only", "merge_lora_interval", "reset_optimizer_on_merge", "enable_aqn", "aqn_alpha")
+    # Not save_lora_only: a run that merged has weights that adapters alone would lose.
+    free = ("merge_lora_interval", "reset_optimizer_on_merge", "enable_aqn", "aqn_alpha")
     return {k: v for k, v in config.lora.model_dump(mode="json").items() if k not in free}
 
 

@@ -193,7 +193,8 @@ class Train(Section):
     activation_gpu_limit: float = field(0.0, "GB of activations that stay on the GPU.", ge=0)
     enable_compile: bool = field(False, "torch.compile the layers.")
     init_device: Literal["auto", "cpu", "cuda", "meta", "npu"] = field(
-        "auto", "Where the model is built; auto: meta for fsdp2, else cuda, or cpu where there is none.")
+        "auto", "Where the model is built; auto: meta for fsdp2, else cuda, or cpu where there is none. With "
+                "lora.enable_qlora always meta.")
     load_weights_mode: Literal["broadcast", "all_ranks"] = field(
         "broadcast", "broadcast: rank 0 reads the weights and sends them; all_ranks: each reads.")
     enable_full_determinism: bool = field(False, "Deterministic algorithms only; slow.")

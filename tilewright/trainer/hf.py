@@ -374,10 +374,13 @@ def save_weights(model: Transformer, path: str | pathlib.Path, *, tokenizer_path
     """Writes a folder that transformers' from_pretrained reads: safetensors, config.json, the tokenizer's files. Its
     weights are dense, with adapters added and what is quantised dequantised.
 
-    dtype: of the stored tensors, default the parameters' own. Written aside and renamed; every rank must call it.
+    dtype: of the stored tensors, default the parameters' own. Written aside and renamed, a model that was there is kept
+    until then; every rank must call it. Raises ValueError for a folder that holds other things.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    target = pathlib.Path(path)
+    target = adapt.target_folder(path, "config.json")
+    if dist.is_initialized():
+        dist.barrier()   # every rank has seen what the folder holds
     aside = target.with_name(f".{target.name}.partial")
     if writes:
         shutil.rmtree(aside, ignore_errors=True)
@@ -401,8 +404,7 @@ def save_weights(model: Transformer, path: str | pathlib.Path, *, tokenizer_path
     if writes:
         flush()
         _finish(model, aside, shards, stored, tokenizer_path)
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
+        adapt.publish(aside, target)
     if dist.is_initialized():
         dist.barrier()
 

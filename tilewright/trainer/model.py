@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright import adapt, lora
 from tilewright import ops as tw
-from tilewright.lora_experts import QuantizedExperts
+from tilewright.lora_experts import LoRAExperts, QuantizedExperts
 from tilewright.nn import RMSNorm, SwiGLU
 from tilewright.ops.aqn import AQN
 from tilewright.ops.expert_parallel import DeepEP, ep_moe_mlp
@@ -456,5 +456,8 @@ class Transformer(nn.Module):
         mlp = sum(sparse if c.is_moe(i) else dense for i in range(c.num_hidden_layers))
         matrix = c.num_hidden_layers * attention + mlp + c.hidden_size * c.vocab_size
         # Twice a product forward, and twice again for each factor's gradient; a frozen matrix has none.
-        adapters = sum(p.numel() for name, p in self.named_parameters() if adapt.is_adapter(name))
+        routed = c.num_experts_per_tok / max(1, c.num_experts)
+        adapters = sum(p.numel() * (routed if isinstance(module, LoRAExperts) else 1.0)
+                       for _, module in adapt.adapted(self) for name, p in module.named_parameters()
+                       if adapt.is_adapter(name))
         return (4.0 if adapters else 6.0) * matrix + 6.0 * (c.num_hidden_layers * score + adapters)

@@ -198,9 +198,10 @@ def train(config: Config, world: World) -> None:
         "data": {"bins": len(batches.bins), "tokens": batches.bins.tokens, "seed": t.seed,
                  "shuffle": config.data.shuffle_merged_datasets},
     }
+    chosen = ops.names() | adapters.operations(unwrap(model), world.device, dtype)
     start = 0
     if resume is not None:
-        state = checkpoint.restore(resume, unwrap(model), optimizer, world, run=tied, ops=ops.names())
+        state = checkpoint.restore(resume, unwrap(model), optimizer, world, run=tied, ops=chosen)
         start = state["step"]
         if start > total:
             raise ValueError(f"{resume} is at step {start}, and the run ends at step {total}")
@@ -211,12 +212,12 @@ def train(config: Config, world: World) -> None:
     metrics = Metrics(config, world.main, total, start, unwrap(model).flops_per_token(sequence), world.size)
     metrics.say(f"{adapters.size(unwrap(model))} on {world.size} x {world.device.type}, "
                 f"{total} steps, {batches.steps_per_epoch} an epoch, {batches.bins.tokens} tokens of data")
-    metrics.say("ops: " + " ".join(f"{k}={v}" for k, v in ops.names().items()))
+    metrics.say("ops: " + " ".join(f"{k}={v}" for k, v in chosen.items()))
     saver = checkpoint.Saver(t.output_dir, world, t.save_async)
 
     def save(step):
         saver.save(step, unwrap(model), optimizer,
-                   {"data": batches.state_dict(), "run": tied, "ops": ops.names()})
+                   {"data": batches.state_dict(), "run": tied, "ops": chosen})
 
     def report(step):
         if held is not None:
