@@ -224,6 +224,21 @@ class _AddProducts(torch.autograd.Function):
         return dy, dlow, dB, None, None
 
 
+def _scale(rank: int, alpha: float, rslora: bool) -> float:
+    """What adapters of that rank are multiplied by. Raises ValueError for a rank or an alpha that cannot be."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"rank must be an int >= 1, got {rank!r}")
+    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
+        raise ValueError(f"alpha must be a finite number > 0, got {alpha!r}")
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def _begin(A: torch.Tensor, generator: torch.Generator | None) -> None:
+    """The values that an A [..., in] begins with: kaiming_uniform with a = sqrt(5)."""
+    bound = 1 / math.sqrt(A.shape[-1])
+    _assign(A, torch.empty(A.shape).uniform_(-bound, bound, generator=generator))
+
+
 class LoRALinear(nn.Module):
     """A frozen linear layer with an adapter: base(x) + scale * (x A^T) B^T.
 
@@ -243,10 +258,7 @@ class LoRALinear(nn.Module):
         super().__init__()
         if not isinstance(base, (nn.Linear, QuantizedLinear)):
             raise TypeError(f"base must be an nn.Linear or a QuantizedLinear, got {type(base).__name__}")
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise ValueError(f"rank must be an int >= 1, got {rank!r}")
-        if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
-            raise ValueError(f"alpha must be a finite number > 0, got {alpha!r}")
+        scale = _scale(rank, alpha, rslora)
         parts = dict(parts) if parts else {"": base.out_features}
         if sum(parts.values()) != base.out_features or min(parts.values()) < 1:
             raise ValueError(f"parts must have the base's {base.out_features} rows between them, got {parts}")
@@ -257,7 +269,7 @@ class LoRALinear(nn.Module):
         self.base = base.requires_grad_(False)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.rank, self.alpha, self.rslora, self.parts = rank, alpha, rslora, parts
-        self.scale = alpha / (math.sqrt(rank) if rslora else rank)
+        self.scale = scale
         starts = dict(zip(parts, _offsets(parts.values()), strict=False))
         self.slices = {name: (starts[name], starts[name] + parts[name]) for name in targets}
         rows = sum(parts[name] for name in targets)
@@ -270,8 +282,7 @@ class LoRALinear(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Begins anew. generator: a CPU one, for values that do not depend on the device or on sharding."""
         if not self.lora_A.is_meta:
-            bound = 1 / math.sqrt(self.in_features)   # kaiming_uniform with a = sqrt(5)
-            _assign(self.lora_A, torch.empty(self.lora_A.shape).uniform_(-bound, bound, generator=generator))
+            _begin(self.lora_A, generator)
             self.lora_B.zero_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

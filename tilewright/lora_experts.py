@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tilewright import ops
-from tilewright.lora import _assign, _sharded, _share, _whole, quantize_as
+from tilewright.lora import _assign, _begin, _scale, _sharded, _share, _whole, quantize_as
 from tilewright.ops import _checks
 from tilewright.ops.aqn import AQN
 from tilewright.ops.expert_parallel import DeepEP, combine, dispatch
@@ -116,10 +116,7 @@ class LoRAExperts(nn.Module):
         if tuple(down_proj.shape) != (E, H, I):
             raise ValueError(f"down_proj must have shape {[E, H, I]} ([E, H, I] of gate_up_proj), "
                              f"got {list(down_proj.shape)}")
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise ValueError(f"rank must be an int >= 1, got {rank!r}")
-        if not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
-            raise ValueError(f"alpha must be a finite number > 0, got {alpha!r}")
+        scale = _scale(rank, alpha, rslora)
         _checks.choice("mode", mode, tuple(MODES))
         if implementation != "auto":
             MOE_LORA.implementation(implementation)
@@ -131,7 +128,7 @@ class LoRAExperts(nn.Module):
                 self.register_parameter(name, (w if isinstance(w, nn.Parameter) else nn.Parameter(w, False))
                                         .requires_grad_(False))
         self.rank, self.alpha, self.rslora, self.mode, self.implementation = rank, alpha, rslora, mode, implementation
-        self.scale = alpha / (math.sqrt(rank) if rslora else rank)
+        self.scale = scale
         self.num_experts = E   # of this module; of all ranks while a model is built, before its experts are spread
         first, second, down_A, down_B = (n or E for n in MODES[mode])
         shapes = ((first, rank, H), (second, I, rank)) * 2 + ((down_A, rank, I), (down_B, H, rank))
@@ -150,8 +147,7 @@ class LoRAExperts(nn.Module):
             if name.endswith("B"):
                 p.zero_()
             else:
-                bound = 1 / math.sqrt(p.shape[2])   # kaiming_uniform with a = sqrt(5)
-                _assign(p, torch.empty(p.shape).uniform_(-bound, bound, generator=generator))
+                _begin(p, generator)
 
     def adapters(self) -> dict[str, nn.Parameter]:
         """The six factors, by the names that `ops.moe_lora` has for them."""

@@ -10,6 +10,7 @@ The tail of y and dx is 0, and x and dy are not read there: NaN in it goes nowhe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -126,6 +127,13 @@ def _defined(name, forward, backward_x, backward_weight):
     return _register(define(f"grouped_gemm_{name}_forward", forward, _fake_rows),
                      define(f"grouped_gemm_{name}_backward_x", backward_x, _fake_backward_x),
                      define(f"grouped_gemm_{name}_backward_weight", backward_weight, _fake_backward_weight))
+
+
+def operators(name: str) -> tuple[Callable, Callable, Callable]:
+    """forward, backward_x and backward_weight of a fused implementation, for ops that are composed of them."""
+    forward = GROUPED_GEMM.implementation(name).load()
+    return forward, *(getattr(torch.ops.tilewright, f"grouped_gemm_{name}_{which}").default
+                      for which in ("backward_x", "backward_weight"))
 
 
 def _triton():

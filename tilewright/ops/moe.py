@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ from tilewright.ops._library import define, differentiate
 from tilewright.ops.activation import SILU, SILU_MUL, act_mul_eager
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import quantize_block_fp8
-from tilewright.ops.grouped_gemm import GROUPED_GEMM, grouped_gemm_eager
+from tilewright.ops.grouped_gemm import GROUPED_GEMM, grouped_gemm_eager, operators
 from tilewright.ops.nf4 import quantize_nf4
 from tilewright.ops.nvfp4 import quantize_nvfp4
 from tilewright.ops.permute import PERMUTE, UNPERMUTE, checked_index, permute_eager, unpermute_eager
@@ -314,21 +315,10 @@ def _triton():
     return _loaded["triton"]
 
 
-def _composed(name):
+def _compose(name):
     """Of the grouped GEMM of this name, and what the registry takes for the rest. The gathered rows are a copy, which
     lives as long as one product."""
-    def load():
-        if name not in _loaded:
-            _loaded[name] = _compose(name)
-        return _loaded[name]
-
-    return load
-
-
-def _compose(name):
-    product = GROUPED_GEMM.implementation(name).load()
-    backward_x, backward_weight = (getattr(torch.ops.tilewright, f"grouped_gemm_{name}_{which}").default
-                                   for which in ("backward_x", "backward_weight"))
+    product, backward_x, backward_weight = operators(name)
 
     def forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep):
         _, offsets, slots, position = PERMUTE.pick("auto", x)(None, expert_index, gate_up_proj.shape[0])
@@ -348,12 +338,14 @@ def _compose(name):
         dgate_up = backward_weight(dpre, x[token], offsets) if needs[1] else dy.new_empty(0)
         dx = (UNPERMUTE.pick("auto", dy)(backward_x(dpre, _weight(gate_up_proj), offsets), None, position) if needs[0]
               else dy.new_empty(0))
-        dweight = dots.new_empty(0)
-        if needs[3]:
-            dweight = torch.where(position < 0, 0, dots[position.clamp_min(0)])
-        return dx, dgate_up, ddown, dweight
+        return dx, dgate_up, ddown, _of_slots(dots, position) if needs[3] else dots.new_empty(0)
 
     return _register(name, forward, backward)
+
+
+def _of_slots(of_rows, position):
+    """[T, K] from a number for each row; 0 for a slot without one."""
+    return torch.where(position < 0, 0, of_rows[position.clamp_min(0)])
 
 
 def _between(dh, pre, weight):
@@ -385,7 +377,8 @@ def _tunables():
 
 def _of(name):
     """This op on a grouped GEMM's implementation, which can run where that can."""
-    return replace(GROUPED_GEMM.implementation(name), load=_composed(name), gate=no_kernels, tunables=no_kernels)
+    return replace(GROUPED_GEMM.implementation(name), load=cache(partial(_compose, name)), gate=no_kernels,
+                   tunables=no_kernels)
 
 
 # ---- cases

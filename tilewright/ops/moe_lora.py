@@ -20,7 +20,7 @@ and of a base weight no gradient is computed. A quantised one is dequantised in 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -29,8 +29,8 @@ from tilewright.ops._library import define, differentiate
 from tilewright.ops.activation import SILU, SILU_MUL, act_mul_eager
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import quantize_block_fp8
-from tilewright.ops.grouped_gemm import GROUPED_GEMM, grouped_gemm_eager
-from tilewright.ops.moe import _between, _noises, _routing, checked_routing
+from tilewright.ops.grouped_gemm import GROUPED_GEMM, grouped_gemm_eager, operators
+from tilewright.ops.moe import _between, _noises, _of_slots, _routing, checked_routing
 from tilewright.ops.nf4 import quantize_nf4
 from tilewright.ops.nvfp4 import quantize_nvfp4
 from tilewright.ops.permute import PERMUTE, UNPERMUTE, permute_eager, unpermute_eager
@@ -173,9 +173,6 @@ def _adapted(base, rows, A, B, offsets, scale):
 
 # ---- fused implementations, composed of a grouped GEMM's
 
-_loaded: dict[str, object] = {}
-
-
 _T = torch.Tensor
 
 
@@ -273,19 +270,8 @@ def _register(name, forward, backward):
     return call
 
 
-def _composed(name):
-    def load():
-        if name not in _loaded:
-            _loaded[name] = _compose(name)
-        return _loaded[name]
-
-    return load
-
-
 def _compose(name):
-    product = GROUPED_GEMM.implementation(name).load()
-    backward_x, backward_weight = (getattr(torch.ops.tilewright, f"grouped_gemm_{name}_{which}").default
-                                   for which in ("backward_x", "backward_weight"))
+    product, backward_x, backward_weight = operators(name)
 
     # A factor by rows, its transpose by rows, and its gradient: dense if it is shared. Rows of the tail are 0 in
     # `upstream`, and finite in `rows`.
@@ -374,7 +360,7 @@ def _compose(name):
         dgate_A, dup_A = (part.clone(memory_format=torch.contiguous_format) if need else dy.new_empty(0)
                           for part, need in ((dA[:, :gate_A.shape[1]], need_gate_A),
                                              (dA[:, gate_A.shape[1]:], need_up_A)))
-        dweight = torch.where(position < 0, 0, dots[position.clamp_min(0)]) if need_weight else dots.new_empty(0)
+        dweight = _of_slots(dots, position) if need_weight else dots.new_empty(0)
         return dx, dweight, dgate_A, dB[0], dup_A, dB[1], ddown_A, ddown_B
 
     return _register(name, forward, backward)
@@ -396,7 +382,7 @@ def _split(low, gate_A, up_A):
 
 def _of(implementation):
     """This op on a grouped GEMM's implementation, which can run where that can."""
-    return replace(implementation, load=_composed(implementation.name), gate=no_kernels)
+    return replace(implementation, load=cache(partial(_compose, implementation.name)), gate=no_kernels)
 
 
 # ---- cases
