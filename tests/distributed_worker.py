@@ -7,6 +7,7 @@ writes loss, tokens, norm and full gradients to FOLDER/<mode>.pt, or, where the 
 which it writes what `several_steps` returns.
 """
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -17,14 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from tilewright.trainer import adapters, checkpoint, hf, train
 from tilewright.trainer.config import load
-from tilewright.trainer.data import collate
-from tilewright.trainer.model import Ops
+from tilewright.trainer.data import collate, padding
 from tilewright.trainer.optim import build_optimizer
-from tilewright.trainer.parallel import clip_gradients, init_distributed, unwrap
+from tilewright.trainer.parallel import clip_gradients, context_parallel, init_distributed, unwrap
 
 
 def build(config, world):
-    return train.build_model(config, hf.load_config(config.model.config_path), world, Ops.resolve(dtype=torch.float32))
+    shape = hf.load_config(config.model.config_path)
+    return train.build_model(config, shape, world, train.choose_ops(config, shape, world))
 
 
 def full(tensor):
@@ -32,11 +33,11 @@ def full(tensor):
 
 
 def micro_batches(config, world, bins):
-    """Each rank takes the micro-batches that trainer/data.py would give it: (a * world + rank)."""
+    """Each rank takes the micro-batches that trainer/data.py would give it: (a * world + rank). Or its parts."""
     t, step = config.train, []
     for a in range(t.gradient_accumulation_steps):
-        start = (a * world.size + world.rank) * t.micro_batch_size
-        step.append(collate(bins[start:start + t.micro_batch_size], config.data.pad_to_multiple_of))
+        start = (a * world.data_size + world.data_rank) * t.micro_batch_size
+        step.append(collate(bins[start:start + t.micro_batch_size], padding(config.data, world.cp), world.cp))
     return step
 
 
@@ -105,6 +106,7 @@ def main(folder):
     for name, arguments in json.loads((folder / "modes.json").read_text()).items():
         config = load(str(folder / "config.yaml"), arguments)
         world = world or init_distributed(config.train)
+        world = dataclasses.replace(world, cp=context_parallel(config.train, world.size, world.device.type))
         if name.startswith("train"):
             model, optimizer, found = several_steps(config, world, bins)
             if name == "train_and_save":

@@ -94,6 +94,18 @@ def _narrow(x, kind, truncate=False):
     return t.view(torch.int16).numpy().view(np.uint16)
 
 
+# Of each code: the sign is its highest bit.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def _to_e2m1(x):
+    """Codes of the nearest numbers; of two that are equally near, the even code; NaN becomes 6."""
+    order = np.array([0, 2, 4, 6, 1, 3, 5, 7], np.uint8)   # the first of equals is taken
+    size = np.minimum(np.abs(x.astype(np.float64)), 6.0)
+    code = order[np.abs(size[:, None] - E2M1[order].astype(np.float64)).argmin(1)]
+    return np.where(np.isnan(x), 7, code | np.signbit(x).astype(np.uint8) << 3).astype(np.uint8)
+
+
 class TensorMap:
     """What a TMA descriptor says: of a matrix or more dimensions, the last one contiguous. swizzle: within how many
     bytes, or 0."""
@@ -791,6 +803,13 @@ class _Cluster:
 
     def convert(self, op, args):
         to, source = op[-2], op[-1]
+        if op[1:] == ["rn", "satfinite", "e2m1x2", "f32"]:   # the first source is the upper half
+            high, low = (_to_e2m1(_f32(self.get(a, 32))) for a in args[1:3])
+            return high << 4 | low
+        if op[1:] == ["rn", "f16x2", "e2m1x2"]:
+            code = self.get(args[1], 8)
+            high, low = (E2M1[c].astype(np.float16).view(np.uint16) for c in (code >> 4, code & 15))
+            return high.astype(np.uint32) << 16 | low
         if extra := set(op[1:-2]) - {"rn", "rz", "rzi", "ftz"}:
             raise KeyError(f"{'.'.join(op)}: {extra}")
         if "rzi" in op:   # to a whole number, toward zero; what does not fit becomes the nearest that does, NaN 0

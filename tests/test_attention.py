@@ -1,14 +1,19 @@
 """What is special to attention; parity with the eager twin is in test_contract.py."""
 
+import importlib.metadata
+import itertools
 import re
+import sys
+import types
 
 import pytest
 import torch
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, skip_if_refused, skip_unless_usable
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilewright import ImplementationUnavailable
 from tilewright.ops import attention
-from tilewright.ops.attention import ATTENTION
+from tilewright.ops.attention import _FLASH, ATTENTION, Request, attention_part, attention_part_backward
 from tilewright.registry import FLOATS, short
 
 EVERY = pytest.mark.parametrize("name", ATTENTION.names())
@@ -146,6 +151,214 @@ def test_autocast_changes_nothing(name):
         assert f.dtype == torch.float32 and torch.equal(f, e)
 
 
+# ---- windows, softcaps, sinks, fewer queries than keys
+
+def options_of(q, k, v, *, cu=(), causal=True, window=None, softcap=None, sinks=None, scale=D ** -0.5):
+    """The definition, spelled out for each query by itself, in float64."""
+    q, k, v = (t.double() for t in (q, k, v))
+    B, H, S, _ = q.shape
+    Sk, out = k.shape[2], torch.zeros_like(q)
+    for b in range(B):
+        for h in range(H):
+            for i in range(S):
+                at = i + Sk - S
+                begin = max((c for c in cu if c <= at), default=0)
+                end = min((c for c in cu if c > at), default=Sk)
+                columns = [j for j in range(begin, end) if not causal or (j <= at and (not window or at - j < window))]
+                logits = scale * k[b, h // (H // k.shape[1]), columns] @ q[b, h, i]
+                logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+                weight = logits.exp()
+                total = weight.sum() + (sinks[h].double().exp() if sinks is not None else 0)
+                out[b, h, i] = weight @ v[b, h // (H // k.shape[1]), columns] / total
+    return out
+
+
+VARIANTS = {
+    "window": {"window": 3}, "window_of_one": {"window": 1}, "window_of_all": {"window": 100},
+    "softcap": {"softcap": 0.7}, "sinks": {"sinks": True}, "packed_window": {"window": 4, "cu": (0, 2, 9, 9, 21)},
+    "all": {"window": 5, "softcap": 1.5, "sinks": True, "cu": (0, 8, 21)},
+    "full_sinks": {"causal": False, "sinks": True},
+}
+
+
+@EVERY
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_options_are_what_they_say(name, variant):
+    """Outputs and gradients, the sinks' too, against the formula spelled out; S and blocks do not divide."""
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    options = dict(VARIANTS[variant])
+    torch.manual_seed(1)
+    cu = options.pop("cu", ())
+    leaves = [t.requires_grad_() for t in qkv(21)]
+    if options.get("sinks"):
+        leaves.append(torch.randn(HQ, device=DEVICE, requires_grad=True))
+        options["sinks"] = leaves[3]
+    with skip_if_refused():
+        out = attention(*leaves[:3], cu_seqlens=ends(*cu) if cu else None, implementation=name, **options)
+    expected = options_of(*leaves[:3], cu=cu, **options)
+    grad = heads(HQ, 21)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    for f, e in zip(torch.autograd.grad(out, leaves, grad), torch.autograd.grad(expected, leaves, grad.double()),
+                    strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-4, atol=2e-5)
+
+
+@EVERY
+@pytest.mark.parametrize("variant", [{}, {"window": 40}, {"causal": False}, {"cu": (0, 70, 130, 131, 200)},
+                                     {"window": 33, "softcap": 2.0, "cu": (0, 150, 200)}],
+                         ids=["causal", "window", "full", "packed", "packed_window"])
+def test_many_tiles(name, variant):
+    """Blocks of keys that need no mask, and those before and after them."""
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    options = dict(variant)
+    options["cu_seqlens"] = ends(*options.pop("cu")) if "cu" in options else None
+    torch.manual_seed(2)
+    tensors, grad = qkv(200), heads(HQ, 200)
+    with skip_if_refused():
+        found = step(tensors, grad, name, **options)
+    for f, e in zip(found, step(tensors, grad, "eager", **options), strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-4, atol=2e-5)
+
+
+@EVERY
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("causal", [True, False])
+def test_fewer_queries_are_the_last_ones(name, queries, causal):
+    """As with a cache of keys: the same rows as of a call with all queries."""
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    q, k, v = qkv(13, batch=2)
+    with skip_if_refused():
+        found = attention(q[:, :, -queries:], k, v, causal=causal, implementation=name)
+    torch.testing.assert_close(found, attention(q, k, v, causal=causal, implementation="eager")[:, :, -queries:],
+                               **CLOSE)
+
+
+@EVERY
+def test_what_another_document_holds_is_not_read(name):
+    """NaN in one document stays there, whatever blocks it shares with others."""
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    tensors, grad = qkv(40), heads(HQ, 40)
+    for t in tensors:
+        t[:, :, 11:19] = float("nan")
+    if name == "eager":
+        pytest.skip("the definition multiplies zeros with what it must not see")
+    found = step(tensors, grad, name, cu_seqlens=ends(0, 11, 19, 40))
+    for t in found:
+        bad = t.isnan().any(1).any(-1)[0]
+        assert bad[11:19].all() and not bad[:11].any() and not bad[19:].any()
+
+
+PARTS = [n for n in ATTENTION.names() if n in ("eager", "triton")]
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.1}, {"window": 6}, {"causal": False}],
+                         ids=["plain", "softcap", "window", "full"])
+def test_parts_make_the_whole(name, options):
+    """Keys in three parts, put together by their log-sum-exps, and their gradients: those of one call. The queries
+    before a part see none of its keys."""
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    S, cuts = 22, (0, 7, 16, 22)
+    q, k, v = qkv(S)
+    grad = heads(HQ, S)
+    whole = step((q, k, v), grad, name, **options)
+    pieces = [(slice(a, b), a) for a, b in itertools.pairwise(cuts)]
+    found = [attention_part(q, k[:, :, s], v[:, :, s], offset=-a, implementation=name, **options) for s, a in pieces]
+    lse = torch.stack([lse for _, lse in found]).logsumexp(0)
+    out = sum(o * torch.exp(part - lse)[..., None] for o, part in found)
+    torch.testing.assert_close(out, whole[0], **CLOSE)
+    if options.get("causal", True):
+        assert found[1][1][:, :, :7].isneginf().all() and not found[1][0][:, :, :7].any()
+    grads = [attention_part_backward(grad, q, k[:, :, s], v[:, :, s], out, lse, offset=-a, implementation=name,
+                                     **options) for s, a in pieces]
+    torch.testing.assert_close(sum(g[0] for g in grads), whole[1], **CLOSE)
+    for i in (1, 2):
+        torch.testing.assert_close(torch.cat([g[i] for g in grads], 2), whole[i + 1], **CLOSE)
+
+
+def test_parts_of_documents():
+    q, k, v = qkv(17)
+    cu = ends(0, 5, 17)
+    out, lse = attention_part(q, k, v, cu_seqlens=cu, implementation="eager")
+    torch.testing.assert_close(out, attention(q, k, v, cu_seqlens=cu, implementation="eager"), **CLOSE)
+    assert lse.shape == (1, HQ, 17)
+    with pytest.raises(ValueError, match=r"with cu_seqlens queries and keys are the same positions, got offset 3"):
+        attention_part(q, k, v, cu_seqlens=cu, offset=3)
+    with pytest.raises(TypeError, match=r"offset must be an int, got 1\.5"):
+        attention_part(q, k, v, offset=1.5)
+
+
+# ---- what implementations declare
+
+@pytest.mark.parametrize("name, options, reason", [
+    ("sdpa", {"window": 4}, r"attention\[sdpa\]: does not compute a sliding window without a mask of S x S"),
+    ("sdpa", {"softcap": 1.0}, "does not compute a softcap"),
+    ("sdpa", {"sinks": torch.zeros(HQ), "softcap": 1.0}, "does not compute a softcap, sinks"),
+])
+def test_a_request_outside_is_refused_with_the_reason(name, options, reason):
+    """Also says what does compute it; and `auto` takes that."""
+    tensors = [t.cpu() for t in qkv(6)]
+    with pytest.raises(ImplementationUnavailable, match=reason + r".*usable here: \[.*'eager'"):
+        attention(*tensors, implementation=name, **options)
+    out = attention(*tensors, **options)
+    torch.testing.assert_close(out, attention(*tensors, implementation="eager", **options), **CLOSE)
+
+
+def test_every_implementation_declares_what_it_lacks():
+    """By name: which of the things that a call may ask for are refused."""
+    asks = {"window": Request(64, window=True), "softcap": Request(64, softcap=True), "sinks": Request(64, sinks=True),
+            "shorter": Request(64, shorter=True), "part": Request(64, part=True), "wide": Request(512),
+            "odd": Request(20), "packed": Request(64, packed=True)}
+    refused = {i.name: {ask for ask, request in asks.items() if i.refuses(request)} for i in ATTENTION.implementations}
+    assert refused == {
+        "eager": set(), "triton": {"wide"}, "sdpa": {"window", "softcap", "sinks", "shorter", "part"},
+        "native": {"softcap", "sinks", "shorter", "part", "wide", "odd"},
+        "flash_attention_3": {"sinks", "part", "wide", "odd"}, "flash_attention_4": {"part", "wide", "odd"},
+    }
+
+
+@pytest.mark.parametrize("version", ["flash_attention_3", "flash_attention_4"])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("options", [{}, {"window": 3, "softcap": 2.0}, {"causal": False}],
+                         ids=["plain", "window", "full"])
+def test_flash_attention_is_called_as_it_is_laid_out(version, packed, options, monkeypatch):
+    """With a module that computes by the definition, and takes and gives what theirs do."""
+    def stand_in(q, k, v, *, softmax_scale, causal, window_size, softcap, deterministic, learnable_sink=None,
+                 cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None):
+        assert (cu_seqlens_q is None) != packed and not deterministic and max_seqlen_q == max_seqlen_k
+        assert not packed or (max_seqlen_q == 5 and cu_seqlens_k.dtype == torch.int32)
+        left, right = window_size
+        assert (left is None if version.endswith("4") else left == -1) or right == 0
+        q, k, v = (t.transpose(1, 2) for t in ((t.unsqueeze(0) for t in (q, k, v)) if packed else (q, k, v)))
+        out = attention(q, k, v, cu_seqlens=cu_seqlens_q, causal=causal, scale=softmax_scale, softcap=softcap or None,
+                        window=left + 1 if right == 0 else None, implementation="eager").transpose(1, 2)
+        out = out.squeeze(0) if packed else out
+        return (out, None) if version.endswith("4") else out
+
+    module = types.SimpleNamespace(flash_attn_func=stand_in, flash_attn_varlen_func=stand_in)
+    flash = _FLASH[version]
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, flash.module, module)
+    tensors = qkv(9, dtype=torch.bfloat16)
+    cu = torch.tensor((0, 4, 9), dtype=torch.int32) if packed else None
+    found = flash.load()(*tensors, cu, options.get("causal", True), options.get("window", 0),
+                         options.get("softcap", 0.0), None, 0.3, None)
+    assert torch.equal(found, attention(*tensors, cu_seqlens=cu, scale=0.3, implementation="eager", **options))
+
+
+def test_flash_attention_that_is_not_here_says_so(monkeypatch):
+    for name, flash in _FLASH.items():
+        def absent(distribution):
+            raise importlib.metadata.PackageNotFoundError
+
+        monkeypatch.setattr(importlib.metadata, "version", absent)
+        assert flash.missing("cuda") == f"the package '{flash.distribution}' is not installed"
+        monkeypatch.setattr(importlib.metadata, "version", lambda distribution: "4.0")
+        assert flash.missing("cpu") == f"{flash.distribution} takes CUDA tensors, not cpu"
+        with pytest.raises(ImplementationUnavailable, match="takes CUDA tensors"):
+            attention(*(t.cpu().half() for t in qkv(4)), implementation=name)
+
+
 class Largest(TorchDispatchMode):
     """Elements of the largest tensor that any operator returns."""
 
@@ -167,15 +380,16 @@ def largest(name, tensors, **options):
     return seen.elements
 
 
+@pytest.mark.parametrize("name", [n for n in ATTENTION.names() if n != "eager"])
 @DTYPES
-def test_no_mask_is_built_for_packed_documents(dtype):
+def test_no_mask_is_built_for_packed_documents(name, dtype):
     """Forward and backward make nothing larger than the operands themselves; [T, T] would be eight times that."""
-    skip_unless_usable(ATTENTION, "sdpa", dtype)
+    skip_unless_usable(ATTENTION, name, dtype)
     T = 256
     tensors = [t.requires_grad_() for t in qkv(T, dtype=dtype)]
     cu = ends(0, 100, 101, 200, T)
     assert HQ * T * D < T * T
-    assert largest("sdpa", tensors, cu_seqlens=cu) <= HQ * T * D
+    assert largest(name, tensors, cu_seqlens=cu) <= HQ * T * D
     assert largest("eager", tensors, cu_seqlens=cu) >= T * T, "the recorder sees nothing"
 
 
@@ -205,7 +419,17 @@ def packed(*values, dtype=torch.int32):
     (lambda n: call(n, Q, K.long(), V), TypeError, "k must be one of float32.*int64"),
     (lambda n: call(n, Q, K, V.half()), TypeError, "v must have q's dtype torch.float32, got torch.float16"),
     (lambda n: call(n, Q[0], K, V), ValueError, r"q must have shape \[B, H, S, D\], got \[4, 6, 8\]"),
-    (lambda n: call(n, Q, K[:, :, :5], V), ValueError, r"k must have shape \[1, a divisor of 4, 6, 8\].*2, 5, 8\]"),
+    (lambda n: call(n, Q, K[:, :, :5], V), ValueError, r"v must have shape \[1, 2, 5, 8\] \(that of k\)"),
+    (lambda n: call(n, Q, K[:, :, :5], V[:, :, :5]), ValueError, "k must have at least q's 6 positions.*got 5"),
+    (lambda n: call(n, Q[:, :, :5], K, V, cu_seqlens=torch.tensor([0, 5])), ValueError,
+     "packed documents need as many keys as queries, got 6 and 5"),
+    (lambda n: call(n, Q, K, V, window=0), ValueError, r"window must be from 1 to 2\^31 - 1, or None, got 0"),
+    (lambda n: call(n, Q, K, V, window=2.0), TypeError, "window must be an int or None, got 2.0"),
+    (lambda n: call(n, Q, K, V, window=2, causal=False), ValueError, "window = 2 needs causal=True"),
+    (lambda n: call(n, Q, K, V, softcap=0.0), ValueError, "softcap must be a finite number > 0, or None, got 0.0"),
+    (lambda n: call(n, Q, K, V, sinks=torch.zeros(2)), ValueError, r"sinks must have shape \[4\] \(one a query head\)"),
+    (lambda n: call(n, Q, K, V, sinks=torch.zeros(4).long()), TypeError, "sinks must be one of float32.*int64"),
+    (lambda n: call(n, Q, K, V, max_seqlen=-1), ValueError, "max_seqlen must be an int of at least 0, got -1"),
     (lambda n: call(n, Q[:, :3], K, V), ValueError, "a divisor of 3"),
     (lambda n: call(n, Q, K[:, :0], V[:, :0]), ValueError, r"a divisor of 4.*got \[1, 0, 6, 8\]"),
     (lambda n: call(n, Q, K, V[:, :1]), ValueError, r"v must have shape \[1, 2, 6, 8\] \(that of k\)"),

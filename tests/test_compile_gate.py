@@ -270,6 +270,8 @@ def test_the_width_of_a_load_is_read_from_ptx(ptx, load):
     ("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%rd1, {%r1}], [%r2];", {"tma"}),
     ("cp.async.bulk.commit_group; cp.async.commit_group; wgmma.commit_group.sync.aligned; tcgen05.alloc.x;", set()),
     ("barrier.cluster.arrive.aligned;", {"cluster"}),
+    ("cvt.rn.satfinite.e2m1x2.f32 low, %f2, %f1;", {"e2m1"}), ("cvt.rn.f16x2.e2m1x2 both, low;", {"e2m1"}),
+    ("cvt.rn.satfinite.e4m3x2.f32 %rs1, %f2, %f1; cvt.rn.f16x2.f32 %r1, %f2, %f1;", set()),
 ])
 def test_families_of_instructions_are_read_from_ptx(ptx, uses):
     assert set(machine_code.ptx_facts(ptx)["uses"]) == uses
@@ -307,6 +309,8 @@ def test_widths_and_their_shares_are_read_from_sass():
     ("HMMA.16816.F32 R4, R8, R12, R4", "sass_uses", ("mma",)),
     ("UTMALDG.2D.MULTICAST [UR4], [UR10], UR9", "sass_uses", ("tma",)),
     ("UCGABAR_ARV", "sass_uses", ("cluster",)), ("STAS.128 [R10.64], R4", "sass_uses", ("cluster",)),
+    ("F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C R4, R5, R0, RZ", "sass_uses", ("e2m1",)),
+    ("F2FP.F16.E2M1.UNPACK_B R6, R6.B1", "sass_uses", ("e2m1",)), ("F2FP.BF16.F32.PACK_AB R4, R5, R0", "sass_uses", ()),
 ])
 def test_an_instruction_is_read_from_sass(instruction, fact, value):
     for text in (f"        /*1c3a0*/              {instruction} ;", f"        /*02e0*/  {instruction} ;   /* 0x02 */"):

@@ -81,11 +81,13 @@ def errors(call, *arguments):
 # ---- the fields
 
 # Fields of the reference's training server, which mean the same here.
-OF_THE_SERVER = {"train.freeze_router"}
+OF_THE_SERVER = {"train.freeze_router", *(f"model.{name}" for name in (
+    "router_fp32", "lm_head_fp32", "rmsnorm_native", "activation_native", "rope_native", "attention_cast_bf16"))}
+OURS = {"model.batch_invariant"}
 
 
 def test_every_field_of_the_reference_exists_and_no_other():
-    expected = OF_THE_SERVER | {f"{section}.{name}" for section, names in XORL.items() for name in names.split()}
+    expected = OURS | OF_THE_SERVER | {f"{section}.{name}" for section, names in XORL.items() for name in names.split()}
     entries = {path for path in LEAVES if path.startswith("data.test_datasets.")}
     assert {*LEAVES} - entries == expected
     assert entries == {p.replace("datasets", "test_datasets") for p in expected if p.startswith("data.datasets.")}
@@ -431,6 +433,10 @@ RULES = [
     ('--train.moe_checkpoint_method=moe_act --train.recompute_modules=["self_attn"]', "experts are not recomputed",
      '--train.moe_checkpoint_method=moe_act --train.recompute_modules=["mlp"]'),
     ("--train.moe_checkpoint_method=moe_act --train.enable_reentrant=true", "without reentering", ""),
+    (f"{DDP} --train.ulysses_parallel_size=2", "only fsdp2 reads this", "--train.ulysses_parallel_size=2"),
+    (f"{DDP} --train.ringattn_parallel_size=2", "only fsdp2 reads this", "--train.ringattn_parallel_size=2"),
+    ("--train.cp_fsdp_mode=none", "no sequence is spread",
+     "--train.cp_fsdp_mode=none --train.ringattn_parallel_size=2"),
     (f"{QLORA} --lora.enable_lora=false", "QLoRA implies LoRA", QLORA),
     *((f"--lora.{field}", "only enable_lora makes", f"{LORA} --lora.{field} {WEIGHTS}") for field in (
         "lora_rank=2", "lora_alpha=2", 'lora_target_modules=["q_proj"]', "save_lora_only=true",
@@ -492,6 +498,9 @@ def test_building_without_a_file_follows_the_rules_too():
 
 # ---- the mesh
 
+BOTH = {"ringattn_parallel_size": 2, "ulysses_parallel_size": 2}
+
+
 @pytest.mark.parametrize("values, world, expected", [
     ({}, 1, (1, 1)), ({}, 8, (1, 8)), ({"data_parallel_shard_size": 4}, 8, (2, 4)),
     ({"data_parallel_replicate_size": 2}, 8, (2, 4)), ({"data_parallel_shard_size": 1}, 4, (4, 1)),
@@ -506,6 +515,15 @@ def test_building_without_a_file_follows_the_rules_too():
     ({"expert_parallel_size": 2}, 4, (1, 4)),
     ({"expert_parallel_size": 3}, 4, "expert_parallel_size = 3: does not divide the 4 processes of a shard group"),
     ({"expert_parallel_size": 4, "data_parallel_replicate_size": 2}, 4, "does not divide the 2 processes"),
+    ({**BOTH}, 8, (1, 8)), ({**BOTH, "cp_fsdp_mode": "none"}, 8, (4, 2)),
+    ({**BOTH, "cp_fsdp_mode": "ulysses_only"}, 16, (2, 8)),
+    ({**BOTH, "cp_fsdp_mode": "ring_only", "data_parallel_replicate_size": 2}, 16, (4, 4)),
+    ({**BOTH, "data_parallel_shard_size": 1}, 8, (2, 4)),
+    ({**BOTH}, 6, "ringattn_parallel_size = 2, train.ulysses_parallel_size = 2: 6 processes do not divide by 4"),
+    ({**BOTH}, 2, "2 processes do not divide by 4"),
+    ({**BOTH, "data_parallel_shard_size": 4}, 8, "do not make 8 processes of 4 for each sequence"),
+    ({**BOTH, "data_parallel_replicate_size": 3}, 8, "do not make 8 processes of 4 for each sequence"),
+    ({**BOTH, "cp_fsdp_mode": "none", "expert_parallel_size": 4}, 8, "does not divide the 2 processes of a shard"),
 ])
 def test_mesh(values, world, expected):
     train = Train(output_dir="o", **values)

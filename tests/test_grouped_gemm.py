@@ -357,6 +357,16 @@ def test_bad_offsets_stay_inside_the_tensors():
         assert kernel.backward_weight(x, x, offsets).isfinite().all()
 
 
+def test_more_tiles_than_32_bits_can_count_stay_inside_the_table():
+    """What offsets that break the rules can ask for: here 2^31 tiles of one row, where there is room for ten."""
+    kernel = kernels()
+    R, room = 2**30, 10
+    offsets = torch.tensor([R, 0, R], dtype=torch.int32, device=DEVICE)
+    tiles = torch.full((3 * room + 1,), -1, dtype=torch.int32, device=DEVICE)
+    kernel._map_tiles[(4,)](offsets, tiles, 3, R, room, BLOCK_M=1, BLOCK=16, EXPERTS=4)
+    assert tiles.tolist() == [0] * room + list(range(room)) + [R] * room + [room]
+
+
 def test_what_a_descriptor_cannot_take_is_seen():
     """Memory that is off 16 bytes, rows at other multiples, experts that share memory."""
     kernel = kernels()

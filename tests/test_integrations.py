@@ -9,10 +9,11 @@ import sys
 
 import pytest
 import torch
-from helpers import DEVICE, join_group, skip_unless_usable, two_processes
+from helpers import DEVICE, join_group, skip_if_refused, skip_unless_usable, two_processes
 
 from tilewright import ImplementationUnavailable, platform
 from tilewright.integrations import transformers as integration
+from tilewright.ops.attention import ATTENTION
 from tilewright.ops.moe import MOE_MLP
 
 NAMES = [i.name for i in MOE_MLP.implementations]
@@ -393,3 +394,159 @@ def test_a_gate_of_its_own(hf):
 
     experts = Clamped(hf.AutoConfig.for_model("mixtral", **COMMON, **MODELS["mixtral"]))
     assert integration.why_not(experts) == "apply their gate in a way of their own (_apply_gate)"
+
+
+# ---- attention
+
+DENSE = {
+    "llama": {"head_dim": 16, "num_key_value_heads": 1},
+    "qwen3": {"head_dim": 16, "num_key_value_heads": 1},
+    "gemma2": {"head_dim": 16, "num_key_value_heads": 1, "sliding_window": 4, "attn_logit_softcapping": 1.0,
+               "final_logit_softcapping": None},
+    "gpt_oss": {**MODELS["gpt_oss"], "num_key_value_heads": 1, "sliding_window": 4},
+    "deepseek_v3": MODELS["deepseek_v3"],
+}
+ATTENTIONS = [i.name for i in ATTENTION.implementations]
+
+
+@pytest.fixture
+def attentions(hf, monkeypatch):
+    """The boundaries that attention is called with; and transformers' tables as they were when the test is over."""
+    seen, compute = [], integration.attention
+
+    def counted(*arguments, **options):
+        seen.append(options.get("cu_seqlens"))
+        return compute(*arguments, **options)
+
+    monkeypatch.setattr(integration, "attention", counted)
+    monkeypatch.setattr(hf.AttentionInterface, "_global_mapping", dict(hf.AttentionInterface._global_mapping))
+    monkeypatch.setattr(hf.AttentionMaskInterface, "_global_mapping", dict(hf.AttentionMaskInterface._global_mapping))
+    integration.register()
+    return seen
+
+
+def dense(hf, kind):
+    settings = {**COMMON, "num_hidden_layers": 2, **DENSE[kind], "attn_implementation": "eager"}
+    if kind == "gpt_oss":
+        settings["layer_types"] = ["sliding_attention", "full_attention"]
+    config = hf.AutoConfig.for_model(kind, **settings)
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(DEVICE)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.normal_(std=p.shape[-1] ** -0.5)
+            elif p.shape == (2,):   # sinks
+                p.normal_()
+    return model.train()
+
+
+def entry(name):
+    return f"tilewright:{integration.RENAMED.get(name, name)}"
+
+
+def attend(model, name, **inputs):
+    model.set_attn_implementation(name)
+    model.zero_grad()
+    logits = model(**inputs, use_cache=False).logits
+    mask = inputs.get("attention_mask")
+    kept = logits if mask is None else logits[mask.bool()]
+    (kept.float() ** 2).sum().backward()
+    return kept.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same_attention(found, expected, tolerance=2e-5):
+    (logits, grads), (expected_logits, expected_grads) = found, expected
+    assert (logits - expected_logits).norm() <= tolerance * expected_logits.norm()
+    assert grads.keys() == expected_grads.keys()
+    for name, gradient in expected_grads.items():
+        assert (grads[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_on_a_left_padded_batch_is_eagers(hf, attentions, kind, name):
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    model = dense(hf, kind)
+    tokens = torch.randint(1, 50, (3, 11), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = mask[2, :1] = 0
+    inputs = {"input_ids": tokens, "attention_mask": mask}
+    expected = attend(model, "eager", **inputs)
+    assert not attentions
+    with skip_if_refused():
+        found = attend(model, entry(name), **inputs)
+    assert [cu.tolist() for cu in attentions] == [[0, 6, 17, 27]] * 2
+    same_attention(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens"])
+def test_attention_on_packed_input_is_eagers(hf, attentions, kind, name, told):
+    """Two documents in a row; perturbing the first leaves the second's logits the same bits."""
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    model = dense(hf, kind)
+    tokens = torch.randint(1, 50, (1, 13), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3))
+    positions = torch.cat((torch.arange(5), torch.arange(8)))[None].to(DEVICE)
+    ends = torch.tensor([0, 5, 13], dtype=torch.int32, device=DEVICE)
+    boundaries = {} if told == "position_ids" else {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 8,
+                                                    "max_length_k": 8}
+    expected = attend(model, "eager", input_ids=tokens, position_ids=positions)
+    with skip_if_refused():
+        found = attend(model, entry(name), input_ids=tokens, position_ids=positions, **boundaries)
+    assert [cu.tolist() for cu in attentions] == [[0, 5, 13]] * 2
+    same_attention(found, expected)
+    other = tokens.clone()
+    other[0, :5] = tokens[0, :5] % 49 + 1
+    changed, _ = attend(model, entry(name), input_ids=other, position_ids=positions, **boundaries)
+    assert torch.equal(changed[:, 5:], found[0][:, 5:]) and not torch.equal(changed[:, :5], found[0][:, :5])
+
+
+def test_generation_with_a_cache_and_padding_gives_eagers_tokens(hf, attentions):
+    model = dense(hf, "llama").eval()
+    tokens = torch.randint(1, 50, (2, 7), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(4))
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    expected = model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    model.set_attn_implementation("tilewright")
+    found = model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    assert torch.equal(found, expected) and len(attentions) > 2 * 6
+    # Padding that is not on the left of what is cached.
+    out = model(tokens, use_cache=True)
+    with pytest.raises(ImplementationUnavailable, match="takes padding on the left of cached keys only"):
+        model(tokens[:, :1], past_key_values=out.past_key_values,
+              attention_mask=torch.tensor([[1] * 7 + [0], [1] * 8], device=DEVICE))
+
+
+def test_attention_without_padding_is_one_plain_call(hf, attentions):
+    model = dense(hf, "llama")
+    tokens = torch.randint(1, 50, (2, 9), device=DEVICE)
+    expected = attend(model, "eager", input_ids=tokens)
+    same_attention(attend(model, "tilewright", input_ids=tokens), expected)
+    assert attentions == [None, None]
+
+
+def test_what_attention_cannot_be_is_refused(hf, attentions):
+    model = dense(hf, "llama")
+    tokens = torch.randint(1, 50, (2, 9), device=DEVICE)
+    model.set_attn_implementation("tilewright")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ImplementationUnavailable, match=re.escape(
+            'LlamaAttention: attn_implementation="tilewright" does not compute dropout = 0.1 (others: "sdpa"')):
+        model(input_ids=tokens)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.0
+    with pytest.raises(ImplementationUnavailable, match=re.escape("a mask of shape [2, 1, 9, 9]")):
+        model(input_ids=tokens, attention_mask=torch.zeros(2, 1, 9, 9, device=DEVICE))
+    with pytest.raises(ValueError, match="attention: unknown implementation 'flash'"):
+        integration.register(attn_implementation="flash")
+    for layer in model.model.layers:   # gpt-oss's sinks, sliding window and a softcap are passed on, not dropped
+        layer.self_attn.attention_dropout = 0.0
+    q = torch.randn(1, 2, 5, 16, device=DEVICE)
+    call = hf.AttentionInterface()["tilewright"]
+    plain = call(model.model.layers[0].self_attn, q, q, q, None)[0]
+    for options in ({"sliding_window": 2}, {"softcap": 0.5}, {"s_aux": torch.zeros(2, device=DEVICE)},
+                    {"scaling": 2.0}, {"is_causal": False}):
+        assert not torch.allclose(call(model.model.layers[0].self_attn, q, q, q, None, **options)[0], plain), options

@@ -74,9 +74,14 @@ UNPORTABLE = ("autotune", "libdevice", "inline_asm_elementwise")
 
 
 def unportable(tree):
-    """What Triton's interpreter cannot run, or searches for a configuration during training."""
+    """What Triton's interpreter cannot run, or searches for a configuration during training. Inline PTX may be what
+    `if HARDWARE:` is for, with the same in software as its `else`."""
+    apart = {inner for node in ast.walk(tree)
+             if isinstance(node, ast.If) and dotted(node.test) == "HARDWARE" and node.orelse
+             for statement in node.body for inner in ast.walk(statement)
+             if dotted(inner).endswith("inline_asm_elementwise")}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in UNPORTABLE:
+        if isinstance(node, ast.Attribute) and node.attr in UNPORTABLE and node not in apart:
             yield node.lineno, f"{dotted(node)} in a Triton kernel"
         if isinstance(node, ast.ImportFrom) and "libdevice" in [a.name for a in node.names]:
             yield node.lineno, "libdevice in a Triton kernel"
@@ -112,6 +117,8 @@ def test_rule_holds(rule, files):
     (patched, "from transformers import models\nmodels.llama.RMSNorm = None"),
     (unportable, "import triton\n@triton.autotune([], [])\ndef f(): pass"),
     (unportable, "from triton.language.extra import libdevice"),
+    (unportable, "x = tl.inline_asm_elementwise('')"), (unportable, "if HARDWARE:\n    tl.inline_asm_elementwise('')"),
+    (unportable, "if HARDWARE:\n    pass\nelse:\n    tl.inline_asm_elementwise('')"),
     (retried, "@pytest.mark.flaky(reruns=3)\ndef f(): pass"),
 ])
 def test_rule_sees_a_planted_fault(rule, source):
@@ -123,6 +130,7 @@ def test_rule_sees_a_planted_fault(rule, source):
     (swallowed, "try:\n    f()\nexcept KeyError:\n    pass"),
     (patched, "import torch\nclass A: pass\nA.x = 1\nB = torch.nn.Linear"),
     (environment, "import os\nos.path.join('a')"),
+    (unportable, "if HARDWARE:\n    x = tl.inline_asm_elementwise('')\nelse:\n    x = 1"),
 ])
 def test_rule_leaves_the_rest_alone(rule, source):
     assert not list(rule(ast.parse(source)))

@@ -22,6 +22,7 @@ import torch
 
 from tilewright import platform
 from tilewright.bench import contract
+from tilewright.ops import dequantize_nvfp4, quantize_nvfp4
 from tilewright.registry import operations, short
 
 pytest.importorskip("triton")
@@ -34,7 +35,7 @@ def multiplies(op):
     """Whether its kernels use tensor cores, of which ptx.py has those of sm_80 and sm_90."""
     impl = op.implementation("triton")
     searched = (s for t in impl.tunables() for key in map(t.named, t.keys) for s in t.specs(key, t.heuristic(**key)))
-    return any(spec.uses for spec in (*impl.gate(), *searched))
+    return any(set(uses) - {"e2m1"} for spec in (*impl.gate(), *searched) for uses in spec.uses.values())
 
 
 OPS = [op for op in operations().values() if "triton" in op.names() and not multiplies(op)]
@@ -46,10 +47,14 @@ PRODUCTS = [op for op in operations().values() if "triton" in op.names() and mul
 # float16, too. (These two are tested in the interpreter with all cases.)
 MORE = {"rmsnorm": ("gemma", "bias_none_cast", "wide"), "add_rmsnorm": ("qk_norm", "fp32_weight"),
         "silu_mul": ("packed", "by_eight"), "gelu_mul": ("ragged", "erf_packed"),
-        "rope": ("per_token", "partial", "partial_interleaved"), "cross_entropy": ("one_class", "everything_wide"),
+        "rope": ("per_token", "partial", "partial_interleaved"),
+        "qk_norm_rope": ("gqa", "partial", "partial_interleaved", "no_norm"),
+        "cross_entropy": ("one_class", "everything_wide"),
         "linear_cross_entropy": ("bf16_sums",), "linear_logprob": ("everything",),
         "route": ("deepseek", "renormalized"), "permute": ("ragged", "sentinels"),
-        "unpermute": ("ragged", "sentinels", "unweighted")}
+        "unpermute": ("ragged", "sentinels", "unweighted"),
+        "quantize_nvfp4": ("ragged", "square", "random", "hadamard_signs", "transpose"),
+        "dequantize_nvfp4": ("ragged", "noise")}
 
 
 LONG = {"grouped_gemm": (3, 370, 144, 272, (300, 0, 60)), "moe_mlp": (104, 3, 2, 272, 80, "sentinels"),
@@ -185,6 +190,54 @@ def rounds_to_nearest(driver):
             assert (found == truth.to(dtype)).double().mean() > 0.99   # float32 may lie on the other side of a tie
 
 
+def converts(driver, hardware, run):
+    """What run() returns, made with or without the GPU's conversions of e2m1."""
+    texts, change = [], driver.change
+    driver.change = lambda text: texts.append(text) or (change(text) if change else text)
+    found = run()
+    driver.change = change
+    assert texts and all(("e2m1x2" in text) == hardware for text in texts)
+    return found
+
+
+def to_e2m1(driver, hardware):
+    """Ties, what is next to them and to numbers that have codes, and the ends, of both signs and in both halves of a
+    byte: the codes that the twin and C++ give."""
+    from tilewright.ops import nvfp4
+
+    even = torch.tensor(nvfp4.VALUES)
+    marks = torch.cat([even, (even[1:] + even[:-1]) / 2])
+    inf, g = torch.tensor(float("inf")), torch.Generator().manual_seed(0)
+    v = torch.cat([marks, marks.nextafter(inf), marks.nextafter(-inf), torch.rand(64, generator=g) * 6,
+                   torch.tensor([1e-45, 1e-40, 2.0**-126, 1e-30, 0.1, 6.1, 6.25, 6.374])])
+    v = torch.cat([v, -v])
+    v = torch.nn.functional.pad(v, (0, -len(v) % 15)).view(-1, 15)
+    # The largest of a block is where e4m3 has a tie of its own: the scale is 1, and v is what is rounded.
+    v = torch.nn.functional.pad(v, (0, 1), value=6.375)
+    v = torch.cat([v, v.flip(1)])
+    one = torch.ones(())
+    for x in (v.flatten(), v):   # one row, and rows of one block
+        found = converts(driver, hardware, lambda x=x: quantize_nvfp4(x, global_scale=one, implementation="triton"))
+        for name in ("eager", "cpp"):
+            expected = quantize_nvfp4(x, global_scale=one, implementation=name)
+            assert (expected.scale.float() == 1).all() and torch.equal(found.data, expected.data), name
+    # Random rounding is never the GPU's.
+    found = converts(driver, False, lambda: quantize_nvfp4(v, global_scale=one, seed=3, implementation="triton"))
+    assert torch.equal(found.data, quantize_nvfp4(v, global_scale=one, seed=3, implementation="eager").data)
+
+
+def from_e2m1(driver, hardware):
+    """Each byte there is, in products whose last bits show: the bits that the twin gives, of zeros too."""
+    from tilewright.ops import NVFP4
+
+    data = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    scale = torch.tensor([[1.0, 1.125, 1.75, 448, -1, 2.0**-9, 0.0, 7 * 2.0**-9]]).repeat(4, 1).to(torch.float8_e4m3fn)
+    for total in (torch.ones(()), torch.tensor(0.1)):
+        q = NVFP4(data, scale, total, (4, 128), F32)
+        found = converts(driver, hardware, lambda q=q: dequantize_nvfp4(q, implementation="triton"))
+        assert torch.equal(found.view(torch.int32), dequantize_nvfp4(q, implementation="eager").view(torch.int32))
+
+
 def planted(driver, old, new, test, *arguments):
     """A fault in the compiled kernels must be found."""
     changed = 0
@@ -232,12 +285,27 @@ def runs():
         found[f"sm_{arch}-rows-{V}-{stride}-{offset}-{short(dtype)}"] = (
             arch, any_row_of_logits, V, stride, offset, dtype)
     found["sm_90-nearest"] = 90, rounds_to_nearest
+    for arch in (90, 100, 120):
+        found[f"sm_{arch}-to_e2m1"] = arch, to_e2m1, arch >= 100
+        found[f"sm_{arch}-from_e2m1"] = arch, from_e2m1, arch >= 100
+    # Without tensor cores, and with those of sm_120, which are sm_80's.
+    nvfp4_linear = {c.name: c for c in operations()["quantized_linear"].cases if "contract" in c.tags}
+    for name in ("aligned", "two_scales", "three_dimensions"):
+        for arch, dtype in ((100, F32), (120, BF16)):
+            found[f"sm_{arch}-quantized_linear-nvfp4 {name}-{short(dtype)}"] = (
+                arch, contract_holds, operations()["quantized_linear"], nvfp4_linear[f"nvfp4 {name}"], dtype)
     wide = found["sm_90-cross_entropy-everything_wide-bfloat16"][1:]
     for name, old, new, test in (("barrier", r"bar\.sync\s+0;", "", wide),
                                  ("wait", r"(cp\.async\.wait_group)\s+\d+;", r"\1 9;", wide),
                                  ("bounds", r"setp\.lt\.s32", "setp.le.s32", wide),
                                  ("rounding", r"cvt\.rn\.bf16", "cvt.rz.bf16", (rounds_to_nearest,))):
         found[f"planted-{name}"] = 90, planted, old, new, *test
+    for name, old, new, test in (
+            ("halves", r"(e2m1x2\.f32 \w+, )(%\w+), (%\w+);", r"\1\3, \2;", to_e2m1),
+            ("bytes", r"(mov\.b32 %\w+, \{e2m1_a, )(\w+), (\w+)", r"\1\3, \2", to_e2m1),
+            ("from_halves", r"(mov\.b32 \{)half_a, half_b", r"\1half_b, half_a", from_e2m1),
+            ("from_bytes", r"(mov\.b32 \{)e2m1_a, e2m1_b", r"\1e2m1_b, e2m1_a", from_e2m1)):
+        found[f"planted-e2m1-{name}"] = 100, planted, old, new, test, True
     # In a product, most in every instruction of a kind. product: only in the first of a kernel.
     for arch, name, old, new in (
             (80, "product", r"(?s)\A(.*?)mma\.sync[^;]*;", r"\1"),
@@ -264,14 +332,15 @@ def runs():
 def main(names):
     from triton.runtime import driver as triton_driver
 
-    from tilewright.kernels import grouped_gemm_triton
+    from tilewright.kernels import grouped_gemm_triton, quantize_triton
 
     platform.interpreting = lambda: True   # Triton takes tensors of a CPU, and this is not the interpreter
     driver = Driver()
     triton_driver.set_active(driver)
-    # Tensors are of the CPU here, so the launchers of products are told what the device has.
+    # Tensors are of the CPU here, so the launchers are told what the device has.
     grouped_gemm_triton._has_tma = lambda device: driver.arch >= 90
     grouped_gemm_triton._large = lambda device: driver.arch // 10 in (9, 10)
+    quantize_triton.has_e2m1 = lambda device: driver.arch >= 100
     known = runs()
     for name in names:
         driver.arch, test, *arguments = known[name]

@@ -7,6 +7,7 @@ unchanged by the exception, by `tilewright explain`, by a skipped test and by a 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -26,6 +27,15 @@ def interpreting() -> bool:
 def no_module(name: str) -> str | None:
     """None if `name` can be imported, else the reason. Does not import it."""
     return None if importlib.util.find_spec(name) else f"the package {name!r} is not installed"
+
+
+def no_distribution(name: str) -> str | None:
+    """None if the distribution is installed, else the reason: for packages that share a module's name with others."""
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"the package {name!r} is not installed"
+    return None
 
 
 @functools.cache

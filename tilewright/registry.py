@@ -4,8 +4,9 @@ An `Op` is a public function, its eager twin (the definition) and a tuple of `Im
 benchmarks, the compile gate, `tilewright explain` and the trainer all read these objects; nothing else lists
 implementation names.
 
-Selection depends on the name asked for, the device type and the dtype, and on nothing else. It is made once for each
-such key and kept, so a call pays one dictionary look-up.
+Selection depends on the name asked for, the device type, the dtype and, of ops whose implementations differ in what
+they can compute, on the options of the call (`request`); on nothing else. It is made once for each such key and kept,
+so a call pays one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ def always(device_type: str) -> None:
     return None
 
 
+def anything(request: Any) -> None:
+    return None
+
+
 def no_kernels() -> tuple:
     return ()
 
@@ -41,6 +46,8 @@ class Implementation:
     missing: device type -> None, or the sentence that says why it cannot run on that device type here.
     devices: device types on which `auto` may choose it.
     dtypes: dtypes of the op's first tensor that it takes.
+    batch_invariant: device types on which a row's bits depend neither on the other rows of a call nor on their number.
+    refuses: what an op calls its request (see `Op.pick`) -> None, or what of it this one does not compute.
     gate: for compiled GPU kernels, returns the `KernelSpec`s that the compile gate compiles.
     tunables: returns the launches whose constants `bench tune` may search (kernels.tuning.Tunable).
     """
@@ -50,16 +57,18 @@ class Implementation:
     missing: Callable[[str], str | None] = always
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[torch.dtype, ...] = FLOATS
+    batch_invariant: tuple[str, ...] = ()
+    refuses: Callable[[Any], str | None] = anything
     gate: Callable[[], Any] = no_kernels
     tunables: Callable[[], Any] = no_kernels
 
-    def why_not(self, device_type: str, dtype: torch.dtype | None = None) -> str | None:
+    def why_not(self, device_type: str, dtype: torch.dtype | None = None, request: Any = None) -> str | None:
         """None if usable for such tensors here, else the reason."""
         if reason := self.missing(device_type):
             return reason
         if dtype is not None and dtype not in self.dtypes:
             return f"takes {', '.join(map(short, self.dtypes))}, not {short(dtype)}"
-        return None
+        return None if request is None else self.refuses(request)
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,8 @@ class Goal:
     """What `auto` is meant to reach in the timed cases of an op on one kind of device; `bench report` checks it.
 
     device: part of the device's name.   which: "forward", "backward" or "forward_backward".
-    metric: "roofline_percent", "tflop_per_s", "median_ms" or "peak_mib".
+    metric: "roofline_percent", "tflop_per_s", "median_ms", "peak_mib", or "over " and another provider's name: how many
+        times its time is ours.
     at_least, at_most: the bound (one of them).   cases, dtypes: the names it holds for; empty: all.
     """
 
@@ -105,6 +115,11 @@ class Goal:
     at_most: float | None = None
     cases: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
+
+    @property
+    def other(self) -> str:
+        """The provider that it compares with, if any."""
+        return self.metric.removeprefix("over ") if self.metric.startswith("over ") else ""
 
 
 class On(NamedTuple):
@@ -138,7 +153,7 @@ class Op:
                               dtypes=(*FLOATS, torch.float64))
         self.implementations = (*self.implementations, twin)
         self._by_name = {impl.name: impl for impl in self.implementations}
-        self._table: dict[tuple[str, str, torch.dtype], Callable] = {}
+        self._table: dict[tuple[str, str, torch.dtype, Any], Callable] = {}
         self._by_key: dict[str, Callable] = {}
 
     def names(self) -> list[str]:
@@ -152,41 +167,59 @@ class Op:
             raise ValueError(f"{self.name}: unknown implementation {name!r}; have {['auto', *self.names()]}")
         return self._by_name[name]
 
-    def usable(self, device_type: str, dtype: torch.dtype | None = None) -> list[str]:
-        return [i.name for i in self.implementations if i.why_not(device_type, dtype) is None]
+    def usable(self, device_type: str, dtype: torch.dtype | None = None, request: Any = None) -> list[str]:
+        return [i.name for i in self.implementations if i.why_not(device_type, dtype, request) is None]
 
-    def choose(self, device_type: str, dtype: torch.dtype) -> str:
+    def choose(self, device_type: str, dtype: torch.dtype, request: Any = None) -> str:
         """The name that `auto` stands for: the first usable implementation that is meant for this device type."""
         for impl in self.implementations:
-            if device_type in impl.devices and impl.why_not(device_type, dtype) is None:
+            if device_type in impl.devices and impl.why_not(device_type, dtype, request) is None:
                 return impl.name
         return "eager"
 
-    def resolve(self, name: str = "auto", device_type: str | None = None,
-                dtype: torch.dtype = torch.float32) -> Callable:
+    def choose_invariant(self, device_type: str, dtype: torch.dtype, request: Any = None) -> str:
+        """The first usable implementation that claims `batch_invariant` on this device type.
+
+        Raises ImplementationUnavailable if there is none.
+        """
+        for name in self.usable(device_type, dtype, request):
+            if device_type in self._by_name[name].batch_invariant:
+                return name
+        raise ImplementationUnavailable(f"{self.name}: no implementation that is usable here claims that a row's bits "
+                                        f"do not depend on the batch ({short(dtype)} on {device_type})")
+
+    def resolve(self, name: str = "auto", device_type: str | None = None, dtype: torch.dtype = torch.float32,
+                request: Any = None) -> Callable:
         """The callable behind a name, for tensors of this dtype on this device type (default: CUDA if present).
+
+        request: what the call asks for (see `pick`); None: nothing that an implementation could lack.
 
         Raises ValueError for a name that does not exist and ImplementationUnavailable, with the reason, for one that
         cannot run here. Only "auto" ever chooses; a name never falls back.
         """
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         name = _PINS.get(self.name, name) if name == "auto" else name
-        impl = self.implementation(self.choose(device_type, dtype) if name == "auto" else name)
-        if reason := impl.why_not(device_type, dtype):
+        impl = self.implementation(self.choose(device_type, dtype, request) if name == "auto" else name)
+        if reason := impl.why_not(device_type, dtype, request):
             raise ImplementationUnavailable(
-                f"{self.name}[{impl.name}]: {reason} (usable here: {self.usable(device_type, dtype)})")
+                f"{self.name}[{impl.name}]: {reason} (usable here: {self.usable(device_type, dtype, request)})")
         try:
             return impl.load()
         except ImportError as error:   # installed, so not `missing`, but broken: even auto must not hide that
             raise ImplementationUnavailable(f"{self.name}[{impl.name}]: does not import: {error}") from error
 
-    def pick(self, name: str, tensor: torch.Tensor) -> Callable:
-        """`resolve` for a call: by the tensor's device type and dtype, remembered."""
+    def pick(self, name: str, tensor: torch.Tensor, request: Any = None) -> Callable:
+        """`resolve` for a call: by the tensor's device type and dtype, remembered.
+
+        request: what the call asks for that not every implementation has: a NamedTuple of constants of the op's own.
+        """
         if name == "auto" and _PINS:
             name = _PINS.get(self.name, name)
         if torch.compiler.is_dynamo_compiling():
-            return self._by_key[_resolve_constant(self, name, tensor.device.type, tensor.dtype)]
-        key = (name, tensor.device.type, tensor.dtype)
+            # In parts: Dynamo hands a NamedTuple over without its values.
+            asked = () if request is None else (type(request), tuple(request))
+            return self._by_key[_resolve_constant(self, name, tensor.device.type, tensor.dtype, *asked)]
+        key = (name, tensor.device.type, tensor.dtype, request)
         try:
             found = self._table.get(key)
         except TypeError:   # a name that cannot be a key
@@ -197,11 +230,13 @@ class Op:
         return found
 
 
-def _resolve_constant(op: Op, name: str, device_type: str, dtype: torch.dtype) -> str:
+def _resolve_constant(op: Op, name: str, device_type: str, dtype: torch.dtype, kind: type | None = None,
+                      values: tuple = ()) -> str:
     # torch.compile runs this once while it traces, instead of tracing imports and probes. It must return a constant,
     # so the callable is left in a dictionary, under a key that is written once and never changes.
-    key = f"{name} {device_type} {short(dtype)}"
-    op._by_key.setdefault(key, op.resolve(name, device_type, dtype))
+    request = None if kind is None else kind(*values)
+    key = f"{name} {device_type} {short(dtype)} {request}"
+    op._by_key.setdefault(key, op.resolve(name, device_type, dtype, request))
     return key
 
 

@@ -10,15 +10,6 @@
 namespace tw {
 namespace {
 
-// Column sums over many rows: float for ROWS_A_SUM rows of each head, then added in double. A float sum over the rows
-// of a chunk would lose more than the twin's own error from a few thousand rows on.
-constexpr int64_t ROWS_A_SUM = 64;
-
-inline void flush(std::vector<float>& part, double* total) {
-  for (size_t i = 0; i < part.size(); ++i) total[i] += double(part[i]);
-  std::fill(part.begin(), part.end(), 0.0f);
-}
-
 // Some rows: dx for each, and what they add to dw [H, D] and db [D].
 template <class T, class R>
 void backward_rows(int64_t begin, int64_t end, const T* dy, const R* dsum, const R* x, const float* rstd,
@@ -173,18 +164,8 @@ std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Ten
       });
     });
   });
-  auto reduce = [&](const std::vector<double>& partial, int64_t width, const Tensor& result) {
-    dispatch(result, [&](auto e) {
-      auto* p = out<decltype(e)>(result);
-      for (int64_t i = 0; i < width; ++i) {
-        double total = 0;
-        for (int64_t k = 0; k < chunks; ++k) total += partial[k * width + i];
-        store(p + i, float(total));
-      }
-    });
-  };
-  reduce(dw, HD, dweight);
-  if (has_bias) reduce(db, n.D, dbias);
+  add_chunks(dw, dweight);
+  if (has_bias) add_chunks(db, dbias);
   return {dx, dweight, dbias};
 }
 

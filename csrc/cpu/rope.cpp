@@ -4,30 +4,10 @@
 // [P, R / 2] float; `positions` [B, S] picks their rows (none: row s). sign -1 is the inverse rotation: the backward.
 #include <algorithm>
 
-#include "cpu/common.h"
+#include "cpu/rope.h"
 
 namespace tw {
 namespace {
-
-template <class T>
-void rotate_half_split(const T* x, T* y, const float* c, const float* s, int64_t half, float sign) {
-  TW_SIMD
-  for (int64_t i = 0; i < half; ++i) {
-    const float a = load(x[i]), b = load(x[half + i]), si = sign * s[i];
-    store(y + i, a * c[i] - b * si);
-    store(y + half + i, b * c[i] + a * si);
-  }
-}
-
-template <class T>
-void rotate_interleaved(const T* x, T* y, const float* c, const float* s, int64_t half, float sign) {
-  TW_SIMD
-  for (int64_t i = 0; i < half; ++i) {
-    const float a = load(x[2 * i]), b = load(x[2 * i + 1]), si = sign * s[i];
-    store(y + 2 * i, a * c[i] - b * si);
-    store(y + 2 * i + 1, b * c[i] + a * si);
-  }
-}
 
 // `like`: same shape and element type.
 void check(const char* name, const Tensor& t, const Tensor& like) {
@@ -36,29 +16,6 @@ void check(const char* name, const Tensor& t, const Tensor& like) {
   bool same = t.scalar_type() == like.scalar_type();
   for (int64_t d = 0; same && d < 4; ++d) same = t.size(d) == like.size(d);
   STD_TORCH_CHECK(same, "tilewright: ", name, " must have the shape and dtype of what it goes with");
-}
-
-// Before anything is written, and outside the parallel loop, which would replace the message.
-void check_tables(const Tensor& q, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& positions) {
-  for (const Tensor& t : {cos, sin}) {
-    check_row_major("cos and sin", t);
-    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.dim() == 2 && t.size(0) == cos.size(0) &&
-                        t.size(1) == cos.size(1) && 2 * t.size(1) <= q.size(3),
-                    "tilewright: cos and sin must be float [P, R / 2]");
-  }
-  const int64_t B = q.size(0), S = q.size(2), P = cos.size(0);
-  if (!positions.has_value()) {
-    STD_TORCH_CHECK(S <= P, "S is ", S, ": position ", P, " is outside the tables, which have rows 0 to ",
-                    P - 1);
-    return;
-  }
-  check_row_major("positions", *positions);
-  STD_TORCH_CHECK(positions->scalar_type() == ScalarType::Long && positions->numel() == B * S,
-                  "tilewright: positions must be int64 [B, S]");
-  const int64_t* pos = in<int64_t>(*positions);
-  for (int64_t t = 0; t < B * S; ++t)
-    STD_TORCH_CHECK(pos[t] >= 0 && pos[t] < P, "position_ids[", t / S, ", ", t % S, "] = ", pos[t],
-                    " is outside the tables, which have rows 0 to ", P - 1);
 }
 
 void rotate(const Tensor& x, const Tensor& y, const Tensor& cos, const Tensor& sin,
@@ -92,7 +49,7 @@ void rope_rotate(Tensor q, std::optional<Tensor> k, Tensor q_out, std::optional<
                  std::optional<Tensor> positions, bool interleaved, bool inverse) {
   check("q", q, q);
   check("q_out", q_out, q);
-  check_tables(q, cos, sin, positions);
+  check_tables(q.size(0), q.size(2), q.size(3), cos, sin, positions);
   const float sign = inverse ? -1.0f : 1.0f;
   if (k.has_value()) {
     STD_TORCH_CHECK(k_out.has_value(), "tilewright: k needs k_out");

@@ -28,6 +28,7 @@ FAMILIES = {
             r"UTMA(?:LDG|STG|REDG)\b|UBLK(?:CP|RED)\b"),
     "cp.async": (r"cp\.async\.c[ag]\.", r"LDGSTS\b"),
     "cluster": (r"barrier\.cluster\.|st\.async\.|red\.async\.", r"UCGABAR_|STAS\b|REDAS\b"),
+    "e2m1": (r"cvt\.rn\.(?:satfinite\.e2m1x2\.f32|f16x2\.e2m1x2)\b", r"F2FP\.[\w.]*\bE2M1\b"),
 }
 
 # A bulk copy moves whole multiples of 16 bytes, and is no thread's work: it counts as the widest that a thread needs.

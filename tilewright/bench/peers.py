@@ -268,8 +268,11 @@ def _max_seqlen(cu_seqlens):
     return _longest[cu_seqlens]
 
 
-def _flash_attention(q, k, v, *, cu_seqlens=None, causal=True, scale=None):
+def _flash_attention(q, k, v, *, cu_seqlens=None, causal=True, scale=None, **more):
     distribution, module, _ = _flash_installed()
+    _only(distribution, more, window=None, softcap=None, sinks=None, max_seqlen=None)
+    if k.shape[2] != q.shape[2]:
+        raise Unsupported(f"{distribution} is called here with as many keys as queries only")
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise Unsupported(f"{distribution} takes bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}")
     if q.shape[-1] % 8 or q.shape[-1] > 256:
@@ -285,6 +288,41 @@ def _flash_attention(q, k, v, *, cu_seqlens=None, causal=True, scale=None):
             max_seqlen_k=longest, softmax_scale=scale, causal=causal)
     out = out[0] if isinstance(out, tuple) else out   # 4, and early 3, return the log-sum-exp too
     return (out if cu_seqlens is None else out.unsqueeze(0)).transpose(1, 2)
+
+
+# ---- PyTorch's flex_attention, compiled, with a block mask that is made once for each case, as a training loop would
+
+_masks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@functools.cache
+def _flex():
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    return flex, torch.compile(flex.flex_attention, dynamic=False)
+
+
+def _flex_attention(q, k, v, *, cu_seqlens=None, causal=True, window=None, softcap=None, scale=None, **more):
+    _only("flex_attention", more, sinks=None, max_seqlen=None)
+    flex, compiled = _flex()
+    S, Sk = q.shape[2], k.shape[2]
+    masks = _masks.setdefault(q if cu_seqlens is None else cu_seqlens, {})
+    if (key := (causal, window, S, Sk)) not in masks:
+        document = None if cu_seqlens is None else torch.searchsorted(
+            cu_seqlens.long(), torch.arange(S, device=q.device), right=True)
+
+        def seen(b, h, i, j):
+            mask = i + (Sk - S) >= j if causal else i >= 0
+            if window is not None:
+                mask = mask & (i + (Sk - S) - j < window)
+            return mask if document is None else mask & (document[i] == document[j])
+
+        masks[key] = flex.create_block_mask(seen, None, None, S, Sk, device=q.device)
+
+    def capped(score, b, h, i, j):
+        return softcap * torch.tanh(score / softcap)
+
+    return compiled(q, k, v, score_mod=capped if softcap else None, block_mask=masks[key], scale=scale,
+                    enable_gqa=q.shape[1] != k.shape[1])
 
 
 # ---- transformers: its experts, as a loop over them and on torch's grouped_mm
@@ -374,6 +412,8 @@ PEERS: dict[str, Peer] = {
          "linear_cross_entropy": _quack_linear_cross_entropy}),
     "flash-attn": Peer("flash-attn-4", _no_flash, {"attention": _flash_attention},
                        elsewhere=("flash-attn-3", "flash-attn")),
+    "flex": Peer("torch", lambda device: platform.no_cuda() if device == "cuda" else
+                 f"flex_attention has gradients for CUDA tensors, not {device}", {"attention": _flex_attention}),
     "transformers": Peer("transformers", _no_transformers, {"moe_mlp": _experts_of_transformers("eager")}),
     "transformers-grouped": Peer("transformers", _no_transformers,
                                  {"moe_mlp": _experts_of_transformers("grouped_mm")}),

@@ -20,7 +20,7 @@ import os
 import pathlib
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -587,7 +587,8 @@ class Measured:
 def goal_text(goal: Goal) -> str:
     bound = f"at least {number(goal.at_least)}" if goal.at_least is not None else f"at most {number(goal.at_most)}"
     where = "; ".join(filter(None, (", ".join(goal.cases), ", ".join(goal.dtypes))))
-    return f"{TITLES.get(goal.which, goal.which)} {bound} {UNITS.get(goal.metric, goal.metric)}" + (
+    unit = f"times as fast as {other}" if (other := goal.other) else UNITS.get(goal.metric, goal.metric)
+    return f"{TITLES.get(goal.which, goal.which)} {bound} {unit}" + (
         f" ({where})" if where else "")
 
 
@@ -621,12 +622,21 @@ def _goal_cases(op: Op, goal: Goal, device: Device) -> tuple[list[Measured], lis
         for dtype in dtypes:
             group = device.timed.get((op.name, case, dtype))
             row = group.auto if group else {}
-            value = row.get("peak_mib") if goal.metric == "peak_mib" else (row.get(goal.which) or {}).get(goal.metric)
+            value = _goal_value(goal, row, group.rows if group else {})
             if value is None:
                 unmeasured.append(f"{case} {dtype}")
             else:
                 measured.append(Measured(f"{case} {dtype}", value, group.source))
     return measured, unmeasured
+
+
+def _goal_value(goal: Goal, row: dict, rows: Mapping[str, dict]) -> float | None:
+    if goal.metric == "peak_mib":
+        return row.get("peak_mib")
+    if not goal.other:
+        return (row.get(goal.which) or {}).get(goal.metric)
+    ours, theirs = ((r.get(goal.which) or {}).get("median_ms") for r in (row, rows.get(goal.other) or {}))
+    return theirs / ours if ours and theirs else None
 
 
 def goals(devices: Sequence[Device]) -> list[str]:

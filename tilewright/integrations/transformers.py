@@ -1,38 +1,52 @@
-"""The experts of Hugging Face transformers' mixture-of-experts models, computed by `ops.moe_mlp`.
+"""Attention and the experts of Hugging Face transformers' models, computed by `ops.attention` and `ops.moe_mlp`.
 
     from tilewright.integrations.transformers import register
 
     register()
-    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="tilewright")
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewright",
+                                                 experts_implementation="tilewright")
 
-transformers (5.7 and later) keeps a table of functions that compute a layer's experts from its tokens and the router's
-choice. `register` adds entries to it and changes nothing else; what the router does, and everything around the experts,
-stays transformers'. Importing this module imports no transformers.
+transformers (5.7 and later) keeps tables of functions: for attention, for the masks that it is given, and for a layer's
+experts. `register` adds entries to them and changes nothing else: projections, norms, the router and everything around
+stay transformers'. Importing this module imports no transformers.
 """
 
 from __future__ import annotations
+
+import weakref
 
 import torch
 import torch.nn.functional as F
 
 from tilewright import platform
-from tilewright.ops import _checks, moe_mlp
+from tilewright.ops import _checks, attention, moe_mlp
+from tilewright.ops.attention import ATTENTION
 from tilewright.ops.moe import MOE_MLP
 from tilewright.registry import ImplementationUnavailable
 
 NAME = "tilewright"
+RENAMED = {"sdpa": "torch", "flash_attention_3": "fa3", "flash_attention_4": "fa4"}   # see `register`
 OLDEST = (5, 7)   # of transformers
 ACCEPTED = ("experts that compute down_proj(silu(gate) * up) without biases, with gate_up_proj [E, 2 I, H] (all gates "
             "before all ups) and down_proj [E, H, I], or both transposed")
 
 
-def register(implementation: str = "auto") -> tuple[str, ...]:
-    """Adds "tilewright" to the values that transformers takes as `experts_implementation`, in `from_pretrained`,
-    `from_config` and `set_experts_implementation`.
+def register(implementation: str = "auto", attn_implementation: str = "auto") -> tuple[str, ...]:
+    """Adds "tilewright" to the values that transformers takes as `experts_implementation` and as `attn_implementation`,
+    in `from_pretrained`, `from_config`, `set_experts_implementation` and `set_attn_implementation`.
 
-    implementation: what "tilewright" stands for, a name of moe_mlp's implementations or "auto". Beside it each name
-        gets an entry of its own: "tilewright:triton", "tilewright:cpp", "tilewright:eager" and so on.
-    Returns the names added, "tilewright" first. They hold for the whole process; registering again replaces them.
+    implementation: what "tilewright" stands for as experts, a name of moe_mlp's implementations or "auto". Beside it
+        each name gets an entry of its own: "tilewright:triton", "tilewright:cpp", "tilewright:eager" and so on.
+    attn_implementation: the same for attention, with the names of attention's implementations. Entries of their own are
+        called "tilewright:triton", "tilewright:eager", "tilewright:native", "tilewright:torch" (sdpa), "tilewright:fa3"
+        and "tilewright:fa4": transformers takes "sdpa" or "flash" anywhere in a name for a request of its own.
+    Returns the names added for experts, "tilewright" first. They hold for the whole process; registering again
+    replaces them.
+
+    Attention is of the packed tokens that are no padding, so no mask of S x S is built, and what stands in padding is
+    never read: its own output is 0. Documents packed into a row are told by `cu_seq_lens_q`, or by position ids that do
+    not follow one another. Sliding windows, softcaps and sinks are those of the layer. Refused when called, with
+    ImplementationUnavailable: dropout, attention weights as a result, masks of four dimensions and chunked attention.
 
     A layer that moe_mlp cannot compute (`why_not`), and a named implementation that cannot run here, raise
     ImplementationUnavailable when the layer is called: transformers asks no sooner. Products are in the weights' dtype,
@@ -42,12 +56,19 @@ def register(implementation: str = "auto") -> tuple[str, ...]:
     Raises ImplementationUnavailable if transformers is missing or too old, ValueError or TypeError for a name that
     does not exist.
     """
-    if implementation != "auto":
-        MOE_MLP.implementation(implementation)
+    for op, name in ((MOE_MLP, implementation), (ATTENTION, attn_implementation)):
+        if name != "auto":
+            op.implementation(name)
     interface = _interface()
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     entries = {NAME: implementation, **{f"{NAME}:{name}": name for name in MOE_MLP.names()}}
     for name, chosen in entries.items():
         interface.register(name, _experts(name, chosen))
+    entries_of_attention = {f"{NAME}:{RENAMED.get(name, name)}": name for name in ATTENTION.names()}
+    for name, chosen in {NAME: attn_implementation, **entries_of_attention}.items():
+        AttentionInterface.register(name, _attention(name, chosen))
+        AttentionMaskInterface.register(name, _mask)
     return tuple(entries)
 
 
@@ -114,3 +135,122 @@ def _experts(name, implementation):
         return y.to(hidden_states.dtype)
 
     return experts_forward
+
+
+# ---- attention
+
+def _mask(batch_size: int, q_length: int, kv_length: int, *, attention_mask: torch.Tensor | None = None,
+          **kwargs) -> torch.Tensor | None:
+    """What a layer is given as its mask: which keys are no padding, [B, keys], or None if all are."""
+    if attention_mask is None:
+        return None
+    kept = attention_mask[:, -kv_length:].bool()
+    return None if kept.shape[1] == kv_length and kept.all() else kept
+
+
+def _attention(name, implementation):
+    def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                          attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+                          sliding_window: int | None = None, softcap: float | None = None,
+                          s_aux: torch.Tensor | None = None, is_causal: bool | None = None,
+                          position_ids: torch.Tensor | None = None, cu_seq_lens_q: torch.Tensor | None = None,
+                          max_length_q: int | None = None, **kwargs) -> tuple[torch.Tensor, None]:
+        """query [B, Hq, S, D], key and value [B, Hk, Sk, D]; the result is [B, S, Hq, D]."""
+        config = getattr(module, "config", None)
+        layers = getattr(config, "layer_types", None) or ()
+        kind = layers[module.layer_idx] if getattr(module, "layer_idx", len(layers)) < len(layers) else None
+        refused = [words for words, is_asked in (
+            (f"dropout = {dropout}", dropout > 0),
+            ("output_attentions", kwargs.get("output_attentions")),
+            (f"a mask of shape {list(attention_mask.shape) if attention_mask is not None else None}",
+             attention_mask is not None and attention_mask.dim() != 2),
+            ("chunked attention", kind == "chunked_attention"),
+            ("a paged cache", kwargs.get("cache") is not None)) if is_asked]
+        if refused:
+            raise ImplementationUnavailable(f'{type(module).__name__}: attn_implementation="{name}" does not compute '
+                                            f'{", ".join(refused)} (others: "sdpa", "eager")')
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        width = value.shape[-1]
+        if width < query.shape[-1]:   # multi-head latent attention
+            value = F.pad(value, (0, query.shape[-1] - width))
+        options = {"causal": causal, "window": sliding_window if causal else None, "softcap": softcap, "sinks": s_aux,
+                   "scale": scaling, "implementation": implementation}
+        if query.shape[2] > 1 and cu_seq_lens_q is not None and query.shape[0] == 1:
+            out = attention(query, key, value, cu_seqlens=cu_seq_lens_q, max_seqlen=max_length_q, **options)
+        elif query.shape[2] == key.shape[2]:
+            out = _of_rows(query, key, value, attention_mask, position_ids, options)
+        else:
+            out = _of_cache(query, key, value, attention_mask, name, options)
+        return out[..., :width].transpose(1, 2), None
+
+    return attention_forward
+
+
+def _of_rows(q, k, v, kept, position_ids, options):
+    """Rows of a batch, without their padding, and the documents packed in them, as one sequence."""
+    B, H, S, D = q.shape
+    found = _layout(kept, position_ids, B, S)
+    if found is None:
+        return attention(q, k, v, **options)
+    index, cu, longest = found
+    rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    packed = (t if index is None else t.index_select(0, index) for t in rows)
+    out = attention(*(t.transpose(0, 1).unsqueeze(0) for t in packed), cu_seqlens=cu, max_seqlen=longest, **options)
+    out = out.squeeze(0).transpose(0, 1)
+    if index is not None:
+        out = out.new_zeros(B * S, H, D).index_copy(0, index, out)
+    return out.unflatten(0, (B, S)).transpose(1, 2)
+
+
+_last: tuple | None = None   # what the last call of `_layout` was asked, and found
+
+
+def _layout(kept, position_ids, B, S):
+    """None for whole rows of one document each. Else which tokens of the B S are there (None: all), the boundaries of
+    documents among these, and the longest."""
+    global _last   # the layers of a model ask the same, and an answer waits for the device
+    if position_ids is not None and position_ids.dim() != 2:   # of several axes, as for images: not of a text
+        position_ids = None
+    if kept is None and position_ids is None:
+        return None
+    asked = (kept, position_ids)
+    if _last is not None:
+        refs, versions, shape, found = _last
+        if shape == (B, S) and all((None if ref is None else ref()) is t and (t is None or t._version == version)
+                                   for ref, version, t in zip(refs, versions, asked, strict=True)):
+            return found
+    found = _find_layout(kept, position_ids, B, S)
+    _last = ([None if t is None else weakref.ref(t) for t in asked],
+             [None if t is None else t._version for t in asked], (B, S), found)
+    return found
+
+
+def _find_layout(kept, position_ids, B, S):
+    row = torch.arange(S, device=(position_ids if kept is None else kept).device)
+    start = (row == 0).expand(B, S).clone()
+    if position_ids is not None:   # whether a position is not the one after the last
+        position_ids = position_ids.expand(B, S)
+        start[:, 1:] |= position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if kept is not None:
+        # Padding is counted as a position or not, as a caller likes: what follows it begins anew.
+        start[:, 1:] |= ~kept[:, :-1]
+        start &= kept
+    if kept is None and int(start.sum()) == B:
+        return None
+    index = None if kept is None else kept.flatten().nonzero().squeeze(1)
+    ends = (start.flatten() if index is None else start.flatten()[index]).nonzero().squeeze(1)
+    total = B * S if index is None else index.numel()
+    cu = torch.cat((ends, ends.new_tensor([total]))).to(torch.int32)
+    return index, cu, int(cu.diff().max()) if total else 0
+
+
+def _of_cache(q, k, v, kept, name, options):
+    """The last tokens of rows, whose earlier keys are cached; a row at a time where some keys are padding."""
+    if kept is None:
+        return attention(q, k, v, **options)
+    k, v = k[:, :, :kept.shape[1]], v[:, :, :kept.shape[1]]   # a static cache is longer than what it holds
+    if options["causal"] and not bool(kept[:, -q.shape[2]:].all()):
+        raise ImplementationUnavailable(f'attn_implementation="{name}" takes padding on the left of cached keys only '
+                                        '(others: "sdpa", "eager")')
+    return torch.cat([attention(q[b:b + 1], k[b:b + 1, :, kept[b]], v[b:b + 1, :, kept[b]], **options)
+                      for b in range(q.shape[0])])

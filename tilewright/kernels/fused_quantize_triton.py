@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels import activation_triton, launchers, rmsnorm_triton
+from tilewright.kernels import activation_triton, launchers, quantize_triton, rmsnorm_triton
 from tilewright.kernels.hadamard_triton import TILE, butterflies, sign_mask, signed
 from tilewright.kernels.quantize_triton import (
     block_fp8_quantize,
@@ -49,13 +49,13 @@ def nvfp4_largest(x: torch.Tensor, hadamard: int, signs: int | None) -> torch.Te
 
 @triton.jit
 def _nvfp4_put(x, at, data_ptr, scale_ptr, total, first, rows, row0, column0, width, columns, key,
-               TALL: tl.constexpr, RANDOM: tl.constexpr):
+               TALL: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
     """Quantises the tile x at (row0, column0) of a matrix whose first row is number `first` of all."""
     if RANDOM:
         random = random_bits(at, key)
     else:
         random = 0
-    code, scale = nvfp4_tile(x.to(tl.float32), total, random, TALL, RANDOM)
+    code, scale = nvfp4_tile(x.to(tl.float32), total, random, TALL, RANDOM, HARDWARE)
     r = row0 + tl.arange(0, x.shape[0])
     byte = column0 // 2 + tl.arange(0, x.shape[1] // 2)
     g = column0 // 16 + tl.arange(0, x.shape[1] // 16)
@@ -67,7 +67,8 @@ def _nvfp4_put(x, at, data_ptr, scale_ptr, total, first, rows, row0, column0, wi
 
 @triton.jit
 def _nvfp4_both(x_ptr, total_ptr, data_ptr, scale_ptr, turned_ptr, turned_scale_ptr, R, C, width, turned_width, bands,
-                tiles, key, TALL: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, RANDOM: tl.constexpr):
+                tiles, key, TALL: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, RANDOM: tl.constexpr,
+                HARDWARE: tl.constexpr):
     """A tile of HIGH x WIDE of x, and the same of its transpose."""
     band = (tl.program_id(0) // tiles).to(tl.int64)
     b = band // bands
@@ -78,10 +79,11 @@ def _nvfp4_both(x_ptr, total_ptr, data_ptr, scale_ptr, turned_ptr, turned_scale_
     at = (b * R + r)[:, None] * C + c[None, :]
     x = tl.load(x_ptr + at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
     total = tl.load(total_ptr)
-    _nvfp4_put(x, at, data_ptr, scale_ptr, total, b * R, R, row0, column0, width, C, key, TALL, RANDOM)
+    _nvfp4_put(x, at, data_ptr, scale_ptr, total, b * R, R, row0, column0, width, C, key, TALL, RANDOM,
+               HARDWARE)
     at = (b * C + c)[:, None] * R + r[None, :]
     _nvfp4_put(tl.trans(x), at, turned_ptr, turned_scale_ptr, total, b * C, C, column0, row0, turned_width, R, key,
-               TALL, RANDOM)
+               TALL, RANDOM, HARDWARE)
 
 
 # Of a tile that is also transposed: rows of 128 bytes of bf16 are read, and of 32, a sector, are written. In one of
@@ -110,6 +112,7 @@ def nvfp4_quantize_both(
         _nvfp4_both[(B * bands * tiles,)](x, global_scale, data, scale, turned, turned_scale, R, C, data.shape[2],
                                           turned.shape[2], bands, tiles, seed or 0, TALL=16 if square else 1,
                                           HIGH=high, WIDE=wide, RANDOM=seed is not None,
+                                          HARDWARE=seed is None and quantize_triton.has_e2m1(x.device),
                                           num_warps=_nvfp4_warps(seed is not None))
     return data, scale, turned, turned_scale
 
@@ -334,10 +337,11 @@ def nvfp4_gate() -> list[KernelSpec]:
         for tall in (1, 16):
             for random in (False, True):
                 label = f"nvfp4 quantize both {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
-                found.append(_spec(_nvfp4_both, label, types,
-                                   {"TALL": tall, "HIGH": HIGH, "WIDE": WIDE, "RANDOM": random},
-                                   _nvfp4_warps(random), store=0,
-                                   divisible=("R", "C", "width", "turned_width")))
+                for hardware, (name, archs) in ((False, ("", {})),) if random else quantize_triton.E2M1.items():
+                    found.append(_spec(_nvfp4_both, f"{label}{name}", types,
+                                       {"TALL": tall, "HIGH": HIGH, "WIDE": WIDE, "RANDOM": random,
+                                        "HARDWARE": hardware}, _nvfp4_warps(random), store=0,
+                                       divisible=("R", "C", "width", "turned_width"), **archs))
         for size in (16, 32):   # a program writes one number
             found.append(_spec(_largest_transformed, f"nvfp4 largest {d} hadamard {size}", types,
                                {"SIZE": size, "TILE": TILE}, 4, store=0, divisible=("n",)))

@@ -39,27 +39,27 @@ def _map_tiles(offsets_ptr, tiles_ptr, E, R, capacity, BLOCK_M: tl.constexpr, BL
     """Program e writes expert e's tiles, program E the tail's and the number of all.
 
     tiles: experts [capacity], first rows [capacity], ends [capacity], number of tiles. Offsets that break the rules
-    are cut to them, so that no access leaves the tensors.
+    are cut to them, so that no access leaves the tensors: also where they ask for more than 2^31 tiles.
     """
     e = tl.program_id(0)
     i = tl.arange(0, EXPERTS)
     end = tl.minimum(tl.maximum(tl.load(offsets_ptr + i, mask=i < E, other=R), 0), R)
     begin = tl.load(offsets_ptr + i - 1, mask=(i > 0) & (i <= E), other=0)
     begin = tl.minimum(tl.maximum(begin, 0), R)
-    n = tl.where(i <= E, (tl.maximum(end - begin, 0) + BLOCK_M - 1) // BLOCK_M, 0)
+    n = tl.where(i <= E, (tl.maximum(end - begin, 0).to(tl.int64) + BLOCK_M - 1) // BLOCK_M, 0)
     first = tl.sum(tl.where(i < e, n, 0))
-    mine = tl.sum(tl.where(i == e, n, 0))
+    mine = tl.minimum(tl.sum(tl.where(i == e, n, 0)), tl.maximum(capacity - first, 0)).to(tl.int32)
     row = tl.sum(tl.where(i == e, begin, 0))
     stop = tl.sum(tl.where(i == e, end, 0))
     for j in range(0, mine, BLOCK):
         t = j + tl.arange(0, BLOCK)
         to = tiles_ptr + first + t
-        mask = (t < mine) & (first + t < capacity)
+        mask = t < mine
         tl.store(to, tl.zeros((BLOCK,), tl.int32) + e, mask=mask)
         tl.store(to + capacity, row + t * BLOCK_M, mask=mask)
         tl.store(to + 2 * capacity, tl.zeros((BLOCK,), tl.int32) + stop, mask=mask)
     if e == E:
-        tl.store(tiles_ptr + 3 * capacity, tl.minimum(first + mine, capacity))
+        tl.store(tiles_ptr + 3 * capacity, tl.minimum(first + mine, capacity).to(tl.int32))
 
 
 @triton.jit

@@ -2,13 +2,16 @@
 rounding in tilewright/ops/quantize.py; what is quantised has the same bytes there and here.
 
 Codes are made and read with integer operations on the bits of float32: no cast to or from an 8-bit float, which not
-every GPU has and the interpreter rounds in its own way. Divisions are `div_rn`, which are correctly rounded.
+every GPU has and the interpreter rounds in its own way. Divisions are `div_rn`, which are correctly rounded. HARDWARE:
+the GPU has instructions for e2m1 (compute capability 10.0 and up), which give the same bits.
 
 Each kernel reads its input once: a program holds whole blocks in registers, takes their largest magnitudes (as bits,
 so that a NaN stays the largest), rounds and packs.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -64,6 +67,83 @@ def _from_e2m1(code):
     e = u >> 1
     v = tl.where(u < 2, u, (2 + (u & 1)) << tl.where(e > 0, e - 1, 0)).to(tl.float32) * 0.5
     return (v.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+# Four bytes of two codes each, of four numbers for the low halves and four for the high ones. The first operand of the
+# instruction becomes the high half.
+_TO_E2M1: tl.constexpr = tl.constexpr("""
+{
+.reg .b8 e2m1_a, e2m1_b, e2m1_c, e2m1_d;
+cvt.rn.satfinite.e2m1x2.f32 e2m1_a, $5, $1;
+cvt.rn.satfinite.e2m1x2.f32 e2m1_b, $6, $2;
+cvt.rn.satfinite.e2m1x2.f32 e2m1_c, $7, $3;
+cvt.rn.satfinite.e2m1x2.f32 e2m1_d, $8, $4;
+mov.b32 $0, {e2m1_a, e2m1_b, e2m1_c, e2m1_d};
+}
+""")
+# The reverse, by way of float16, which holds all of e2m1's values: four for the low halves, four for the high ones.
+_FROM_E2M1: tl.constexpr = tl.constexpr("""
+{
+.reg .b8 e2m1_a, e2m1_b, e2m1_c, e2m1_d;
+.reg .b16 half_a, half_b;
+.reg .b32 both;
+mov.b32 {e2m1_a, e2m1_b, e2m1_c, e2m1_d}, $8;
+cvt.rn.f16x2.e2m1x2 both, e2m1_a;
+mov.b32 {half_a, half_b}, both;
+cvt.f32.f16 $0, half_a;
+cvt.f32.f16 $4, half_b;
+cvt.rn.f16x2.e2m1x2 both, e2m1_b;
+mov.b32 {half_a, half_b}, both;
+cvt.f32.f16 $1, half_a;
+cvt.f32.f16 $5, half_b;
+cvt.rn.f16x2.e2m1x2 both, e2m1_c;
+mov.b32 {half_a, half_b}, both;
+cvt.f32.f16 $2, half_a;
+cvt.f32.f16 $6, half_b;
+cvt.rn.f16x2.e2m1x2 both, e2m1_d;
+mov.b32 {half_a, half_b}, both;
+cvt.f32.f16 $3, half_a;
+cvt.f32.f16 $7, half_b;
+}
+""")
+
+
+@triton.jit
+def _to_e2m1(v, random, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
+    """Bytes of two codes of float32 v [.., 2], the first in the low half.   HARDWARE: to nearest, by the GPU.
+
+    That the two agree to the bit: both round to nearest with ties to even, where neighbouring codes are those of
+    neighbouring numbers, so that even codes have even mantissas; both make 6 of what is above; and both keep the sign,
+    of -0.0 and of what becomes zero too (subnormal float32 does, flushed or not). NaN, which the instruction would make
+    6, is the one difference. It comes only from an x or a scale that is not finite, which `quantize_nvfp4` refuses, or
+    shows in global_scale.
+    """
+    if HARDWARE:
+        first, second = tl.split(v)
+        both = tl.inline_asm_elementwise(_TO_E2M1, "=r,f,f,f,f,f,f,f,f", [first, second], dtype=tl.uint8, is_pure=True,
+                                         pack=4)
+    else:
+        first, second = tl.split(_encode(v, 6.0, 1, 0, random, RANDOM) | ((v.to(tl.int32, bitcast=True) >> 28) & 8))
+        both = (first | (second << 4)).to(tl.uint8)
+    return both
+
+
+@triton.jit
+def from_e2m1(both, HARDWARE: tl.constexpr):
+    """The numbers (float32) of the low and of the high halves of bytes. Each is exact either way."""
+    if HARDWARE:
+        low, high = tl.inline_asm_elementwise(_FROM_E2M1, "=f,=f,=f,=f,=f,=f,=f,=f,r", [both],
+                                              dtype=(tl.float32, tl.float32), is_pure=True, pack=4)
+    else:
+        code = both.to(tl.int32)
+        low, high = _from_e2m1(code & 15), _from_e2m1(code >> 4)
+    return low, high
+
+
+@functools.cache
+def has_e2m1(device: torch.device) -> bool:
+    """Whether the GPU converts to and from e2m1. The interpreter runs no PTX."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
 
 
 @triton.jit
@@ -167,7 +247,7 @@ def nf4_dequantize(data: torch.Tensor, values: torch.Tensor, absmax: torch.Tenso
 # ---- NVFP4
 
 @triton.jit
-def nvfp4_tile(v, total, random, TALL: tl.constexpr, RANDOM: tl.constexpr):
+def nvfp4_tile(v, total, random, TALL: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
     """Packed codes [rows, columns / 2] and scales [rows, columns / 16] of float32 v [rows, columns]; TALL rows share
     theirs."""
     ROWS: tl.constexpr = v.shape[0]
@@ -182,16 +262,14 @@ def nvfp4_tile(v, total, random, TALL: tl.constexpr, RANDOM: tl.constexpr):
     v = v * inverse[:, None, :, None, None]
     if RANDOM:
         random = tl.reshape(random, (ROWS // TALL, TALL, GROUPS, 8, 2))
-    # Behind the end of x there are zeros, whose codes are 0.
-    code = _encode(v, 6.0, 1, 0, random, RANDOM) | ((v.to(tl.int32, bitcast=True) >> 28) & 8)
-    first, second = tl.split(code)
+    code = _to_e2m1(v, random, RANDOM, HARDWARE)   # behind the end of x there are zeros, whose codes are 0
     scale = tl.broadcast_to(scale[:, None, :], (ROWS // TALL, TALL, GROUPS))
-    return tl.reshape((first | (second << 4)).to(tl.uint8), (ROWS, GROUPS * 8)), tl.reshape(scale, (ROWS, GROUPS))
+    return tl.reshape(code, (ROWS, GROUPS * 8)), tl.reshape(scale, (ROWS, GROUPS))
 
 
 @triton.jit
 def _nvfp4_quantize(x_ptr, total_ptr, data_ptr, scale_ptr, R, C, width, bands, tiles, key, signs, TALL: tl.constexpr,
-                    GROUPS: tl.constexpr, RANDOM: tl.constexpr, HADAMARD: tl.constexpr):
+                    GROUPS: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr, HADAMARD: tl.constexpr):
     """TALL rows, of one block each way, and GROUPS blocks across. width: bytes of a row, an argument so that the code
     can know what it is a multiple of.   HADAMARD: 0, or the size of the transform that comes first."""
     band = (tl.program_id(0) // tiles).to(tl.int64)
@@ -210,7 +288,7 @@ def _nvfp4_quantize(x_ptr, total_ptr, data_ptr, scale_ptr, R, C, width, bands, t
         random = random_bits(at, key)
     else:
         random = 0
-    code, scale = nvfp4_tile(v, tl.load(total_ptr), random, TALL, RANDOM)
+    code, scale = nvfp4_tile(v, tl.load(total_ptr), random, TALL, RANDOM, HARDWARE)
     byte = tile * (GROUPS * 8) + tl.arange(0, GROUPS * 8)
     tl.store(data_ptr + row[:, None] * width + byte[None, :], code, mask=(r < R)[:, None] & (byte < width)[None, :])
     g = tile * GROUPS + tl.arange(0, GROUPS)
@@ -220,14 +298,14 @@ def _nvfp4_quantize(x_ptr, total_ptr, data_ptr, scale_ptr, R, C, width, bands, t
 
 @triton.jit(do_not_specialize=["seed", "step", "layer"])
 def _nvfp4_dequantize(data_ptr, scale_ptr, total_ptr, out_ptr, C, width, tiles, alpha, seed: tl.int64, step: tl.int64,
-                      layer: tl.int64, TILE: tl.constexpr, NOISE: tl.constexpr):
+                      layer: tl.int64, TILE: tl.constexpr, NOISE: tl.constexpr, HARDWARE: tl.constexpr):
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles) * TILE
     byte = first + tl.arange(0, TILE)
-    both = tl.load(data_ptr + row * width + byte, mask=byte < width, other=0).to(tl.int32)
+    low, high = from_e2m1(tl.load(data_ptr + row * width + byte, mask=byte < width, other=0), HARDWARE)
     scale = tl.load(scale_ptr + row * ((C + 15) // 16) + byte // 8, mask=byte < width, other=0)
     factor = _from_e4m3(scale) * tl.load(total_ptr)
-    v = tl.interleave(_from_e2m1(both & 15) * factor, _from_e2m1(both >> 4) * factor)
+    v = tl.interleave(low * factor, high * factor)
     if NOISE:
         size = 0.5 * alpha * factor
         v = _with_noise(v, tl.interleave(size, size), row * C + first * 2, seed, step, layer, 2 * TILE, NOISE)
@@ -254,7 +332,8 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, square: bool, se
         bands, tiles = triton.cdiv(R, tall), triton.cdiv(groups, across)
         _nvfp4_quantize[(B * bands * tiles,)](x, global_scale, data, scale, R, C, data.shape[2], bands, tiles,
                                               seed or 0, sign_mask(signs), TALL=tall, GROUPS=across,
-                                              RANDOM=seed is not None, HADAMARD=hadamard, num_warps=4)
+                                              RANDOM=seed is not None, HARDWARE=seed is None and has_e2m1(x.device),
+                                              HADAMARD=hadamard, num_warps=4)
     return data, scale
 
 
@@ -267,7 +346,7 @@ def nvfp4_dequantize(data: torch.Tensor, scale: torch.Tensor, global_scale: torc
         tiles = triton.cdiv(data.shape[1], tile)
         _nvfp4_dequantize[(data.shape[0] * tiles,)](data, scale, global_scale, out, C, data.shape[1], tiles, alpha,
                                                     seed, step, layer, TILE=tile, NOISE=_noise_kind(alpha, C),
-                                                    num_warps=4)
+                                                    HARDWARE=has_e2m1(data.device), num_warps=4)
     return out
 
 
@@ -377,10 +456,12 @@ def block_fp8_dequantize(data: torch.Tensor, inverse: torch.Tensor, rows: int, c
 # ---- for the compile gate
 
 NOISES = ((0, ""), (2, " noise"))
+# HARDWARE -> what says it in a label, and what a spec says of the GPUs that launch it.
+E2M1 = {False: ("", {"max_arch": 99}), True: (" e2m1", {"min_arch": 100, "uses": {100: ("e2m1",), 120: ("e2m1",)}})}
 
 
-def _spec(kernel, label, types, constexprs, warps=4, load=128, store=128, divisible=()):
-    return KernelSpec(kernel, label, types, constexprs, warps, load=load, store=store, divisible=divisible)
+def _spec(kernel, label, types, constexprs, warps=4, load=128, store=128, divisible=(), **archs):
+    return KernelSpec(kernel, label, types, constexprs, warps, load=load, store=store, divisible=divisible, **archs)
 
 
 def nf4_quantize_gate() -> list[KernelSpec]:
@@ -412,19 +493,21 @@ def nvfp4_quantize_gate() -> list[KernelSpec]:
         for tall, random, size in ((1, False, 0), (1, True, 0), (16, False, 0), (16, True, 0), (1, False, 16),
                                    (1, True, 16), (1, False, 32), (16, True, 32)):
             label = f"nvfp4 quantize {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
-            found.append(_spec(_nvfp4_quantize, f"{label}{f' hadamard {size}' if size else ''}",
-                               {"x_ptr": f"*{d}", **types},
-                               {"TALL": tall, "GROUPS": TILE // 16 // tall, "RANDOM": random, "HADAMARD": size},
-                               divisible=("C", "width"), store=0))
+            for hardware, (name, archs) in ((False, ("", {})),) if random else E2M1.items():
+                found.append(_spec(_nvfp4_quantize, f"{label}{f' hadamard {size}' if size else ''}{name}",
+                                   {"x_ptr": f"*{d}", **types},
+                                   {"TALL": tall, "GROUPS": TILE // 16 // tall, "RANDOM": random,
+                                    "HARDWARE": hardware, "HADAMARD": size},
+                                   divisible=("C", "width"), store=0, **archs))
     return found
 
 
 def nvfp4_dequantize_gate() -> list[KernelSpec]:
-    return [_spec(_nvfp4_dequantize, f"nvfp4 dequantize {d}{kind}",
+    return [_spec(_nvfp4_dequantize, f"nvfp4 dequantize {d}{kind}{name}",
                   {"data_ptr": "*u8", "scale_ptr": "*u8", "total_ptr": "*fp32", "out_ptr": f"*{d}", "C": "i32",
-                   "width": "i32", "tiles": "i32", **aqn_triton.TYPES}, {"TILE": CODES, "NOISE": noise}, load=0,
-                  divisible=("C", "width"))
-            for d in ("bf16", "fp32") for noise, kind in NOISES]
+                   "width": "i32", "tiles": "i32", **aqn_triton.TYPES},
+                  {"TILE": CODES, "NOISE": noise, "HARDWARE": hardware}, load=0, divisible=("C", "width"), **archs)
+            for d in ("bf16", "fp32") for noise, kind in NOISES for hardware, (name, archs) in E2M1.items()]
 
 
 def block_fp8_quantize_gate() -> list[KernelSpec]:

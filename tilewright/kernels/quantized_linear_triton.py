@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels.quantize_triton import _from_e2m1, _from_e4m3
+from tilewright.kernels import quantize_triton
+from tilewright.kernels.quantize_triton import _from_e4m3, from_e2m1
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -27,12 +28,13 @@ MOST_ROWS = 64   # of x, in a tile of `_few_rows`
 
 @triton.jit
 def _tile(data_ptr, scale_ptr, nested_ptr, map_ptr, extra_ptr, value_ptr, n, live, k, K, width, across,
-          FORMAT: tl.constexpr, NESTED: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
-          BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+          FORMAT: tl.constexpr, NESTED: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+          SPAN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """Rows n (int64) and columns k to k + BLOCK_K - 1 of the weight in float32; 0 past its edges.
 
     width: bytes of a row.   across: scales of a row.   GROUP: columns of the tile that share a scale, of the SPAN that
     a scale is for.   ROWS: rows that share one (block FP8).   extra: the offset of nested scales, or the global scale.
+    HARDWARE: see `from_e2m1`.
     """
     if FORMAT == 2:
         ks = k + tl.arange(0, BLOCK_K)
@@ -42,14 +44,14 @@ def _tile(data_ptr, scale_ptr, nested_ptr, map_ptr, extra_ptr, value_ptr, n, liv
     else:
         byte = k // 2 + tl.arange(0, BLOCK_K // 2)
         inside = live[:, None] & (byte < width)[None, :]
-        both = tl.load(data_ptr + n[:, None] * width + byte[None, :], mask=inside, other=0).to(tl.int32)
+        both = tl.load(data_ptr + n[:, None] * width + byte[None, :], mask=inside, other=0)
         groups: tl.constexpr = BLOCK_K // GROUP
         first = k + tl.arange(0, groups) * GROUP
         known = live[:, None] & (first < K)[None, :]   # past the edge a scale is 0, and so is what it scales
         at = n[:, None] * across + (first // SPAN)[None, :]
         if FORMAT == 1:
             scale = _from_e4m3(tl.load(scale_ptr + at, mask=known, other=0)) * tl.load(extra_ptr)
-            even, odd = _from_e2m1(both & 15), _from_e2m1(both >> 4)
+            even, odd = from_e2m1(both, HARDWARE)
         else:
             if NESTED:
                 scale = tl.load(map_ptr + tl.load(scale_ptr + at, mask=known, other=0).to(tl.int32))
@@ -57,7 +59,7 @@ def _tile(data_ptr, scale_ptr, nested_ptr, map_ptr, extra_ptr, value_ptr, n, liv
                 scale = tl.where(known, scale, 0.0)
             else:
                 scale = tl.load(scale_ptr + at, mask=known, other=0.0)
-            even, odd = tl.load(value_ptr + (both >> 4)), tl.load(value_ptr + (both & 15))
+            even, odd = tl.load(value_ptr + (both.to(tl.int32) >> 4)), tl.load(value_ptr + (both.to(tl.int32) & 15))
         w = tl.reshape(tl.join(even, odd), (BLOCK_N, groups, GROUP)) * scale[:, :, None]
         w = tl.reshape(w, (BLOCK_N, BLOCK_K))
     return w
@@ -65,9 +67,9 @@ def _tile(data_ptr, scale_ptr, nested_ptr, map_ptr, extra_ptr, value_ptr, n, liv
 
 @triton.jit
 def _few_rows(x_ptr, data_ptr, scale_ptr, nested_ptr, map_ptr, extra_ptr, value_ptr, bias_ptr, out_ptr, T, N, K,
-              x_stride, width, across, piece, FORMAT: tl.constexpr, NESTED: tl.constexpr, BIAS: tl.constexpr,
-              ROWS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
-              BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+              x_stride, width, across, piece, FORMAT: tl.constexpr, NESTED: tl.constexpr, HARDWARE: tl.constexpr,
+              BIAS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+              PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """out [T, N], or float32 sums [pieces, T, N], each over `piece` columns, a multiple of BLOCK_K."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = n < N
@@ -79,7 +81,7 @@ def _few_rows(x_ptr, data_ptr, scale_ptr, nested_ptr, map_ptr, extra_ptr, value_
     for k in range(begin, tl.minimum(K, begin + piece), BLOCK_K):
         x = tl.load(x_at + k, mask=(t < T)[:, None] & (k + ks < K)[None, :], other=0.0)
         w = _tile(data_ptr, scale_ptr, nested_ptr, map_ptr, extra_ptr, value_ptr, n, live, k, K, width, across, FORMAT,
-                  NESTED, ROWS, GROUP, SPAN, BLOCK_N, BLOCK_K)
+                  NESTED, HARDWARE, ROWS, GROUP, SPAN, BLOCK_N, BLOCK_K)
         acc = tl.dot(w.to(x.dtype), tl.trans(x), acc, input_precision=PRECISION)
     if BIAS:
         acc += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)[:, None]
@@ -92,8 +94,10 @@ def _sum_pieces(sums_ptr, bias_ptr, out_ptr, N, size, BIAS: tl.constexpr, SPLIT:
     """out [size] = the sum of sums [SPLIT, size], and bias [N] for each N of them."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
-    for s in tl.static_range(SPLIT):
-        acc += tl.load(sums_ptr + s * size + i, mask=i < size, other=0.0)
+    at = i
+    for _ in tl.static_range(SPLIT):
+        acc += tl.load(sums_ptr + at, mask=i < size, other=0.0)
+        at += size   # in 64 bits: all pieces may have more than 2^31 elements
     if BIAS:
         acc += tl.load(bias_ptr + i % N, mask=i < size, other=0.0).to(tl.float32)
     tl.store(out_ptr + i, acc.to(out_ptr.dtype.element_ty), mask=i < size)
@@ -136,6 +140,7 @@ def few_rows(x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, sca
     grid = (triton.cdiv(N, c["BLOCK_N"]), triton.cdiv(T, tall), split)
     _few_rows[grid](x, data, scale, nested, table, extra, values, bias, sums, T, N, K, x.stride(0), width,
                     triton.cdiv(K, span), piece, FORMAT=kind, NESTED=table is not None,
+                    HARDWARE=kind == NVFP4 and quantize_triton.has_e2m1(x.device),
                     BIAS=bias is not None and split == 1, ROWS=rows, GROUP=min(span, c["BLOCK_K"]), SPAN=span,
                     PRECISION=_precision(x), BLOCK_T=tall, **c)
     if split > 1:
@@ -190,7 +195,9 @@ def _few_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
     span = {NF4: 64, NVFP4: 16, BLOCK_FP8: 128}[kind]
     tall, split = min(MOST_ROWS, max(16, key["rows"])), config["SPLIT"] > 1
     found = []
-    for nested in (False, True) if kind == NF4 else (False,):
+    variants = {NF4: ((False, False), (True, False)), NVFP4: ((False, False), (False, True)),
+                BLOCK_FP8: ((False, False),)}[kind]
+    for nested, hardware in variants:
         used = {"x_ptr": f"*{t}", "data_ptr": "*u8",
                 "scale_ptr": "*u8" if nested or kind == NVFP4 else "*fp32",
                 "out_ptr": "*fp32" if split else f"*{t}", "bias_ptr": f"*{t}",
@@ -202,14 +209,17 @@ def _few_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
         if nested or kind == NVFP4:
             used["extra_ptr"] = "*fp32"
         absent = dict.fromkeys(n for n in ("nested_ptr", "map_ptr", "extra_ptr", "value_ptr") if n not in used)
+        suffix, archs = quantize_triton.E2M1[hardware] if kind == NVFP4 else ("", {})
+        matrix = {} if t == "fp32" else {90: ("wgmma",), 100: ("tcgen05",)}
+        uses = {arch: (*matrix.get(arch, ()), *archs.get("uses", {}).get(arch, ())) for arch in (90, 100, 120)}
         found.append(KernelSpec(
-            _few_rows, f"{name}{' nested' if nested else ''} {t} {tall} rows{' split' if split else ''}",
+            _few_rows, f"{name}{' nested' if nested else ''} {t} {tall} rows{' split' if split else ''}{suffix}",
             {n: used[n] for n in _few_rows.arg_names if n in used},
-            {**absent, **c, "FORMAT": kind, "NESTED": nested, "BIAS": not split, "ROWS": 128,
+            {**absent, **c, "FORMAT": kind, "NESTED": nested, "HARDWARE": hardware, "BIAS": not split, "ROWS": 128,
              "GROUP": min(span, c["BLOCK_K"]), "SPAN": span, "PRECISION": "ieee" if t == "fp32" else None,
              "BLOCK_T": tall}, config["num_warps"], config["num_stages"],
             divisible=("N", "K", "x_stride", "width", "piece"), load=128, store=64 if t == "bf16" else 128,
-            uses={} if t == "fp32" else {90: ("wgmma",), 100: ("tcgen05",)}))
+            **{**archs, "uses": uses}))
     return found
 
 

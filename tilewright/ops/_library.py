@@ -9,6 +9,7 @@ from torch._library import autograd as _autograd
 from torch.autograd import forward_ad
 
 _LIBRARY = torch.library.Library("tilewright", "FRAGMENT")
+_ADVICE = "use implementation='eager'"
 
 
 def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = ()) -> Callable:
@@ -42,10 +43,25 @@ def differentiate(op: Callable, backward: Callable, setup_context: Callable, *, 
     Forward-mode tangents would be dropped as silently.
     """
     name = op.name().split(".")[0]
-    advice = "use implementation='eager'"
-    again = f"{name} is differentiable once; {advice} for higher derivatives"
+    info = _autograd.Info(backward if twice else once(name, backward), setup_context)
+    kernel = _autograd.make_autograd_impl(op, info)
 
-    def once(ctx, *grads):
+    def guarded(keyset, *args):
+        if forward_ad._current_level >= 0:
+            for arg in args:
+                if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+                    raise RuntimeError(f"{name} has no forward-mode derivative; {_ADVICE}")
+        return kernel(keyset, *args)
+
+    # What torch.library.register_autograd does, with the guard around its kernel.
+    _LIBRARY.impl(name.split("::")[1], guarded, "Autograd", with_keyset=True)
+
+
+def once(name: str, backward: Callable) -> Callable:
+    """A backward(ctx, *grads) that refuses derivatives of what it returns, in the name of an operator."""
+    again = f"{name} is differentiable once; {_ADVICE} for higher derivatives"
+
+    def refusing(ctx, *grads):
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         ctx = _ReadOnce(ctx)
@@ -63,18 +79,7 @@ def differentiate(op: Callable, backward: Callable, setup_context: Callable, *, 
         refused = error(*found, *behind)[:len(found)]
         return refused if several else refused[0]
 
-    info = _autograd.Info(backward if twice else once, setup_context)
-    kernel = _autograd.make_autograd_impl(op, info)
-
-    def guarded(keyset, *args):
-        if forward_ad._current_level >= 0:
-            for arg in args:
-                if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
-                    raise RuntimeError(f"{name} has no forward-mode derivative; {advice}")
-        return kernel(keyset, *args)
-
-    # What torch.library.register_autograd does, with the guard around its kernel.
-    _LIBRARY.impl(name.split("::")[1], guarded, "Autograd", with_keyset=True)
+    return refusing
 
 
 class _ReadOnce:

@@ -210,8 +210,10 @@ def _all_cases(models, **options):
 
 def _implementations(op):
     return (
-        Implementation("triton", _triton, platform.no_triton, tunables=lambda: _tunables(op)),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        Implementation("triton", _triton, platform.no_triton, batch_invariant=cases.ANYWHERE,
+                       tunables=lambda: _tunables(op)),
+        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16),
+                       batch_invariant=("cpu",)),
         Implementation("torch", _torch, devices=("cuda", "cpu"),
                        dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)),
     )

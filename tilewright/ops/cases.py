@@ -13,6 +13,9 @@ CPU = frozenset({"cpu"})
 CUDA = frozenset({"cuda"})
 BIG = frozenset({"big"})
 HOST = frozenset({"contract", "host"})
+# Where Triton's kernels of rows are batch-invariant: their constants depend on the width of a row, not on how many
+# there are, and a program's rows do not meet. (Of rows at aligned addresses; others compile to other loads.)
+ANYWHERE = ("cuda", "cpu")
 
 
 @dataclass(frozen=True)

@@ -327,12 +327,13 @@ CROSS_ENTROPY = Op(
     "cross_entropy", cross_entropy, cross_entropy_eager,
     (
         Implementation("triton", lambda: _fused(_softmax_stats.triton), platform.no_triton,
-                       tunables=_softmax_stats.tunables),
+                       batch_invariant=cases.ANYWHERE, tunables=_softmax_stats.tunables),
         # Never the choice of `auto` until it has been measured to beat Triton on a GPU.
         Implementation("cute", lambda: _fused(_softmax_stats.cute), platform.no_cute, devices=(),
                        gate=_softmax_stats.cute_specs),
         Implementation("cpp", lambda: _fused(_softmax_stats.cpp), platform.no_cpp, ("cpu",),
-                       (torch.float32, torch.bfloat16)),
+                       (torch.float32, torch.bfloat16),
+                       batch_invariant=("cpu",)),
         Implementation("torch", _torch, devices=("cuda", "cpu"),
                        dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)),
     ),

@@ -223,8 +223,8 @@ def _not_hopper_or_blackwell(what: str) -> str | None:
 class _Native(Implementation):
     """On CUDA torch's kernels are for bfloat16; it takes other dtypes in a loop that waits for the device."""
 
-    def why_not(self, device_type: str, dtype: torch.dtype | None = None) -> str | None:
-        reason = super().why_not(device_type, dtype)
+    def why_not(self, device_type: str, dtype: torch.dtype | None = None, request: object = None) -> str | None:
+        reason = super().why_not(device_type, dtype, request)
         if reason is None and device_type == "cuda" and dtype not in (None, torch.bfloat16):
             return f"torch's grouped_mm has CUDA kernels for bfloat16, not {short(dtype)}"
         return reason

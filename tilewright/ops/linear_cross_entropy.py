@@ -50,6 +50,8 @@ from tilewright.ops.cross_entropy import _validate as _validate_logits
 from tilewright.registry import Case, Cost, Goal, Implementation, Op
 
 ACCUMULATE = ("fp32", "bf16")
+# What is float32 though the operands are not, as one number: sums over chunks of weight's gradient, and logits.
+SUMS, LOGITS = 1, 2
 MiB = 2**20
 FIXED_BUDGET = 256 * MiB  # on a GPU, where free memory may not decide
 # The largest budget. On a CPU: smaller chunks read and write the weight's gradient more often, larger ones leave
@@ -71,7 +73,7 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
                          reduction: str = "mean", num_tokens: int | torch.Tensor | None = None,
                          return_lse: bool = False, return_entropy: bool = False, return_argmax: bool = False,
                          group: torch.distributed.ProcessGroup | None = None, accumulate: str = "fp32",
-                         chunk_size: int | None = None,
+                         fp32_logits: bool = False, chunk_size: int | None = None,
                          implementation: str = "auto") -> torch.Tensor | CrossEntropyOutput:
     """`cross_entropy(x @ weight.T + bias, target, ...)`, a chunk of rows at a time.
 
@@ -91,10 +93,13 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
         every chunk. In fp16 it can overflow, because what is summed is not yet divided by the number of
         tokens. Makes no difference to a float32 weight. A single chunk needs no sum, so "fp32" costs it
         nothing (but for fp16, whose sum stays in float32 for the same reason).
+    fp32_logits: keep logits as the GEMM sums them, in float32, instead of rounding them to a 16-bit x's dtype. A
+        chunk takes twice the memory for as many rows. On a CPU operands are converted first: no such GEMM there.
     chunk_size: rows a chunk, or None for the rule in the module's docstring. The eager twin has one chunk.
     Memory beside inputs and gradients: one chunk of logits in x's dtype, float32 sums for a 16-bit weight.
-    Computed in: GEMMs as torch.mm does them in x's dtype, logits rounded to it; statistics and loss in fp32;
-    the gradient of the logits rounded to x's dtype. No atomics: the same bits every run with the same chunks.
+    Computed in: GEMMs as torch.mm does them in x's dtype, logits rounded to it (but for fp32_logits); statistics and
+    loss in fp32; the gradient of the logits rounded to x's dtype. No atomics: the same bits every run with the same
+    chunks.
     torch.autocast changes nothing: cast x and weight to compute in another dtype.
     Differentiable once in x, weight, bias and token_weight. What does not require a gradient costs none: with
     a frozen weight (LoRA), its GEMM and its sums are left out.
@@ -107,6 +112,7 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
                         z_loss=z_loss, softcap=softcap, class_weight=class_weight, token_weight=token_weight,
                         reduction=reduction, num_tokens=num_tokens, group=group)
     check_chunks(accumulate, chunk_size)
+    _check_fp32_logits(fp32_logits)
     if group is not None:
         if torch.compiler.is_compiling():
             raise ValueError("group is refused under torch.compile: a chunk's all-reduce is a step of a loop "
@@ -130,7 +136,7 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
         loss, *extra = fn(
             x.reshape(-1, x.shape[-1]), weight, bias, flat, here, class_weight, y_weight, token_weight, softcap,
             float(label_smoothing), float(z_loss), reduction != "none", factor, return_lse, return_entropy,
-            return_argmax, group, accumulate == "fp32", chunk_size)
+            return_argmax, group, SUMS * (accumulate == "fp32") + LOGITS * fp32_logits, chunk_size)
     loss = loss.reshape(target.shape if reduction == "none" else ())
     if not (return_lse or return_entropy or return_argmax):
         return loss
@@ -139,11 +145,11 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
 
 def linear_logprob(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *,
                    bias: torch.Tensor | None = None, temperature: float = 1.0, softcap: float | None = None,
-                   ignore_index: int = -100, chunk_size: int | None = None,
+                   ignore_index: int = -100, fp32_logits: bool = False, chunk_size: int | None = None,
                    implementation: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target, and the entropy of its distribution, for reinforcement learning.
 
-    x, weight, target, bias, chunk_size: as in `linear_cross_entropy`.
+    x, weight, target, bias, fp32_logits, chunk_size: as in `linear_cross_entropy`.
     temperature: > 0, divides the (capped) logits.   softcap: > 0, or None for none. Both, and softcap /
         temperature, are finite in float32.
     Returns (logprob [...], entropy [...]), fp32 (fp64 for fp64), in nats: log softmax(z / temperature)_y,
@@ -153,6 +159,7 @@ def linear_logprob(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, 
     Raises as `linear_cross_entropy`.
     """
     softcap = _validate(x, weight, bias, target, ignore_index, chunk_size, softcap=softcap)
+    _check_fp32_logits(fp32_logits)
     _checks.number("temperature", temperature, _checks.SMALLEST, _checks.LARGEST, "a finite number > 0 (in float32)")
     if softcap and not _checks.SMALLEST <= softcap / temperature <= _checks.LARGEST:
         raise ValueError("softcap / temperature must be a finite number > 0 (in float32), got "
@@ -161,8 +168,13 @@ def linear_logprob(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, 
     fn = LINEAR_LOGPROB.pick(implementation, x)
     with _checks.no_autocast(x):
         found = fn(x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1), here, float(temperature), softcap,
-                   chunk_size)
+                   SUMS + LOGITS * fp32_logits, chunk_size)
     return tuple(t.reshape(target.shape) for t in found)
+
+
+def _check_fp32_logits(fp32_logits):
+    if not isinstance(fp32_logits, bool):
+        raise TypeError(f"fp32_logits must be a bool, got {fp32_logits!r}")
 
 
 def check_chunks(accumulate, chunk_size):
@@ -214,11 +226,18 @@ class _Replicated(torch.autograd.Function):
 
 # ---- the definition
 
+def _head(x, weight, bias, fp32):
+    if fp32 & LOGITS:
+        acc = torch.promote_types(x.dtype, torch.float32)
+        x, weight, bias = x.to(acc), weight.to(acc), None if bias is None else bias.to(acc)
+    return F.linear(x, weight, bias)
+
+
 def linear_cross_entropy_eager(x, weight, bias, target, here, class_weight, y_weight, token_weight, softcap,
                                label_smoothing, z_loss, summed, factor, lse, want_entropy, argmax, group,
                                fp32, chunk_size):
     statistics = stats_eager if group is None else shard_stats_eager
-    logits = without_gradient(F.linear(x, weight, bias), here == 0)
+    logits = without_gradient(_head(x, weight, bias, fp32), here == 0)
     losses, *extra = _losses(statistics, logits, target, here, class_weight, y_weight, softcap, label_smoothing, z_loss,
                              lse, want_entropy, argmax, group)
     return _total(losses, token_weight, summed, factor), *extra
@@ -233,9 +252,9 @@ def _total(losses, token_weight, summed, factor):
     return losses if factor is None else losses * factor
 
 
-def linear_logprob_eager(x, weight, bias, target, here, temperature, softcap, chunk_size):
-    logits = without_gradient(F.linear(x, weight, bias), here == 0)
-    z = logits.to(torch.promote_types(x.dtype, torch.float32))
+def linear_logprob_eager(x, weight, bias, target, here, temperature, softcap, fp32, chunk_size):
+    logits = without_gradient(_head(x, weight, bias, fp32), here == 0)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap:
         z = softcap * torch.tanh(z / softcap)
     return _logprob(stats_eager(z / temperature, target, None, 0.0, False, True, False), here)
@@ -268,7 +287,7 @@ def _torch():
             return _total(losses, token_weight, summed, factor), *extra
         options = torch.nn.LinearCrossEntropyOptions(
             batch_chunk_size=chunk_size, chunking_method="auto" if chunk_size is None else None,
-            acc_policy="accurate" if fp32 else "compact",
+            acc_policy="accurate" if fp32 & SUMS else "compact",
             allow_retain_graph=torch.compiler.is_compiling())   # what it does then anyway, with a warning
         losses = F.linear_cross_entropy(x, weight, torch.where(here == 1, target, -100), linear_bias=bias,
                                         weight=None if class_weight is None else class_weight.to(x.dtype),
@@ -281,10 +300,10 @@ def _torch():
 
 # ---- the chunk loop, shared by all statistics kernels
 
-def chunk_rows(x: torch.Tensor, V: int, chunk_size: int | None = None, group: bool = False) -> int:
+def chunk_rows(x: torch.Tensor, V: int, chunk_size: int | None = None, group: bool = False, fp32: int = 0) -> int:
     """Rows of x [T, H] in a chunk, at least 1. V: columns of the logits here. The module's docstring has the
     rule."""
-    T = x.shape[0]
+    T, itemsize = x.shape[0], 4 if fp32 & LOGITS else x.element_size()
     if chunk_size is None:
         cuda = x.device.type == "cuda"
         tile = 128 if cuda else 32
@@ -294,7 +313,7 @@ def chunk_rows(x: torch.Tensor, V: int, chunk_size: int | None = None, group: bo
             cached = torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
             free = (torch.cuda.mem_get_info(x.device)[0] + cached) // 8
             budget = min(max(2 ** (free.bit_length() - 1), 64 * MiB), most)
-        chunk_size = max(budget // (V * x.element_size()) // tile, 1) * tile
+        chunk_size = max(budget // (V * itemsize) // tile, 1) * tile
         chunks = max(-(-T // chunk_size), 1)
         chunk_size = -(-T // chunks // tile) * tile
     return max(min(chunk_size, T), 1)
@@ -315,11 +334,11 @@ class _Gradients:
         V, H = weight.shape
         chunks = -(-x.shape[0] // chunk)
         # A single chunk is summed inside the GEMM, in float32.
-        acc = torch.float32 if fp32 and chunks > 1 else summed_dtype(weight.dtype, fp32)
+        acc = torch.float32 if fp32 & SUMS and chunks > 1 else summed_dtype(weight.dtype, fp32)
         self.x, self.weight, self.fp32, self.scale, self.chunks = x, weight, fp32, scale, chunks
         self.dx = x.new_empty(x.shape if need_x else (0,))
         self.dw = weight.new_empty((V, H) if need_w else (0,), dtype=acc)
-        self.db = weight.new_zeros((V,) if need_b else (0,), dtype=torch.float32 if fp32 else weight.dtype)
+        self.db = weight.new_zeros((V,) if need_b else (0,), dtype=torch.float32 if fp32 & SUMS else weight.dtype)
         self.need_x, self.need_w, self.need_b = need_x, need_w, need_b
         self.wanted = need_x or need_w or need_b
         self.wide = None   # a block of the logits' gradient and the chunk's x, in float32
@@ -329,6 +348,7 @@ class _Gradients:
 
     def add(self, rows: slice, dlogits: torch.Tensor) -> None:
         x, first = self.x[rows], rows.start == 0
+        dlogits = dlogits.to(x.dtype)
         if self.need_x:
             _gemm(self.dx[rows], dlogits, self.weight, False, self.scale)
         if self.need_b:
@@ -356,24 +376,41 @@ class _Gradients:
         return self.dx, self.dw.to(dtype), self.db.to(dtype)
 
 
-def summed_dtype(dtype: torch.dtype, fp32: bool) -> torch.dtype:
+def summed_dtype(dtype: torch.dtype, fp32: int) -> torch.dtype:
     """In what the gradient of the sum of losses, for a weight of this dtype, waits for backward. It is not
     divided by the number of tokens yet, so in float16 it could be too large."""
-    return torch.float32 if fp32 and dtype == torch.float16 else dtype
+    return torch.float32 if fp32 & SUMS and dtype == torch.float16 else dtype
 
 
-def _chunks(x, weight, bias, chunk: int, scale: float) -> Iterator[tuple[slice, torch.Tensor]]:
+def _chunks(x, weight, bias, chunk: int, scale: float, fp32: int) -> Iterator[tuple[slice, torch.Tensor]]:
     """Rows, and scale * (x weight^T + bias) of them in a buffer that the next chunk overwrites."""
     T = x.shape[0]
-    buffer = x.new_empty((min(chunk, T), weight.shape[0]))
+    wide = bool(fp32 & LOGITS) and x.dtype != torch.float32
+    buffer = x.new_empty((min(chunk, T), weight.shape[0]), dtype=torch.float32 if wide else x.dtype)
     for start in range(0, T, chunk):
         rows = slice(start, min(start + chunk, T))
         logits = buffer[:rows.stop - start]
-        if bias is not None:
+        if wide:
+            _wide_logits(logits, x[rows], weight, bias, scale)
+        elif bias is not None:
             torch.addmm(bias, x[rows], weight.t(), beta=scale, alpha=scale, out=logits)
         else:
             _gemm(logits, x[rows], weight.t(), False, scale)
         yield rows, logits
+
+
+def _wide_logits(logits, x, weight, bias, scale):
+    """logits = scale * (x weight^T + bias) in float32, from 16-bit operands."""
+    if x.is_cuda and HAS_OUT_DTYPE:
+        torch.mm(x, weight.t(), out_dtype=torch.float32, out=logits)
+    else:   # a block of the weight at a time
+        x, step = x.float(), max(BLOCK_BYTES // (4 * max(weight.shape[1], 1)), 64)
+        for v in range(0, weight.shape[0], step):
+            torch.mm(x, weight[v:v + step].float().t(), out=logits[:, v:v + step])
+    if bias is not None:
+        logits += bias
+    if scale != 1.0:
+        logits *= scale
 
 
 _groups: weakref.WeakValueDictionary[str, torch.distributed.ProcessGroup] = weakref.WeakValueDictionary()
@@ -449,12 +486,12 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
 
     def statistics(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
                    class_weight: torch.Tensor | None, softcap: float, scale: float, smooth: bool,
-                   entropy: bool, argmax: bool, fp32: bool, chunk_size: int | None, group: str
+                   entropy: bool, argmax: bool, fp32: int, chunk_size: int | None, group: str
                    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         process_group, _, target, class_weight = _shard(weight, target, class_weight, group)
-        chunk = chunk_rows(x, weight.shape[0], chunk_size, bool(group))
+        chunk = chunk_rows(x, weight.shape[0], chunk_size, bool(group), fp32)
         parts = [Stats(x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32))]
-        for rows, logits in _chunks(x, weight, bias, chunk, scale):
+        for rows, logits in _chunks(x, weight, bias, chunk, scale, fp32):
             part = kernels.forward(logits, target[rows], class_weight, softcap, smooth, entropy, argmax)
             parts.append(part if process_group is None else across(part, logits, process_group))
         return tuple(_joined(parts, x))
@@ -463,13 +500,13 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
                             target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
                             scale: float, lse: torch.Tensor, mean: torch.Tensor | None,
                             g_lse: torch.Tensor | None, g_target: torch.Tensor | None,
-                            g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None, fp32: bool,
+                            g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None, fp32: int,
                             need_x: bool, need_w: bool, need_b: bool, chunk_size: int | None, group: str
                             ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         _, _, target, class_weight = _shard(weight, target, class_weight, group)
-        chunk = chunk_rows(x, weight.shape[0], chunk_size, bool(group))
+        chunk = chunk_rows(x, weight.shape[0], chunk_size, bool(group), fp32)
         grads = _Gradients(x, weight, chunk, fp32, scale, need_x, need_w, need_b)
-        for rows, logits in _chunks(x, weight, bias, chunk, scale):
+        for rows, logits in _chunks(x, weight, bias, chunk, scale, fp32):
             given = [None if t is None else t[rows] for t in (mean, g_lse, g_target, g_weighted, g_mean)]
             grads.add(rows, kernels.backward(logits, target[rows], class_weight, softcap, lse[rows], *given,
                                              True))
@@ -479,19 +516,19 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
               token_weight: torch.Tensor | None, target: torch.Tensor, here: torch.Tensor,
               class_weight: torch.Tensor | None, y_weight: torch.Tensor | None, factor: torch.Tensor | None,
               softcap: float, label_smoothing: float, z_loss: float, want_entropy: bool, argmax: bool,
-              fp32: bool, need_x: bool, need_w: bool, need_b: bool, chunk_size: int | None, group: str
+              fp32: int, need_x: bool, need_w: bool, need_b: bool, chunk_size: int | None, group: str
               ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
                          torch.Tensor, torch.Tensor]:
         """`_total` of the losses [1], the losses, lse, entropy and argmax, and the gradients of the total."""
         process_group, V, target, shard_weight = _shard(weight, target, class_weight, group)
-        chunk = chunk_rows(x, weight.shape[0], chunk_size, bool(group))
+        chunk = chunk_rows(x, weight.shape[0], chunk_size, bool(group), fp32)
         grads = _Gradients(x, weight, chunk, fp32, 1.0, need_x, need_w, need_b)
         smooth = label_smoothing != 0
         weight_sum = None if class_weight is None else class_weight.sum()
         coefficients = _coefficients(here, y_weight, token_weight, factor, V, label_smoothing, z_loss,
                                      weight_sum)
         parts = [Stats(x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32))]
-        for rows, logits in _chunks(x, weight, bias, chunk, 1.0):
+        for rows, logits in _chunks(x, weight, bias, chunk, 1.0, fp32):
             part = kernels.forward(logits, target[rows], shard_weight, softcap, smooth, want_entropy, argmax)
             if process_group is not None:
                 part = across(part, logits, process_group)
@@ -609,10 +646,10 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
         return (_total(losses, token_weight, False, None), found.lse if lse else None,
                 entropy(found) if want_entropy else None, found.argmax if argmax else None)
 
-    def logprob_chunked(x, weight, bias, target, here, temperature, softcap, chunk_size):
+    def logprob_chunked(x, weight, bias, target, here, temperature, softcap, fp32, chunk_size):
         # z / t = (c / t) tanh((logits / t) / (c / t)): a temperature divides the logits and the cap.
         found = Stats(*statistics_op(x.contiguous(), weight, bias, target, None, softcap / temperature,
-                                     1 / temperature, False, True, False, True, chunk_size, ""))
+                                     1 / temperature, False, True, False, fp32, chunk_size, ""))
         return _logprob(found, here)
 
     return SimpleNamespace(cross_entropy=cross_entropy_chunked, logprob=logprob_chunked,
@@ -693,6 +730,7 @@ def _all_cases():
         _case("smoothing", 11, 32, 100, chunk_size=4, label_smoothing=0.2, class_weight=True),
         _case("softcap", 11, 32, 100, chunk_size=4, softcap=5.0),
         _case("everything", (2, 5), 32, 300, **everything),
+        _case("fp32_logits", 11, 32, 100, chunk_size=4, bias=True, fp32_logits=True),
         _case("everything_none", (2, 5), 32, 300, reduction="none", **everything),
         *_timed(),
     )
@@ -706,6 +744,7 @@ def _logprob_cases():
         _case("no_rows", 0, 16, 64, logprob=True),
         _case("everything", (2, 5), 32, 300, chunk_size=4, bias=True, temperature=0.7, softcap=5.0,
               logprob=True),
+        _case("fp32_logits", 11, 32, 100, chunk_size=4, bias=True, temperature=0.7, fp32_logits=True, logprob=True),
         *_timed(logprob=True),
     )
 

@@ -16,7 +16,7 @@ from tilewright import platform
 from tilewright.ops import _checks, aqn, cases, quantize
 from tilewright.ops._library import define
 from tilewright.ops.aqn import AQN
-from tilewright.registry import Case, Cost, Implementation, On, Op, short
+from tilewright.registry import Case, Cost, Goal, Implementation, On, Op, short
 
 # float32 values of the 16 codes: quantiles of a normal distribution, scaled to [-1, 1], with an exact 0.
 CODES = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -325,5 +325,6 @@ DEQUANTIZE_NF4 = Op(
     (*_cases(_dequantize_case(False)), *_cases(_dequantize_case(True)),
      _dequantize_case(False, noise=aqn.SOME)("noise", (3, 7, 33), cases.CONTRACT),
      _dequantize_case(True, noise=aqn.SOME)("noise", (5, 96), cases.CONTRACT)),
-    goals=cases.near_copy(90, "forward"),
+    goals=(*cases.near_copy(90, "forward"), Goal("H200", "forward", "over bitsandbytes", at_least=1.2),
+           Goal("EPYC", "forward", "over bitsandbytes", at_least=3)),
 )

@@ -320,10 +320,12 @@ def _all_cases(add):
 RMSNORM = Op(
     "rmsnorm", rmsnorm, rmsnorm_eager,
     (
-        Implementation("triton", lambda: _triton()[0], platform.no_triton, tunables=_tunables),
+        Implementation("triton", lambda: _triton()[0], platform.no_triton, batch_invariant=cases.ANYWHERE,
+                       tunables=_tunables),
         # Never the choice of `auto` until it has been measured to beat Triton on a GPU.
         Implementation("cute", lambda: _cute()[0], platform.no_cute, devices=(), gate=_cute_specs),
-        Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16),
+                       batch_invariant=("cpu",)),
         Implementation("torch", _torch, devices=("cuda", "cpu"),
                        dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)),
     ),
@@ -333,9 +335,11 @@ RMSNORM = Op(
 ADD_RMSNORM = Op(
     "add_rmsnorm", add_rmsnorm, add_rmsnorm_eager,
     (
-        Implementation("triton", lambda: _triton()[1], platform.no_triton, tunables=_tunables),
+        Implementation("triton", lambda: _triton()[1], platform.no_triton, batch_invariant=cases.ANYWHERE,
+                       tunables=_tunables),
         Implementation("cute", lambda: _cute()[1], platform.no_cute, devices=()),   # see above
-        Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16),
+                       batch_invariant=("cpu",)),
     ),
     _all_cases(add=True),
     goals=(*cases.near_copy(92, "forward"), *cases.near_copy(85, "backward")),

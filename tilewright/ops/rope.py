@@ -47,14 +47,27 @@ def rope(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.
     Source: arXiv:2104.09864; pairs as in transformers' LlamaRotaryEmbedding, or neighbouring as in GPT-J.
     """
     R = _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens)
+    cos, sin, position_ids = prepare_tables(q.shape[0], q.shape[2], R, cos, sin, position_ids, cu_seqlens)
+    fn = ROPE.pick(implementation, q)
+    if inplace:
+        return _in_place(fn, q, k, cos, sin, position_ids, interleaved)
+    return fn(q, k, cos, sin, position_ids, interleaved)
+
+
+def prepare_tables(B: int, S: int, R: int, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None,
+                   cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What implementations take for tables and positions that `check_tables` has passed: cos and sin [P, R / 2] without
+    gradients, and the row of each token, int64 [B, S], or None where token s of a sequence has row s.
+
+    Raises ValueError and IndexError as `rope`.
+    """
     if cos.requires_grad or sin.requires_grad:   # so that no implementation differentiates them
         cos, sin = cos.detach(), sin.detach()
-    B, _, S, _ = q.shape
     if cos.dim() == 3:
         if position_ids is not None or cu_seqlens is not None:
             raise ValueError("cos and sin with a row for each token take neither position_ids nor cu_seqlens")
         if cos.shape[0] > 1:   # with one row for all sequences, token s takes row s, which is the default
-            position_ids = torch.arange(B * S, device=q.device).view(B, S)
+            position_ids = torch.arange(B * S, device=cos.device).view(B, S)
         cos, sin = cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1])
     elif cu_seqlens is not None:
         position_ids = _checked_positions(document_positions(cu_seqlens, B * S).view(B, S), cos.shape[0])
@@ -64,10 +77,7 @@ def rope(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.
         raise IndexError(_outside(f"S is {S}: position", cos.shape[0], cos.shape[0]))
     if cos.shape[1] != R // 2:   # a view costs two microseconds
         cos, sin = cos[:, :R // 2], sin[:, :R // 2]
-    fn = ROPE.pick(implementation, q)
-    if inplace:
-        return _in_place(fn, q, k, cos, sin, position_ids, interleaved)
-    return fn(q, k, cos, sin, position_ids, interleaved)
+    return cos, sin, position_ids
 
 
 def document_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -115,11 +125,20 @@ def _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens):
             raise ValueError(f"k must have shape [{B}, heads, {S}, {D}] to go with q, got {list(k.shape)}")
         if k.dtype != q.dtype:
             raise TypeError(f"k must have q's dtype {q.dtype}, got {k.dtype}")
+    if D < 2:
+        raise ValueError(f"q must have a head width of at least 2, got {list(q.shape)}")
+    R = check_tables(B, S, D, cos, sin, rotary_dim, position_ids, cu_seqlens)
+    _checks.same_device(q=q, k=k, cos=cos, sin=sin, position_ids=position_ids, cu_seqlens=cu_seqlens)
+    return R
+
+
+def check_tables(B: int, S: int, D: int, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int | None,
+                 position_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> int:
+    """R, for heads of width D >= 2. Raises TypeError or ValueError, as `rope`, for tables (tensors of floats) and
+    positions that do not fit; their devices are left to the caller."""
     if rotary_dim is not None and (not isinstance(rotary_dim, int) or isinstance(rotary_dim, bool)):
         raise TypeError(f"rotary_dim must be an int or None, got {rotary_dim!r}")
     R = D if rotary_dim is None else rotary_dim
-    if D < 2:
-        raise ValueError(f"q must have a head width of at least 2, got {list(q.shape)}")
     if R % 2 or not 0 < R <= D:
         raise ValueError(f"rotary_dim must be even and 2 to {D} (head width), got {R}")
     if cos.shape != sin.shape:
@@ -141,7 +160,6 @@ def _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens):
         _checks.dense("position_ids", position_ids)
         if tuple(position_ids.shape) not in ((S,), (B, S)):
             raise ValueError(f"position_ids must have shape [{S}] or [{B}, {S}], got {list(position_ids.shape)}")
-    _checks.same_device(q=q, k=k, cos=cos, sin=sin, position_ids=position_ids, cu_seqlens=cu_seqlens)
     return R
 
 
@@ -176,21 +194,22 @@ def _dense_like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.preserve_format)
 
 
-def _last_contiguous(x):
+def last_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x, or a copy if its last dimension is not contiguous, which kernels read."""
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _register(name, rotate):
     def turn(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
              positions: torch.Tensor | None, interleaved: bool, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = _last_contiguous(q), _last_contiguous(k)
+        q, k = last_contiguous(q), last_contiguous(k)
         q_out = _dense_like(q)
         k_out = None if k is None else _dense_like(k)
         rotate(q, k, q_out, k_out, cos, sin, positions, interleaved, inverse)
         return q_out, q.new_empty(0) if k_out is None else k_out
 
     def fake(q, k, cos, sin, positions, interleaved, inverse):
-        return _dense_like(_last_contiguous(q)), q.new_empty(0) if k is None else _dense_like(_last_contiguous(k))
+        return _dense_like(last_contiguous(q)), q.new_empty(0) if k is None else _dense_like(last_contiguous(k))
 
     op = define(f"rope_{name}", turn, fake)
 
@@ -227,7 +246,7 @@ def _in_place(fn, q, k, cos, sin, positions, interleaved):
     given = [(name, x) for name, x in (("q", q), ("k", k)) if x is not None]
     compiling = torch.compiler.is_compiling()
     for name, x in given:
-        _check_overwritable(name, x, compiling)
+        check_overwritable(name, x, compiling)
     if compiling:   # the compiler decides where results lie; the copies tell it that they may lie here
         for (_, x), new in zip(given, fn(q, k, cos, sin, positions, interleaved), strict=False):
             x.copy_(new)
@@ -272,7 +291,8 @@ def _apart(q, k):
     return False
 
 
-def _check_overwritable(name, x, compiling):
+def check_overwritable(name: str, x: torch.Tensor, compiling: bool) -> None:
+    """Raises ValueError if autograd cannot follow an overwritten x, or elements of it share memory."""
     if x.stride(-1) != 1 and x.numel():
         raise ValueError(f"inplace=True needs {name} with a contiguous last dimension, got strides {list(x.stride())}; "
                          f"pass {name}.contiguous() or inplace=False")
@@ -402,8 +422,10 @@ def _all_cases():
 ROPE = Op(
     "rope", rope, rope_eager,
     (
-        Implementation("triton", _triton, platform.no_triton, tunables=_tunables),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        Implementation("triton", _triton, platform.no_triton, batch_invariant=cases.ANYWHERE,
+                       tunables=_tunables),
+        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16),
+                       batch_invariant=("cpu",)),
     ),
     _all_cases(),
     goals=cases.near_copy(92, "forward", "backward"),

@@ -322,8 +322,10 @@ def _all_cases():
 ROUTE = Op(
     "route", route, route_eager,
     (
-        Implementation("triton", _triton, platform.no_triton, gate=_gate, tunables=_tunables),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        Implementation("triton", _triton, platform.no_triton, batch_invariant=cases.ANYWHERE,
+                       gate=_gate, tunables=_tunables),
+        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16),
+                       batch_invariant=("cpu",)),
     ),
     _all_cases(),
     # A logit's gradient is a difference of sums over a row that nearly cancel, so that either side may lose 12 eps; in

@@ -61,6 +61,17 @@ class Model(Section):
     deepep_num_sms: int = field(20, "Streaming multiprocessors that DeepEP uses; an even number.", gt=0)
     deepep_async_combine: bool = field(False, "Overlap DeepEP's combine with the next layer.")
     merge_qkv: bool = field(True, "Keep the query, key and value projections as one qkv_proj.")
+    router_fp32: bool = field(True, "Keep the router's logits in float32 rather than rounding them to bfloat16.")
+    lm_head_fp32: bool = field(True, "Keep the head's logits in float32 rather than rounding them to bfloat16.")
+    rmsnorm_native: bool = field(
+        False, "PyTorch's F.rms_norm instead of the fused kernels, and x + residual by itself.")
+    activation_native: bool = field(False, "F.silu(gate) * up, rounded in between, instead of the fused kernel.")
+    rope_native: bool = field(False, "PyTorch's operators instead of the fused rotation.")
+    attention_cast_bf16: bool = field(
+        False, "Round queries and keys to bfloat16 after the rotation; in bfloat16 training they are that already.")
+    batch_invariant: bool = field(
+        False, "A token's logits have the same bits whatever else is in the batch: implementations that claim it, "
+               "matrix products of 128 rows at a time, and all logits of a batch in memory. Slower.")
     basic_modules: list[str] = field([], "Further module names to shard as FSDP units of their own.")
     foundation: dict[str, Any] = field({}, "Further configuration of a foundation model.")
     encoders: dict[str, Any] = field({}, "Multimodal encoders by kind (image, video, audio).")
@@ -114,7 +125,9 @@ class Data(Section):
     dataloader_pin_memory: bool = field(True, "Pin batches in memory where there is a CUDA device.")
     dataloader_drop_last: bool = field(
         True, "Drop the last incomplete global batch of an epoch; false: fill it with empty bins.")
-    pad_to_multiple_of: int = field(128, "Micro-batches are padded to a multiple of this many tokens.", ge=1)
+    pad_to_multiple_of: int = field(
+        128, "Micro-batches are padded to a multiple of this many tokens; with context parallelism to the least common "
+             "multiple of this and 2 x ring x Ulysses.", ge=1)
     val_set_size: int | float | None = field(
         None, "Held out of datasets for evaluation: a number of samples, or a fraction below 1.")
     shuffle_merged_datasets: bool = field(True, "Shuffle all samples, and the bins in every epoch.")
@@ -138,7 +151,9 @@ class Train(Section):
     # parallelism
     data_parallel_mode: Literal["none", "ddp", "fsdp2"] = field(
         "fsdp2", "none: one process; ddp: replicas; fsdp2: sharded parameters.")
-    data_parallel_shard_size: int = field(-1, "Processes of a shard group; -1: all that remain.")
+    data_parallel_shard_size: int = field(
+        -1, "Processes of a shard group that read batches of their own; -1: all that remain. All processes are "
+            "replicas x shards x ring x Ulysses.")
     data_parallel_replicate_size: int = field(-1, "Replicas of shard groups (HSDP); -1: automatic.")
     tensor_parallel_size: int = field(1, "Tensor parallelism.", ge=1)
     pipeline_parallel_size: int = field(1, "Pipeline stages.", ge=1)
@@ -146,10 +161,13 @@ class Train(Section):
     pp_variable_seq_lengths: bool = field(True, "Agree on sequence lengths at each pipeline step.")
     expert_parallel_size: int = field(
         1, "Processes over which the experts of a layer are spread; divides those of a shard group.", ge=1)
-    ulysses_parallel_size: int = field(1, "Ulysses context parallelism.", ge=1)
-    ringattn_parallel_size: int = field(1, "Ring attention.", ge=1)
+    ulysses_parallel_size: int = field(
+        1, "Neighbouring processes that share each sequence and exchange tokens for heads in attention; divides the "
+           "query heads.", ge=1)
+    ringattn_parallel_size: int = field(
+        1, "Processes, or groups of those of Ulysses, that share each sequence and send keys and values.", ge=1)
     cp_fsdp_mode: Literal["all", "ulysses_only", "ring_only", "none"] = field(
-        "all", "Which context-parallel ranks shard parameters.")
+        "all", "Which processes that share a sequence also shard parameters; the others are replicas (HSDP).")
     reshard_after_forward: bool | None = field(
         None, "Free gathered parameters after the forward pass; null: as enable_full_shard.")
     ep_outside: bool = field(
@@ -245,22 +263,45 @@ class Train(Section):
         """FSDP2's reshard_after_forward: ZeRO-3 if true, ZeRO-2 if false."""
         return self.enable_full_shard if self.reshard_after_forward is None else self.reshard_after_forward
 
-    def mesh(self, world_size: int) -> tuple[int, int]:
-        """(replicas, shards), whose product is world_size. Raises ConfigError if the sizes do not fit."""
+    @property
+    def context_parallel_size(self) -> int:
+        """Processes that share a sequence."""
+        return self.ringattn_parallel_size * self.ulysses_parallel_size
+
+    def data_mesh(self, world_size: int) -> tuple[int, int]:
+        """(replicas, shards) of data parallelism: times the processes that share a sequence they make world_size.
+        Raises ConfigError if the sizes do not fit."""
         if self.data_parallel_mode == "none" and world_size > 1:
             raise ConfigError([f"train.data_parallel_mode = none: trains one process, but {world_size} were started"])
         if self.data_parallel_mode != "fsdp2":
             return world_size, 1
         replicas, shards = self.data_parallel_replicate_size, self.data_parallel_shard_size
+        data, rest = divmod(world_size, self.context_parallel_size)
+        if rest:
+            raise ConfigError([f"train.ringattn_parallel_size = {self.ringattn_parallel_size}, "
+                               f"train.ulysses_parallel_size = {self.ulysses_parallel_size}: {world_size} processes do "
+                               f"not divide by {self.context_parallel_size}"])
         if shards == -1:
-            shards = world_size // max(1, replicas)
+            shards = data // max(1, replicas)
         if replicas == -1:
-            replicas = world_size // shards
-        if replicas * shards != world_size:
+            replicas = data // max(1, shards)
+        if replicas * shards != data:
+            spread = f" of {self.context_parallel_size} for each sequence" if self.context_parallel_size > 1 else ""
             raise ConfigError([f"train.data_parallel_shard_size = {self.data_parallel_shard_size}, "
                                f"train.data_parallel_replicate_size = {self.data_parallel_replicate_size}: "
-                               f"do not make {world_size} processes"])
-        if shards % self.expert_parallel_size:
+                               f"do not make {world_size} processes{spread}"])
+        return replicas, shards
+
+    def mesh(self, world_size: int) -> tuple[int, int]:
+        """(replicas, shards) of parameters, whose product is world_size: processes that share a sequence are one or the
+        other, as cp_fsdp_mode says. Raises ConfigError if the sizes do not fit."""
+        replicas, shards = self.data_mesh(world_size)
+        for mode, size in (("ulysses_only", self.ulysses_parallel_size), ("ring_only", self.ringattn_parallel_size)):
+            if self.cp_fsdp_mode in ("all", mode):
+                shards *= size
+            else:
+                replicas *= size
+        if self.data_parallel_mode == "fsdp2" and shards % self.expert_parallel_size:
             raise ConfigError([f"train.expert_parallel_size = {self.expert_parallel_size}: does not divide the "
                                f"{shards} processes of a shard group"])
         return replicas, shards
@@ -347,8 +388,18 @@ NOTES = {path: (" or ".join(ACCEPTED.get(path, ["the default"])), why) for path,
 DIFFERENCES: dict[str, tuple[str, str]] = {
     "model.attn_implementation": ("flash_attention_3", "needs one kind of GPU; auto takes the best that runs here"),
     "model.moe_implementation": ("eager, triton, native, quack", "the same, and cpp, which runs on CPUs"),
+    **dict.fromkeys(("model.router_fp32", "model.lm_head_fp32", "model.rmsnorm_native", "model.activation_native",
+                     "model.rope_native", "model.attention_cast_bf16"),
+                    ("of its server's configuration", "a trained model can be as its server computes it")),
+    "model.batch_invariant": ("none", "ours: for numbers that do not depend on how a batch was made up"),
     "model.deepep_async_combine": ("false", "the next operation reads the result, so nothing could overlap"),
     "train.expert_parallel_size": ("1", "the same; it divides the processes of a shard group, and needs fsdp2"),
+    "train.data_parallel_shard_size": (
+        "the world's size", "-1 is what remains of the processes after replicas, ring and Ulysses"),
+    "train.cp_fsdp_mode": (
+        "how context parallelism interacts with FSDP", "the same, in full: ranks that do not shard are replicas"),
+    "data.pad_to_multiple_of": ("128", "the same; with context parallelism the least common multiple of it and "
+                                       "2 x ring x Ulysses"),
     "train.ep_outside": ("place it outside the EP-FSDP mesh", "the same: the outer dimension of a shard group"),
     "data.datasets.type": ("tokenized only", "text is ours: raw text, tokenised on preparation with tokenizer_path"),
     "data.datasets.max_seq_len": ("truncate and filter", "samples are truncated, with a count in the log"),

@@ -3,6 +3,7 @@
 A sample has input_ids and labels (default: the same; -100 is not trained on). A batch is one packed row:
     input_ids [1, T], labels [1, T] (shifted: labels[t] follows token t of the same document; the last is -100),
     position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1].
+With context parallelism the first three are this rank's part of the row, and the ranks of one row read the same bins.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import pathlib
 import re
 import shutil
@@ -20,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tilewright.ops.context_parallel import ContextParallel, shard
 from tilewright.trainer import packing
 from tilewright.trainer.config import Config, Data, Dataset
 
@@ -324,8 +327,14 @@ class Bins(torch.utils.data.Dataset):
         return list(zip(rows["input_ids"], rows["labels"], strict=True))
 
 
-def collate(bins: list[list[tuple[np.ndarray, np.ndarray]]], multiple: int) -> dict[str, torch.Tensor]:
-    """Bins into one packed row. Padding is a document of its own, with every label ignored."""
+def padding(data: Data, cp: ContextParallel) -> int:
+    """What a micro-batch's tokens are padded to a multiple of."""
+    return math.lcm(data.pad_to_multiple_of, cp.multiple)
+
+
+def collate(bins: list[list[tuple[np.ndarray, np.ndarray]]], multiple: int,
+            cp: ContextParallel | None = None) -> dict[str, torch.Tensor]:
+    """Bins into one packed row, or a rank's part of it. Padding is a document of its own, with every label ignored."""
     documents = [d for b in bins for d in b]
     lengths = [len(ids) for ids, _ in documents]
     total = sum(lengths)
@@ -335,20 +344,22 @@ def collate(bins: list[list[tuple[np.ndarray, np.ndarray]]], multiple: int) -> d
     ids = np.concatenate([ids for ids, _ in documents])
     shifted = np.concatenate([np.append(labels[1:], IGNORE) for _, labels in documents])
     positions = np.concatenate([np.arange(n) for n in lengths])
-    return {"input_ids": torch.from_numpy(ids).long()[None], "labels": torch.from_numpy(shifted).long()[None],
-            "position_ids": torch.from_numpy(positions).long()[None],
+    row = {"input_ids": ids, "labels": shifted, "position_ids": positions}
+    return {**{name: shard(torch.from_numpy(t).long()[None], 1, cp or ContextParallel()) for name, t in row.items()},
             "cu_seqlens": torch.from_numpy(np.cumsum([0, *lengths])).int()}
 
 
 class Batches:
     """Micro-batches of one rank, optimizer step by optimizer step, resumable anywhere.
 
+    rank, world_size: of data parallelism; ranks of one `cp` have the same.
     A step takes world_size * micro_batch_size * accumulation bins. Where training stands is an epoch and the number of
     its bins that are used up, whatever the number of ranks, so a run may go on with another one.
     """
 
-    def __init__(self, bins: Bins, config: Config, *, rank: int = 0, world_size: int = 1, pin: bool = False):
-        train, self.data = config.train, config.data
+    def __init__(self, bins: Bins, config: Config, *, rank: int = 0, world_size: int = 1, pin: bool = False,
+                 cp: ContextParallel | None = None):
+        train, self.data, self.cp = config.train, config.data, cp or ContextParallel()
         self.bins, self.rank, self.world, self.pin = bins, rank, world_size, pin
         self.micro, self.accumulation, self.seed = train.micro_batch_size, train.gradient_accumulation_steps, train.seed
         self.per_step = world_size * self.micro * self.accumulation
@@ -386,7 +397,7 @@ class Batches:
     def steps(self) -> Iterator[list[dict[str, torch.Tensor]]]:
         """The micro-batches of each following step, epoch after epoch, for ever."""
         while True:
-            loader = _loader(self.bins, list(self._mine()), self.data, self.pin)
+            loader = _loader(self.bins, list(self._mine()), self.data, self.pin, self.cp)
             step = []
             for batch in loader:
                 step.append(batch)
@@ -399,16 +410,18 @@ class Batches:
             self.epoch, self.used = self.epoch + 1, 0
 
 
-def _loader(bins: Bins, indices: list[list[int | None]], data: Data, pin: bool):
+def _loader(bins: Bins, indices: list[list[int | None]], data: Data, pin: bool, cp: ContextParallel):
     return torch.utils.data.DataLoader(
-        bins, batch_sampler=indices, collate_fn=functools.partial(collate, multiple=data.pad_to_multiple_of),
+        bins, batch_sampler=indices,
+        collate_fn=functools.partial(collate, multiple=padding(data, cp), cp=cp.layout()),
         num_workers=data.dataloader_num_workers, prefetch_factor=data.dataloader_prefetch_factor,
         pin_memory=pin and data.dataloader_pin_memory)
 
 
-def evaluation_batches(bins: Bins, config: Config, rank: int, world_size: int, pin: bool = False):
+def evaluation_batches(bins: Bins, config: Config, rank: int, world_size: int, pin: bool = False,
+                       cp: ContextParallel | None = None):
     """Every bin once over all ranks; each rank gets the same number of batches, filled up with empty ones."""
     size = config.train.micro_batch_size
     groups: list[list[int | None]] = [list(range(i, min(i + size, len(bins)))) for i in range(0, len(bins), size)]
     groups += [[None]] * (-len(groups) % world_size)
-    return _loader(bins, groups[rank::world_size], config.data, pin)
+    return _loader(bins, groups[rank::world_size], config.data, pin, cp or ContextParallel())

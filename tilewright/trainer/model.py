@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -20,11 +21,13 @@ from torch.utils.checkpoint import checkpoint
 from tilewright import adapt, lora
 from tilewright import ops as tw
 from tilewright.lora_experts import LoRAExperts, QuantizedExperts
-from tilewright.nn import RMSNorm, SwiGLU
+from tilewright.nn import RMSNorm, SwiGLU, in_row_blocks, linear_in_row_blocks
 from tilewright.ops.aqn import AQN
+from tilewright.ops.attention import Request
+from tilewright.ops.context_parallel import ContextParallel, context_parallel_attention, positions, shard
 from tilewright.ops.expert_parallel import DeepEP, ep_moe_mlp
 from tilewright.ops.rope import document_positions
-from tilewright.registry import operations
+from tilewright.registry import ImplementationUnavailable, operations
 
 MODEL_TYPES = ("llama", "qwen3", "qwen3_moe")
 
@@ -114,34 +117,76 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class Numerics:
+    """Arithmetic of the model that is chosen to agree with what serves it, rather than to be fast."""
+
+    router_fp32: bool = True             # the router's logits are the product's float32 sums, not rounded
+    lm_head_fp32: bool = True            # the head's logits, too
+    rmsnorm_native: bool = False         # PyTorch's F.rms_norm, and x + residual by itself
+    activation_native: bool = False      # F.silu(gate) * up, rounded in between
+    rope_native: bool = False            # rotated by PyTorch's operators
+    attention_cast_bf16: bool = False    # queries and keys are rounded to bfloat16 after the rotation
+    batch_invariant: bool = False        # a token's logits have the same bits whatever else is in the batch
+
+    def implementations(self) -> dict[str, str]:
+        """What it asks for, by op."""
+        asked = {"rmsnorm": "torch"} if self.rmsnorm_native else {}
+        return asked | ({"silu_mul": "torch"} if self.activation_native else {}) | (
+            {"rope": "eager"} if self.rope_native else {})
+
+
+@dataclass(frozen=True)
 class Ops:
-    """Which implementation of each op the model calls. Every name is checked when this is built."""
+    """Which implementation of each op the model calls, each checked when this is built, and its `Numerics`."""
 
     attention: str
     rmsnorm: str
     add_rmsnorm: str
     silu_mul: str
     rope: str
+    qk_norm_rope: str
     linear_cross_entropy: str
+    cross_entropy: str
     route: str
     moe_mlp: str
+    numerics: Numerics = Numerics()
 
     @classmethod
     def resolve(cls, attn_implementation: str = "auto", moe_implementation: str | None = None, *,
-                device_type: str = "cpu", dtype: torch.dtype = torch.float32, **names: str) -> Ops:
-        """Raises ValueError for an unknown name and ImplementationUnavailable for one that cannot run here."""
+                device_type: str = "cpu", dtype: torch.dtype = torch.float32,
+                attention_request: Request | None = None, numerics: Numerics = Numerics(), experts: bool = True,
+                **names: str) -> Ops:
+        """attention_request: what calls of attention will ask for.   experts: whether the model has any; only then
+        must what routes and computes them be batch-invariant.
+
+        Raises ValueError for an unknown name and ImplementationUnavailable for one that cannot run here, or that does
+        not claim what `numerics.batch_invariant` asks for.
+        """
         table, chosen = operations(), {}
-        asked = {"attention": attn_implementation, "moe_mlp": moe_implementation or "auto", **names}
-        for field in fields(cls):
-            name = asked.pop(field.name, "auto")
-            table[field.name].resolve(name, device_type, dtype)
-            chosen[field.name] = table[field.name].choose(device_type, dtype) if name == "auto" else name
+        asked = {"attention": attn_implementation, "moe_mlp": moe_implementation or "auto",
+                 **numerics.implementations(), **names}
+        for field in fields(cls)[:-1]:
+            op, name = table[field.name], asked.pop(field.name, "auto")
+            what = (device_type, dtype, attention_request if field.name == "attention" else None)
+            op.resolve(name, *what)
+            if numerics.batch_invariant and field.name in INVARIANT and (experts or field.name not in EXPERTS):
+                chosen[field.name] = op.choose_invariant(*what) if name == "auto" else name
+                if device_type not in op.implementation(chosen[field.name]).batch_invariant:
+                    raise ImplementationUnavailable(f"{op.name}[{name}]: does not claim that a row's bits do not "
+                                                    "depend on the batch")
+            else:
+                chosen[field.name] = op.choose(*what) if name == "auto" else name
         if asked:
-            raise ValueError(f"unknown ops {sorted(asked)}; have {[f.name for f in fields(cls)]}")
-        return cls(**chosen)
+            raise ValueError(f"unknown ops {sorted(asked)}; have {[f.name for f in fields(cls)[:-1]]}")
+        return cls(**chosen, numerics=numerics)
 
     def names(self) -> dict[str, str]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: getattr(self, f.name) for f in fields(self)[:-1]}
+
+
+EXPERTS = ("route", "moe_mlp")
+# What a token's logits go through; the fused loss is not called then.
+INVARIANT = ("attention", "rmsnorm", "add_rmsnorm", "silu_mul", "rope", "qk_norm_rope", "cross_entropy", *EXPERTS)
 
 
 # ---- positions
@@ -186,12 +231,22 @@ class AddRMSNorm(RMSNorm):
 
     def __init__(self, size: int, eps: float, ops: Ops):
         super().__init__(size, eps, implementation=ops.rmsnorm)
-        self.add_implementation = ops.add_rmsnorm
+        self.add_implementation, self.native = ops.add_rmsnorm, ops.numerics.rmsnorm_native
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             return super().forward(x), x
+        if self.native:
+            total = x + residual
+            return super().forward(total), total
         return tw.add_rmsnorm(x, residual, self.weight, self.eps, implementation=self.add_implementation)
+
+
+class OnHost:
+    """Boundaries of documents, as an object: of a tuple compiled code would be made anew for each length."""
+
+    def __init__(self, ends: tuple[int, ...]):
+        self.ends = ends
 
 
 class Attention(nn.Module):
@@ -202,6 +257,7 @@ class Attention(nn.Module):
                                                               D, ops)
         widths = (self.heads * D, self.kv_heads * D, self.kv_heads * D)
         self.widths, self.merge_qkv = widths, merge_qkv
+        self.apart = ops.numerics.rmsnorm_native or ops.numerics.rope_native   # no pass does both as PyTorch would
         if merge_qkv:
             self.qkv_proj = nn.Linear(H, sum(widths), bias=False)
         else:
@@ -211,20 +267,44 @@ class Attention(nn.Module):
         if self.qk_norm:
             self.q_norm = RMSNorm(D, config.rms_norm_eps, implementation=ops.rmsnorm)
             self.k_norm = RMSNorm(D, config.rms_norm_eps, implementation=ops.rmsnorm)
+        self.cp = ContextParallel()
 
-    def forward(self, x, cos, sin, position_ids, cu_seqlens):
+    def forward(self, x, cos, sin, position_ids, cu_seqlens, ends):
         B, S, _ = x.shape
-        if self.merge_qkv:
-            q, k, v = self.qkv_proj(x).split(self.widths, -1)
+        if self.merge_qkv and self.apart:
+            q, k, v = self._heads(*self.qkv_proj(x).split(self.widths, -1), cos, sin, position_ids)
+        elif self.merge_qkv:
+            q, k, v = self._heads_of_merged(self.qkv_proj(x), cos, sin, position_ids)
         else:
-            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            q, k, v = self._heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), cos, sin, position_ids)
+        if self.ops.numerics.attention_cast_bf16:   # and back: attention takes one dtype
+            q, k = (t.bfloat16().to(t.dtype) for t in (q, k))
+        if self.cp.size == 1:
+            out = tw.attention(q, k, v, cu_seqlens=cu_seqlens, implementation=self.ops.attention)
+        else:
+            out = self._spread(q, k, v, cu_seqlens, ends)
+        return self.o_proj(out.transpose(1, 2).reshape(B, S, -1))
+
+    @torch.compiler.disable
+    def _spread(self, q, k, v, cu_seqlens, ends: OnHost | None):
+        return context_parallel_attention(q, k, v, self.cp, cu_seqlens=cu_seqlens, ends=ends and ends.ends,
+                                          implementation=self.ops.attention)
+
+    def _heads(self, q, k, v, cos, sin, position_ids):
+        """What attention takes of the three projections: [B, heads, S, D]."""
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        q, k = tw.rope(q, k, cos, sin, position_ids=position_ids, implementation=self.ops.rope)
-        out = tw.attention(q, k, v, cu_seqlens=cu_seqlens, implementation=self.ops.attention)
-        return self.o_proj(out.transpose(1, 2).reshape(B, S, -1))
+        return *tw.rope(q, k, cos, sin, position_ids=position_ids, implementation=self.ops.rope), v
+
+    def _heads_of_merged(self, qkv, cos, sin, position_ids):
+        """The same of the merged projection, in one pass. The norms' modules hold their weights and nothing more."""
+        norms = {}
+        if self.qk_norm:
+            norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight, "eps": self.q_norm.eps}
+        return tw.qk_norm_rope(qkv, cos, sin, num_heads=self.heads, num_kv_heads=self.kv_heads,
+                               position_ids=position_ids, implementation=self.ops.qk_norm_rope, **norms)
 
 
 class MLP(SwiGLU):
@@ -281,10 +361,24 @@ class Experts(nn.Module):
         return tw.moe_mlp(x_TH, gate_up, down, index_TK, weight_TK, implementation=self.ops.moe_mlp)
 
 
+class Router(nn.Linear):
+    """Logits of experts. fp32: in float32, of x and weight as they are where it is called."""
+
+    def __init__(self, hidden: int, experts: int, fp32: bool):
+        super().__init__(hidden, experts, bias=False)
+        self.fp32 = fp32
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.fp32:
+            return super().forward(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.float(), self.weight.float())
+
+
 class MoE(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
-        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.gate = Router(config.hidden_size, config.num_experts, ops.numerics.router_fp32)
         self.experts = Experts(config, ops)
         self.top_k, self.renormalise, self.ops = config.num_experts_per_tok, config.norm_topk_prob, ops
 
@@ -318,13 +412,13 @@ class Block(nn.Module):
             return checkpoint(module, *args, use_reentrant=self.reentrant)
         return module(*args)
 
-    def _before_mlp(self, x, residual, cos, sin, position_ids, cu_seqlens):
+    def _before_mlp(self, x, residual, cos, sin, position_ids, cu_seqlens, ends):
         x, residual = self.input_layernorm(x, residual)
-        x = self._run("self_attn", x, cos, sin, position_ids, cu_seqlens)
+        x = self._run("self_attn", x, cos, sin, position_ids, cu_seqlens, ends)
         return self.post_attention_layernorm(x, residual)
 
-    def _layer(self, x, residual, cos, sin, position_ids, cu_seqlens, kept):
-        x, residual = self._run("_before_mlp", x, residual, cos, sin, position_ids, cu_seqlens)
+    def _layer(self, x, residual, cos, sin, position_ids, cu_seqlens, ends, kept):
+        x, residual = self._run("_before_mlp", x, residual, cos, sin, position_ids, cu_seqlens, ends)
         if not isinstance(self.mlp, MoE):
             return self._run("mlp", x), residual
         x, report = self._run("mlp", x, kept)
@@ -344,21 +438,26 @@ class Decoder(nn.Module):
         self.norm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.config = config
         self.reports: torch.Tensor | None = None   # of the routers in the last call, [layers with experts, E + 2]
+        self.cp = ContextParallel()
 
-    def forward(self, input_ids, position_ids, cu_seqlens):
+    def forward(self, input_ids, position_ids, cu_seqlens, ends=None):
         x, residual = self.embed_tokens(input_ids), None
-        if cu_seqlens is not None and position_ids is None:
-            position_ids = document_positions(cu_seqlens, input_ids.numel()).view_as(input_ids)
+        S = input_ids.shape[1] * self.cp.size   # of the whole sequence
+        own = position_ids is not None and cu_seqlens is None
+        if position_ids is None and cu_seqlens is not None:
+            whole = document_positions(cu_seqlens, input_ids.numel() * self.cp.size)
+            position_ids = shard(whole, 0, self.cp).view_as(input_ids)
+        elif position_ids is None and self.cp.size > 1:
+            position_ids = positions(S, self.cp, input_ids.device).expand_as(input_ids)
         # Made for each call rather than kept: a buffer would have to survive meta-device construction, and this costs
         # less than one row of one matrix product. Positions that restart in each document are below S.
-        S = input_ids.shape[1]
-        own = position_ids is not None and cu_seqlens is None
         cos, sin = rope_tables(self.config, max(S, self.config.max_position_embeddings) if own else S, input_ids.device)
         if self.layers[0].reentrant and torch.is_grad_enabled() and not x.requires_grad:
             x.requires_grad_()   # reentrant recomputation gives gradients only to what has an input with one
+        ends = None if ends is None else OnHost(ends)
         reports = []
         for layer in self.layers:
-            x, residual, *report = layer(x, residual, cos, sin, position_ids, cu_seqlens)
+            x, residual, *report = layer(x, residual, cos, sin, position_ids, cu_seqlens, ends)
             reports += report
         self.reports = torch.stack(reports) if reports else None
         return self.norm(x, residual)[0]
@@ -372,6 +471,8 @@ class Transformer(nn.Module):
         self.config, self.ops, self.merge_qkv = config, ops, merge_qkv
         self.model = Decoder(config, ops, merge_qkv)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if ops.numerics.batch_invariant:
+            in_row_blocks(self)
         self.tie()
 
     def tie(self) -> None:
@@ -416,6 +517,15 @@ class Transformer(nn.Module):
                 names = {"_before_mlp"} if "_layer" in names else names - {"mlp"}
             block.recompute, block.reentrant = tuple(names), reentrant
 
+    def spread_sequence(self, cp: ContextParallel) -> None:
+        """Each rank of `cp` is called with its part of a sequence. Raises ValueError if heads cannot be spread so."""
+        if self.config.num_attention_heads % cp.ulysses_size:
+            raise ValueError(f"train.ulysses_parallel_size = {cp.ulysses_size}: the model's "
+                             f"{self.config.num_attention_heads} query heads do not divide by {cp.ulysses_size}")
+        self.model.cp = cp
+        for block in self.model.layers:
+            block.self_attn.cp = cp
+
     def freeze_router(self) -> None:
         """The choice of experts stays what it is for a token, and learns nothing. Raises ValueError without experts."""
         gates = [block.mlp.gate for block in self.model.layers if isinstance(block.mlp, MoE)]
@@ -426,21 +536,30 @@ class Transformer(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, *, labels: torch.Tensor | None = None,
                 position_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+                ends: tuple[int, ...] | None = None,
                 num_tokens: torch.Tensor | float | None = None) -> torch.Tensor:
-        """Logits [B, S, V], or the loss if labels are given.
+        """Logits [B, S, V] (float32 with `lm_head_fp32`), or the loss if labels are given.
 
         input_ids: [B, S]; with cu_seqlens [n + 1], packed documents and B = 1.
         labels: [B, S], already shifted: labels[t] is the token that follows t; -100 is ignored.
         num_tokens: what the summed token losses are divided by; default: the labels that count.
+        After `spread_sequence` all of these are this rank's part, but for cu_seqlens, the whole sequence's, and
+        ends, the same on the host, which spares a ring waiting for the device.
         """
-        hidden = self.model(input_ids, position_ids, cu_seqlens)
-        if labels is None:
-            return self.lm_head(hidden)
-        weight = self.lm_head.weight
+        hidden = self.model(input_ids, position_ids, cu_seqlens, ends)
+        weight, numerics = self.lm_head.weight, self.ops.numerics
         if torch.is_autocast_enabled(hidden.device.type):   # custom operators are not autocast, matrix products are
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
+        if labels is None or numerics.batch_invariant:
+            if numerics.lm_head_fp32:
+                hidden, weight = hidden.float(), weight.float()
+            with torch.autocast(hidden.device.type, enabled=False):
+                logits = (linear_in_row_blocks if numerics.batch_invariant else F.linear)(hidden, weight)
+            return logits if labels is None else tw.cross_entropy(logits, labels, num_tokens=num_tokens,
+                                                                  implementation=self.ops.cross_entropy)
         return tw.linear_cross_entropy(hidden, weight, labels, num_tokens=num_tokens,
+                                       fp32_logits=numerics.lm_head_fp32,
                                        implementation=self.ops.linear_cross_entropy)
 
     def num_parameters(self) -> int:

@@ -1,5 +1,9 @@
-"""Process groups, and how a model is spread over them: alone, DDP, or FSDP2 with optional replication (HSDP), and
-experts over some of the processes that shard the rest."""
+"""Process groups, and how a model is spread over them: alone, DDP, or FSDP2 with optional replication (HSDP), experts
+over some of the processes that shard the rest, and sequences over a ring, Ulysses ranks, or both.
+
+Rank = ((replica * shards + shard) * ring size + ring rank) * Ulysses size + Ulysses rank: ranks of one sequence are
+neighbours, those of one Ulysses group the nearest.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilewright import platform
 from tilewright.lora_experts import LoRAExperts
+from tilewright.ops.context_parallel import ContextParallel
 from tilewright.ops.expert_parallel import DeepEP
 from tilewright.trainer.config import Config, Model, Train
 from tilewright.trainer.model import Experts, MoE, Transformer
@@ -25,11 +30,21 @@ from tilewright.trainer.model import Experts, MoE, Transformer
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others."""
+    """This process among the others.   cp: those with which it shares each sequence."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    cp: ContextParallel = field(default_factory=ContextParallel)
+
+    @property
+    def data_rank(self) -> int:
+        """Among ranks that read different batches."""
+        return self.rank // self.cp.size
+
+    @property
+    def data_size(self) -> int:
+        return self.size // self.cp.size
 
     @property
     def main(self) -> bool:
@@ -65,19 +80,41 @@ def init_distributed(train: Train) -> World:
     alone = {"store": dist.HashStore()} if place is None else {}
     # The CPU backend beside NCCL carries asynchronous checkpoints.
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=size, **alone)
-    return World(rank, size, torch.device("cuda", local) if cuda else torch.device("cpu"))
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    return World(rank, size, device, context_parallel(train, size, device.type))
 
 
-def _mesh(train: Train, world: World):
-    replicas, shards = train.mesh(world.size)
-    if replicas == 1:
-        return init_device_mesh(world.device.type, (shards,), mesh_dim_names=("shard",))
-    return init_device_mesh(world.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+def context_parallel(train: Train, size: int, device_type: str) -> ContextParallel:
+    """With which of `size` ranks this one shares sequences. Every rank must call it."""
+    ring, ulysses = train.ringattn_parallel_size, train.ulysses_parallel_size
+    if ring * ulysses == 1:
+        return ContextParallel()
+    mesh = init_device_mesh(device_type, (size // (ring * ulysses), ring, ulysses),
+                            mesh_dim_names=("data", "ring", "ulysses"))
+    return ContextParallel.of(mesh.get_group("ulysses"), mesh.get_group("ring"))
+
+
+def _ranks(train: Train, world: World) -> torch.Tensor:
+    """[replicas, shards] as FSDP2 sees them: `cp_fsdp_mode` says what a ring and Ulysses ranks are."""
+    order = {"all": (0, 1, 2, 3), "ulysses_only": (0, 2, 1, 3), "ring_only": (0, 3, 1, 2), "none": (0, 2, 3, 1)}
+    ranks = torch.arange(world.size).view(*train.data_mesh(world.size), train.ringattn_parallel_size,
+                                          train.ulysses_parallel_size)
+    return ranks.permute(order[train.cp_fsdp_mode]).reshape(train.mesh(world.size))
+
+
+def _mesh(train: Train, world: World) -> DeviceMesh:
+    ranks = _ranks(train, world)
+    if len(ranks) == 1:
+        return DeviceMesh(world.device.type, ranks[0], mesh_dim_names=("shard",))
+    return DeviceMesh(world.device.type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def parallelize(model: Transformer, config: Config, world: World) -> nn.Module:
-    """Recomputation, compilation and data parallelism, in this order: each wraps what the one before it made."""
+    """Context parallelism, recomputation, compilation and data parallelism, in this order: each wraps what the one
+    before it made."""
     train: Train = config.train
+    if world.cp.size > 1:
+        model.spread_sequence(world.cp)
     if train.enable_gradient_checkpointing:
         model.recompute_activations(train.recompute_modules, train.enable_reentrant,
                                     train.moe_checkpoint_method == "moe_act")
@@ -91,9 +128,8 @@ def parallelize(model: Transformer, config: Config, world: World) -> nn.Module:
 
 def _expert_mesh(train: Train, world: World) -> DeviceMesh:
     """(replicas,) shards of an expert, ranks that share a layer's experts. With ep_outside, shards are neighbours."""
-    replicas, shards = train.mesh(world.size)
-    n = train.expert_parallel_size
-    ranks = torch.arange(world.size)
+    ranks, n = _ranks(train, world), train.expert_parallel_size
+    replicas, shards = ranks.shape
     ranks = (ranks.view(replicas, n, shards // n).transpose(1, 2) if train.ep_outside
              else ranks.view(replicas, shards // n, n))
     names = ("replicate", "expert_shard", "expert")

@@ -28,8 +28,8 @@ class Problem(NamedTuple):
         return f"{', '.join(f'{p} = {show(get(config, p))}' for p in self.paths)}: {self.message}"
 
 
-_TP, _PP, _CP, _MUON, _OFFLOAD = (f"{what} not in this version" for what in (
-    "tensor parallelism is", "pipeline parallelism is", "context parallelism is",
+_TP, _PP, _MUON, _OFFLOAD = (f"{what} not in this version" for what in (
+    "tensor parallelism is", "pipeline parallelism is",
     "muon and anyprecision_adamw are", "activation offload is"))
 # path -> why only the default, or what ACCEPTED lists, is accepted.
 REFUSED: dict[str, str] = {
@@ -40,7 +40,6 @@ REFUSED: dict[str, str] = {
     "train.tensor_parallel_size": _TP,
     **{f"train.{name}": _PP for name in (
         "pipeline_parallel_size", "pipeline_parallel_schedule", "pp_variable_seq_lengths")},
-    **{f"train.{name}": _CP for name in ("ulysses_parallel_size", "ringattn_parallel_size", "cp_fsdp_mode")},
     **{f"train.{name}": _MUON for name in (
         "optimizer", "optimizer_dtype", "muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps",
         "muon_adjust_lr_fn")},
@@ -52,7 +51,8 @@ ACCEPTED = {"train.optimizer": ("adamw", "sgd"), "train.init_device": ("auto", "
 FSDP2_ONLY = {"train.data_parallel_shard_size": (-1, 1), "train.data_parallel_replicate_size": (-1, 1),
               "train.reshard_after_forward": (None,), "train.enable_full_shard": (True,),
               "train.enable_forward_prefetch": (True,), "model.basic_modules": ([],),
-              "train.expert_parallel_size": (1,), "train.ep_outside": (False,)}
+              "train.expert_parallel_size": (1,), "train.ep_outside": (False,),
+              "train.ulysses_parallel_size": (1,), "train.ringattn_parallel_size": (1,), "train.cp_fsdp_mode": ("all",)}
 
 
 # Fields of lora that only another one makes something read.
@@ -72,7 +72,8 @@ def problems(config: Config) -> Iterator[Problem]:
     for kind in ("datasets", "test_datasets"):
         for i, entry in enumerate(getattr(config.data, kind)):
             yield from _dataset(f"data.{kind}.{i}.", entry)
-    for broken, paths, message in (*_model_and_data(config), *_experts(config), *_train(config), *_lora(config)):
+    for broken, paths, message in (*_model_and_data(config), *_numerics(config), *_experts(config), *_train(config),
+                                   *_lora(config)):
         if broken:
             yield Problem(tuple(paths.split()), message)
 
@@ -124,6 +125,12 @@ def _model_and_data(config: Config) -> Iterator[tuple[bool, str, str]]:
            "data.push_dataset_to_hub data.skip_prepare_dataset", "nothing is prepared, so nothing can be pushed")
 
 
+def _numerics(config: Config) -> Iterator[tuple[bool, str, str]]:
+    yield (config.model.batch_invariant and config.train.ringattn_parallel_size > 1,
+           "model.batch_invariant train.ringattn_parallel_size",
+           "where a ring cuts a document depends on what else is in the batch")
+
+
 def _experts(config: Config) -> Iterator[tuple[bool, str, str]]:
     m, t = config.model, config.train
     deep, alone = m.ep_dispatch == "deepep", t.expert_parallel_size == 1
@@ -149,6 +156,8 @@ def _train(config: Config) -> Iterator[tuple[bool, str, str]]:
     for name in ("data_parallel_shard_size", "data_parallel_replicate_size"):
         size = getattr(t, name)
         yield size != -1 and size < 1, f"train.{name}", "must be -1, or 1 or more"
+    yield (t.cp_fsdp_mode != "all" and t.context_parallel_size == 1,
+           "train.cp_fsdp_mode train.ringattn_parallel_size train.ulysses_parallel_size", "no sequence is spread")
     cuda = platform.no_cuda()
     yield (t.data_parallel_mode == "fsdp2" and t.init_device in ("cpu", "cuda"),
            "train.init_device train.data_parallel_mode", "fsdp2 builds the model on meta; leave it at auto")
@@ -192,6 +201,8 @@ def _lora(config: Config) -> Iterator[tuple[bool, str, str]]:
            "random weights are not stored anywhere that the adapters could be put on again")
     yield (lora.save_lora_only and not t.save_hf_weights, "lora.save_lora_only train.save_hf_weights",
            "no Hugging Face checkpoint is written")
+    yield (lora.enable_lora and config.model.batch_invariant, "lora.enable_lora model.batch_invariant",
+           "the products of adapters and of quantised weights do not claim that")
     yield (lora.enable_aqn and t.enable_compile, "lora.enable_aqn train.enable_compile",
            "the noise is another in each step, and compiled code would be made anew for each")
     yield (lora.enable_qlora and t.expert_parallel_size > 1, "lora.enable_qlora train.expert_parallel_size",

@@ -5,25 +5,26 @@ Plain `python -m tilewright.trainer.train` trains in one process.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import math
 import os
 import pathlib
 import sys
-from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tilewright import adapt
+from tilewright.ops.attention import Request
 from tilewright.registry import ImplementationUnavailable
 from tilewright.trainer import adapters, checkpoint, hf
 from tilewright.trainer.config import Config, ConfigError, from_command_line, resolved
-from tilewright.trainer.data import IGNORE, Batches, Bins, evaluation_batches, prepare, split_validation
+from tilewright.trainer.data import IGNORE, Batches, Bins, evaluation_batches, padding, prepare, split_validation
 from tilewright.trainer.metrics import Metrics
-from tilewright.trainer.model import ModelConfig, Ops, Transformer
+from tilewright.trainer.model import ModelConfig, Numerics, Ops, Transformer
 from tilewright.trainer.optim import build_optimizer, lr_at, set_lr
 from tilewright.trainer.parallel import (
     World,
@@ -44,6 +45,16 @@ def seed_everything(config: Config, world: World) -> None:
     if config.train.enable_full_determinism:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+
+
+def choose_ops(config: Config, shape: ModelConfig, world: World) -> Ops:
+    """Raises ValueError or ImplementationUnavailable before any weight is made."""
+    dtype = torch.bfloat16 if config.train.enable_mixed_precision else torch.float32
+    wanted = Request(shape.head_dim, packed=True, gradient=True, part=world.cp.ring_size > 1)
+    numerics = Numerics(**{f.name: getattr(config.model, f.name) for f in dataclasses.fields(Numerics)})
+    return Ops.resolve(config.model.attn_implementation, config.model.moe_implementation,
+                       device_type=world.device.type, dtype=dtype, attention_request=wanted, numerics=numerics,
+                       experts=any(shape.is_moe(layer) for layer in range(shape.num_hidden_layers)))
 
 
 def build_model(config: Config, shape: ModelConfig, world: World, ops: Ops) -> torch.nn.Module:
@@ -93,12 +104,15 @@ def build_data(config: Config, world: World, vocab: int) -> tuple[Batches, Bins 
         test = prepare(d.test_datasets, config, tokenizer, vocab, shuffle=False, **options)
         held = test if held is None else datasets.concatenate_datasets([held, test])
     pin = world.device.type == "cuda"
-    batches = Batches(Bins(training, d), config, rank=world.rank, world_size=world.size, pin=pin)
+    batches = Batches(Bins(training, d), config, rank=world.data_rank, world_size=world.data_size, pin=pin, cp=world.cp)
     return batches, None if held is None else Bins(held, d, packed=d.eval_sample_packing is not False)
 
 
-def to_device(batch: dict[str, torch.Tensor], world: World) -> dict[str, torch.Tensor]:
-    return {k: v.to(world.device, non_blocking=True) for k, v in batch.items()}
+def to_device(batch: dict[str, torch.Tensor], world: World) -> dict[str, Any]:
+    moved: dict[str, Any] = {k: v.to(world.device, non_blocking=True) for k, v in batch.items()}
+    if world.cp.size > 1:   # read here, or each layer would wait for the device
+        moved["ends"] = tuple(batch["cu_seqlens"].tolist())
+    return moved
 
 
 def count_labels(batch: dict[str, torch.Tensor]) -> int:
@@ -111,7 +125,8 @@ def evaluate(model: torch.nn.Module, bins: Bins, config: Config, world: World) -
     """Mean loss a token over the evaluation data, nats."""
     total, count = torch.zeros((), device=world.device, dtype=torch.float64), 0
     model.eval()
-    for batch in evaluation_batches(bins, config, world.rank, world.size, pin=world.device.type == "cuda"):
+    pin = world.device.type == "cuda"
+    for batch in evaluation_batches(bins, config, world.data_rank, world.data_size, pin=pin, cp=world.cp):
         count += count_labels(batch)
         with precision(config, world):
             total += model(**to_device(batch, world), num_tokens=1).double()
@@ -125,7 +140,8 @@ def train_step(model: torch.nn.Module, step: list[dict[str, torch.Tensor]], conf
     """Gradients of one optimizer step. Returns the mean loss a token, the tokens, and `router_statistics` ({} without
     experts), all of them over all ranks."""
     # The divisor is every label of the step, on all ranks and in all micro-batches: each token weighs the same however
-    # the step is cut up. DDP and FSDP2 average over ranks, hence the factor world.size.
+    # the step is cut up. Ranks that share a sequence have labels of their own too. DDP and FSDP2 average over ranks,
+    # hence the factor world.size.
     [tokens] = world.sum(sum(map(count_labels, step)))
     divisor = torch.tensor(max(1.0, tokens) / world.size, device=world.device)
     loss, reports = torch.zeros((), device=world.device), []
@@ -180,8 +196,7 @@ def train(config: Config, world: World) -> None:
                          "train.load_checkpoint_path to auto to go on with it, or choose another folder")
     shape = hf.load_config(hf.local_folder(config.model.config_path))
     dtype = torch.bfloat16 if t.enable_mixed_precision else torch.float32
-    ops = Ops.resolve(config.model.attn_implementation, config.model.moe_implementation, device_type=world.device.type,
-                      dtype=dtype)   # raises before any weight is made
+    ops = choose_ops(config, shape, world)
     batches, held = build_data(config, world, shape.vocab_size)
     model = build_model(config, shape, world, ops)
     parameters = list(model.parameters())
@@ -193,7 +208,7 @@ def train(config: Config, world: World) -> None:
         raise ValueError(f"train.profile_start_step = {t.profile_start_step}: the run has {total} steps")
     # What a checkpoint is tied to: its position counts bins of these data, its moments belong to these groups.
     tied = {
-        "model": {**asdict(shape), "merge_qkv": config.model.merge_qkv, "lora": adapters.tied(config)},
+        "model": {**dataclasses.asdict(shape), "merge_qkv": config.model.merge_qkv, "lora": adapters.tied(config)},
         "optimizer": {k: getattr(t, k) for k in ("optimizer", "no_decay_modules", "no_decay_params", "freeze_router")},
         "data": {"bins": len(batches.bins), "tokens": batches.bins.tokens, "seed": t.seed,
                  "shuffle": config.data.shuffle_merged_datasets},
@@ -212,7 +227,11 @@ def train(config: Config, world: World) -> None:
     metrics = Metrics(config, world.main, total, start, unwrap(model).flops_per_token(sequence), world.size)
     metrics.say(f"{adapters.size(unwrap(model))} on {world.size} x {world.device.type}, "
                 f"{total} steps, {batches.steps_per_epoch} an epoch, {batches.bins.tokens} tokens of data")
+    if world.cp.size > 1:
+        metrics.say(f"a sequence on {world.cp.ring_size} ring x {world.cp.ulysses_size} Ulysses ranks, padded to a "
+                    f"multiple of {padding(config.data, world.cp)} tokens")
     metrics.say("ops: " + " ".join(f"{k}={v}" for k, v in chosen.items()))
+    metrics.say("numerics: " + " ".join(f"{k}={v}" for k, v in dataclasses.asdict(ops.numerics).items()))
     saver = checkpoint.Saver(t.output_dir, world, t.save_async)
 
     def save(step):

@@ -1,0 +1,257 @@
+// RMSNorm of each head of q and k and rotary embedding, from a merged projection, on the CPU. The definition is
+// tilewright/ops/qk_norm_rope.py.
+//
+// qkv is [B, S, (HQ + 2 HK) D] with a contiguous last dimension; q, k, v and their gradients are [B, H, S, D] with any
+// strides but that. q and k may be qkv's own. Sums as in rmsnorm.cpp: a head's in float over SUM_BLOCK elements, the
+// weights' gradients in float over about ROWS_A_SUM heads, both in double beyond. Between the norm and the rotation a
+// head waits in float.
+#include <algorithm>
+
+#include "cpu/rmsnorm.h"
+#include "cpu/rope.h"
+
+namespace tw {
+namespace {
+
+template <class X, class Y>
+TW_INLINE void rotate(const X* x, Y* y, const float* c, const float* s, int64_t half, float sign, bool interleaved) {
+  if (interleaved)
+    rotate_interleaved(x, y, c, s, half, sign);
+  else
+    rotate_half_split(x, y, c, s, half, sign);
+}
+
+struct Heads {
+  int64_t D, half;
+  double eps;
+  bool interleaved;
+};
+
+// One head: y, and 1 / rms of x where there are weights w. room: D elements.
+template <class T>
+float write_head(const T* x, T* y, const float* w, const float* c, const float* s, float* room, Heads n) {
+  if (w == nullptr) {
+    rotate(x, y, c, s, n.half, 1.0f, n.interleaved);
+    if (x != y) std::copy(x + 2 * n.half, x + n.D, y + 2 * n.half);
+    return 0;
+  }
+  double total = 0;
+  for (int64_t first = 0; first < n.D; first += SUM_BLOCK) {
+    const int64_t last = std::min(n.D, first + SUM_BLOCK);
+    float ss = 0;
+    TW_SIMD_SUM(ss)
+    for (int64_t i = first; i < last; ++i) ss += load(x[i]) * load(x[i]);
+    total += ss;
+  }
+  const float r = float(1.0 / std::sqrt(total / double(n.D) + n.eps));
+  TW_SIMD
+  for (int64_t i = 0; i < n.D; ++i) room[i] = load(x[i]) * r * w[i];
+  rotate(room, y, c, s, n.half, 1.0f, n.interleaved);
+  TW_SIMD
+  for (int64_t i = 2 * n.half; i < n.D; ++i) store(y + i, room[i]);
+  return r;
+}
+
+// dx of one head with 1 / rms r, and what it adds to dw.
+template <class T>
+void head_gradient(const T* dy, const T* x, T* dx, const float* w, float* dw, const float* c, const float* s, float r,
+                   float* room, Heads n) {
+  if (w == nullptr) {
+    rotate(dy, dx, c, s, n.half, -1.0f, n.interleaved);
+    std::copy(dy + 2 * n.half, dy + n.D, dx + 2 * n.half);
+    return;
+  }
+  rotate(dy, room, c, s, n.half, -1.0f, n.interleaved);
+  TW_SIMD
+  for (int64_t i = 2 * n.half; i < n.D; ++i) room[i] = load(dy[i]);
+  double total = 0;
+  for (int64_t first = 0; first < n.D; first += SUM_BLOCK) {
+    const int64_t last = std::min(n.D, first + SUM_BLOCK);
+    float dot = 0;
+    TW_SIMD_SUM(dot)
+    for (int64_t i = first; i < last; ++i) {
+      const float xi = load(x[i]);
+      dot += room[i] * w[i] * xi;
+      dw[i] += room[i] * (xi * r);
+    }
+    total += dot;
+  }
+  const float along = float(total * r * r / double(n.D));
+  TW_SIMD
+  for (int64_t i = 0; i < n.D; ++i) store(dx + i, r * (room[i] * w[i] - load(x[i]) * along));
+}
+
+// The loops trust sizes and element types, so everything is checked first. `like`: its element type.
+void check_heads(const char* name, const Tensor& t, int64_t B, int64_t H, int64_t S, int64_t D, const Tensor& like) {
+  STD_TORCH_CHECK(t.is_cpu() && t.dim() == 4 && t.size(0) == B && t.size(1) == H && t.size(2) == S && t.size(3) == D &&
+                      (t.numel() == 0 || D == 1 || t.stride(3) == 1) && t.scalar_type() == like.scalar_type(),
+                  "tilewright: ", name, " must be [B, heads, S, D] of one dtype with qkv, with a contiguous last"
+                  " dimension");
+}
+
+void check_merged(const Tensor& t, int64_t B, int64_t S, int64_t width) {
+  STD_TORCH_CHECK(t.is_cpu() && t.dim() == 3 && t.size(0) == B && t.size(1) == S && t.size(2) == width &&
+                      (t.numel() == 0 || t.stride(2) == 1),
+                  "tilewright: qkv must be [B, S, (heads + 2 kv_heads) D] with a contiguous last dimension");
+}
+
+void check_rstd(const Tensor& t, int64_t elements) {
+  check_row_major("rstd", t);
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.numel() == elements,
+                  "tilewright: rstd must be float32 with one element for each head of q and k");
+}
+
+std::vector<float> weights(const std::optional<Tensor>& w, int64_t D, double offset) {
+  if (!w.has_value()) return {};
+  check_row_major("weights", *w);
+  STD_TORCH_CHECK(w->dim() == 1 && w->size(0) == D, "tilewright: weights must be [D]");
+  return as_float(*w, float(offset));
+}
+
+void write(Tensor qkv, std::optional<Tensor> q_weight, std::optional<Tensor> k_weight, Tensor q, Tensor k,
+           std::optional<Tensor> rstd, Tensor cos, Tensor sin, std::optional<Tensor> positions, double eps,
+           double offset, bool interleaved) {
+  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "tilewright: q and k must be [B, heads, S, D]");
+  const int64_t B = q.size(0), HQ = q.size(1), S = q.size(2), D = q.size(3), HK = k.size(1);
+  check_merged(qkv, B, S, (HQ + 2 * HK) * D);
+  check_heads("q", q, B, HQ, S, D, qkv);
+  check_heads("k", k, B, HK, S, D, qkv);
+  check_tables(B, S, D, cos, sin, positions);
+  if (rstd.has_value()) check_rstd(*rstd, B * S * (HQ + HK));
+  STD_TORCH_CHECK(q_weight.has_value() == k_weight.has_value(), "tilewright: give both weights or none");
+  const auto qw = weights(q_weight, D, offset), kw = weights(k_weight, D, offset);
+  const Heads n{D, cos.size(1), eps, interleaved};
+  const int64_t* pos = in<int64_t>(positions);
+  const float *cs = in<float>(cos), *sn = in<float>(sin);
+  float* stat = rstd.has_value() && q_weight.has_value() ? out<float>(*rstd) : nullptr;
+  const int64_t xs[2] = {qkv.stride(0), qkv.stride(1)};
+  huge(q);
+  huge(k);
+  dispatch(qkv, [&](auto e) {
+    using T = decltype(e);
+    const T* from = in<T>(qkv);
+    torch::stable::parallel_for(0, B * S, grain((HQ + HK) * D), [&](int64_t lo, int64_t hi) {
+      std::vector<float> room(D);
+      for (int64_t t = lo; t < hi; ++t) {
+        const int64_t b = t / S, i = t % S, p = pos != nullptr ? pos[t] : i;
+        const float *c = cs + p * n.half, *s = sn + p * n.half;
+        const T* x = from + b * xs[0] + i * xs[1];
+        auto heads = [&](const Tensor& result, int64_t H, const std::vector<float>& w, float* to_stat) {
+          T* y = out<T>(result) + b * result.stride(0) + i * result.stride(2);
+          const float* own_w = w.empty() ? nullptr : w.data();
+          for (int64_t h = 0; h < H; ++h) {
+            const float r = write_head(x, y + h * result.stride(1), own_w, c, s, room.data(), n);
+            if (to_stat != nullptr) to_stat[h] = r;
+            x += D;
+          }
+        };
+        float* own = stat != nullptr ? stat + t * (HQ + HK) : nullptr;
+        heads(q, HQ, qw, own);
+        heads(k, HK, kw, own != nullptr ? own + HQ : nullptr);
+      }
+    });
+  });
+}
+
+void gradients(std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv, std::optional<Tensor> qkv,
+               std::optional<Tensor> rstd, std::optional<Tensor> q_weight, std::optional<Tensor> k_weight, Tensor dqkv,
+               std::optional<Tensor> dw, Tensor cos, Tensor sin, std::optional<Tensor> positions, int64_t HQ,
+               int64_t HK, double offset, bool interleaved) {
+  check_row_major("dqkv", dqkv);
+  STD_TORCH_CHECK(dqkv.dim() == 3 && HQ > 0 && HK > 0 && dqkv.size(2) % (HQ + 2 * HK) == 0,
+                  "tilewright: dqkv must be [B, S, (heads + 2 kv_heads) D]");
+  const int64_t B = dqkv.size(0), S = dqkv.size(1), W = dqkv.size(2), D = W / (HQ + 2 * HK);
+  const std::optional<Tensor>* given[3] = {&dq, &dk, &dv};
+  const int64_t H[3] = {HQ, HK, HK};
+  const char* names[3] = {"dq", "dk", "dv"};
+  for (int j = 0; j < 3; ++j)
+    if (given[j]->has_value()) check_heads(names[j], **given[j], B, H[j], S, D, dqkv);
+  check_tables(B, S, D, cos, sin, positions);
+  const bool norm = q_weight.has_value();
+  STD_TORCH_CHECK(k_weight.has_value() == norm && dw.has_value() == norm && rstd.has_value() == norm &&
+                      qkv.has_value() == norm,
+                  "tilewright: both weights, qkv, rstd and dw are needed, or none");
+  int64_t xs[2] = {0, 0};
+  if (norm) {
+    check_merged(*qkv, B, S, W);
+    STD_TORCH_CHECK(qkv->scalar_type() == dqkv.scalar_type(), "tilewright: dqkv must have qkv's dtype");
+    check_rstd(*rstd, B * S * (HQ + HK));
+    check_row_major("dw", *dw);
+    STD_TORCH_CHECK(dw->scalar_type() == ScalarType::Float && dw->numel() == 2 * D,
+                    "tilewright: dw must be float32 [2, D]");
+    xs[0] = qkv->stride(0);
+    xs[1] = qkv->stride(1);
+  }
+  const auto qw = weights(q_weight, D, offset), kw = weights(k_weight, D, offset);
+  const Heads n{D, cos.size(1), 0, interleaved};
+  const int64_t* pos = in<int64_t>(positions);
+  const float *cs = in<float>(cos), *sn = in<float>(sin), *stat = in<float>(rstd);
+  huge(dqkv);
+  dispatch(dqkv, [&](auto e) {
+    using T = decltype(e);
+    const T* xall = in<T>(qkv);
+    T* to = out<T>(dqkv);
+    auto token = [&](int64_t t, float* room, float* dw_part) {
+      const int64_t b = t / S, i = t % S, p = pos != nullptr ? pos[t] : i;
+      const float *c = cs + p * n.half, *s = sn + p * n.half;
+      T* dx = to + t * W;
+      int64_t at = 0;  // of a head in its token
+      for (int j = 0; j < 3; ++j) {
+        if (!given[j]->has_value()) {
+          std::fill(dx + at * D, dx + (at + H[j]) * D, T{});
+          at += H[j];
+          continue;
+        }
+        const Tensor& d = **given[j];
+        const T* dy = in<T>(d) + b * d.stride(0) + i * d.stride(2);
+        for (int64_t h = 0; h < H[j]; ++h, ++at) {
+          const T* own = dy + h * d.stride(1);
+          if (j == 2)
+            std::copy(own, own + D, dx + at * D);
+          else if (norm)
+            head_gradient(own, xall + b * xs[0] + i * xs[1] + at * D, dx + at * D, (j == 0 ? qw : kw).data(),
+                          dw_part + j * D, c, s, stat[t * (HQ + HK) + at], room, n);
+          else
+            head_gradient<T>(own, nullptr, dx + at * D, nullptr, nullptr, c, s, 0, room, n);
+        }
+      }
+    };
+    if (!norm) {
+      torch::stable::parallel_for(0, B * S, grain(W), [&](int64_t lo, int64_t hi) {
+        for (int64_t t = lo; t < hi; ++t) token(t, nullptr, nullptr);
+      });
+      return;
+    }
+    const int64_t chunks = row_chunks(B * S), per = (B * S + chunks - 1) / chunks;
+    const int64_t a_sum = std::max<int64_t>(1, ROWS_A_SUM / std::max(HQ, HK));
+    std::vector<double> total(chunks * 2 * D, 0.0);
+    torch::stable::parallel_for(0, chunks, B * S * W < 32768 ? chunks : 1, [&](int64_t lo, int64_t hi) {
+      std::vector<float> room(D), part(2 * D, 0.0f);
+      for (int64_t k = lo; k < hi; ++k) {
+        const int64_t end = std::min(B * S, (k + 1) * per);
+        for (int64_t first = k * per; first < end; first += a_sum) {
+          for (int64_t t = first; t < std::min(end, first + a_sum); ++t) token(t, room.data(), part.data());
+          flush(part, total.data() + k * 2 * D);
+        }
+      }
+    });
+    add_chunks(total, *dw);
+  });
+}
+
+}  // namespace
+}  // namespace tw
+
+STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
+  m.def("qk_norm_rope_cpp_write(Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor(a!) q, Tensor(b!) k,"
+        " Tensor(c!)? rstd, Tensor cos, Tensor sin, Tensor? positions, float eps, float offset, bool interleaved)"
+        " -> ()");
+  m.def("qk_norm_rope_cpp_gradients(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? qkv, Tensor? rstd, Tensor? q_weight,"
+        " Tensor? k_weight, Tensor(a!) dqkv, Tensor(b!)? dw, Tensor cos, Tensor sin, Tensor? positions, int HQ, int HK,"
+        " float offset, bool interleaved) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
+  m.impl("qk_norm_rope_cpp_write", TORCH_BOX(&tw::write));
+  m.impl("qk_norm_rope_cpp_gradients", TORCH_BOX(&tw::gradients));
+}

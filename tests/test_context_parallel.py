@@ -1,0 +1,382 @@
+"""Attention over a sequence in pieces (gloo processes) against all of it in one: layout, results, gradients, and what
+travels."""
+
+import itertools
+import tempfile
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import DEVICE, join_group, processes
+
+from tilewright.ops import context_parallel as cp
+from tilewright.ops.attention import ATTENTION, Request, attention
+from tilewright.ops.context_parallel import ContextParallel, context_parallel_attention, positions, shard
+from tilewright.registry import ImplementationUnavailable
+
+S, D = 48, 8
+CROSSING = (0, 5, 5, 20, 21, 21, 40, 48)   # boundaries of chunks are at multiples of 6 or 12
+
+# name -> batch, query and key heads, boundaries of documents (or None), options
+CASES = {
+    "sequences": (2, 4, 2, None, {}),
+    "one_document": (1, 4, 2, (0, S), {}),
+    "crossing": (1, 4, 2, CROSSING, {}),
+    "as_many_heads": (1, 4, 4, CROSSING, {"scale": 0.3}),
+    "heads_that_do_not_divide": (1, 12, 3, (0, 0, 31, S), {}),
+    "document_in_one_chunk": (1, 4, 1, (0, 1, 4, 44, S, S), {}),
+    "ends_with_chunks": (1, 4, 2, (0, 12, 24, 36, S), {}),
+    "window": (1, 4, 2, CROSSING, {"window": 5}),
+    "window_across_chunks": (2, 4, 2, None, {"window": 17}),
+    "window_of_one": (1, 4, 2, CROSSING, {"window": 1}),
+    "window_of_all": (1, 4, 2, CROSSING, {"window": 100}),
+    "softcap": (1, 4, 2, CROSSING, {"softcap": 1.5}),
+    "sinks": (2, 4, 2, None, {"sinks": True}),
+    "all_of_it": (1, 8, 2, CROSSING, {"sinks": True, "window": 9, "softcap": 2.0, "scale": 0.5}),
+    "both_ways": (2, 4, 2, None, {"causal": False}),
+    "documents_both_ways": (1, 4, 2, CROSSING, {"causal": False, "sinks": True}),
+}
+
+# world size -> (ring, Ulysses)
+LAYOUTS = {2: ((1, 2), (2, 1)), 4: ((1, 4), (4, 1), (2, 2))}
+
+
+def ranks(ring, ulysses):
+    return [ContextParallel(ulysses, ring, u, r) for r in range(ring) for u in range(ulysses)]
+
+
+# ---- the layout
+
+def test_the_picture_in_the_module():
+    assert [positions(8, c).tolist() for c in ranks(2, 2)] == [[0, 1], [6, 7], [2, 3], [4, 5]]
+    assert [positions(12, c).tolist() for c in ranks(3, 1)] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    assert [positions(8, c).tolist() for c in ranks(1, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [positions(24, c).tolist() for c in ranks(2, 3)] == [
+        [0, 1, 2, 3], [4, 5, 18, 19], [20, 21, 22, 23], [6, 7, 8, 9], [10, 11, 12, 13], [14, 15, 16, 17]]
+
+
+@pytest.mark.parametrize("ring, ulysses", [(1, 1), (1, 3), (2, 1), (2, 2), (3, 4), (5, 2)])
+def test_every_token_is_on_one_rank(ring, ulysses):
+    n = 2 * ring * ulysses * 3 if ring * ulysses > 1 else 7
+    found = [positions(n, c) for c in ranks(ring, ulysses)]
+    assert {len(p) for p in found} == {n // (ring * ulysses)}
+    assert torch.cat(found).sort().values.equal(torch.arange(n)) and found[0].dtype == torch.int64
+    whole = torch.randn(2, n, 3, requires_grad=True)
+    parts = [shard(whole, 1, c) for c in ranks(ring, ulysses)]
+    assert all(part.equal(whole[:, p]) for part, p in zip(parts, found, strict=True))
+    grads = [torch.autograd.grad(part.sum(), whole)[0] for part in parts]
+    assert sum(grads).equal(torch.ones_like(whole))
+    assert all(c.layout() == c for c in ranks(ring, ulysses))
+    assert shard(whole[:, :0], 1, ranks(ring, ulysses)[-1]).shape == (2, 0, 3)
+
+
+def test_a_sequence_that_does_not_fit_and_a_rank_that_is_not_there_are_refused():
+    with pytest.raises(ValueError, match=r"a multiple of 12 tokens \(2 x 3 ring x 2 Ulysses ranks\), got 30"):
+        shard(torch.zeros(30), 0, ContextParallel(2, 3))
+    with pytest.raises(ValueError, match="ring_rank must be from 0 to ring_size - 1, got 2 of 2"):
+        ContextParallel(ring_size=2, ring_rank=2)
+
+
+# ---- the plan of a ring, without processes
+
+def mask(ends, n, causal, window):
+    document = torch.bucketize(torch.arange(n), torch.tensor(ends), right=True)
+    row, column = torch.arange(n)[:, None], torch.arange(n)
+    seen = document[:, None] == document
+    if causal:
+        seen &= row >= column
+    return seen & (row - column < window) if window else seen
+
+
+def random_ends(n, seed):
+    g = torch.Generator().manual_seed(seed)
+    inside = torch.randint(0, n + 1, (seed % 7,), generator=g).tolist()
+    return tuple(sorted([0, n, *inside]))
+
+
+@pytest.mark.parametrize("causal, window", [(True, None), (True, 1), (True, 5), (True, 14), (False, None)])
+@pytest.mark.parametrize("ring", [2, 3, 4])
+def test_a_plan_computes_each_pair_once_and_sends_what_is_seen_alone(ring, causal, window):
+    n = 12 * ring
+    for seed in range(12):
+        ends = random_ends(n, seed)
+        want = mask(ends, n, causal, window)
+        layouts = ranks(ring, 1)
+        plans = [cp.plan(ends, n, ring, c.ring_rank, causal, window) for c in layouts]
+        times = torch.zeros(n, n, dtype=torch.int64)
+        for c, plan in zip(layouts, plans, strict=True):
+            own = positions(n, c)
+            for i, (begin, packed) in enumerate(plan.chunks):
+                rows = slice(begin, begin + plan.rows)
+                assert own[i * plan.rows] == begin
+                assert packed == any(begin < e < begin + plan.rows for e in ends)
+                times[rows, rows] += want[rows, rows]
+            for t, step in enumerate(plan.steps):
+                source = layouts[(c.ring_rank - t) % ring]
+                sender = plans[source.ring_rank].steps[t]
+                assert step.receive == sender.send and (t > 0 or not step.receive)
+                if causal and window is None:
+                    assert len(step.blocks) <= 1
+                there = positions(n, source)
+                rows = torch.cat([there[a:b] for a, b in step.receive]) if t and step.receive else there
+                if t and not step.receive:
+                    assert not step.blocks
+                useful = torch.zeros(n, dtype=torch.bool)
+                for block in step.blocks:
+                    q, k = own[slice(*block.queries)], rows[slice(*block.keys)]
+                    part = torch.ones(len(q), len(k), dtype=torch.int64)
+                    if block.offset is not None:
+                        distance = torch.arange(len(q))[:, None] + block.offset - torch.arange(len(k))
+                        assert distance.equal(q[:, None] - k)
+                        part = (distance < window).long()
+                    times[q[:, None], k] += part
+                    useful[k[part.any(0)]] = True
+                assert not t or not step.receive or bool(useful[rows].all())
+        assert times.equal(want.long()), (ends, causal, window)
+
+
+# ---- processes
+
+def problem(name, dtype=torch.float32):
+    """Whole q, k, v and, if there are any, sinks; the output's gradient, boundaries and options."""
+    B, H, Hk, ends, options = CASES[name]
+    options = dict(options)
+    g = torch.Generator().manual_seed(len(name))
+    tensors = [torch.randn(B, h, S, D, generator=g).to(dtype) for h in (H, Hk, Hk)]
+    dout = torch.randn(B, H, S, D, generator=g).to(dtype)
+    if options.pop("sinks", False):
+        tensors.append(torch.randn(H, generator=g).to(dtype))
+    return tensors, dout, ends, options
+
+
+def call(where, tensors, dout, ends, options, implementation="auto", host=False):
+    """Output and gradients of this rank's part."""
+    own = [shard(t, 2, where) if t.dim() == 4 else t for t in tensors]
+    own = [t.detach().clone().requires_grad_() for t in own]
+    out = context_parallel_attention(*own[:3], where, sinks=own[3] if own[3:] else None, ends=ends if host else None,
+                                     cu_seqlens=None if ends is None else torch.tensor(ends, dtype=torch.int32),
+                                     implementation=implementation, **options)
+    assert out.dtype == tensors[0].dtype
+    return [out.detach(), *torch.autograd.grad(out, own, shard(dout, 2, where))]
+
+
+def one_process(tensors, dout, ends, options):
+    double = [t.detach().double().requires_grad_() for t in tensors]
+    out = attention(*double[:3], sinks=double[3] if double[3:] else None, implementation="eager",
+                    cu_seqlens=None if ends is None else torch.tensor(ends), **options)
+    return [out.detach(), *torch.autograd.grad(out, double, dout.double())]
+
+
+def of_rank(whole, where):
+    return [shard(t, 2, where) if t.dim() == 4 else t for t in whole]
+
+
+def close(found, want, what, tolerance=1e-5):
+    assert found.shape == want.shape, what
+    error = (found.double() - want).abs().max()
+    assert error <= tolerance * max(want.abs().max(), 0.1), (what, float(error))   # of keys seen alone, dq is 0
+
+
+class Count:
+    """Shapes of all-to-alls and of messages that are sent."""
+
+    def __enter__(self):
+        self.real = dist.all_to_all_single, dist.batch_isend_irecv
+        self.all_to_alls, self.sent, self.received = [], [], []
+
+        def all_to_all(out, message, *args, **kwargs):
+            self.all_to_alls.append(tuple(message.shape))
+            return self.real[0](out, message, *args, **kwargs)
+
+        def batch(ops):
+            for op in ops:
+                found = self.sent if op.op is dist.isend else self.received
+                found.append((tuple(op.tensor.shape), op.tensor.dtype))
+            return self.real[1](ops)
+
+        dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, batch
+        return self
+
+    def __exit__(self, *_):
+        dist.all_to_all_single, dist.batch_isend_irecv = self.real
+
+
+def of_this(ring, ulysses):
+    """The groups of rank = ring rank * ulysses + Ulysses rank."""
+    world, rank, mine = dist.get_world_size(), dist.get_rank(), []
+    for by_row in (True, False):   # every rank makes every group
+        table = torch.arange(world).view(ring, ulysses)
+        for members in (table if by_row else table.t()).tolist():
+            group = dist.new_group(members)
+            if rank in members:
+                mine.append(group)
+    return ContextParallel.of(*mine)
+
+
+def _everything(rank, world, folder):
+    torch.set_num_threads(1)
+    join_group(rank, world, folder)
+    for ring, ulysses in LAYOUTS[world]:
+        where = of_this(ring, ulysses)
+        assert where.layout() == ContextParallel(ulysses, ring, rank % ulysses, rank // ulysses)
+        for name in CASES:
+            _equals_one_process(name, where)
+        _other_dtypes(where)
+        _isolation(where)
+        _what_travels(where)
+        _no_second_derivative(where)
+        whole = torch.randn(2, S, 3, generator=torch.Generator().manual_seed(1))
+        assert cp.unshard(shard(whole, 1, where), 1, where).equal(whole)
+    if world == 2:
+        _refusals(where)
+        _triton(where)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _equals_one_process(name, where):
+    tensors, dout, ends, options = problem(name)
+    want = one_process(tensors, dout, ends, options)
+    found = call(where, tensors, dout, ends, options)
+    if name in ("crossing", "all_of_it"):   # the same bits again
+        again = call(where, tensors, dout, ends, options, host=True)
+        assert all(a.equal(b) for a, b in zip(found, again, strict=True)), name
+    if found[4:]:
+        assert where.ulysses_size == 1 or (found[4] == 0).sum() == len(found[4]) * (1 - 1 / where.ulysses_size)
+        dist.all_reduce(found[4])   # of its own queries and heads
+    for what, a, b in zip(("out", "dq", "dk", "dv", "dsinks"), found, of_rank(want, where), strict=False):
+        close(a, b, (where.layout(), name, what))
+
+
+def _other_dtypes(where):
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
+        tensors, dout, ends, options = problem("all_of_it", dtype)
+        found = call(where, tensors, dout, ends, options, "eager")
+        assert all(t.dtype == dtype for t in found)
+        total = found[4].double()
+        dist.all_reduce(total)
+        for a, b in zip((*found[:4], total), of_rank(one_process(tensors, dout, ends, options), where), strict=True):
+            close(a, b, (where.layout(), dtype), tolerance)
+    with torch.autocast("cpu", torch.bfloat16):   # changes nothing, as in attention
+        tensors, dout, ends, options = problem("crossing")
+        again = call(where, tensors, dout, ends, options)
+    assert all(a.equal(b) for a, b in zip(again, call(where, tensors, dout, ends, options), strict=True))
+
+
+def _isolation(where):
+    """What one document holds changes no bit of another one's."""
+    tensors, dout, ends, options = problem("crossing")
+    changed = [t.clone() for t in (*tensors, dout)]
+    for t in changed:
+        t[:, :, 5:20] = 3 * t[:, :, 5:20] + 1
+    own = positions(S, where)
+    other = (own < 5) | (own >= 20)
+    a, b = (call(where, t[:3], t[3], ends, options) for t in ((*tensors, dout), changed))
+    for x, y in zip(a, b, strict=True):
+        assert x[:, :, other].equal(y[:, :, other])
+    assert bool(other.all()) or not a[0][:, :, ~other].equal(b[0][:, :, ~other])
+
+
+def _what_travels(where):
+    def count(name):
+        tensors, dout, ends, options = problem(name)
+        own = [t.detach().requires_grad_() for t in of_rank(tensors, where)]
+        cu = None if ends is None else torch.tensor(ends)
+        with Count() as forward:
+            out = context_parallel_attention(*own, where, cu_seqlens=cu, **options)
+        with Count() as backward:
+            out.backward(shard(dout, 2, where))
+        return forward, backward
+
+    R, U, r = where.ring_size, where.ulysses_size, where.ring_rank
+    chunk, s = S // (2 * R), S // (R * U)
+    forward, backward = count("one_document")
+    keys = 2 // U if U <= 2 else 1   # heads of keys on a Ulysses rank
+    if U == 1:
+        assert forward.all_to_alls == backward.all_to_alls == []
+    else:
+        scatter, gather = (U, s, 1, 4 // U + 2 * keys, D), (U, s, 1, 4 // U, D)
+        assert forward.all_to_alls == [scatter, gather] and backward.all_to_alls == [gather, scatter]
+    # A later ring rank needs the early chunk alone, an earlier one both.
+    rows = [chunk if r + t < R else 2 * chunk for t in range(1, R)]
+    sent = [((2, n, 1, keys, D), torch.float32) for n in rows]
+    assert forward.sent == sent and len(forward.received) == R - 1
+    assert sorted(backward.received) == sorted([*forward.received, *sent])
+    assert len(backward.sent) == 2 * (R - 1)
+    if R == 2:   # documents that end with the chunks
+        for found in count("ends_with_chunks"):
+            assert found.sent == found.received == []
+        for found in count("window_of_one"):
+            assert found.sent == found.received == []
+        # Of document 5 .. 20 what lies before 12, and of 21 .. 40 what lies before 36.
+        forward, _ = count("crossing")
+        assert [shape[1] for shape, _ in forward.sent] == ([12 - 5] if r == 0 else [36 - 21])
+        forward, _ = count("window")
+        assert [shape[1] for shape, _ in forward.sent] == [4]   # of each boundary, as far back as the window
+
+
+def _no_second_derivative(where):
+    tensors, dout, ends, _ = problem("crossing")
+    own = [t.detach().requires_grad_() for t in of_rank(tensors, where)]
+    out = context_parallel_attention(*own, where, cu_seqlens=torch.tensor(ends))
+    with pytest.raises(RuntimeError, match="context_parallel_attention is differentiable once"):
+        torch.autograd.grad(out, own, shard(dout, 2, where), create_graph=True)
+
+
+def _refusals(where):
+    """A ring of two. All of these are before anything is sent."""
+    tensors, _, ends, _ = problem("crossing")
+    q, k, v = of_rank(tensors, where)
+    cu = torch.tensor(ends)
+    no_part = next(i.name for i in ATTENTION.implementations if i.refuses(Request(D, part=True)))
+    three = [t[:, :3] if i == 0 else t[:, :1] for i, t in enumerate((q, k, v))]
+    for parts, changed, error, message in (
+        ((q, k, v), {"cu_seqlens": cu - 1}, ValueError, "cu_seqlens must start at 0"),
+        ((q, k, v), {"cu_seqlens": cu.clamp_max(24)}, ValueError, "cu_seqlens must end at 48, the number of tokens"),
+        ((q, k, v), {"cu_seqlens": cu, "ends": ends[:-1]}, ValueError, "ends must be the values of cu_seqlens"),
+        ((q, k, v), {"cu_seqlens": cu, "ends": (0, 6, 6, 20, 21, 21, 40, 48)}, ValueError, "ends must be the values"),
+        ((q, k, v), {"ends": ends}, ValueError, "give both, or cu_seqlens alone"),
+        ([t.repeat(2, 1, 1, 1) for t in (q, k, v)], {"cu_seqlens": cu}, ValueError, "packed documents need B = 1"),
+        ([t[:, :, 1:] for t in (q, k, v)], {}, ValueError, "q must have an even number of tokens"),
+        ((q, k[:, :, 2:], v[:, :, 2:]), {}, ValueError, "k must have as many tokens as q"),
+        ((q, k, v), {"sinks": torch.zeros(3)}, ValueError, "sinks must have shape"),
+        ((q, k, v), {"window": 3, "causal": False}, ValueError, "window = 3 needs causal=True"),
+        ((q, k, v), {"implementation": no_part}, ImplementationUnavailable, rf"attention\[{no_part}\]: "),
+        ((q, k, v), {"implementation": "ring"}, ValueError, "unknown implementation 'ring'"),
+    ):
+        with pytest.raises(error, match=message):
+            context_parallel_attention(*parts, where, **changed)
+    with pytest.raises(ValueError, match="q must have a multiple of 2 heads, so that each Ulysses rank has as many"):
+        context_parallel_attention(*three, replace(where, ulysses_size=2))
+    with pytest.raises(ValueError, match="cp must have a process group for ring_size = 2: it is a layout alone"):
+        context_parallel_attention(q, k, v, where.layout())
+
+
+def _triton(where):
+    if ATTENTION.implementation("triton").why_not("cpu", torch.float32):
+        return
+    tensors, dout, ends, options = problem("all_of_it")
+    found = call(where, tensors, dout, ends, options, "triton")
+    for a, b in zip(found[:4], of_rank(one_process(tensors, dout, ends, options), where), strict=False):
+        close(a, b, "triton")
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_a_spread_sequence_equals_one_process(world):
+    if DEVICE == "cuda":
+        pytest.skip("gloo takes CPU tensors: run without a CUDA device")
+    with tempfile.TemporaryDirectory() as folder:
+        processes(world, _everything, folder)
+
+
+def test_a_sequence_on_one_rank_is_attention():
+    tensors, dout, ends, options = problem("all_of_it")
+    alone = ContextParallel.of()
+    assert alone == ContextParallel() and alone.multiple == 1
+    for a, b in zip(call(alone, tensors, dout, ends, options), one_process(tensors, dout, ends, options), strict=True):
+        close(a, b, "alone")
+    assert cp.unshard(tensors[0], 2, alone).equal(tensors[0])
+    for (i, a), (j, b) in itertools.product(enumerate(ranks(2, 2)), repeat=2):
+        assert (a == b) == (i == j)

@@ -1,0 +1,232 @@
+"""Training on sequences that are spread over processes: the same losses, norms and weights as in one process."""
+
+import json
+import pathlib
+import re
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("pydantic")
+pytest.importorskip("transformers")
+
+import distributed_worker
+from test_trainer import MOE, QWEN3, fake_group, launch, make_bins, rows, shape_of, tensors, write_config
+
+from tilewright.ops.context_parallel import ContextParallel, shard
+from tilewright.registry import ImplementationUnavailable
+from tilewright.trainer import checkpoint, data, hf, model, optim, parallel, train
+from tilewright.trainer.config import load
+from tilewright.trainer.model import Ops, Transformer
+from tilewright.trainer.parallel import World
+
+
+def spread(ring, ulysses, processes=4, **more):
+    """Arguments with which four processes take the eight bins of a step in two micro-batches."""
+    settings = {"data_parallel_mode": "fsdp2", "ringattn_parallel_size": ring, "ulysses_parallel_size": ulysses,
+                "micro_batch_size": ring * ulysses * 4 // processes, **more}
+    return [f"--train.{name}={value}" for name, value in settings.items()]
+
+
+ADAM = {"optimizer": "adamw", "lr": "1e-3"}
+RECOMPUTE = {"enable_gradient_checkpointing": "true"}
+MODES = {
+    "train_and_save": spread(2, 2, **ADAM),
+    "train_after_loading": spread(1, 2, **ADAM, expert_parallel_size=2),
+    "train_ulysses": spread(1, 2, **RECOMPUTE),
+    "train_ulysses_4": spread(1, 4),   # more ranks than heads of keys
+    "train_ring": spread(2, 1, enable_full_shard="false"),
+    "train_ring_4": spread(4, 1, **RECOMPUTE, enable_reentrant="true"),
+    "train_replicas": spread(2, 1, data_parallel_replicate_size=2),
+    **{f"train_both_{mode}": spread(2, 2, cp_fsdp_mode=mode) for mode in ("all", "ulysses_only", "ring_only", "none")},
+    "train_experts": spread(2, 1, expert_parallel_size=2, cp_fsdp_mode="none", **RECOMPUTE),
+    "train_experts_over_sequences": spread(2, 2, expert_parallel_size=2, cp_fsdp_mode="ulysses_only"),
+    "train_in_bfloat16": spread(2, 2, enable_mixed_precision="true", **RECOMPUTE),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Four steps in four processes in each of those ways, and in one process."""
+    folder = tmp_path_factory.mktemp("spread")
+    # SGD shows a wrong scale of gradients, which AdamW hides; they are clipped, too.
+    path = write_config(folder, MOE, train__gradient_accumulation_steps=2, train__optimizer="sgd", train__lr=0.5,
+                        train__max_grad_norm=0.2, data__pad_to_multiple_of=1)
+    bins = make_bins()
+    torch.save(bins, folder / "bins.pt")
+    (folder / "modes.json").write_text(json.dumps(MODES))
+    done = launch(4, [str(pathlib.Path(distributed_worker.__file__))], str(folder))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {mode: torch.load(folder / f"{mode}.pt") for mode in MODES}
+    alone = {adam: distributed_worker.several_steps(load(path, [
+        "--train.micro_batch_size=4", *(f"--train.{k}={v}" for k, v in (ADAM if adam else {}).items())]),
+        World(), bins)[2] for adam in (False, True)}
+    return folder, path, found, alone
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_spread_sequences_train_as_in_one_process(mode, trained):
+    _, _, found, alone = trained
+    adam = "optimizer=adamw" in " ".join(MODES[mode])
+    found, want = found[mode], alone[adam]
+    assert min(want["norm"]) > 0.4   # twice what it is clipped to
+    if mode == "train_in_bfloat16":
+        assert found["loss"] != want["loss"]
+        np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-2)
+        np.testing.assert_allclose(found["norm"], want["norm"], rtol=3e-2)
+        return
+    np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-5)
+    np.testing.assert_allclose(found["norm"], want["norm"], rtol=1e-5)
+    for name, weight in want["weights"].items():
+        # AdamW divides by the gradient's size, and so makes a rounding error of a small one large.
+        assert (found["weights"][name] - weight).abs().max() <= (1e-3 if adam else 1e-5) * weight.abs().max(), name
+    for a, b in zip(found["router"], want["router"], strict=True):   # which count padding, of which there is more
+        assert a.keys() == b.keys() and a["expert_load"] == pytest.approx(b["expert_load"], rel=0.3)
+
+
+def test_ulysses_exchanges_once_each_way(trained):
+    layers, micro_batches = 2, 2
+    counts = {mode: trained[2][mode]["all_to_alls"] / (layers * micro_batches) for mode in MODES}
+    assert counts["train_ring"] == 0
+    assert counts["train_both_all"] == counts["train_ulysses_4"] == 4   # two forward, two backward
+    assert counts["train_ulysses"] == 6   # recomputed
+    assert counts["train_experts"] == 9 and counts["train_experts_over_sequences"] == 4 + 7
+
+
+def test_checkpoints_move_between_layouts(trained):
+    folder, path, found, _ = trained
+    want, moved = found["train_and_save"], found["train_after_loading"]
+    for kind in ("restored", *hf.LOAD_MODES):
+        assert all(torch.equal(moved[kind][name], w) for name, w in want["weights"].items()), kind
+    assert all(torch.equal(a, b) for a, b in zip(moved["moments"], want["moments"], strict=True))
+    config = load(path, ["--train.optimizer=adamw"])   # and into one process
+    alone = Transformer(shape_of(config), Ops.resolve())
+    optimizer = optim.build_optimizer(alone, config.train)
+    checkpoint.restore(folder / "checkpoints/global_step_1", alone, optimizer, World(), run={}, ops={})
+    assert all(torch.equal(p, want["weights"][name]) for name, p in alone.named_parameters())
+
+
+def test_a_run_goes_on_in_one_process_where_a_ring_left_it(tmp_path):
+    path = write_config(tmp_path, train__max_steps=4, data__val_set_size=6, data__pad_to_multiple_of=6,
+                        train__gradient_accumulation_steps=2, train__data_parallel_mode="fsdp2", train__save_steps=2)
+    command = ["-m", "tilewright.trainer.train"], path
+    done = launch(2, *command, "--train.ringattn_parallel_size=2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "a sequence on 2 ring x 1 Ulysses ranks, padded to a multiple of 12 tokens" in done.stdout
+    assert re.search(r"^ops: .*attention=(eager|sdpa)\b", done.stdout, re.MULTILINE)
+    ring, weights = rows(tmp_path), tensors(tmp_path, 4)
+    done = launch(1, *command, "--train.load_checkpoint_path", str(tmp_path / "out/checkpoints/global_step_2"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone = rows(tmp_path)
+    evaluations = [[r["eval_loss"] for r in found if "eval_loss" in r] for found in (ring, alone)]
+    assert len(evaluations[0]) > 1 and evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
+    for a, b in zip(*([r for r in found if "loss" in r] for found in (ring, alone)), strict=True):
+        assert a["step"] == b["step"] and a["tokens"] == b["tokens"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    for name, tensor in tensors(tmp_path, 4).items():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-5)
+
+
+# ---- in one process
+
+def test_ranks_of_one_sequence_read_the_same_bins_and_have_all_of_a_batch(tmp_path):
+    config = load(write_config(tmp_path), ["--data.dataloader_num_workers=1", "--data.pad_to_multiple_of=6"])
+    held, _ = train.build_data(config, World(), 97)
+    whole = next(data.Batches(held.bins, config, rank=1, world_size=3).steps())[0]
+    S = data.padding(config.data, ContextParallel(2, 2))
+    assert S == 24
+    layouts = [ContextParallel(2, 2, u, r) for r in range(2) for u in range(2)]
+    parts = [next(data.Batches(held.bins, config, rank=1, world_size=3, cp=cp).steps())[0] for cp in layouts]
+    n = whole["input_ids"].shape[1]
+    total = int(parts[0]["cu_seqlens"][-1])
+    assert total % 24 == 0 and total - n < 24
+    for name in ("input_ids", "labels", "position_ids"):
+        joined = torch.empty(1, total, dtype=torch.int64)
+        for cp, part in zip(layouts, parts, strict=True):
+            joined[0, shard(torch.arange(total), 0, cp)] = part[name][0]
+        real = int(whole["cu_seqlens"][-2] if n % 6 == 0 and int((whole["labels"] != -100).sum()) else n)
+        assert joined[:, :real].equal(whole[name][:, :real]), name
+    assert all(part["cu_seqlens"].equal(parts[0]["cu_seqlens"]) for part in parts)
+    assert sum(map(train.count_labels, parts)) == train.count_labels(whole)
+
+
+@pytest.mark.parametrize("mode, table", [
+    ("all", [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    ("ulysses_only", [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    ("ring_only", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+    ("none", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+])
+def test_which_ranks_shard_parameters(mode, table, tmp_path):
+    config = load(write_config(tmp_path), spread(2, 2, cp_fsdp_mode=mode))
+    assert parallel._ranks(config.train, World(size=8)).tolist() == table
+    replicas = load(write_config(tmp_path), spread(2, 2, cp_fsdp_mode=mode, data_parallel_replicate_size=2)).train
+    found = parallel._ranks(replicas, World(size=8))
+    assert found.shape == replicas.mesh(8) and sorted(found.flatten().tolist()) == list(range(8))
+    assert all({r // 4 for r in group} == {group[0] // 4} for group in found.tolist())   # a replica has its own
+
+
+def test_ranks_of_one_sequence_are_neighbours(tmp_path):
+    config = load(write_config(tmp_path), spread(2, 2))
+    with fake_group(8):
+        cp = parallel.context_parallel(config.train, 8, "cpu")
+        assert cp.layout() == ContextParallel(2, 2, 0, 0)
+        assert torch.distributed.get_process_group_ranks(cp.ulysses) == [0, 1]
+        assert torch.distributed.get_process_group_ranks(cp.ring) == [0, 2]
+        assert parallel.context_parallel(load(write_config(tmp_path)).train, 8, "cpu") == ContextParallel()
+    places = [World(rank, 8, cp=ContextParallel(2, 2)) for rank in range(8)]
+    assert [(w.data_rank, w.data_size) for w in places] == [(rank // 4, 2) for rank in range(8)]
+
+
+def test_what_cannot_be_spread_is_one_sentence(tmp_path):
+    config = load(write_config(tmp_path, {**QWEN3, "num_attention_heads": 6}), spread(1, 4))
+    decoder = Transformer(shape_of(config), Ops.resolve())
+    with pytest.raises(ValueError, match=r"ulysses_parallel_size = 4: the model's 6 query heads do not divide by 4"):
+        parallel.parallelize(decoder, config, World(0, 4, cp=ContextParallel(4)))
+    config = load(write_config(tmp_path), [*spread(2, 1), "--model.attn_implementation=native"])
+    with pytest.raises(ImplementationUnavailable, match=r"attention\[native\]"):
+        train.choose_ops(config, shape_of(config), World(0, 4, cp=ContextParallel(1, 2)))
+
+
+def test_positions_that_are_not_given_are_those_of_the_whole_sequence():
+    """Rank by rank in one process: attention is left out, for which there would have to be others."""
+    decoder = Transformer(hf.ModelConfig.from_hf(QWEN3), Ops.resolve())
+    seen = []
+    decoder.model.layers[0].self_attn.forward = lambda x, cos, sin, position_ids, *rest: seen.append(
+        (len(cos), position_ids)) or x
+    decoder.model.layers[1].self_attn.forward = lambda x, *rest: x
+    ids, cu = torch.randint(0, 97, (1, 16)), torch.tensor([0, 5, 16])
+    for cp in (ContextParallel(1, 2, 0, r) for r in range(2)):
+        decoder.spread_sequence(cp)
+        decoder(shard(ids, 1, cp), cu_seqlens=cu)
+        assert seen.pop() == (16, SeenPositions(torch.cat((torch.arange(5), torch.arange(11))), cp))
+        decoder(shard(ids, 1, cp).repeat(2, 1))
+        assert seen.pop() == (16, SeenPositions(torch.arange(16).repeat(2, 1), cp))
+
+
+def test_compiled_layers_are_not_made_anew_for_other_documents(monkeypatch):
+    from torch._dynamo.testing import CompileCounter
+
+    seen, made = [], []
+    monkeypatch.setattr(model, "context_parallel_attention", lambda q, *_, ends, **__: seen.append(ends) or q.clone())
+    shape, cp = hf.ModelConfig.from_hf({**QWEN3, "num_hidden_layers": 1}), ContextParallel(1, 2)
+    decoder, counter = Transformer(shape, Ops.resolve()), CompileCounter()
+    decoder.spread_sequence(cp)
+    decoder.model.layers[0].compile(backend=counter)
+    position_ids = shard(torch.arange(16)[None], 1, cp)
+    for ends in ((0, 16), (0, 5, 16), (0, 7, 8, 16), (0, 1, 2, 3, 16)):
+        decoder(position_ids, position_ids=position_ids, cu_seqlens=torch.tensor(ends), ends=ends)
+        assert seen[-1] == ends
+        made.append(counter.frame_count)
+    assert made[0] > 0 and made[2:] == made[1:2] * 2
+
+
+class SeenPositions:
+    """Equal to a tensor of this rank's positions."""
+
+    def __init__(self, whole, cp):
+        self.own = shard(whole, whole.dim() - 1, cp).reshape(-1, 8)
+
+    def __eq__(self, other):
+        return self.own.equal(other)
