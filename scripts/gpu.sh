@@ -36,7 +36,7 @@ tests() {   # parity over the whole registry first: nothing is timed that may be
     # All but those of what runs on a CPU alone; tests of an op that is added are taken in.
     local ignored=()
     for name in bench compile_gate config cute data model packaging peers performance readme registry style suite \
-        trainer triton_ptx wheels; do
+        trainer trainer_cp triton_ptx wheels; do
         ignored+=("--ignore=tests/test_$name.py")
     done
     timeout "$(left 40)m" "$PYTHON" -m pytest -q -p no:cacheprovider --maxfail=30 "${ignored[@]}" tests 2>&1 |

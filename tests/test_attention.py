@@ -16,6 +16,7 @@ from tilewright.ops import attention
 from tilewright.ops.attention import _FLASH, ATTENTION, Request, attention_part, attention_part_backward
 from tilewright.registry import FLOATS, short
 
+OP = sys.modules["tilewright.ops.attention"]   # the package's name for it is the function
 EVERY = pytest.mark.parametrize("name", ATTENTION.names())
 DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=short)
 HQ, HK, D = 4, 2, 8
@@ -344,6 +345,34 @@ def test_flash_attention_is_called_as_it_is_laid_out(version, packed, options, m
     found = flash.load()(*tensors, cu, options.get("causal", True), options.get("window", 0),
                          options.get("softcap", 0.0), None, 0.3, None)
     assert torch.equal(found, attention(*tensors, cu_seqlens=cu, scale=0.3, implementation="eager", **options))
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "repeated"])
+@pytest.mark.parametrize("cu, options", [(None, {}), (None, {"window": 3}), ((0, 4, 9), {}), ((0, 4, 9), {"window": 2}),
+                                         ((0, 4, 9), {"causal": False})],
+                         ids=["batch", "batch_window", "packed", "packed_window", "packed_full"])
+def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, monkeypatch):
+    """With a varlen_attn that computes by the definition, with and without grouped heads, as PyTorch's versions."""
+    seen = []
+
+    def stand_in(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, **more):
+        seen.append((cu_q.tolist(), max_q))
+        assert cu_q is cu_k and cu_q.dtype == torch.int32 and max_q == max_k
+        assert set(more) == ({"enable_gqa"} if grouped else set())
+        assert more.get("enable_gqa", k.shape[1] != q.shape[1]) == (k.shape[1] != q.shape[1])
+        left, right = window_size
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+        out = attention(q, k, v, cu_seqlens=cu_q, causal=right == 0, window=left + 1 if left >= 0 else None,
+                        scale=scale, implementation="eager")
+        return out.squeeze(0).transpose(0, 1)
+
+    monkeypatch.setattr(OP, "_varlen", lambda: (stand_in, grouped))
+    tensors = qkv(9, batch=1 if cu else 2)
+    ends_ = torch.tensor(cu) if cu else None
+    found = OP._native()(*tensors, ends_, options.get("causal", True), options.get("window", 0), 0.0, None, 0.3, None)
+    expected = attention(*tensors, cu_seqlens=ends_, scale=0.3, implementation="eager", **options)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert seen == ([([0, 4, 9], 5)] if cu else [([0, 9, 18], 9)] if options else [])
 
 
 def test_flash_attention_that_is_not_here_says_so(monkeypatch):

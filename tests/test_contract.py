@@ -180,6 +180,7 @@ def test_what_cannot_be_recorded_says_why():
     cases = {c.name: c for c in OPS["attention"].cases if "contract" in c.tags}
     assert contract.no_capture(OPS["attention"], "sdpa", cases["gqa"]) is None
     assert "on the host" in contract.no_capture(OPS["attention"], "sdpa", cases["documents"])
+    assert contract.no_capture(OPS["attention"], "triton", cases["documents"]) is None
     reads = Op("reads", None, None, (), on_host=("eager",))
     assert "on the host" in contract.no_capture(reads, "eager", cases["gqa"])
     assert contract.no_capture(reads, "triton", cases["gqa"]) is None

@@ -65,7 +65,7 @@ def emulator(request, monkeypatch):
               "cross_entropy": cross_entropy._fused(_softmax_stats.cute)}
     for name, fn in loaded.items():
         for dtype in (F32, BF16, F16):
-            monkeypatch.setitem(operations()[name]._table, ("cute", "cpu", dtype), fn)
+            monkeypatch.setitem(operations()[name]._table, ("cute", "cpu", dtype, None), fn)
     return emulator
 
 

@@ -89,7 +89,7 @@ class Case:
         requires_grad set.
     cost: bytes per element of the dtype -> Cost.
     tags: "contract" (small, for parity tests), "cpu" and "cuda" (timed there), "big" (more than 2^31 elements),
-        "host" (looks at values on the host, and so cannot be recorded in a CUDA graph).
+        "host" (looked at on the host, by `Op.on_host` or all implementations: a CUDA graph cannot record that).
     """
 
     name: str
@@ -145,7 +145,8 @@ class Op:
     # Each op that needs more than the default writes the reason there. A function takes (dtype, keyword arguments).
     atol: Mapping[torch.dtype, float] | Callable[[torch.dtype, dict[str, Any]], float] = field(default_factory=dict)
     goals: tuple[Goal, ...] = ()
-    # Implementations that read values of their inputs on the host: a CUDA graph cannot record them.
+    # Implementations that read values of their inputs on the host, which a CUDA graph cannot record: in cases tagged
+    # "host" if an op has such, else in all.
     on_host: tuple[str, ...] = ()
 
     def __post_init__(self):

@@ -57,8 +57,9 @@ class Peer:
 
 
 def versions() -> dict[str, str]:
-    """Distribution and version of every peer, or "not installed"."""
-    return dict(peer.installed() or (peer.distribution, "not installed") for peer in PEERS.values())
+    """Distribution and version of every peer, or "not installed". (torch's is told beside them.)"""
+    return dict(peer.installed() or (peer.distribution, "not installed") for peer in PEERS.values()
+                if peer.distribution != "torch")
 
 
 def _version(distribution: str) -> str | None:
@@ -88,7 +89,7 @@ def _only(peer: str, given: dict[str, Any], **defaults) -> None:
 
 
 _PLAIN_LOSS = {"token_weight": None, "num_tokens": None, "return_lse": False, "return_entropy": False,
-               "return_argmax": False, "group": None}
+               "return_argmax": False, "group": None, "fp32_logits": False}
 
 
 def _dense(peer: str, weight: Any, noise: Any) -> None:

@@ -152,15 +152,15 @@ def _attend(acc, top, total, q, k_at, v_at, k_row, v_row, rows, d, low, high, ke
 
 
 @triton.jit
-def _forward(q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr, tiles_ptr, cu_ptr, capacity, S, Sk, offset, window,
-             scale, cap, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-             GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr,
-             WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _forward(q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr, tiles_ptr, cu_ptr, capacity, S, Sk, offset,
+             window, scale, cap, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch,
+             o_head, o_row, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
+             CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+             PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     EVEN: tl.constexpr = D == WIDTH
     # The last tiles of a document have the most keys, and begin first.
-    t = tl.num_programs(1) - 1 - tl.program_id(1)
-    h = tl.program_id(0)
+    t = tl.num_programs(0) - 1 - tl.program_id(0)
+    h = tl.program_id(1)
     there, batch, m, begin, queries, keys = _place(tiles_ptr, cu_ptr, capacity, S, Sk, t, S, BLOCK_M, PACKED)
     if there:
         i = tl.arange(0, BLOCK_M)
@@ -190,7 +190,7 @@ def _forward(q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr, tiles_ptr, cu_ptr
         o_at = out_ptr + b * o_batch + h.to(tl.int64) * o_head + (start + m) * o_row
         tl.store(o_at + i[:, None] * o_row + d[None, :], out.to(out_ptr.dtype.element_ty),
                  mask=live[:, None] & (d < D)[None, :])
-        lse_at = lse_ptr + (b * tl.num_programs(0) + h) * S + start + m
+        lse_at = lse_ptr + (b * tl.num_programs(1) + h) * S + start + m
         tl.store(lse_at + i, (top + tl.log2(total)) * LN2, mask=live)
 
 
@@ -225,14 +225,14 @@ def _walk_keys(dq, q, g, power, delta, k_at, v_at, k_row, v_row, rows, d, low, h
 
 
 @triton.jit
-def _backward_q(g_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dq_ptr, delta_ptr, tiles_ptr, cu_ptr, capacity, S, Sk,
-                offset, window, scale, cap, g_batch, g_head, g_row, q_batch, q_head, q_row, k_batch, k_head, k_row,
+def _backward_q(g_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dq_ptr, delta_ptr, tiles_ptr, cu_ptr, capacity, S,
+                Sk, offset, window, scale, cap, g_batch, g_head, g_row, q_batch, q_head, q_row, k_batch, k_head, k_row,
                 v_batch, v_head, v_row, o_batch, o_head, o_row, dq_batch, dq_head, dq_row, GROUP: tl.constexpr,
                 D: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                 SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     EVEN: tl.constexpr = D == WIDTH
-    t = tl.num_programs(1) - 1 - tl.program_id(1)
-    h = tl.program_id(0)
+    t = tl.num_programs(0) - 1 - tl.program_id(0)
+    h = tl.program_id(1)
     there, batch, m, begin, queries, keys = _place(tiles_ptr, cu_ptr, capacity, S, Sk, t, S, BLOCK_M, PACKED)
     if there:
         i = tl.arange(0, BLOCK_M)
@@ -242,7 +242,7 @@ def _backward_q(g_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dq_ptr, delta_ptr,
         g = _load(g_ptr + b * g_batch + head * g_head + (start + m) * g_row, g_row, i, d, live, D, True, EVEN)
         q = _load(q_ptr + b * q_batch + head * q_head + (start + m) * q_row, q_row, i, d, live, D, True, EVEN)
         out = _load(out_ptr + b * o_batch + head * o_head + (start + m) * o_row, o_row, i, d, live, D, True, EVEN)
-        at = (b * tl.num_programs(0) + h) * S + start + m + i
+        at = (b * tl.num_programs(1) + h) * S + start + m + i
         delta = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
         tl.store(delta_ptr + at, delta, mask=live)
         power = _power(tl.load(lse_ptr + at, mask=live, other=float("inf")))
@@ -263,16 +263,16 @@ def _backward_q(g_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dq_ptr, delta_ptr,
 
 
 @triton.jit
-def _backward_kv(g_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, cu_ptr, capacity, S, Sk,
-                 offset, window, scale, cap, g_batch, g_head, g_row, q_batch, q_head, q_row, k_batch, k_head, k_row,
+def _backward_kv(g_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, cu_ptr, capacity, S,
+                 Sk, offset, window, scale, cap, g_batch, g_head, g_row, q_batch, q_head, q_row, k_batch, k_head, k_row,
                  v_batch, v_head, v_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, GROUP: tl.constexpr,
                  D: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr,
                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_N: tl.constexpr):
     EVEN: tl.constexpr = D == WIDTH
     # The first tiles of a document are read by the most queries, and begin first.
-    t = tl.program_id(1)
-    kv = tl.program_id(0)
+    t = tl.program_id(0)
+    kv = tl.program_id(1)
     there, batch, n, begin, queries, keys = _place(tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, BLOCK_N, PACKED)
     if there:
         i = tl.arange(0, BLOCK_M)
@@ -294,7 +294,7 @@ def _backward_kv(g_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
             at = start + m
             q = _load(q_ptr + b * q_batch + h * q_head + at * q_row, q_row, i, d, live, D, True, EVEN)
             g = _load(g_ptr + b * g_batch + h * g_head + at * g_row, g_row, i, d, live, D, True, EVEN)
-            of_row = (b * tl.num_programs(0) * GROUP + h) * S + at + i
+            of_row = (b * tl.num_programs(1) * GROUP + h) * S + at + i
             power = _power(tl.load(lse_ptr + of_row, mask=live, other=float("inf")))
             delta = tl.load(delta_ptr + of_row, mask=live, other=0.0)
             # Products are transposed: [keys, rows].
@@ -350,7 +350,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch
     if lse.numel():
         c = FORWARD.config(q.device, *_key(q, softcap))
         tiles, capacity, count = _tiles(cu_seqlens, B, S, c["BLOCK_M"])
-        _forward[(H, count)](
+        _forward[(count, H)](
             q, k, v, None if sinks is None else sinks.float().contiguous(), out, lse, tiles, cu_seqlens, capacity, S,
             k.shape[2], offset, window, scale, softcap, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             *out.stride()[:3], **_options(q, k, cu_seqlens, causal, window, softcap), SINKS=sinks is not None, **c)
@@ -371,14 +371,14 @@ def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     if lse.numel():
         c = BACKWARD_Q.config(q.device, *_key(q, softcap))
         tiles, capacity, count = _tiles(cu_seqlens, B, S, c["BLOCK_M"])
-        _backward_q[(H, count)](
+        _backward_q[(count, H)](
             dout, q, k, v, out, lse, dq, delta, tiles, cu_seqlens, capacity, S, Sk, offset, window, scale, softcap,
             *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             *dq.stride()[:3], **options, **c)
     if dk.numel():
         c = BACKWARD_KV.config(q.device, *_key(q, softcap))
         tiles, capacity, count = _tiles(cu_seqlens, B, Sk, c["BLOCK_N"])
-        _backward_kv[(Hk, count)](
+        _backward_kv[(count, Hk)](
             dout, q, k, v, lse, delta, dk, dv, tiles, cu_seqlens, capacity, S, Sk, offset, window, scale, softcap,
             *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
             **options, **c)
@@ -442,8 +442,9 @@ def _space(heuristic, tiled, walked):
 
 def _types(data, more):
     strides = [f"{t}_{d}" for t in more for d in ("batch", "head", "row")]
-    return {"tiles_ptr": "*i32", "cu_ptr": "*i64", "capacity": "i32", "S": "i32", "Sk": "i32", "offset": "i32",
-            "window": "i32", "scale": "fp32", "cap": "fp32", **dict.fromkeys(strides, "i32")}, tuple(strides)
+    return {"tiles_ptr": "*i32", "cu_ptr": "*i64", "capacity": "i32", "S": "i32", "Sk": "i32",
+            "offset": "i32", "window": "i32", "scale": "fp32", "cap": "fp32",
+            **dict.fromkeys(strides, "i32")}, tuple(strides)
 
 
 def _arch(key):
