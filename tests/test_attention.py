@@ -249,6 +249,33 @@ def test_what_another_document_holds_is_not_read(name):
         assert bad[11:19].all() and not bad[:11].any() and not bad[19:].any()
 
 
+@EVERY
+def test_a_window_longer_than_32_bits_reach_is_no_window(name):
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    tensors, grad = qkv(9), heads(HQ, 9)
+    with skip_if_refused():
+        found = step(tensors, grad, name, window=2**31 - 1)
+    for f, e in zip(found, step(tensors, grad, name), strict=True):
+        torch.testing.assert_close(f, e, **CLOSE)
+
+
+@EVERY
+def test_a_large_softcap_is_nearly_none(name):
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    q, k, v = qkv(9)
+    with skip_if_refused():
+        found = attention(q, k, v, softcap=1e6, implementation=name)
+    torch.testing.assert_close(found, attention(q, k, v, implementation="eager"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_compiled_code_takes_other_lengths(name):
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, implementation=name), fullgraph=True, backend="eager")
+    for length in (7, 12, 31):
+        tensors = [t.cpu() for t in qkv(length)]
+        torch.testing.assert_close(compiled(*tensors), attention(*tensors, implementation="eager"), **CLOSE)
+
+
 PARTS = [n for n in ATTENTION.names() if n in ("eager", "triton")]
 
 

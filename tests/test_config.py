@@ -360,6 +360,10 @@ FIRST = "--data.datasets.0."
 LORA, QLORA, WEIGHTS = "--lora.enable_lora=true", "--lora.enable_qlora=true", "--model.model_path=x"
 # What breaks the rule, the sentence, and a neighbour that does not.
 RULES = [
+    ("--model.batch_invariant=true --train.ringattn_parallel_size=2", "where a ring cuts a document depends on",
+     "--model.batch_invariant=true --train.ulysses_parallel_size=2"),
+    ("--model.batch_invariant=true --lora.enable_lora=true", "the products of adapters",
+     "--lora.enable_lora=true"),
     (f"{DDP} --train.data_parallel_shard_size=2", "only fsdp2 reads this", f"{DDP} --train.data_parallel_shard_size=1"),
     (f"{DDP} --train.data_parallel_replicate_size=2", "only fsdp2", "--train.data_parallel_replicate_size=2"),
     (f"{NONE} --train.reshard_after_forward=false", "only fsdp2 reads this", "--train.reshard_after_forward=false"),

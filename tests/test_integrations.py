@@ -550,3 +550,76 @@ def test_what_attention_cannot_be_is_refused(hf, attentions):
     for options in ({"sliding_window": 2}, {"softcap": 0.5}, {"s_aux": torch.zeros(2, device=DEVICE)},
                     {"scaling": 2.0}, {"is_causal": False}):
         assert not torch.allclose(call(model.model.layers[0].self_attn, q, q, q, None, **options)[0], plain), options
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_static_cache_shows_what_it_holds_alone(hf, attentions, padded):
+    """It is longer: keys that are not written yet are not seen, with a mask and without."""
+    model = dense(hf, "llama").eval()
+    tokens = torch.randint(1, 50, (2, 7), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(5))
+    mask = torch.ones_like(tokens)
+    if padded:
+        mask[1, :2] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "cache_implementation": "static"}
+    expected = model.generate(tokens, **options)
+    model.set_attn_implementation("tilewright")
+    with torch.inference_mode():
+        assert torch.equal(model.generate(tokens, **options), expected)
+    assert attentions
+
+
+def test_a_hole_in_a_mask_is_left_out_and_no_boundary(hf, attentions):
+    model = dense(hf, "llama")
+    tokens = torch.randint(1, 50, (1, 8), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(6))
+    inputs = {"input_ids": tokens, "attention_mask": torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1]], device=DEVICE)}
+    same_attention(attend(model, "tilewright", **inputs), attend(model, "eager", **inputs))
+
+
+def test_the_layout_of_one_call_is_not_anothers(hf, attentions):
+    """The same position ids, with padding and then without."""
+    model = dense(hf, "llama").eval()
+    tokens = torch.randint(1, 50, (2, 9), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(7))
+    positions, mask = torch.arange(9, device=DEVICE)[None].expand(2, -1), torch.ones_like(tokens)
+    mask[0, :4] = 0
+    expected = model(tokens, position_ids=positions).logits
+    model.set_attn_implementation("tilewright")
+    model(tokens, position_ids=positions, attention_mask=mask)
+    del mask
+    torch.testing.assert_close(model(tokens, position_ids=positions).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_encoders_and_cross_attention_are_eagers(hf, attentions):
+    """Padding of an encoder is no padding of the decoder that reads it, however long either is."""
+    config = hf.AutoConfig.for_model("bart", vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1,
+                                     encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
+                                     decoder_ffn_dim=32, max_position_embeddings=64, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = hf.AutoModel.from_config(config, attn_implementation="eager").to(DEVICE).eval()
+    tokens = torch.randint(3, 50, (2, 6), device=DEVICE)
+    mask = torch.ones_like(tokens)
+    mask[0, 4:] = 0
+    for length in (5, 6, 7):
+        inputs = {"input_ids": tokens, "attention_mask": mask,
+                  "decoder_input_ids": torch.randint(3, 50, (2, length), device=DEVICE)}
+        model.set_attn_implementation("eager")
+        expected = model(**inputs, use_cache=False).last_hidden_state
+        model.set_attn_implementation("tilewright")
+        torch.testing.assert_close(model(**inputs, use_cache=False).last_hidden_state, expected, rtol=1e-4, atol=1e-4)
+    assert attentions
+
+
+def test_masks_and_arguments_that_would_be_lost_are_refused(hf, attentions):
+    q = torch.randn(1, 2, 5, 16, device=DEVICE)
+    layer, call = dense(hf, "llama").model.layers[0].self_attn, hf.AttentionInterface()["tilewright"]
+    for options, words in (({"sliding_window": 2, "is_causal": False}, "a window that is not causal"),
+                           ({"position_bias": q}, "position_bias"), ({"indices": q}, "indices"),
+                           ({"block_indices": q}, "block_indices"), ({"sinks": q}, "sinks")):
+        with pytest.raises(ImplementationUnavailable, match=f"does not compute {words}"):
+            call(layer, q, q, q, None, **options)
+    from transformers import masking_utils as masks
+
+    causal, document = masks.causal_mask_function, masks.packed_sequence_mask_function(torch.zeros(1, 5))
+    assert integration._mask(1, 5, 5, mask_function=masks.and_masks(causal, document)) is None
+    for options in ({"mask_function": masks.and_masks(document, masks.or_masks(causal, document))}, {"use_vmap": True}):
+        with pytest.raises(ImplementationUnavailable, match="lets tokens see later ones"):
+            integration._mask(1, 5, 5, **options)

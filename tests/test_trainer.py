@@ -1,6 +1,7 @@
 """The training loop: schedules, gradients however they are cut up, checkpoints, what a run writes."""
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -692,6 +693,7 @@ def test_what_a_user_can_mend_is_one_sentence(change, message, tmp_path):
 
     with pytest.raises((ValueError, OSError), match=message):
         run(write_config(tmp_path, **{k: real(v) for k, v in change.items()}))
+    assert gc.isenabled()   # as it was before
 
 
 @pytest.mark.parametrize("change, message", [

@@ -139,13 +139,32 @@ def _experts(name, implementation):
 
 # ---- attention
 
-def _mask(batch_size: int, q_length: int, kv_length: int, *, attention_mask: torch.Tensor | None = None,
+def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, *,
+          mask_function=None, attention_mask: torch.Tensor | None = None, device=None,
           **kwargs) -> torch.Tensor | None:
     """What a layer is given as its mask: which keys are no padding, [B, keys], or None if all are."""
+    if kwargs.get("use_vmap") or not _narrows(mask_function):
+        raise ImplementationUnavailable(f'attn_implementation="{NAME}" computes causal attention, with a window or '
+                                        'without, and full attention; this model\'s mask lets tokens see later ones '
+                                        '(others: "sdpa", "eager")')
     if attention_mask is None:
-        return None
+        filled = int(q_offset) + q_length - int(kv_offset)
+        # A static cache is longer than what it holds. (Where all see all, keys may be another sequence's.)
+        if "allow_is_bidirectional_skip" in kwargs or kv_length <= filled:
+            return None
+        return torch.ones(batch_size, filled, dtype=torch.bool, device=device)
     kept = attention_mask[:, -kv_length:].bool()
     return None if kept.shape[1] == kv_length and kept.all() else kept
+
+
+def _narrows(mask_function) -> bool:
+    """Whether a mask is made of others that must all hold. transformers joins those of which one is enough by or_masks.
+    """
+    if getattr(mask_function, "__name__", "") == "or_mask":
+        return False
+    held = (cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ())
+    return all(_narrows(f) for value in held for f in (value if isinstance(value, tuple | list) else (value,))
+               if callable(f))
 
 
 def _attention(name, implementation):
@@ -157,27 +176,30 @@ def _attention(name, implementation):
                           max_length_q: int | None = None, **kwargs) -> tuple[torch.Tensor, None]:
         """query [B, Hq, S, D], key and value [B, Hk, Sk, D]; the result is [B, S, Hq, D]."""
         config = getattr(module, "config", None)
-        layers = getattr(config, "layer_types", None) or ()
-        kind = layers[module.layer_idx] if getattr(module, "layer_idx", len(layers)) < len(layers) else None
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        layers, layer = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", None)
+        kind = layers[layer] if layer is not None and layer < len(layers) else None
         refused = [words for words, is_asked in (
             (f"dropout = {dropout}", dropout > 0),
             ("output_attentions", kwargs.get("output_attentions")),
             (f"a mask of shape {list(attention_mask.shape) if attention_mask is not None else None}",
              attention_mask is not None and attention_mask.dim() != 2),
             ("chunked attention", kind == "chunked_attention"),
-            ("a paged cache", kwargs.get("cache") is not None)) if is_asked]
+            ("a window that is not causal", sliding_window is not None and not causal),
+            ("a paged cache", kwargs.get("cache") is not None),
+            *((key, kwargs.get(key) is not None) for key in ("position_bias", "indices", "block_indices", "sinks")),
+        ) if is_asked]
         if refused:
             raise ImplementationUnavailable(f'{type(module).__name__}: attn_implementation="{name}" does not compute '
                                             f'{", ".join(refused)} (others: "sdpa", "eager")')
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         width = value.shape[-1]
         if width < query.shape[-1]:   # multi-head latent attention
             value = F.pad(value, (0, query.shape[-1] - width))
-        options = {"causal": causal, "window": sliding_window if causal else None, "softcap": softcap, "sinks": s_aux,
+        options = {"causal": causal, "window": sliding_window, "softcap": softcap, "sinks": s_aux,
                    "scale": scaling, "implementation": implementation}
         if query.shape[2] > 1 and cu_seq_lens_q is not None and query.shape[0] == 1:
             out = attention(query, key, value, cu_seqlens=cu_seq_lens_q, max_seqlen=max_length_q, **options)
-        elif query.shape[2] == key.shape[2]:
+        elif causal and query.shape[2] == key.shape[2]:
             out = _of_rows(query, key, value, attention_mask, position_ids, options)
         else:
             out = _of_cache(query, key, value, attention_mask, name, options)
@@ -195,6 +217,8 @@ def _of_rows(q, k, v, kept, position_ids, options):
     index, cu, longest = found
     rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     packed = (t if index is None else t.index_select(0, index) for t in rows)
+    if cu.numel() == 1:   # nothing but padding
+        return q * 0
     out = attention(*(t.transpose(0, 1).unsqueeze(0) for t in packed), cu_seqlens=cu, max_seqlen=longest, **options)
     out = out.squeeze(0).transpose(0, 1)
     if index is not None:
@@ -216,27 +240,27 @@ def _layout(kept, position_ids, B, S):
     asked = (kept, position_ids)
     if _last is not None:
         refs, versions, shape, found = _last
-        if shape == (B, S) and all((None if ref is None else ref()) is t and (t is None or t._version == version)
+        if shape == (B, S) and all((ref is None) == (t is None) and (t is None or ref() is t) and _version(t) == version
                                    for ref, version, t in zip(refs, versions, asked, strict=True)):
             return found
     found = _find_layout(kept, position_ids, B, S)
-    _last = ([None if t is None else weakref.ref(t) for t in asked],
-             [None if t is None else t._version for t in asked], (B, S), found)
+    _last = [None if t is None else weakref.ref(t) for t in asked], [*map(_version, asked)], (B, S), found
     return found
 
 
+def _version(t):
+    return None if t is None or t.is_inference() else t._version
+
+
 def _find_layout(kept, position_ids, B, S):
-    row = torch.arange(S, device=(position_ids if kept is None else kept).device)
-    start = (row == 0).expand(B, S).clone()
-    if position_ids is not None:   # whether a position is not the one after the last
+    if kept is None:
         position_ids = position_ids.expand(B, S)
-        start[:, 1:] |= position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if kept is not None:
-        # Padding is counted as a position or not, as a caller likes: what follows it begins anew.
-        start[:, 1:] |= ~kept[:, :-1]
-        start &= kept
-    if kept is None and int(start.sum()) == B:
-        return None
+        start = torch.ones(B, S, dtype=torch.bool, device=position_ids.device)
+        start[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1   # not the one after the last
+        if int(start.sum()) == B:
+            return None
+    else:   # one document a row; position ids count padding or not, as a caller likes
+        start = kept & (kept.cumsum(1) == 1)
     index = None if kept is None else kept.flatten().nonzero().squeeze(1)
     ends = (start.flatten() if index is None else start.flatten()[index]).nonzero().squeeze(1)
     total = B * S if index is None else index.numel()
@@ -249,6 +273,8 @@ def _of_cache(q, k, v, kept, name, options):
     if kept is None:
         return attention(q, k, v, **options)
     k, v = k[:, :, :kept.shape[1]], v[:, :, :kept.shape[1]]   # a static cache is longer than what it holds
+    if options["causal"] and q.shape[2] == k.shape[2]:
+        return _of_rows(q, k, v, kept, None, options)
     if options["causal"] and not bool(kept[:, -q.shape[2]:].all()):
         raise ImplementationUnavailable(f'attn_implementation="{name}" takes padding on the left of cached keys only '
                                         '(others: "sdpa", "eager")')

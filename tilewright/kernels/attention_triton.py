@@ -58,7 +58,9 @@ def _tanh(x):
     """Through exp2, whose overflow is an infinity that ends at 1."""
     e = tl.exp2(tl.abs(x) * 2.8853900817779268)
     y = 1.0 - 2.0 / (e + 1.0)
-    return tl.where(x < 0, -y, y)
+    z = x * x   # where that cancels, the series
+    small = x * (1.0 + z * (-0.3333333333333333 + z * (0.13333333333333333 - z * 0.05396825396825397)))
+    return tl.where(z < 0.04, small, tl.where(x < 0, -y, y))
 
 
 @triton.jit
@@ -334,6 +336,11 @@ def _key(t, softcap):
     return triton.next_power_of_2(max(16, t.shape[-1])), t.element_size(), _large(t.device), softcap > 0
 
 
+def _reach(window, q, k, offset):
+    """A window no longer than any two positions are apart: larger ones would leave 32 bits."""
+    return min(window, q.shape[2] + k.shape[2] + abs(offset))
+
+
 def _options(q, k, cu_seqlens, causal, window, softcap):
     return {"GROUP": q.shape[1] // k.shape[1], "D": q.shape[-1], "WIDTH": triton.next_power_of_2(max(16, q.shape[-1])),
             "PACKED": cu_seqlens is not None, "CAUSAL": causal, "WINDOW": window > 0, "SOFTCAP": softcap > 0,
@@ -347,6 +354,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch
     B, H, S, _ = q.shape
     out = _empty(q)
     lse = torch.empty((B, H, S), dtype=torch.float32, device=q.device)
+    window = _reach(window, q, k, offset)
     if lse.numel():
         c = FORWARD.config(q.device, *_key(q, softcap))
         tiles, capacity, count = _tiles(cu_seqlens, B, S, c["BLOCK_M"])
@@ -367,6 +375,7 @@ def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     dq, dk, dv = _empty(q), _empty(k), _empty(v)
     lse = lse.float().contiguous()
     delta = torch.zeros_like(lse)
+    window = _reach(window, q, k, offset)
     options = _options(q, k, cu_seqlens, causal, window, softcap)
     if lse.numel():
         c = BACKWARD_Q.config(q.device, *_key(q, softcap))
@@ -396,7 +405,8 @@ def _forward_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> 
     if itemsize == 4:
         return {"BLOCK_M": 32 if width <= 128 else 16, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1}
     if width == 256:
-        return {"BLOCK_M": 128 if large else 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2 if large else 1}
+        return {"BLOCK_M": 128 if large else 64, "BLOCK_N": 16 if large and capped else 32, "num_warps": 8,
+                "num_stages": 2 if large else 1}
     return {"BLOCK_M": 128, "BLOCK_N": 64 if large or width <= 64 else 32, "num_warps": 8,
             "num_stages": 3 if large else 2}
 

@@ -146,7 +146,7 @@ def _heads_gradient(dy_ptr, dy_head, x_ptr, dx_ptr, w_ptr, rstd_ptr, cos, sin, o
         unturned = rows & (d < D)[None, :]
         dx = dx_ptr + (h * D)[:, None]
         if GIVEN:
-            dy = dy_ptr + (h * dy_head)[:, None]
+            dy = dy_ptr + (h.to(tl.int64) * dy_head)[:, None]
             ya, yb = _load_pairs(dy, rows, HALF, BLOCK_H, BLOCK_R, INTERLEAVED)
             a = ya * cos + yb * sin   # back by the same angle
             b = yb * cos - ya * sin
@@ -241,7 +241,7 @@ def _backward(dq_ptr, dk_ptr, dv_ptr, x_ptr, rstd_ptr, qw_ptr, kw_ptr, dx_ptr, d
             mask = (h < HK)[:, None] & (d < D)[None, :]
             to = dx + ((HQ + HK + h) * D)[:, None] + d[None, :]
             if DV:
-                dv = dv_ptr + b * dv_b + s * dv_s + (h * dv_h)[:, None] + d[None, :]
+                dv = dv_ptr + b * dv_b + s * dv_s + (h.to(tl.int64) * dv_h)[:, None] + d[None, :]
                 tl.store(to, tl.load(dv, mask=mask), mask=mask)
             else:
                 tl.store(to, tl.zeros([BLOCK_H, BLOCK_V], dx_ptr.dtype.element_ty), mask=mask)

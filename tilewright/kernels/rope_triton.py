@@ -21,8 +21,8 @@ def _heads(x_ptr, y_ptr, x_head, y_head, cos, sin, H: tl.constexpr, D: tl.conste
     i = tl.arange(0, BLOCK_R)
     for first in range(0, H, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
-        x = x_ptr + (h * x_head)[:, None]
-        y = y_ptr + (h * y_head)[:, None]
+        x = x_ptr + (h.to(tl.int64) * x_head)[:, None]
+        y = y_ptr + (h.to(tl.int64) * y_head)[:, None]
         mask = (h < H)[:, None] & (i < HALF)[None, :]
         if INTERLEAVED:   # one contiguous read, taken apart in registers
             both = tl.arange(0, 2 * BLOCK_R)

@@ -87,8 +87,11 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: 
         cu_seqlens = _checks.cu_seqlens(cu_seqlens, S, wait=getattr(cu_seqlens, "is_meta", False))
     _checks.same_device(q=q, k=k, v=v, cu_seqlens=cu_seqlens, sinks=sinks)
     gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sinks))
-    fn = ATTENTION.pick(implementation, q, Request(D, causal, cu_seqlens is not None, window is not None,
-                                                   softcap is not None, sinks is not None, Sk != S, gradient))
+    shorter = False
+    if Sk != S:   # compiled code with dynamic lengths makes this a constant, which a Request is made of
+        shorter = True
+    fn = ATTENTION.pick(implementation, q, Request(int(D), causal, cu_seqlens is not None, window is not None,
+                                                   softcap is not None, sinks is not None, shorter, gradient))
     with _checks.no_autocast(q):
         return fn(q, k, v, cu_seqlens, causal, window or 0, float(softcap or 0.0), sinks,
                   D ** -0.5 if scale is None else float(scale), max_seqlen)
@@ -132,13 +135,18 @@ def attention_part_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor
 
 
 def _part(which, q, k, v, cu_seqlens, causal, window, softcap, scale, offset, implementation):
-    D = _check_qkv(q, k, v)[3]
+    B, _, S, D = _check_qkv(q, k, v)
     _check_options(causal, window, softcap, scale)
     if not isinstance(offset, int) or isinstance(offset, bool):
         raise TypeError(f"offset must be an int, got {offset!r}")
-    if cu_seqlens is not None and (offset or k.shape[2] != q.shape[2]):
-        raise ValueError(f"with cu_seqlens queries and keys are the same positions, got offset {offset}, "
-                         f"{q.shape[2]} queries and {k.shape[2]} keys")
+    if cu_seqlens is not None:
+        if offset or k.shape[2] != S:
+            raise ValueError(f"with cu_seqlens queries and keys are the same positions, got offset {offset}, "
+                             f"{S} queries and {k.shape[2]} keys")
+        if B != 1:
+            raise ValueError(f"packed documents need B = 1, got q of shape {list(q.shape)}")
+        cu_seqlens = _checks.cu_seqlens(cu_seqlens, S, wait=False)
+    _checks.same_device(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     request = Request(D, causal, cu_seqlens is not None, window is not None, softcap is not None, False, offset != 0,
                       which == "part_backward", True)
     fn = getattr(ATTENTION.pick(implementation, q, request), which)
@@ -265,12 +273,15 @@ def _ends(cu_seqlens, tokens):
 # ---- PyTorch's fused attention: one call a document, so no mask is built and no document can see another
 
 def _fused(q, k, v, causal, scale):
+    q, k, v = map(_readable, (q, k, v))   # else PyTorch takes its path with S x Sk scores
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _attention_sdpa(q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, max_seqlen):
     if cu_seqlens is None:
-        return _fused(q, k, v, causal and q.shape[2] > 1, scale)   # a single query is the last: it sees every key
+        if q.shape[2] == 1:   # a single query is the last: it sees every key
+            causal = False
+        return _fused(q, k, v, causal, scale)
     parts = [_fused(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], causal, scale)
              for a, b in itertools.pairwise(_ends(cu_seqlens, q.shape[2])) if a < b]
     return torch.cat(parts, 2) if parts else _fused(q, k, v, causal, scale)   # without tokens still differentiable
@@ -326,8 +337,10 @@ def _native():
     def attention_native(q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, max_seqlen):
         B, H, S, _ = q.shape
         if not q.numel() or (cu_seqlens is None and not window):
+            if S == 1:
+                causal = False
             with sdpa_kernel(backends, set_priority=True):
-                return _fused(q, k, v, causal and S > 1, scale)
+                return _fused(q, k, v, causal, scale)
         cu, longest = _boundaries(q, cu_seqlens, max_seqlen)
         if not grouped and k.shape[1] != H:
             k, v = (t.repeat_interleave(H // k.shape[1], 1) for t in (k, v))
@@ -392,7 +405,7 @@ class _Flash(NamedTuple):
                        "window_size": (window - 1, 0) if window else (self.whole, self.whole),
                        "deterministic": torch.are_deterministic_algorithms_enabled()}
             if sinks is not None:
-                options["learnable_sink"] = sinks
+                options["learnable_sink"] = sinks.float() if sinks.dtype == torch.float64 else sinks
             if cu_seqlens is None:
                 out = module.flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), **options)
             else:

@@ -94,9 +94,11 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
         tokens. Makes no difference to a float32 weight. A single chunk needs no sum, so "fp32" costs it
         nothing (but for fp16, whose sum stays in float32 for the same reason).
     fp32_logits: keep logits as the GEMM sums them, in float32, instead of rounding them to a 16-bit x's dtype. A
-        chunk takes twice the memory for as many rows. On a CPU operands are converted first: no such GEMM there.
+        chunk then holds float32 logits and, where there are gradients, a copy in x's dtype for the GEMMs. On a CPU
+        operands are converted first: no such GEMM there.
     chunk_size: rows a chunk, or None for the rule in the module's docstring. The eager twin has one chunk.
-    Memory beside inputs and gradients: one chunk of logits in x's dtype, float32 sums for a 16-bit weight.
+    Memory beside inputs and gradients: one chunk of logits in x's dtype (see fp32_logits), float32 sums for a
+        16-bit weight.
     Computed in: GEMMs as torch.mm does them in x's dtype, logits rounded to it (but for fp32_logits); statistics and
     loss in fp32; the gradient of the logits rounded to x's dtype. No atomics: the same bits every run with the same
     chunks.

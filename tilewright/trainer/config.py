@@ -52,7 +52,8 @@ class Model(Section):
     model_path: str | None = field(None, "Folder (or Hub id) with weights; null: random weights.")
     config_path: str | None = field(None, "Folder with config.json, or the file; null: as model_path.")
     tokenizer_path: str | None = field(None, "Folder with the tokenizer; null: as config_path.")
-    attn_implementation: str = field("auto", "Attention: auto, or a name of `tilewright explain attention`.")
+    attn_implementation: str = field(
+        "auto", "Attention: auto, eager, sdpa, native, triton, flash_attention_3 or flash_attention_4.")
     moe_implementation: str | None = field(
         None, "Experts: null (automatic), or a name of `tilewright explain moe_mlp`.")
     ep_dispatch: Literal["alltoall", "deepep"] = field(
@@ -65,7 +66,8 @@ class Model(Section):
     lm_head_fp32: bool = field(True, "Keep the head's logits in float32 rather than rounding them to bfloat16.")
     rmsnorm_native: bool = field(
         False, "PyTorch's F.rms_norm instead of the fused kernels, and x + residual by itself.")
-    activation_native: bool = field(False, "F.silu(gate) * up, rounded in between, instead of the fused kernel.")
+    activation_native: bool = field(
+        False, "F.silu(gate) * up, rounded in between, instead of the fused kernel; in layers without experts.")
     rope_native: bool = field(False, "PyTorch's operators instead of the fused rotation.")
     attention_cast_bf16: bool = field(
         False, "Round queries and keys to bfloat16 after the rotation; in bfloat16 training they are that already.")
@@ -192,7 +194,7 @@ class Train(Section):
     muon_ns_steps: int = field(5, "Muon: Newton-Schulz iterations.", ge=1)
     muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = field(None, "Muon: scaling of lr.")
     # batches
-    micro_batch_size: int = field(1, "Bins a process takes in one forward pass.", ge=1)
+    micro_batch_size: int = field(1, "Bins in a forward pass of a process, or of those that share a sequence.", ge=1)
     gradient_accumulation_steps: int = field(1, "Forward passes before an optimizer step.", ge=1)
     num_train_epochs: int = field(1, "Passes over the data.", ge=1)
     max_steps: int | None = field(None, "Optimizer steps in all; overrides epochs.", ge=1)

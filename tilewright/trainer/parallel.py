@@ -120,10 +120,22 @@ def parallelize(model: Transformer, config: Config, world: World) -> nn.Module:
                                     train.moe_checkpoint_method == "moe_act")
     if train.enable_compile:
         for block in model.model.layers:
-            block.compile()
+            _compile(block)
     if train.data_parallel_mode == "fsdp2":
         return _fsdp2(model, train, config.model, world)
     return model
+
+
+def _compile(block: nn.Module) -> None:
+    """Inside what is recomputed: a graph break within a checkpointed function would leave all of it uncompiled."""
+    if not block.recompute:
+        block.compile()
+    for name in block.recompute:
+        part = getattr(block, name)
+        if isinstance(part, nn.Module):
+            part.compile()
+        else:
+            setattr(block, name, torch.compile(part))
 
 
 def _expert_mesh(train: Train, world: World) -> DeviceMesh:
@@ -181,7 +193,11 @@ def _fsdp2(model: Transformer, train: Train, names: Model, world: World) -> Tran
             _spread(experts, experts_mesh, names, world, reshard, policy)
     extra, matched = set(names.basic_modules), set()
     for path, module in model.named_modules():
-        hits = extra & {type(module).__name__, path.rpartition(".")[2]}
+        last = path.rpartition(".")[2]
+        hits = extra & {type(module).__name__, last}
+        if hits and (last == "lm_head" or (last in ("q_norm", "k_norm") and names.merge_qkv)):
+            raise ValueError(f"model.basic_modules: {path} ({', '.join(sorted(hits))}) cannot be a unit of its own: "
+                             "another module's kernel reads its weight")
         if hits and any(True for _ in module.parameters()):
             matched |= hits
             if isinstance(module, FSDPModule):   # experts are units of their own already

@@ -5,6 +5,7 @@ Plain `python -m tilewright.trainer.train` trains in one process.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -51,10 +52,14 @@ def choose_ops(config: Config, shape: ModelConfig, world: World) -> Ops:
     """Raises ValueError or ImplementationUnavailable before any weight is made."""
     dtype = torch.bfloat16 if config.train.enable_mixed_precision else torch.float32
     wanted = Request(shape.head_dim, packed=True, gradient=True, part=world.cp.ring_size > 1)
+    layers = [shape.is_moe(layer) for layer in range(shape.num_hidden_layers)]
+    if config.model.activation_native and all(layers):
+        raise ValueError("model.activation_native = True: every layer of the model has experts, whose activation is "
+                         "fused into their products")
     numerics = Numerics(**{f.name: getattr(config.model, f.name) for f in dataclasses.fields(Numerics)})
     return Ops.resolve(config.model.attn_implementation, config.model.moe_implementation,
                        device_type=world.device.type, dtype=dtype, attention_request=wanted, numerics=numerics,
-                       experts=any(shape.is_moe(layer) for layer in range(shape.num_hidden_layers)))
+                       experts=any(layers))
 
 
 def build_model(config: Config, shape: ModelConfig, world: World, ops: Ops) -> torch.nn.Module:
@@ -184,6 +189,17 @@ def profiler(config: Config, world: World):
         record_shapes=t.profile_record_shapes, profile_memory=t.profile_profile_memory, with_stack=t.profile_with_stack)
 
 
+@contextlib.contextmanager
+def garbage_collection_as_before():
+    was_on = gc.isenabled()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@garbage_collection_as_before()
 def train(config: Config, world: World) -> None:
     t = config.train
     seed_everything(config, world)
@@ -278,7 +294,6 @@ def train(config: Config, world: World) -> None:
             save(done)
     if profile:
         profile.stop()
-    gc.enable()
     if start < total:
         save(total)
     saver.finish()
