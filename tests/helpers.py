@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.registry import ImplementationUnavailable
 
@@ -34,6 +35,18 @@ def skip_if_refused():
         yield
     except ImplementationUnavailable as error:
         pytest.skip(str(error))
+
+
+class OperatorNames(TorchDispatchMode):
+    """names: of the operators that ran within it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 def join_group(rank, world, folder):

@@ -262,6 +262,28 @@ def test_rows_in_a_chunk_follow_free_memory(free, cached, budget, monkeypatch):
     assert rows(T, V, 2, "cuda") == fixed, "a recorded graph is replayed with other memory free"
 
 
+# ---- in what logits are kept
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("chunk_size", [4, None])
+@torch.no_grad()
+def test_logits_in_fp32_are_not_rounded(name, chunk_size):
+    """Every result of both ops is then as good as float32; with logits in bfloat16 none is."""
+    skip_unless_usable(LINEAR, name, torch.bfloat16)
+    x, w, b, y = problem(T=64, H=32, V=96, dtype=torch.bfloat16)
+    y = y.where(y >= 0, 5)
+    exact = F.log_softmax(x.double() @ w.double().T + b.double(), -1)
+    truth = (-exact.gather(1, y[:, None])[:, 0], exact.gather(1, y[:, None])[:, 0], -(exact.exp() * exact).sum(-1))
+
+    def errors(**options):
+        options |= {"bias": b, "chunk_size": chunk_size, "implementation": name}
+        found = (linear_cross_entropy(x, w, y, reduction="none", **options), *linear_logprob(x, w, y, **options))
+        return [float((f - t).norm() / t.norm()) for f, t in zip(found, truth, strict=True)]
+
+    assert max(errors(fp32_logits=True)) < 1e-6
+    assert min(errors()) > 1e-4
+
+
 # ---- in what the weight's gradient is summed
 
 def dw_errors(name, accumulate, chunk_size):

@@ -7,6 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from tilewright import ops as tw  # noqa: E402
 from tilewright.trainer import hf  # noqa: E402
 from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
 
@@ -97,6 +98,25 @@ def test_packed_documents_equal_separate_ones(name, attn, tmp_path):
     packed = model(torch.cat(documents)[None], cu_seqlens=torch.tensor([0, 5, 6, 23], dtype=torch.int32))
     alone = torch.cat([model(d[None])[0] for d in documents])
     torch.testing.assert_close(packed[0], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_boundaries_on_the_host_spare_attention_reading_them(monkeypatch):
+    """Each layer gets a bound of the longest document. It is a power of two: compiled code is made for few of them."""
+    given = []
+    monkeypatch.setattr(tw, "attention", lambda q, k, v, max_seqlen, **_: given.append(max_seqlen) or q.clone())
+    made = Transformer(ModelConfig.from_hf({"model_type": "qwen3", **SMALL}), Ops.resolve())
+    ids = torch.arange(23)[None]
+    for ends, bound in (((0, 5, 6, 23), 32), ((0, 4, 8, 23), 16), ((0, 11, 15, 23), 16), ((0, 23), 32), (None, None)):
+        made(ids, cu_seqlens=torch.tensor(ends or (0, 3, 23)), ends=ends)
+        assert given == [bound] * 3
+        given.clear()
+    made(ids[:, :1], cu_seqlens=torch.tensor((0, 1, 1)), ends=(0, 1, 1))
+    assert given == [1] * 3
+    for cu, ends, message in (((0, 5, 23), (0, 6, 23), "ends must be the values of cu_seqlens, got"),
+                              ((0, 5, 23), (0, 23), "ends must be the values of cu_seqlens, got"),
+                              (None, (0, 23), "ends are cu_seqlens on the host: give both")):
+        with pytest.raises(ValueError, match=message):
+            made(ids, cu_seqlens=cu and torch.tensor(cu), ends=ends)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe-mixed"])

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers import OperatorNames
 
 from tilewright import ops as tw
 from tilewright.trainer import config, model, train
@@ -91,20 +91,8 @@ def test_lm_head_fp32_in_autocast_rounds_the_operands_only():
     assert logits.dtype == torch.float32 and not representable(logits)
 
 
-class Calls(TorchDispatchMode):
-    """Names of the operators that ran."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def ran(made):
-    with Calls() as calls, torch.no_grad():
+    with OperatorNames() as calls, torch.no_grad():
         made(tokens())
     return {n.split("::")[1] for n in calls.names if n.startswith("tilewright")}
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from helpers import DEVICE, skip_unless_usable
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers import DEVICE, OperatorNames, skip_unless_usable
 from torch.utils.checkpoint import checkpoint
 
 from tilewright.ops import qk_norm_rope, rmsnorm, rope
@@ -218,16 +217,6 @@ def test_what_is_kept_for_the_backward(name, norm):
     assert (qkv.data_ptr() in size) == norm
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 @FUSED
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "no_norm"])
 def test_one_operator_is_the_whole_backward(name, norm):
@@ -246,9 +235,9 @@ def test_one_operator_is_the_whole_backward(name, norm):
     outs = call(qkv, *weights)
     grads = [torch.randn_like(o) for o in outs]
     operator = f"tilewright::qk_norm_rope_{name}_backward"
-    with Seen() as seen:
+    with OperatorNames() as seen:
         expected = torch.autograd.grad(outs, leaves, grads)
-    assert [c for c in seen.calls if c not in ("aten::detach", "aten::view")] == [operator]
+    assert [c for c in seen.names if c not in ("aten::detach", "aten::view")] == [operator]
     graphs = []
 
     def keep(graph, example):

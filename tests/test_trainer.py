@@ -302,17 +302,25 @@ def test_moe_act_sends_no_token_twice_and_nothing_exchanges_sizes_again(mode, ca
     assert spread[2][mode]["all_to_alls"] == layers * micro_batches * calls
 
 
-def test_checkpoints_of_spread_experts_move(spread):
-    folder, path, found, _ = spread
+def check_moves(trained):
+    """What `train_and_save` wrote is what the processes of `train_after_loading`, laid out otherwise, and one process
+    alone read. Returns the latter's model and optimizer, and what was saved."""
+    folder, path, found, _ = trained
     want, moved = found["train_and_save"], found["train_after_loading"]
-    for kind in ("restored", *hf.LOAD_MODES):   # into processes that share experts otherwise
+    for kind in ("restored", *hf.LOAD_MODES):
         assert all(torch.equal(moved[kind][name], w) for name, w in want["weights"].items()), kind
     assert all(torch.equal(a, b) for a, b in zip(moved["moments"], want["moments"], strict=True))
-    config = load(path, ["--train.optimizer=adamw"])   # and into one process
+    config = load(path, ["--train.optimizer=adamw"])
     model = Transformer(shape_of(config), Ops.resolve())
     optimizer = optim.build_optimizer(model, config.train)
     checkpoint.restore(folder / "checkpoints/global_step_1", model, optimizer, World(), run={}, ops={})
     assert all(torch.equal(p, want["weights"][name]) for name, p in model.named_parameters())
+    return model, optimizer, want
+
+
+def test_checkpoints_of_spread_experts_move(spread):
+    folder, *_ = spread
+    model, optimizer, want = check_moves(spread)
     assert all(torch.equal(a, b) for a, b in zip(distributed_worker.moments(optimizer), want["moments"], strict=True))
     for name, weight in want["weights"].items():   # one file of each expert's own tensors
         parts = hf.split(name, weight, model.config)
@@ -606,6 +614,15 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tmp_path
     for name, grad in exact["grads"].items():
         assert mixed["grads"][name].dtype == torch.float32
         assert (mixed["grads"][name] - grad).norm() <= 0.05 * grad.norm(), name
+
+
+def test_no_layer_asks_the_device_how_long_documents_are(tmp_path, monkeypatch):
+    given, real = [], tw.attention
+    monkeypatch.setattr(tw, "attention", lambda *a, **k: given.append(k) or real(*a, **k))
+    step_in_one_process(write_config(tmp_path, train__micro_batch_size=8), make_bins())
+    assert len(given) == QWEN3["num_hidden_layers"]
+    for k in given:
+        assert k["cu_seqlens"].diff().max() == k["max_seqlen"] == 16
 
 
 def test_compiled_layers_give_the_same_gradients(tmp_path):

@@ -12,11 +12,11 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 import distributed_worker
-from test_trainer import MOE, QWEN3, fake_group, launch, make_bins, rows, shape_of, tensors, write_config
+from test_trainer import MOE, QWEN3, check_moves, fake_group, launch, make_bins, rows, shape_of, tensors, write_config
 
 from tilewright.ops.context_parallel import ContextParallel, shard
 from tilewright.registry import ImplementationUnavailable
-from tilewright.trainer import checkpoint, data, hf, model, optim, parallel, train
+from tilewright.trainer import data, hf, model, parallel, train
 from tilewright.trainer.config import load
 from tilewright.trainer.model import Ops, Transformer
 from tilewright.trainer.parallel import World
@@ -95,16 +95,7 @@ def test_ulysses_exchanges_once_each_way(trained):
 
 
 def test_checkpoints_move_between_layouts(trained):
-    folder, path, found, _ = trained
-    want, moved = found["train_and_save"], found["train_after_loading"]
-    for kind in ("restored", *hf.LOAD_MODES):
-        assert all(torch.equal(moved[kind][name], w) for name, w in want["weights"].items()), kind
-    assert all(torch.equal(a, b) for a, b in zip(moved["moments"], want["moments"], strict=True))
-    config = load(path, ["--train.optimizer=adamw"])   # and into one process
-    alone = Transformer(shape_of(config), Ops.resolve())
-    optimizer = optim.build_optimizer(alone, config.train)
-    checkpoint.restore(folder / "checkpoints/global_step_1", alone, optimizer, World(), run={}, ops={})
-    assert all(torch.equal(p, want["weights"][name]) for name, p in alone.named_parameters())
+    check_moves(trained)
 
 
 def test_a_run_goes_on_in_one_process_where_a_ring_left_it(tmp_path):

@@ -326,8 +326,8 @@ def _tiles(cu_seqlens, batch, rows, block):
     return tiles, tiles.shape[0] // 3, tiles.shape[0] // 3
 
 
-def _empty(t: torch.Tensor) -> torch.Tensor:
-    """[B, H, S, D], in memory [B, S, H, D]: what a projection reads."""
+def empty_rows(t: torch.Tensor) -> torch.Tensor:
+    """Uninitialised [B, H, S, D], in memory [B, S, H, D]: what a projection reads."""
     B, H, S, D = t.shape
     return t.new_empty(B, S, H, D).transpose(1, 2)
 
@@ -352,7 +352,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch
             offset: int) -> tuple[torch.Tensor, torch.Tensor]:
     """out [B, Hq, S, D] and lse [B, Hq, S] float32. window 0, softcap 0: none."""
     B, H, S, _ = q.shape
-    out = _empty(q)
+    out = empty_rows(q)
     lse = torch.empty((B, H, S), dtype=torch.float32, device=q.device)
     window = _reach(window, q, k, offset)
     if lse.numel():
@@ -372,7 +372,7 @@ def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     """dq, dk, dv in q's dtype, and the sinks' gradient [Hq] in float32, empty without sinks."""
     B, H, S, _ = q.shape
     Hk, Sk = k.shape[1:3]
-    dq, dk, dv = _empty(q), _empty(k), _empty(v)
+    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     lse = lse.float().contiguous()
     delta = torch.zeros_like(lse)
     window = _reach(window, q, k, offset)

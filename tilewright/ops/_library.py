@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -80,6 +81,21 @@ def once(name: str, backward: Callable) -> Callable:
         return refused if several else refused[0]
 
     return refusing
+
+
+def once_across(name: str) -> Callable[[Callable], Callable]:
+    """A decorator of a backward that communicates, in the name of an op. Communication has no graph: a second
+    derivative would leave out what went through it, and say nothing."""
+    def decorate(backward: Callable) -> Callable:
+        @functools.wraps(backward)
+        def guarded(ctx, *grads):
+            if torch.is_grad_enabled():   # create_graph=True
+                raise RuntimeError(f"{name} is differentiable once; there are no higher derivatives across processes")
+            return backward(ctx, *grads)
+
+        return guarded
+
+    return decorate
 
 
 class _ReadOnce:

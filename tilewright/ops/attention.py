@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from tilewright import platform
 from tilewright.ops import _checks, cases
 from tilewright.ops._library import define, differentiate
+from tilewright.ops.rope import last_contiguous
 from tilewright.registry import Case, Cost, Goal, Implementation, Op
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -69,9 +70,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: 
     Source: arXiv:1706.03762; grouped queries arXiv:2305.13245; windows arXiv:2004.05150; softcap arXiv:2408.00118;
     sinks arXiv:2309.17453, as gpt-oss trains them (arXiv:2508.10925).
     """
-    B, _, S, D = _check_qkv(q, k, v)
+    B, _, S, D = check_qkv(q, k, v)
     Sk = k.shape[2]
-    _check_options(causal, window, softcap, scale)
+    check_options(causal, window, softcap, scale)
     if causal and Sk < S:
         raise ValueError(f"k must have at least q's {S} positions for causal attention, got {Sk}")
     if sinks is not None:
@@ -135,8 +136,8 @@ def attention_part_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor
 
 
 def _part(which, q, k, v, cu_seqlens, causal, window, softcap, scale, offset, implementation):
-    B, _, S, D = _check_qkv(q, k, v)
-    _check_options(causal, window, softcap, scale)
+    B, _, S, D = check_qkv(q, k, v)
+    check_options(causal, window, softcap, scale)
     if not isinstance(offset, int) or isinstance(offset, bool):
         raise TypeError(f"offset must be an int, got {offset!r}")
     if cu_seqlens is not None:
@@ -154,7 +155,7 @@ def _part(which, q, k, v, cu_seqlens, causal, window, softcap, scale, offset, im
     return fn, (cu_seqlens, causal, window or 0, float(softcap or 0.0), scale, offset)
 
 
-def _check_qkv(q, k, v):
+def check_qkv(q, k, v):
     for name, t in (("q", q), ("k", k), ("v", v)):
         _checks.floating(name, t)
         if t.dim() != 4:
@@ -170,7 +171,7 @@ def _check_qkv(q, k, v):
     return B, H, S, D
 
 
-def _check_options(causal, window, softcap, scale):
+def check_options(causal, window, softcap, scale):
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be a bool, got {causal!r}")
     if window is not None:
@@ -198,7 +199,7 @@ def _logits(q, k, cu_seqlens, causal, window, softcap, scale, offset):
         s = softcap * torch.tanh(s / softcap)
     row = torch.arange(S, device=q.device)[:, None] + offset
     column = torch.arange(Sk, device=q.device)[None, :]
-    seen = row >= column if causal else (row >= 0 * column) | True
+    seen = row >= column if causal else torch.ones(S, Sk, dtype=torch.bool, device=q.device)
     if window:
         seen = seen & (row - column < window)
     if cu_seqlens is not None:
@@ -273,27 +274,30 @@ def _ends(cu_seqlens, tokens):
 # ---- PyTorch's fused attention: one call a document, so no mask is built and no document can see another
 
 def _fused(q, k, v, causal, scale):
-    q, k, v = map(_readable, (q, k, v))   # else PyTorch takes its path with S x Sk scores
+    q, k, v = map(last_contiguous, (q, k, v))   # else PyTorch takes its path with S x Sk scores
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _attention_sdpa(q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, max_seqlen):
     if cu_seqlens is None:
-        if q.shape[2] == 1:   # a single query is the last: it sees every key
-            causal = False
         return _fused(q, k, v, causal, scale)
     parts = [_fused(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], causal, scale)
              for a, b in itertools.pairwise(_ends(cu_seqlens, q.shape[2])) if a < b]
     return torch.cat(parts, 2) if parts else _fused(q, k, v, causal, scale)   # without tokens still differentiable
 
 
-_sdpa_lacks = _lacking(window=f"{WINDOW} without a mask of S x S", softcap=SOFTCAP, sinks=SINKS, part=PART)
+def _of_pytorch(lacks: Callable[[Request], str | None]) -> Callable[[Request], str | None]:
+    """`lacks`, and what is refused by all that pass is_causal on."""
+    def refuses(request: Request) -> str | None:
+        if request.shorter and request.causal:
+            return "aligns a causal mask at the first key: it takes as many queries as keys"
+        return lacks(request)
+
+    return refuses
 
 
-def _sdpa_refuses(request: Request) -> str | None:
-    if request.shorter and request.causal:
-        return "aligns a causal mask at the first key: it takes as many queries as keys"
-    return _sdpa_lacks(request)
+_sdpa_refuses = _of_pytorch(_lacking(window=f"{WINDOW} without a mask of S x S", softcap=SOFTCAP, sinks=SINKS,
+                                     part=PART))
 
 
 # ---- PyTorch's fused attention, cuDNN's kernels first, and its varlen_attn for packed documents
@@ -319,12 +323,10 @@ def _no_native(device_type: str) -> str | None:
     return _varlen() if isinstance(_varlen(), str) else None
 
 
-_native_lacks = _lacking(softcap=SOFTCAP, sinks=SINKS, part=PART)
+_native_lacks = _of_pytorch(_lacking(softcap=SOFTCAP, sinks=SINKS, part=PART))
 
 
 def _native_refuses(request: Request) -> str | None:
-    if request.shorter and request.causal:
-        return "aligns a causal mask at the first key: it takes as many queries as keys"
     return _native_lacks(request) or _head_dims(request, 8, 256)
 
 
@@ -337,8 +339,6 @@ def _native():
     def attention_native(q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, max_seqlen):
         B, H, S, _ = q.shape
         if not q.numel() or (cu_seqlens is None and not window):
-            if S == 1:
-                causal = False
             with sdpa_kernel(backends, set_priority=True):
                 return _fused(q, k, v, causal, scale)
         cu, longest = _boundaries(q, cu_seqlens, max_seqlen)
@@ -444,21 +444,21 @@ def _register(kernels):
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, causal: bool,
                 window: int, softcap: float, sinks: torch.Tensor | None, scale: float,
                 offset: int) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v = map(_readable, (q, k, v))
+        q, k, v = map(last_contiguous, (q, k, v))
         return kernels.forward(q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, offset)
 
     def forward_fake(q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, offset):
-        return _like_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        return kernels.empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
                  lse: torch.Tensor, cu_seqlens: torch.Tensor | None, causal: bool, window: int, softcap: float,
                  sinks: torch.Tensor | None, scale: float,
                  offset: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        dout, q, k, v, out = map(_readable, (dout, q, k, v, out))
+        dout, q, k, v, out = map(last_contiguous, (dout, q, k, v, out))
         return kernels.backward(dout, q, k, v, out, lse, cu_seqlens, causal, window, softcap, sinks, scale, offset)
 
     def backward_fake(dout, q, k, v, out, lse, cu_seqlens, causal, window, softcap, sinks, scale, offset):
-        return (*map(_like_rows, (q, k, v)), lse.new_empty(0 if sinks is None else q.shape[1]))
+        return (*map(kernels.empty_rows, (q, k, v)), lse.new_empty(0 if sinks is None else q.shape[1]))
 
     forward_op = define("attention_triton", forward, forward_fake)
     backward_op = define("attention_triton_backward", backward, backward_fake)
@@ -493,16 +493,6 @@ def _register(kernels):
 
     attention_triton.part, attention_triton.part_backward = part, part_backward
     return attention_triton
-
-
-def _readable(t):
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
-def _like_rows(t):
-    """Uninitialised [B, H, S, D], in memory [B, S, H, D]: what a projection reads."""
-    B, H, S, D = t.shape
-    return t.new_empty(B, S, H, D).transpose(1, 2)
 
 
 def _triton_refuses(request: Request) -> str | None:

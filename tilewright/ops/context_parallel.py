@@ -32,6 +32,7 @@ import bisect
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,14 +40,15 @@ import torch
 import torch.distributed as dist
 
 from tilewright.ops import _checks
+from tilewright.ops._library import once_across
 from tilewright.ops.attention import (
     ATTENTION,
     Request,
-    _check_options,
-    _check_qkv,
     attention,
     attention_part,
     attention_part_backward,
+    check_options,
+    check_qkv,
 )
 
 
@@ -159,8 +161,8 @@ def context_parallel_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     that does not compute what is asked, both before anything is sent.
     Source: arXiv:2309.14509 (Ulysses); arXiv:2310.01889 (ring).
     """
-    B, H, s, D = _check_qkv(q, k, v)
-    _check_options(causal, window, softcap, scale)
+    B, H, s, D = check_qkv(q, k, v)
+    check_options(causal, window, softcap, scale)
     if k.shape[2] != s:
         raise ValueError(f"k must have as many tokens as q, {s}, got {k.shape[2]}")
     if s * cp.size % cp.multiple:
@@ -175,7 +177,7 @@ def context_parallel_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     if sinks is not None:
         _checks.floating("sinks", sinks)
         _checks.shape("sinks", sinks, (H,), "one a query head")
-    cu_seqlens, ends = _boundaries(cu_seqlens, ends, B, s * cp.size)
+    cu_seqlens, ends = check_boundaries(cu_seqlens, ends, B, s * cp.size)
     _checks.same_device(q=q, k=k, v=v, cu_seqlens=cu_seqlens, sinks=sinks)
     ringed = cp.ring_size > 1
     gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sinks))
@@ -201,7 +203,9 @@ def context_parallel_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     return _Gather.apply(out, cp) if cp.ulysses_size > 1 else out
 
 
-def _boundaries(cu_seqlens, ends, B, S):
+def check_boundaries(cu_seqlens: torch.Tensor | None, ends: Sequence[int] | None, B: int,
+                     S: int) -> tuple[torch.Tensor | None, tuple[int, ...] | None]:
+    """Of packed documents, for B sequences of S tokens; ends: on the host."""
     if cu_seqlens is None:
         if ends is not None:
             raise ValueError("ends are cu_seqlens on the host: give both, or cu_seqlens alone")
@@ -218,16 +222,7 @@ def _boundaries(cu_seqlens, ends, B, S):
     return cu_seqlens, ends
 
 
-def _once(backward):
-    """Communication has no graph: a second derivative would leave out what went through it, and say nothing."""
-    @functools.wraps(backward)
-    def guarded(ctx, *grads):
-        if torch.is_grad_enabled():   # create_graph=True
-            raise RuntimeError("context_parallel_attention is differentiable once; there are no higher derivatives "
-                               "across processes")
-        return backward(ctx, *grads)
-
-    return guarded
+_once = once_across("context_parallel_attention")
 
 
 # ---- Ulysses: heads for tokens, and back

@@ -20,7 +20,6 @@ Not in the table of ops: the implementations of what is computed are `moe_mlp`'s
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright import platform
 from tilewright.ops import _checks
+from tilewright.ops._library import once_across
 from tilewright.ops.moe import checked_routing, moe_mlp, moe_mlp_eager
 from tilewright.ops.permute import UNPERMUTE, sort_by_expert
 from tilewright.ops.quantize import Quantized
@@ -165,15 +165,7 @@ def _validate(x, expert_index, expert_weight, E):
     return checked_routing(x, expert_index, expert_weight, E)
 
 
-def _once(backward):
-    """Communication has no graph: a second derivative would leave out what went through it, and say nothing."""
-    @functools.wraps(backward)
-    def guarded(ctx, *grads):
-        if torch.is_grad_enabled():   # create_graph=True
-            raise RuntimeError("ep_moe_mlp is differentiable once; there are no higher derivatives across processes")
-        return backward(ctx, *grads)
-
-    return guarded
+_once = once_across("ep_moe_mlp")
 
 
 # ---- the definition

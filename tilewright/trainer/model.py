@@ -7,6 +7,7 @@ H hidden, V vocabulary, E experts, K experts a token, I inner width.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, fields
 from typing import Any
@@ -24,7 +25,13 @@ from tilewright.lora_experts import LoRAExperts, QuantizedExperts
 from tilewright.nn import RMSNorm, SwiGLU, in_row_blocks, linear_in_row_blocks
 from tilewright.ops.aqn import AQN
 from tilewright.ops.attention import Request
-from tilewright.ops.context_parallel import ContextParallel, context_parallel_attention, positions, shard
+from tilewright.ops.context_parallel import (
+    ContextParallel,
+    check_boundaries,
+    context_parallel_attention,
+    positions,
+    shard,
+)
 from tilewright.ops.expert_parallel import DeepEP, ep_moe_mlp
 from tilewright.ops.rope import document_positions
 from tilewright.registry import ImplementationUnavailable, operations
@@ -243,10 +250,14 @@ class AddRMSNorm(RMSNorm):
 
 
 class OnHost:
-    """Boundaries of documents, as an object: of a tuple compiled code would be made anew for each length."""
+    """Boundaries of documents, as an object: of a tuple compiled code would be made anew for each length.
+
+    longest: a power of two that no document is longer than, so that compiled code is made for few of them.
+    """
 
     def __init__(self, ends: tuple[int, ...]):
         self.ends = ends
+        self.longest = 1 << (max(b - a for a, b in itertools.pairwise(ends)) - 1).bit_length()
 
 
 class Attention(nn.Module):
@@ -280,7 +291,8 @@ class Attention(nn.Module):
         if self.ops.numerics.attention_cast_bf16:   # and back: attention takes one dtype
             q, k = (t.bfloat16().to(t.dtype) for t in (q, k))
         if self.cp.size == 1:
-            out = tw.attention(q, k, v, cu_seqlens=cu_seqlens, implementation=self.ops.attention)
+            out = tw.attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=None if ends is None else ends.longest,
+                               implementation=self.ops.attention)
         else:
             out = self._spread(q, k, v, cu_seqlens, ends)
         return self.o_proj(out.transpose(1, 2).reshape(B, S, -1))
@@ -454,7 +466,8 @@ class Decoder(nn.Module):
         cos, sin = rope_tables(self.config, max(S, self.config.max_position_embeddings) if own else S, input_ids.device)
         if self.layers[0].reentrant and torch.is_grad_enabled() and not x.requires_grad:
             x.requires_grad_()   # reentrant recomputation gives gradients only to what has an input with one
-        ends = None if ends is None else OnHost(ends)
+        if ends is not None:
+            ends = OnHost(check_boundaries(cu_seqlens, ends, len(input_ids), S)[1])
         reports = []
         for layer in self.layers:
             x, residual, *report = layer(x, residual, cos, sin, position_ids, cu_seqlens, ends)
@@ -543,8 +556,9 @@ class Transformer(nn.Module):
         input_ids: [B, S]; with cu_seqlens [n + 1], packed documents and B = 1.
         labels: [B, S], already shifted: labels[t] is the token that follows t; -100 is ignored.
         num_tokens: what the summed token losses are divided by; default: the labels that count.
-        After `spread_sequence` all of these are this rank's part, but for cu_seqlens, the whole sequence's, and
-        ends, the same on the host, which spares a ring waiting for the device.
+        ends: cu_seqlens' values on the host, which spares a ring, flash-attn and native waiting for the device in
+        every layer.
+        After `spread_sequence` all of these are this rank's part, but for cu_seqlens and ends, the whole sequence's.
         """
         hidden = self.model(input_ids, position_ids, cu_seqlens, ends)
         weight, numerics = self.lm_head.weight, self.ops.numerics

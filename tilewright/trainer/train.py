@@ -48,9 +48,12 @@ def seed_everything(config: Config, world: World) -> None:
         torch.backends.cudnn.benchmark = False
 
 
+def compute_dtype(config: Config) -> torch.dtype:
+    return torch.bfloat16 if config.train.enable_mixed_precision else torch.float32
+
+
 def choose_ops(config: Config, shape: ModelConfig, world: World) -> Ops:
     """Raises ValueError or ImplementationUnavailable before any weight is made."""
-    dtype = torch.bfloat16 if config.train.enable_mixed_precision else torch.float32
     wanted = Request(shape.head_dim, packed=True, gradient=True, part=world.cp.ring_size > 1)
     layers = [shape.is_moe(layer) for layer in range(shape.num_hidden_layers)]
     if config.model.activation_native and all(layers):
@@ -58,8 +61,8 @@ def choose_ops(config: Config, shape: ModelConfig, world: World) -> Ops:
                          "fused into their products")
     numerics = Numerics(**{f.name: getattr(config.model, f.name) for f in dataclasses.fields(Numerics)})
     return Ops.resolve(config.model.attn_implementation, config.model.moe_implementation,
-                       device_type=world.device.type, dtype=dtype, attention_request=wanted, numerics=numerics,
-                       experts=any(layers))
+                       device_type=world.device.type, dtype=compute_dtype(config), attention_request=wanted,
+                       numerics=numerics, experts=any(layers))
 
 
 def build_model(config: Config, shape: ModelConfig, world: World, ops: Ops) -> torch.nn.Module:
@@ -115,8 +118,7 @@ def build_data(config: Config, world: World, vocab: int) -> tuple[Batches, Bins 
 
 def to_device(batch: dict[str, torch.Tensor], world: World) -> dict[str, Any]:
     moved: dict[str, Any] = {k: v.to(world.device, non_blocking=True) for k, v in batch.items()}
-    if world.cp.size > 1:   # read here, or each layer would wait for the device
-        moved["ends"] = tuple(batch["cu_seqlens"].tolist())
+    moved["ends"] = tuple(batch["cu_seqlens"].tolist())   # read here, or each layer would wait for the device
     return moved
 
 
@@ -211,7 +213,6 @@ def train(config: Config, world: World) -> None:
         raise ValueError(f"train.output_dir = {t.output_dir}: holds {earlier[-1].name} of an earlier run; set "
                          "train.load_checkpoint_path to auto to go on with it, or choose another folder")
     shape = hf.load_config(hf.local_folder(config.model.config_path))
-    dtype = torch.bfloat16 if t.enable_mixed_precision else torch.float32
     ops = choose_ops(config, shape, world)
     batches, held = build_data(config, world, shape.vocab_size)
     model = build_model(config, shape, world, ops)
@@ -229,7 +230,7 @@ def train(config: Config, world: World) -> None:
         "data": {"bins": len(batches.bins), "tokens": batches.bins.tokens, "seed": t.seed,
                  "shuffle": config.data.shuffle_merged_datasets},
     }
-    chosen = ops.names() | adapters.operations(unwrap(model), world.device, dtype)
+    chosen = ops.names() | adapters.operations(unwrap(model), world.device, compute_dtype(config))
     start = 0
     if resume is not None:
         state = checkpoint.restore(resume, unwrap(model), optimizer, world, run=tied, ops=chosen)
