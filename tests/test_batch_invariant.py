@@ -152,23 +152,25 @@ SHAPE = {"model_type": "qwen3", "vocab_size": 61, "hidden_size": 48, "intermedia
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=short)
 @pytest.mark.parametrize("merge_qkv", [True, False], ids=["merged", "apart"])
-def test_logits_and_losses_do_not_depend_on_the_batch(dtype, merge_qkv):
-    """A document alone, and packed behind and before others: the same bits, all the way up."""
+@pytest.mark.parametrize("length", [1, 2, 23])
+def test_logits_and_losses_do_not_depend_on_the_batch(dtype, merge_qkv, length):
+    """A document alone, and packed behind and before others: the same bits, all the way up. One token alone is where
+    matrix products take another path than for many."""
     config = ModelConfig.from_hf(SHAPE)
     ops = Ops.resolve(numerics=Numerics(batch_invariant=True), experts=False, device_type=DEVICE, dtype=dtype)
     model = Transformer(config, ops, merge_qkv).to(DEVICE)
     model.init_weights(0, std=0.3)
     model.to(dtype)
     torch.manual_seed(0)
-    own = torch.randint(0, 61, (23,), device=DEVICE)
+    own = torch.randint(0, 61, (length,), device=DEVICE)
 
     def run(before, after):
         tokens = torch.cat((torch.randint(0, 61, (before,), device=DEVICE), own,
                             torch.randint(0, 61, (after,), device=DEVICE)))[None]
-        ends = torch.tensor(sorted({0, before, before + 23, before + 23 + after}), device=DEVICE)
+        ends = torch.tensor(sorted({0, before, before + length, before + length + after}), device=DEVICE)
         labels = torch.full_like(tokens, -100)
-        labels[0, before + 5] = 3
-        return (model(tokens, cu_seqlens=ends)[0, before:before + 23],
+        labels[0, before + length // 2] = 3   # one: a sum's order follows where its terms lie
+        return (model(tokens, cu_seqlens=ends)[0, before:before + length],
                 model(tokens, cu_seqlens=ends, labels=labels, num_tokens=1.0))
 
     expected = run(0, 0)

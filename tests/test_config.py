@@ -362,6 +362,9 @@ LORA, QLORA, WEIGHTS = "--lora.enable_lora=true", "--lora.enable_qlora=true", "-
 RULES = [
     ("--model.batch_invariant=true --train.ringattn_parallel_size=2", "where a ring cuts a document depends on",
      "--model.batch_invariant=true --train.ulysses_parallel_size=2"),
+    *((f"--model.batch_invariant=true --model.{native}=true", "PyTorch's own operators do not claim that a row's bits",
+       "--model.batch_invariant=true --model.router_fp32=true")
+      for native in ("rmsnorm_native", "activation_native", "rope_native")),
     ("--model.batch_invariant=true --lora.enable_lora=true", "the products of adapters",
      "--lora.enable_lora=true"),
     (f"{DDP} --train.data_parallel_shard_size=2", "only fsdp2 reads this", f"{DDP} --train.data_parallel_shard_size=1"),

@@ -616,6 +616,37 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tmp_path
         assert (mixed["grads"][name] - grad).norm() <= 0.05 * grad.norm(), name
 
 
+@pytest.mark.parametrize("mode", ["none", "fsdp2"])
+@pytest.mark.parametrize("merge_qkv", [True, False])
+def test_mixed_precision_rounds_no_angle_and_no_count_of_tokens(mode, merge_qkv, tmp_path, monkeypatch):
+    found = {}
+
+    def spy(name, what):
+        real = getattr(tw, name)
+
+        def called(*args, **options):
+            found[name] = what(args, options)
+            return real(*args, **options)
+
+        monkeypatch.setattr(tw, name, called)
+
+    spy("linear_cross_entropy", lambda args, options: (args[0].dtype, options["num_tokens"]))
+    spy("qk_norm_rope", lambda args, options: (args[0].dtype, args[1].dtype, args[2].dtype))
+    spy("rope", lambda args, options: (args[0].dtype, args[2].dtype, args[3].dtype))
+    config = load(write_config(tmp_path, train__micro_batch_size=8, model__merge_qkv=merge_qkv),
+                  ["--train.enable_mixed_precision=true", f"--train.data_parallel_mode={mode}"])
+    world = init_distributed(config.train)
+    try:
+        model = train.build_model(config, shape_of(config), world, Ops.resolve())
+        ids = np.arange(260) % 97
+        train.train_step(model, [data.collate([[(ids, ids)]], 1)], config, world)
+    finally:
+        dist.destroy_process_group()
+    half = torch.bfloat16
+    assert found.pop("linear_cross_entropy") == (half, 259)   # in bfloat16 it would be 260
+    assert found == {"qk_norm_rope" if merge_qkv else "rope": (half, torch.float32, torch.float32)}
+
+
 def test_no_layer_asks_the_device_how_long_documents_are(tmp_path, monkeypatch):
     given, real = [], tw.attention
     monkeypatch.setattr(tw, "attention", lambda *a, **k: given.append(k) or real(*a, **k))

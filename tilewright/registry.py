@@ -179,12 +179,13 @@ class Op:
         return "eager"
 
     def choose_invariant(self, device_type: str, dtype: torch.dtype, request: Any = None) -> str:
-        """The first usable implementation that claims `batch_invariant` on this device type.
+        """The first usable implementation that is meant for this device type and claims `batch_invariant` there.
 
         Raises ImplementationUnavailable if there is none.
         """
         for name in self.usable(device_type, dtype, request):
-            if device_type in self._by_name[name].batch_invariant:
+            impl = self._by_name[name]
+            if device_type in impl.devices and device_type in impl.batch_invariant:
                 return name
         raise ImplementationUnavailable(f"{self.name}: no implementation that is usable here claims that a row's bits "
                                         f"do not depend on the batch ({short(dtype)} on {device_type})")

@@ -163,9 +163,6 @@ def _spread(experts: Experts | LoRAExperts, mesh: DeviceMesh, names: Model, worl
         experts.register_parameter(name, nn.Parameter(DTensor.from_local(local, own, [Shard(0)], run_check=False),
                                                       p.requires_grad))
     experts.spread(own.get_group(), names.ep_dispatch, DeepEP(names.deepep_buffer_size_gb, names.deepep_num_sms))
-    # The weights of the routing stay float32.
-    policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype,
-                                  cast_forward_inputs=False)
     fully_shard(experts, mesh=mesh[mesh.mesh_dim_names[:-1]], reshard_after_forward=reshard, mp_policy=policy,
                 shard_placement_fn=lambda p: Shard(1))
     # An expert's gradient is already summed over the ranks whose tokens came to it. Dividing by all ranks, as for every
@@ -181,7 +178,10 @@ def _fsdp2(model: Transformer, train: Train, names: Model, world: World) -> Tran
     mesh = _mesh(train, world)
     half = torch.bfloat16 if train.enable_mixed_precision else None
     reshard = train.reshard
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
+    # Activations have the weights' dtype from the embedding on. What comes beside them is float32 and stays so: cos and
+    # sin, the weights of the routing, the number of tokens that the loss is divided by.
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None,
+                                  cast_forward_inputs=False)
     options = {"mesh": mesh, "mp_policy": policy}
     blocks, spread = list(model.model.layers), []
     if train.expert_parallel_size > 1:

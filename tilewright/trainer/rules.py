@@ -129,6 +129,9 @@ def _numerics(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield (config.model.batch_invariant and config.train.ringattn_parallel_size > 1,
            "model.batch_invariant train.ringattn_parallel_size",
            "where a ring cuts a document depends on what else is in the batch")
+    for native in ("rmsnorm_native", "activation_native", "rope_native"):
+        yield (config.model.batch_invariant and getattr(config.model, native), f"model.batch_invariant model.{native}",
+               "PyTorch's own operators do not claim that a row's bits do not depend on the batch")
 
 
 def _experts(config: Config) -> Iterator[tuple[bool, str, str]]:
