@@ -1,5 +1,6 @@
 """tilewright.integrations: transformers' models compute the same with our experts as with theirs."""
 
+import contextlib
 import copy
 import inspect
 import json
@@ -405,6 +406,7 @@ DENSE = {
                "final_logit_softcapping": None},
     "gpt_oss": {**MODELS["gpt_oss"], "num_key_value_heads": 1, "sliding_window": 4},
     "deepseek_v3": MODELS["deepseek_v3"],
+    "persimmon": {},   # its layers are given no position ids
 }
 ATTENTIONS = [i.name for i in ATTENTION.implementations]
 
@@ -480,7 +482,7 @@ def test_attention_on_a_left_padded_batch_is_eagers(hf, attentions, kind, name):
     same_attention(found, expected)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "persimmon"])
 @pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens"])
 def test_attention_on_packed_input_is_eagers(hf, attentions, kind, name, told):
@@ -575,6 +577,79 @@ def test_a_hole_in_a_mask_is_left_out_and_no_boundary(hf, attentions):
     same_attention(attend(model, "tilewright", **inputs), attend(model, "eager", **inputs))
 
 
+def test_documents_stay_apart_with_a_mask_and_with_a_cache(hf, attentions):
+    """Whatever padding lies before, between and behind them, and whether position ids count it or not."""
+    model = dense(hf, "llama").eval()
+    model.set_attn_implementation("tilewright")
+    first, second = (torch.randint(1, 50, (1, n), device=DEVICE) for n in (5, 8))
+    expected = [model(t).logits[0] for t in (first, second)]
+    attentions.clear()
+    tokens = torch.cat((first, second), 1)
+    positions = torch.cat((torch.arange(5), torch.arange(8)))[None].to(DEVICE)
+    found = [model(tokens, position_ids=positions, **options).logits[0] for options in
+             ({"use_cache": False}, {"use_cache": True}, {"attention_mask": torch.ones_like(tokens)})]
+    assert [cu.tolist() for cu in attentions] == [[0, 5, 13]] * 6
+    assert all(torch.equal(f, found[0]) for f in found)
+    torch.testing.assert_close(found[0], torch.cat(expected), rtol=1e-4, atol=1e-4)
+
+    pad = torch.zeros(1, 2, dtype=torch.long, device=DEVICE)
+    tokens = torch.cat((pad, first, pad, second, pad), 1)
+    for between in ([5, 6], [0, 0]):
+        positions = torch.tensor([[0, 0, *range(5), *between, *range(8), 0, 0]], device=DEVICE)
+        found = model(tokens, position_ids=positions, attention_mask=(tokens > 0).long()).logits[0]
+        torch.testing.assert_close(found[2:7], expected[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[9:17], expected[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_position_ids_that_go_on_over_a_hole_are_of_one_document(hf, attentions, counted):
+    model = dense(hf, "llama").eval()
+    tokens = torch.randint(1, 50, (2, 8), device=DEVICE)
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0, 1]], device=DEVICE)
+    positions = torch.arange(8, device=DEVICE).expand(2, -1) if counted else (mask.cumsum(1) - 1) * mask
+    inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+    same_attention(attend(model, "tilewright", **inputs), attend(model, "eager", **inputs))
+    assert [cu.tolist() for cu in attentions] == [[0, 6, 12]] * 2
+
+
+def test_a_window_takes_no_hole_in_a_document(hf, attentions):
+    """Without the padding in it, it would reach further than the layer's."""
+    model = dense(hf, "gemma2").eval()
+    tokens = torch.randint(1, 50, (1, 8), device=DEVICE)
+    hole = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1]], device=DEVICE)
+    model.set_attn_implementation("tilewright")
+    refusal = pytest.raises(ImplementationUnavailable, match="takes no mask with holes in a document where there is a")
+    with refusal:
+        model(tokens, attention_mask=hole)
+    apart = torch.tensor([[0, 1, 2, 0, 0, 0, 1, 2]], device=DEVICE)   # between two documents it is none
+    model(tokens, attention_mask=hole, position_ids=apart)
+    for cached, mask, refused in ((6, [1, 1, 1, 1, 1, 0, 1, 1], True), (6, [0, 1, 1, 1, 1, 1, 1, 1], False),
+                                  (7, [1, 1, 1, 1, 1, 0, 1, 1], False)):   # no more keys than the window is wide
+        found = []
+        for name in ("eager", "tilewright"):
+            model.set_attn_implementation(name)
+            cache = model(tokens[:, :cached], use_cache=True).past_key_values
+            with refusal if refused and name == "tilewright" else contextlib.nullcontext():
+                found.append(model(tokens[:, cached:], attention_mask=torch.tensor([mask], device=DEVICE),
+                                   past_key_values=cache).logits)
+        if not refused:
+            torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_tensor_of_inference_is_read_in_each_call(hf, attentions):
+    """Nothing counts what is written into it."""
+    model = dense(hf, "llama").eval()
+    model.set_attn_implementation("tilewright")
+    with torch.inference_mode():
+        tokens = torch.randint(1, 50, (1, 13), device=DEVICE)
+        positions = torch.arange(13, device=DEVICE)[None].clone()
+        model(tokens, position_ids=positions, use_cache=False)
+        positions[0, 5:] -= 5
+        attentions.clear()
+        model(tokens, position_ids=positions, use_cache=False)
+    assert [cu.tolist() for cu in attentions] == [[0, 5, 13]] * 2
+
+
 def test_the_layout_of_one_call_is_not_anothers(hf, attentions):
     """The same position ids, with padding and then without."""
     model = dense(hf, "llama").eval()
@@ -619,7 +694,8 @@ def test_masks_and_arguments_that_would_be_lost_are_refused(hf, attentions):
     from transformers import masking_utils as masks
 
     causal, document = masks.causal_mask_function, masks.packed_sequence_mask_function(torch.zeros(1, 5))
-    assert integration._mask(1, 5, 5, mask_function=masks.and_masks(causal, document)) is None
+    assert torch.equal(integration._mask(1, 5, 5, mask_function=masks.and_masks(causal, document)), torch.ones(1, 5))
+    assert integration._mask(1, 5, 5, mask_function=causal) is None
     for options in ({"mask_function": masks.and_masks(document, masks.or_masks(causal, document))}, {"use_vmap": True}):
         with pytest.raises(ImplementationUnavailable, match="lets tokens see later ones"):
             integration._mask(1, 5, 5, **options)

@@ -14,6 +14,8 @@ stay transformers'. Importing this module imports no transformers.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,8 +47,10 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
 
     Attention is of the packed tokens that are no padding, so no mask of S x S is built, and what stands in padding is
     never read: its own output is 0. Documents packed into a row are told by `cu_seq_lens_q`, or by position ids that do
-    not follow one another. Sliding windows, softcaps and sinks are those of the layer. Refused when called, with
-    ImplementationUnavailable: dropout, attention weights as a result, masks of four dimensions and chunked attention.
+    not follow one another (with padding between tokens, counted or not), as for transformers' flash attention; its
+    eager attention looks at them without a mask and without a cache only. Sliding windows, softcaps and sinks are those
+    of the layer. Refused when called, with ImplementationUnavailable: dropout, attention weights as a result, masks of
+    four dimensions, chunked attention, and a window where a mask has holes within a document.
 
     A layer that moe_mlp cannot compute (`why_not`), and a named implementation that cannot run here, raise
     ImplementationUnavailable when the layer is called: transformers asks no sooner. Products are in the weights' dtype,
@@ -142,12 +146,19 @@ def _experts(name, implementation):
 def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, *,
           mask_function=None, attention_mask: torch.Tensor | None = None, device=None,
           **kwargs) -> torch.Tensor | None:
-    """What a layer is given as its mask: which keys are no padding, [B, keys], or None if all are."""
-    if kwargs.get("use_vmap") or not _narrows(mask_function):
+    """What a layer is given as its mask, [B, keys]: which keys are no padding or, where transformers found documents
+    packed, the number of each key's document, from 1 (not all layers are given position ids); None if all keys are
+    there, in one document a row."""
+    functions = list(_functions(mask_function))
+    # transformers joins masks of which one is enough by or_masks, those that must all hold by and_masks.
+    if kwargs.get("use_vmap") or any(getattr(f, "__name__", "") == "or_mask" for f in functions):
         raise ImplementationUnavailable(f'attn_implementation="{NAME}" computes causal attention, with a window or '
                                         'without, and full attention; this model\'s mask lets tokens see later ones '
                                         '(others: "sdpa", "eager")')
     if attention_mask is None:
+        for f in functions:
+            if (documents := _held(f).get("packed_sequence_mask")) is not None:
+                return documents + 1
         filled = int(q_offset) + q_length - int(kv_offset)
         # A static cache is longer than what it holds. (Where all see all, keys may be another sequence's.)
         if "allow_is_bidirectional_skip" in kwargs or kv_length <= filled:
@@ -157,14 +168,21 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_
     return None if kept.shape[1] == kv_length and kept.all() else kept
 
 
-def _narrows(mask_function) -> bool:
-    """Whether a mask is made of others that must all hold. transformers joins those of which one is enough by or_masks.
-    """
-    if getattr(mask_function, "__name__", "") == "or_mask":
-        return False
-    held = (cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ())
-    return all(_narrows(f) for value in held for f in (value if isinstance(value, tuple | list) else (value,))
-               if callable(f))
+def _functions(function) -> Iterator[Callable]:
+    """A mask's function and those that it is made of."""
+    if not callable(function):
+        return
+    yield function
+    for held in _held(function).values():
+        for f in held if isinstance(held, tuple | list) else (held,):
+            yield from _functions(f)
+
+
+def _held(function) -> dict[str, Any]:
+    """What a function closes over."""
+    code = getattr(function, "__code__", None)
+    return {} if code is None else {name: cell.cell_contents for name, cell in
+                                    zip(code.co_freevars, function.__closure__ or (), strict=True)}
 
 
 def _attention(name, implementation):
@@ -199,8 +217,9 @@ def _attention(name, implementation):
                    "scale": scaling, "implementation": implementation}
         if query.shape[2] > 1 and cu_seq_lens_q is not None and query.shape[0] == 1:
             out = attention(query, key, value, cu_seqlens=cu_seq_lens_q, max_seqlen=max_length_q, **options)
-        elif causal and query.shape[2] == key.shape[2]:
-            out = _of_rows(query, key, value, attention_mask, position_ids, options)
+        elif query.shape[2] == key.shape[2] and (causal or (attention_mask is not None
+                                                            and attention_mask.dtype != torch.bool)):
+            out = _of_rows(query, key, value, attention_mask, position_ids, name, options)
         else:
             out = _of_cache(query, key, value, attention_mask, name, options)
         return out[..., :width].transpose(1, 2), None
@@ -208,64 +227,89 @@ def _attention(name, implementation):
     return attention_forward
 
 
-def _of_rows(q, k, v, kept, position_ids, options):
+def _of_rows(q, k, v, kept, position_ids, name, options):
     """Rows of a batch, without their padding, and the documents packed in them, as one sequence."""
     B, H, S, D = q.shape
     found = _layout(kept, position_ids, B, S)
     if found is None:
         return attention(q, k, v, **options)
-    index, cu, longest = found
-    rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-    packed = (t if index is None else t.index_select(0, index) for t in rows)
-    if cu.numel() == 1:   # nothing but padding
+    if found.holes and options["window"] is not None:
+        raise _hole(name)
+    if found.cu.numel() == 1:   # nothing but padding
         return q * 0
-    out = attention(*(t.transpose(0, 1).unsqueeze(0) for t in packed), cu_seqlens=cu, max_seqlen=longest, **options)
+    rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    packed = (t if found.index is None else t.index_select(0, found.index) for t in rows)
+    out = attention(*(t.transpose(0, 1).unsqueeze(0) for t in packed), cu_seqlens=found.cu, max_seqlen=found.longest,
+                    **options)
     out = out.squeeze(0).transpose(0, 1)
-    if index is not None:
-        out = out.new_zeros(B * S, H, D).index_copy(0, index, out)
+    if found.index is not None:
+        out = out.new_zeros(B * S, H, D).index_copy(0, found.index, out)
     return out.unflatten(0, (B, S)).transpose(1, 2)
+
+
+def _hole(name):
+    return ImplementationUnavailable(f'attn_implementation="{name}" takes no mask with holes in a document where there '
+                                     'is a window, which would reach over them (others: "sdpa", "eager")')
+
+
+class _Layout(NamedTuple):
+    index: torch.Tensor | None   # which tokens of the B S are no padding; None: all
+    cu: torch.Tensor             # boundaries of documents among these
+    longest: int
+    holes: bool                  # there is padding within a document
 
 
 _last: tuple | None = None   # what the last call of `_layout` was asked, and found
 
 
-def _layout(kept, position_ids, B, S):
-    """None for whole rows of one document each. Else which tokens of the B S are there (None: all), the boundaries of
-    documents among these, and the longest."""
+def _layout(kept, position_ids, B, S) -> _Layout | None:
+    """None for whole rows of one document each."""
     global _last   # the layers of a model ask the same, and an answer waits for the device
     if position_ids is not None and position_ids.dim() != 2:   # of several axes, as for images: not of a text
         position_ids = None
     if kept is None and position_ids is None:
         return None
     asked = (kept, position_ids)
+    if any(t is not None and t.is_inference() for t in asked):   # nothing tells whether it is as it was
+        return _find_layout(*asked, B, S)
     if _last is not None:
         refs, versions, shape, found = _last
-        if shape == (B, S) and all((ref is None) == (t is None) and (t is None or ref() is t) and _version(t) == version
+        if shape == (B, S) and all(version is None if t is None else ref is not None and ref() is t
+                                   and t._version == version
                                    for ref, version, t in zip(refs, versions, asked, strict=True)):
             return found
-    found = _find_layout(kept, position_ids, B, S)
-    _last = [None if t is None else weakref.ref(t) for t in asked], [*map(_version, asked)], (B, S), found
+    found = _find_layout(*asked, B, S)
+    _last = ([None if t is None else weakref.ref(t) for t in asked], [None if t is None else t._version for t in asked],
+             (B, S), found)
     return found
 
 
-def _version(t):
-    return None if t is None or t.is_inference() else t._version
-
-
 def _find_layout(kept, position_ids, B, S):
-    if kept is None:
-        position_ids = position_ids.expand(B, S)
-        start = torch.ones(B, S, dtype=torch.bool, device=position_ids.device)
-        start[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1   # not the one after the last
-        if int(start.sum()) == B:
-            return None
-    else:   # one document a row; position ids count padding or not, as a caller likes
-        start = kept & (kept.cumsum(1) == 1)
-    index = None if kept is None else kept.flatten().nonzero().squeeze(1)
-    ends = (start.flatten() if index is None else start.flatten()[index]).nonzero().squeeze(1)
-    total = B * S if index is None else index.numel()
-    cu = torch.cat((ends, ends.new_tensor([total]))).to(torch.int32)
-    return index, cu, int(cu.diff().max()) if total else 0
+    """A token belongs to the document of the one before it in its row that is no padding, if position ids, where they
+    are given, go up by one or by the number of places (they count padding or not, as a caller likes), and both have the
+    same number of a document, where transformers gave these."""
+    if kept is None or (kept.dtype != torch.bool and bool(kept.all())):
+        index, padding = None, False
+        place = torch.arange(B * S, device=(position_ids if kept is None else kept).device)
+    else:
+        index = place = kept.flatten().nonzero().squeeze(1)
+        padding = True
+    step = place.diff()
+    within = (place[1:] // S == place[:-1] // S) if S else step.bool()
+    if kept is not None and kept.dtype != torch.bool:
+        within &= kept.flatten()[place].diff() == 0
+    if position_ids is not None:
+        up = position_ids.expand(B, S).flatten()[place].diff()
+        within &= (up == 1) | (up == step)
+    first = torch.ones_like(place[:1], dtype=torch.bool)
+    ends = torch.cat((first, ~within)).nonzero().squeeze(1)
+    if not padding and ends.numel() == B:
+        return None
+    cu = torch.cat((ends, ends.new_tensor([place.numel()]))).to(torch.int32)
+    if not place.numel():
+        return _Layout(index, cu, 0, False)
+    longest, holes = torch.stack((cu.diff().max(), (within & (step > 1)).any())).tolist()
+    return _Layout(index, cu, longest, bool(holes))
 
 
 def _of_cache(q, k, v, kept, name, options):
@@ -274,9 +318,13 @@ def _of_cache(q, k, v, kept, name, options):
         return attention(q, k, v, **options)
     k, v = k[:, :, :kept.shape[1]], v[:, :, :kept.shape[1]]   # a static cache is longer than what it holds
     if options["causal"] and q.shape[2] == k.shape[2]:
-        return _of_rows(q, k, v, kept, None, options)
+        return _of_rows(q, k, v, kept, None, name, options)
+    kept = kept.bool()
     if options["causal"] and not bool(kept[:, -q.shape[2]:].all()):
         raise ImplementationUnavailable(f'attn_implementation="{name}" takes padding on the left of cached keys only '
                                         '(others: "sdpa", "eager")')
+    window = options["window"]
+    if window is not None and window < kept.shape[1] and bool((kept[:, :-1] & ~kept[:, 1:]).any()):
+        raise _hole(name)
     return torch.cat([attention(q[b:b + 1], k[b:b + 1, :, kept[b]], v[b:b + 1, :, kept[b]], **options)
                       for b in range(q.shape[0])])
