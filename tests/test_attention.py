@@ -11,7 +11,7 @@ import torch
 from helpers import DEVICE, skip_if_refused, skip_unless_usable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewright import ImplementationUnavailable
+from tilewright import ImplementationUnavailable, platform
 from tilewright.ops import attention
 from tilewright.ops.attention import _FLASH, ATTENTION, Request, attention_part, attention_part_backward
 from tilewright.registry import FLOATS, short
@@ -347,19 +347,28 @@ def test_every_implementation_declares_what_it_lacks():
 
 @pytest.mark.parametrize("version", ["flash_attention_3", "flash_attention_4"])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-@pytest.mark.parametrize("options", [{}, {"window": 3, "softcap": 2.0}, {"causal": False}],
-                         ids=["plain", "window", "full"])
-def test_flash_attention_is_called_as_it_is_laid_out(version, packed, options, monkeypatch):
+@pytest.mark.parametrize("longest", [None, 7], ids=["read", "told"])
+@pytest.mark.parametrize("options", [{}, {"window": 3, "softcap": 2.0}, {"causal": False}, {"sinks": True}],
+                         ids=["plain", "window", "full", "sinks"])
+def test_flash_attention_is_called_as_it_is_laid_out(version, packed, longest, options, monkeypatch):
     """With a module that computes by the definition, and takes and gives what theirs do."""
+    options = dict(options)
+    if options.pop("sinks", False):
+        if version.endswith("3"):
+            pytest.skip("flash-attn 3 has no sinks, and refuses them")
+        options["sinks"] = torch.randn(HQ, device=DEVICE, dtype=torch.float64)
+    strict = "sinks" in options   # whether deterministic algorithms are asked for, and passed on
     def stand_in(q, k, v, *, softmax_scale, causal, window_size, softcap, deterministic, learnable_sink=None,
                  cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None):
-        assert (cu_seqlens_q is None) != packed and not deterministic and max_seqlen_q == max_seqlen_k
-        assert not packed or (max_seqlen_q == 5 and cu_seqlens_k.dtype == torch.int32)
+        assert (cu_seqlens_q is None) != packed and deterministic == strict and max_seqlen_q == max_seqlen_k
+        assert not packed or (max_seqlen_q == (longest or 5) and cu_seqlens_k.dtype == torch.int32)
         left, right = window_size
         assert (left is None if version.endswith("4") else left == -1) or right == 0
         q, k, v = (t.transpose(1, 2) for t in ((t.unsqueeze(0) for t in (q, k, v)) if packed else (q, k, v)))
         out = attention(q, k, v, cu_seqlens=cu_seqlens_q, causal=causal, scale=softmax_scale, softcap=softcap or None,
-                        window=left + 1 if right == 0 else None, implementation="eager").transpose(1, 2)
+                        sinks=learnable_sink, window=left + 1 if right == 0 else None,
+                        implementation="eager").transpose(1, 2)
+        assert learnable_sink is None or learnable_sink.dtype == torch.float32   # they take no float64
         out = out.squeeze(0) if packed else out
         return (out, None) if version.endswith("4") else out
 
@@ -369,16 +378,19 @@ def test_flash_attention_is_called_as_it_is_laid_out(version, packed, options, m
     monkeypatch.setitem(sys.modules, flash.module, module)
     tensors = qkv(9, dtype=torch.bfloat16)
     cu = torch.tensor((0, 4, 9), dtype=torch.int32) if packed else None
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: strict)
     found = flash.load()(*tensors, cu, options.get("causal", True), options.get("window", 0),
-                         options.get("softcap", 0.0), None, 0.3, None)
+                         options.get("softcap", 0.0), options.get("sinks"), 0.3, longest)
+    monkeypatch.undo()
     assert torch.equal(found, attention(*tensors, cu_seqlens=cu, scale=0.3, implementation="eager", **options))
 
 
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "repeated"])
+@pytest.mark.parametrize("longest", [None, 7], ids=["read", "told"])
 @pytest.mark.parametrize("cu, options", [(None, {}), (None, {"window": 3}), ((0, 4, 9), {}), ((0, 4, 9), {"window": 2}),
                                          ((0, 4, 9), {"causal": False})],
                          ids=["batch", "batch_window", "packed", "packed_window", "packed_full"])
-def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, monkeypatch):
+def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, longest, monkeypatch):
     """With a varlen_attn that computes by the definition, with and without grouped heads, as PyTorch's versions."""
     seen = []
 
@@ -396,20 +408,28 @@ def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, monkey
     monkeypatch.setattr(OP, "_varlen", lambda: (stand_in, grouped))
     tensors = qkv(9, batch=1 if cu else 2)
     ends_ = torch.tensor(cu) if cu else None
-    found = OP._native()(*tensors, ends_, options.get("causal", True), options.get("window", 0), 0.0, None, 0.3, None)
+    found = OP._native()(*tensors, ends_, options.get("causal", True), options.get("window", 0), 0.0, None, 0.3,
+                         longest)
     expected = attention(*tensors, cu_seqlens=ends_, scale=0.3, implementation="eager", **options)
     torch.testing.assert_close(found, expected, **CLOSE)
-    assert seen == ([([0, 4, 9], 5)] if cu else [([0, 9, 18], 9)] if options else [])
+    assert seen == ([([0, 4, 9], longest or 5)] if cu else [([0, 9, 18], 9)] if options else [])
 
 
 def test_flash_attention_that_is_not_here_says_so(monkeypatch):
+    monkeypatch.setattr(platform, "no_cuda", lambda: "no CUDA device")
     for name, flash in _FLASH.items():
         def absent(distribution):
             raise importlib.metadata.PackageNotFoundError
 
         monkeypatch.setattr(importlib.metadata, "version", absent)
         assert flash.missing("cuda") == f"the package '{flash.distribution}' is not installed"
-        monkeypatch.setattr(importlib.metadata, "version", lambda distribution: "4.0")
+        for version in ("4.0.0b35", "4.0.0b4+cu13", "3.9"):
+            monkeypatch.setattr(importlib.metadata, "version", lambda distribution, v=version: v)
+            reason = f"flash-attn-4 {version} is too old: it takes 4.0.0b36 or later"
+            assert flash.missing("cuda") == (reason if name.endswith("4") else "no CUDA device")
+        for version in ("4.0.0b36", "4.0.0b101+cu13", "4.0.0", "4.0", "4.1.0b1"):
+            monkeypatch.setattr(importlib.metadata, "version", lambda distribution, v=version: v)
+            assert flash.missing("cuda") == "no CUDA device"
         assert flash.missing("cpu") == f"{flash.distribution} takes CUDA tensors, not cpu"
         with pytest.raises(ImplementationUnavailable, match="takes CUDA tensors"):
             attention(*(t.cpu().half() for t in qkv(4)), implementation=name)

@@ -4,6 +4,7 @@ travels."""
 import itertools
 import tempfile
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -154,9 +155,13 @@ def call(where, tensors, dout, ends, options, implementation="auto", host=False)
     """Output and gradients of this rank's part."""
     own = [shard(t, 2, where) if t.dim() == 4 else t for t in tensors]
     own = [t.detach().clone().requires_grad_() for t in own]
-    out = context_parallel_attention(*own[:3], where, sinks=own[3] if own[3:] else None, ends=ends if host else None,
-                                     cu_seqlens=None if ends is None else torch.tensor(ends, dtype=torch.int32),
-                                     implementation=implementation, **options)
+    with mock.patch.object(cp, "attention", wraps=attention) as under:
+        out = context_parallel_attention(*own[:3], where, sinks=own[3] if own[3:] else None,
+                                         ends=ends if host else None,
+                                         cu_seqlens=None if ends is None else torch.tensor(ends, dtype=torch.int32),
+                                         implementation=implementation, **options)
+    longest = max(b - a for a, b in itertools.pairwise(ends)) if host and ends else None
+    assert [one.kwargs["max_seqlen"] for one in under.mock_calls] == [longest] * (where.ring_size == 1)
     assert out.dtype == tensors[0].dtype
     return [out.detach(), *torch.autograd.grad(out, own, shard(dout, 2, where))]
 

@@ -119,6 +119,21 @@ def test_boundaries_on_the_host_spare_attention_reading_them(monkeypatch):
             made(ids, cu_seqlens=cu and torch.tensor(cu), ends=ends)
 
 
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+def test_compiled_layers_are_not_made_anew_for_other_documents(attn):
+    from torch._dynamo.testing import CompileCounter
+
+    made = Transformer(ModelConfig.from_hf({"model_type": "qwen3", **SMALL}), Ops.resolve(attn))
+    counter = CompileCounter()
+    made.model.layers[0].compile(backend=counter)
+    ids, counts = torch.randint(0, 211, (1, 16)), []
+    for ends in ((0, 16), (0, 5, 16), (0, 7, 8, 16), (0, 1, 2, 3, 16), (0, 2, 4, 6, 8, 16), (0, 4, 8, 12, 16),
+                 range(0, 17, 2)):
+        made(ids, cu_seqlens=torch.tensor(tuple(ends)), ends=ends)
+        counts.append(counter.frame_count)
+    assert counts[0] > 0 and counts[3:] == counts[2:3] * 4
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe-mixed"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_activations_give_the_same_gradients(name, reentrant, tmp_path):

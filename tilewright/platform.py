@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import math
 import os
 import pathlib
+import re
 
 import torch
 
@@ -29,13 +31,23 @@ def no_module(name: str) -> str | None:
     return None if importlib.util.find_spec(name) else f"the package {name!r} is not installed"
 
 
-def no_distribution(name: str) -> str | None:
-    """None if the distribution is installed, else the reason: for packages that share a module's name with others."""
+def no_distribution(name: str, oldest: str | None = None) -> str | None:
+    """None if the distribution is installed, not older than `oldest`, else the reason: for packages that share a
+    module's name with others."""
     try:
-        importlib.metadata.version(name)
+        version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return f"the package {name!r} is not installed"
+    if oldest is not None and _order(version) < _order(oldest):
+        return f"{name} {version} is too old: it takes {oldest} or later"
     return None
+
+
+def _order(version: str) -> list[float]:
+    """Numbers that sort as versions do, a beta's (4.0.0b36) before the release's (4.0.0)."""
+    public = version.partition("+")[0]
+    numbers = [float(n) for n in re.findall(r"\d+", public)]
+    return numbers if re.search("[a-z]", public) else [*numbers, math.inf]
 
 
 @functools.cache

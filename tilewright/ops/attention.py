@@ -374,6 +374,7 @@ class _Flash(NamedTuple):
     """One of flash-attn's packages. capabilities: tens of the compute capability that it is written for."""
 
     distribution: str
+    oldest: str | None
     module: str
     capabilities: tuple[int, ...]
     lacks: Callable[[Request], str | None]
@@ -381,7 +382,7 @@ class _Flash(NamedTuple):
     whole: object               # what it takes for a window without an end
 
     def missing(self, device_type: str) -> str | None:
-        if reason := platform.no_distribution(self.distribution):
+        if reason := platform.no_distribution(self.distribution, self.oldest):
             return reason
         if device_type != "cuda":
             return f"{self.distribution} takes CUDA tensors, not {device_type}"
@@ -420,9 +421,10 @@ class _Flash(NamedTuple):
 
 
 _FLASH = {
-    "flash_attention_4": _Flash("flash-attn-4", "flash_attn.cute", (9, 10, 11), _lacking(part=PART),
+    # Older betas give sinks no gradient, without a word, and know no backward of softcap on packed documents.
+    "flash_attention_4": _Flash("flash-attn-4", "4.0.0b36", "flash_attn.cute", (9, 10, 11), _lacking(part=PART),
                                 {9: 256, 10: 128, 11: 128}, None),
-    "flash_attention_3": _Flash("flash-attn-3", "flash_attn_interface", (9,), _lacking(sinks=SINKS, part=PART),
+    "flash_attention_3": _Flash("flash-attn-3", None, "flash_attn_interface", (9,), _lacking(sinks=SINKS, part=PART),
                                 {9: 256}, -1),
 }
 

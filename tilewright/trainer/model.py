@@ -290,17 +290,21 @@ class Attention(nn.Module):
             q, k, v = self._heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), cos, sin, position_ids)
         if self.ops.numerics.attention_cast_bf16:   # and back: attention takes one dtype
             q, k = (t.bfloat16().to(t.dtype) for t in (q, k))
-        if self.cp.size == 1:
-            out = tw.attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=None if ends is None else ends.longest,
-                               implementation=self.ops.attention)
-        else:
-            out = self._spread(q, k, v, cu_seqlens, ends)
-        return self.o_proj(out.transpose(1, 2).reshape(B, S, -1))
+        # Code for a loop over documents would be made anew for each number of them.
+        by_document = self.ops.attention == "sdpa" and cu_seqlens is not None
+        attend = self._attend_uncompiled if by_document or self.cp.size > 1 else self._attend
+        return self.o_proj(attend(q, k, v, cu_seqlens, ends).transpose(1, 2).reshape(B, S, -1))
+
+    def _attend(self, q, k, v, cu_seqlens, ends: OnHost | None):
+        if self.cp.size > 1:
+            return context_parallel_attention(q, k, v, self.cp, cu_seqlens=cu_seqlens, ends=ends and ends.ends,
+                                              implementation=self.ops.attention)
+        return tw.attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=None if ends is None else ends.longest,
+                            implementation=self.ops.attention)
 
     @torch.compiler.disable
-    def _spread(self, q, k, v, cu_seqlens, ends: OnHost | None):
-        return context_parallel_attention(q, k, v, self.cp, cu_seqlens=cu_seqlens, ends=ends and ends.ends,
-                                          implementation=self.ops.attention)
+    def _attend_uncompiled(self, *args):
+        return self._attend(*args)
 
     def _heads(self, q, k, v, cos, sin, position_ids):
         """What attention takes of the three projections: [B, heads, S, D]."""
