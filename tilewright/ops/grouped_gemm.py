@@ -348,10 +348,10 @@ GROUPED_GEMM = Op(
     (
         Implementation("triton", _triton, platform.no_triton, gate=_of_triton("gate"),
                        tunables=_of_triton("tunables")),
+        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
         _Native("native", _native, _no_native, devices=("cuda", "cpu")),
         # Never chosen by auto: here to be asked for and compared with.
         Implementation("quack", _quack, _no_quack, devices=(), dtypes=(torch.bfloat16, torch.float16)),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
     ),
     _CASES,
     goals=(Goal("H200", "forward", "tflop_per_s", at_least=500, cases=_QWEN_32768, dtypes=("bfloat16",)),
