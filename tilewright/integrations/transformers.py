@@ -48,7 +48,8 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
     Attention is of the packed tokens that are no padding, so no mask of S x S is built, and what stands in padding is
     never read: its own output is 0. Documents packed into a row are told by `cu_seq_lens_q`, or by position ids that do
     not follow one another (with padding between tokens, counted or not), as for transformers' flash attention; its
-    eager attention looks at them without a mask and without a cache only. Sliding windows, softcaps and sinks are those
+    eager attention looks at them without a mask and without a cache only, and so do layers here that are given none
+    (Persimmon). Sliding windows, softcaps and sinks are those
     of the layer. Refused when called, with ImplementationUnavailable: dropout, attention weights as a result, masks of
     four dimensions, chunked attention, and a window where a mask has holes within a document.
 
@@ -215,8 +216,10 @@ def _attention(name, implementation):
             value = F.pad(value, (0, query.shape[-1] - width))
         options = {"causal": causal, "window": sliding_window, "softcap": softcap, "sinks": s_aux,
                    "scale": scaling, "implementation": implementation}
-        if query.shape[2] > 1 and cu_seq_lens_q is not None and query.shape[0] == 1:
-            out = attention(query, key, value, cu_seqlens=cu_seq_lens_q, max_seqlen=max_length_q, **options)
+        if query.shape[2] > 1 and cu_seq_lens_q is not None:   # of all rows, one after the other
+            rows = (t.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+            out = attention(*rows, cu_seqlens=cu_seq_lens_q, max_seqlen=max_length_q, **options)
+            out = out.squeeze(0).transpose(0, 1).unflatten(0, (query.shape[0], -1)).transpose(1, 2)
         elif query.shape[2] == key.shape[2] and (causal or (attention_mask is not None
                                                             and attention_mask.dtype != torch.bool)):
             out = _of_rows(query, key, value, attention_mask, position_ids, name, options)
