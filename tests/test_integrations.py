@@ -506,13 +506,14 @@ def test_attention_on_packed_input_is_eagers(hf, attentions, kind, name, told):
 
 
 def test_boundaries_are_of_all_rows_of_a_batch(hf, attentions):
+    """They are enough: what rotary embeddings turn by is relative."""
     model = dense(hf, "llama").eval()
     tokens = torch.randint(1, 50, (2, 13), device=DEVICE)
     positions = torch.stack([torch.cat((torch.arange(n), torch.arange(13 - n))) for n in (5, 9)]).to(DEVICE)
     expected = model(tokens, position_ids=positions, use_cache=False).logits
     model.set_attn_implementation("tilewright")
     ends = torch.tensor([0, 5, 13, 22, 26], dtype=torch.int32, device=DEVICE)
-    found = model(tokens, position_ids=positions, use_cache=False, cu_seq_lens_q=ends, cu_seq_lens_k=ends,
+    found = model(tokens, use_cache=False, cu_seq_lens_q=ends, cu_seq_lens_k=ends,
                   max_length_q=9, max_length_k=9).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert [cu.tolist() for cu in attentions] == [ends.tolist()] * 2
