@@ -243,8 +243,8 @@ def check_big(op: Op, implementation: str, case: Case, device: str, dtype: torch
 
 def no_capture(op: Op, implementation: str, case: Case) -> str | None:
     """None if a call of this implementation on this case can be recorded in a CUDA graph, else the reason."""
-    reads, told = implementation in op.on_host, any("host" in c.tags for c in op.cases)
-    if (reads and not told) or ("host" in case.tags and (reads or not op.on_host)):
+    told = any("host" in c.tags for c in op.cases)
+    if implementation in (op.on_host or op.names()) and ("host" in case.tags or (op.on_host and not told)):
         return "looks at values on the host, which a CUDA graph cannot record"
     return None
 

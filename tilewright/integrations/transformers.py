@@ -49,9 +49,9 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
     never read: its own output is 0. Documents packed into a row are told by `cu_seq_lens_q`, or by position ids that do
     not follow one another (with padding between tokens, counted or not), as for transformers' flash attention; its
     eager attention looks at them without a mask and without a cache only, and so do layers here that are given none
-    (Persimmon). Sliding windows, softcaps and sinks are those
-    of the layer. Refused when called, with ImplementationUnavailable: dropout, attention weights as a result, masks of
-    four dimensions, chunked attention, and a window where a mask has holes within a document.
+    (Persimmon). Sliding windows, softcaps and sinks are those of the layer. Refused when called, with
+    ImplementationUnavailable: dropout, attention weights as a result, masks of four dimensions, chunked attention, and
+    a window where a mask has holes within a document.
 
     A layer that moe_mlp cannot compute (`why_not`), and a named implementation that cannot run here, raise
     ImplementationUnavailable when the layer is called: transformers asks no sooner. Products are in the weights' dtype,
@@ -169,6 +169,11 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_
     return None if kept.shape[1] == kv_length and kept.all() else kept
 
 
+def _numbered(mask: torch.Tensor | None) -> bool:
+    """Whether it is of documents' numbers (see `_mask`)."""
+    return mask is not None and mask.dtype != torch.bool
+
+
 def _functions(function) -> Iterator[Callable]:
     """A mask's function and those that it is made of."""
     if not callable(function):
@@ -217,11 +222,8 @@ def _attention(name, implementation):
         options = {"causal": causal, "window": sliding_window, "softcap": softcap, "sinks": s_aux,
                    "scale": scaling, "implementation": implementation}
         if query.shape[2] > 1 and cu_seq_lens_q is not None:   # of all rows, one after the other
-            rows = (t.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-            out = attention(*rows, cu_seqlens=cu_seq_lens_q, max_seqlen=max_length_q, **options)
-            out = out.squeeze(0).transpose(0, 1).unflatten(0, (query.shape[0], -1)).transpose(1, 2)
-        elif query.shape[2] == key.shape[2] and (causal or (attention_mask is not None
-                                                            and attention_mask.dtype != torch.bool)):
+            out = _packed(query, key, value, None, cu_seq_lens_q, max_length_q, options)
+        elif query.shape[2] == key.shape[2] and (causal or _numbered(attention_mask)):
             out = _of_rows(query, key, value, attention_mask, position_ids, name, options)
         else:
             out = _of_cache(query, key, value, attention_mask, name, options)
@@ -232,21 +234,26 @@ def _attention(name, implementation):
 
 def _of_rows(q, k, v, kept, position_ids, name, options):
     """Rows of a batch, without their padding, and the documents packed in them, as one sequence."""
-    B, H, S, D = q.shape
-    found = _layout(kept, position_ids, B, S)
+    found = _layout(kept, position_ids, q.shape[0], q.shape[2])
     if found is None:
         return attention(q, k, v, **options)
     if found.holes and options["window"] is not None:
         raise _hole(name)
     if found.cu.numel() == 1:   # nothing but padding
         return q * 0
+    return _packed(q, k, v, found.index, found.cu, found.longest, options)
+
+
+def _packed(q, k, v, index, cu, longest, options):
+    """Of the tokens of all rows, one row after the other, those that `index` names (None: all), in documents between
+    the boundaries `cu`. The rest is 0."""
+    B, H, S, D = q.shape
     rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-    packed = (t if found.index is None else t.index_select(0, found.index) for t in rows)
-    out = attention(*(t.transpose(0, 1).unsqueeze(0) for t in packed), cu_seqlens=found.cu, max_seqlen=found.longest,
-                    **options)
+    packed = (t if index is None else t.index_select(0, index) for t in rows)
+    out = attention(*(t.transpose(0, 1).unsqueeze(0) for t in packed), cu_seqlens=cu, max_seqlen=longest, **options)
     out = out.squeeze(0).transpose(0, 1)
-    if found.index is not None:
-        out = out.new_zeros(B * S, H, D).index_copy(0, found.index, out)
+    if index is not None:
+        out = out.new_zeros(B * S, H, D).index_copy(0, index, out)
     return out.unflatten(0, (B, S)).transpose(1, 2)
 
 
@@ -291,22 +298,19 @@ def _find_layout(kept, position_ids, B, S):
     """A token belongs to the document of the one before it in its row that is no padding, if position ids, where they
     are given, go up by one or by the number of places (they count padding or not, as a caller likes), and both have the
     same number of a document, where transformers gave these."""
-    if kept is None or (kept.dtype != torch.bool and bool(kept.all())):
-        index, padding = None, False
-        place = torch.arange(B * S, device=(position_ids if kept is None else kept).device)
+    if kept is None or (_numbered(kept) and bool(kept.all())):
+        index, place = None, torch.arange(B * S, device=(position_ids if kept is None else kept).device)
     else:
         index = place = kept.flatten().nonzero().squeeze(1)
-        padding = True
-    step = place.diff()
-    within = (place[1:] // S == place[:-1] // S) if S else step.bool()
-    if kept is not None and kept.dtype != torch.bool:
+    step, within = place.diff(), (place // max(S, 1)).diff() == 0
+    if _numbered(kept):
         within &= kept.flatten()[place].diff() == 0
     if position_ids is not None:
         up = position_ids.expand(B, S).flatten()[place].diff()
         within &= (up == 1) | (up == step)
     first = torch.ones_like(place[:1], dtype=torch.bool)
     ends = torch.cat((first, ~within)).nonzero().squeeze(1)
-    if not padding and ends.numel() == B:
+    if index is None and ends.numel() == B:
         return None
     cu = torch.cat((ends, ends.new_tensor([place.numel()]))).to(torch.int32)
     if not place.numel():
