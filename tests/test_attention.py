@@ -422,7 +422,7 @@ def test_flash_attention_that_is_not_here_says_so(monkeypatch):
             raise importlib.metadata.PackageNotFoundError
 
         monkeypatch.setattr(importlib.metadata, "version", absent)
-        assert flash.missing("cuda") == f"the package '{flash.distribution}' is not installed"
+        assert flash.missing("cuda") == platform.not_installed(flash.distribution)
         for version in ("4.0.0b35", "4.0.0b4+cu13", "3.9"):
             monkeypatch.setattr(importlib.metadata, "version", lambda distribution, v=version: v)
             reason = f"flash-attn-4 {version} is too old: it takes 4.0.0b36 or later"

@@ -216,7 +216,8 @@ def test_says_why_it_cannot_run(monkeypatch):
         monkeypatch.setattr(platform.torch.cuda, "get_device_capability", lambda c=capability: c)
         assert platform.no_cute("cuda") == reason
     monkeypatch.setattr(platform.importlib.util, "find_spec", lambda name: None)
-    assert platform.no_cute("cuda") == "the package 'nvidia-cutlass-dsl' is not installed"
+    assert platform.no_cute("cuda") == (
+        "the package 'nvidia-cutlass-dsl' is not installed (pip install 'tilewright[cute]')")
 
 
 def test_the_gate_without_the_compiler(monkeypatch, capsys):

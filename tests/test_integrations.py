@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import DEVICE, join_group, skip_if_refused, skip_unless_usable, two_processes
 
-from tilewright import ImplementationUnavailable, platform
+from tilewright import ImplementationUnavailable
 from tilewright.integrations import transformers as integration
 from tilewright.ops.attention import ATTENTION
 from tilewright.ops.moe import MOE_MLP
@@ -106,7 +106,7 @@ def test_importing_everything_here_imports_no_transformers():
 
 
 def test_a_missing_or_old_transformers_is_named(monkeypatch):
-    monkeypatch.setattr(platform, "no_module", lambda name: f"the package {name!r} is not installed")
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImplementationUnavailable, match=re.escape("pip install 'tilewright[transformers]'")):
         integration.register()
     monkeypatch.undo()

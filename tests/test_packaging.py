@@ -68,7 +68,7 @@ raise SystemExit(cli.main(["explain"]))
 
 def test_everything_else_works_without_triton():
     out = run("-c", WITHOUT_TRITON, cwd=ROOT)
-    reason = "the package 'triton' is not installed"
+    reason = "the package 'triton' is not installed (pip install triton)"
     assert f"refused: rmsnorm[triton]: {reason}" in out
     rows = [line for line in out.splitlines() if " triton " in line and "refused" not in line]
     assert rows and all(line.endswith(reason) for line in rows)

@@ -13,8 +13,23 @@ import math
 import os
 import pathlib
 import re
+import select
+import sys
+from collections.abc import Callable
 
 import torch
+
+# The extras of pyproject.toml: what of each is imported. A package of several is said to be of the first.
+EXTRAS = {"transformers": ("transformers",), "trainer": ("datasets", "pydantic", "tqdm", "transformers", "yaml"),
+          "bench": ("matplotlib",), "cute": ("nvidia-cutlass-dsl",),
+          "s3": ("s3fs",), "gs": ("gcsfs",), "abfs": ("adlfs",), "http": ("aiohttp",)}
+# How to get what is in no extra.
+INSTALL = {"triton": "pip install triton", "wandb": "pip install wandb", "quack": "pip install quack-kernels",
+           "liger_kernel": "pip install liger-kernel", "bitsandbytes": "pip install bitsandbytes",
+           "torchao": "pip install torchao", "flash-attn-4": "pip install --pre flash-attn-4",
+           # Not at the package index, or something else under the same name.
+           "flash-attn-3": "built from hopper/ of github.com/Dao-AILab/flash-attention",
+           "deep_ep": "built from github.com/deepseek-ai/DeepEP"}
 
 
 def env_flag(name: str) -> bool:
@@ -26,9 +41,46 @@ def interpreting() -> bool:
     return env_flag("TRITON_INTERPRET")
 
 
+def not_installed(*names: str, extra: str | None = None) -> str:
+    """The sentence that says so, and how to get them. extra: the one to name; default the first that has them."""
+    extra = extra or next((e for e, packages in EXTRAS.items() if {*names} <= {*packages}), None)
+    how = INSTALL.get(names[0]) if extra is None else f"pip install 'tilewright[{extra}]'"
+    one = len(names) == 1
+    text = f"the package{'' if one else 's'} {', '.join(map(repr, names))} {'is' if one else 'are'} not installed"
+    return f"{text} ({how})" if how else text
+
+
 def no_module(name: str) -> str | None:
     """None if `name` can be imported, else the reason. Does not import it."""
-    return None if importlib.util.find_spec(name) else f"the package {name!r} is not installed"
+    return None if importlib.util.find_spec(name) else not_installed(name)
+
+
+def require(extra: str) -> None:
+    """Ends the program with one sentence if packages of an extra are missing. For commands that import them at once:
+    they call it before those imports."""
+    if missing := [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]:
+        sys.exit(f"error: {not_installed(*missing, extra=extra)}")
+
+
+def command(main: Callable[..., int]) -> Callable[..., int]:
+    """Decorates the main function of a command: where the reader of its output has gone (`| head`), it ends with 141,
+    128 + SIGPIPE as a shell reports it of other programs, and without a traceback."""
+    @functools.wraps(main)
+    def run(*args, **kwargs) -> int:
+        try:
+            try:
+                return main(*args, **kwargs)
+            finally:
+                sys.stdout.flush()   # at the interpreter's end the error could not be caught
+        except BrokenPipeError:
+            output = select.poll()
+            output.register(sys.stdout.fileno(), 0)   # reports errors all the same
+            if not output.poll(0):   # another pipe
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # the interpreter flushes as it ends
+            return 141
+
+    return run
 
 
 def no_distribution(name: str, oldest: str | None = None) -> str | None:
@@ -37,7 +89,7 @@ def no_distribution(name: str, oldest: str | None = None) -> str | None:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return f"the package {name!r} is not installed"
+        return not_installed(name)
     if oldest is not None and _order(version) < _order(oldest):
         return f"{name} {version} is too old: it takes {oldest} or later"
     return None
@@ -75,7 +127,7 @@ def no_triton(device_type: str) -> str | None:
 def no_cutlass() -> str | None:
     """None if CuTe DSL can be imported. Other packages, too, bring a module `cutlass`."""
     name = "nvidia-cutlass-dsl"
-    return None if importlib.util.find_spec(name.replace("-", "_")) else f"the package {name!r} is not installed"
+    return None if importlib.util.find_spec(name.replace("-", "_")) else not_installed(name)
 
 
 def no_cute(device_type: str) -> str | None:

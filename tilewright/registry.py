@@ -12,7 +12,8 @@ so a call pays one dictionary look-up.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -251,6 +252,13 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def instead_of(name: Any, known: Iterable[str]) -> str:
+    """The end of a sentence that says that a name does not exist: the nearest of those that do, and all of them."""
+    known = list(known)
+    nearest = [f" did you mean {n!r}?" for n in difflib.get_close_matches(str(name), known, 1)]
+    return f";{''.join(nearest)} have {known}"
+
+
 def operations() -> dict[str, Op]:
     """Every op, by name."""
     from tilewright.ops import OPS
@@ -263,7 +271,7 @@ def resolve(op: str, implementation: str = "auto", device_type: str | None = Non
     """`Op.resolve` by the op's name. Raises ValueError for an unknown op."""
     ops = operations()
     if op not in ops:
-        raise ValueError(f"unknown op {op!r}; have {sorted(ops)}")
+        raise ValueError(f"unknown op {op!r}{instead_of(op, ops)}")
     return ops[op].resolve(implementation, device_type, dtype)
 
 
@@ -279,10 +287,11 @@ def use(implementation: str | None = None, /, **by_op: str) -> Iterator[None]:
     ops = operations()
     pins = {n: implementation for n, op in ops.items() if implementation in ("auto", *op.names())}
     if implementation is not None and not pins:
-        raise ValueError(f"no op has an implementation {implementation!r}")
+        names = dict.fromkeys(("auto", *(name for op in ops.values() for name in op.names())))
+        raise ValueError(f"no op has an implementation {implementation!r}{instead_of(implementation, names)}")
     for name, choice in by_op.items():
         if name not in ops:
-            raise ValueError(f"unknown op {name!r}; have {sorted(ops)}")
+            raise ValueError(f"unknown op {name!r}{instead_of(name, ops)}")
         if choice != "auto":
             ops[name].implementation(choice)
         pins[name] = choice

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from tilewright import registry
+from tilewright import platform, registry
 from tilewright.bench.options import at_least, chosen, has_device, names
 
 # Commands with a parser of their own: name -> (module with main(argv) -> int, help). Imported when called.
@@ -25,7 +25,7 @@ DTYPES = {registry.short(d): d for d in (*registry.FLOATS, torch.float64)}
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tilewright.bench", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
 
     def command(name, help_, dtype="float32,bfloat16"):
         p = commands.add_parser(name, help=help_, description=help_)
@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@platform.command
 def main(argv: list[str] | None = None, begun: float | None = None) -> int:
     """begun: when the process was, for commands with a budget of time (default: now)."""
     argv = sys.argv[1:] if argv is None else argv
@@ -79,6 +80,9 @@ def main(argv: list[str] | None = None, begun: float | None = None) -> int:
         return (command(argv[1:], begun) if argv[0] in ("suite", "tune") else command(argv[1:])) or 0
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 2
 
     if args.command == "compare":
         from tilewright.bench import report

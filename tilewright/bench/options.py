@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from tilewright.registry import instead_of
+
 
 def at_least(least: float, kind: type) -> Callable[[str], int | float]:
     """An argparse type: a number of this kind, not below `least`."""
@@ -29,7 +31,7 @@ def names(known: Collection[str] | None = None) -> Callable[[str], list[str]]:
         found = [n.strip() for n in text.split(",") if n.strip()]
         for name in found:
             if known is not None and name not in known:
-                raise argparse.ArgumentTypeError(f"unknown {name!r}; have {', '.join(known)}")
+                raise argparse.ArgumentTypeError(f"unknown {name!r}{instead_of(name, known)}")
         return found
 
     return parse
@@ -39,7 +41,7 @@ def chosen(parser: argparse.ArgumentParser, option: str, given: list[str] | None
     """The names given, or all that are known; ends the program with an error for another."""
     for name in given or ():
         if name not in known:
-            parser.error(f"argument {option}: unknown {name!r}; have {', '.join(known)}")
+            parser.error(f"argument {option}: unknown {name!r}{instead_of(name, known)}")
     return list(known) if given is None else given
 
 

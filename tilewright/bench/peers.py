@@ -253,7 +253,8 @@ def _flash_installed() -> tuple[str, str, int] | None:
 def _no_flash(device: str) -> str | None:
     found = _flash_installed()
     if found is None:
-        return f"none of the packages {', '.join(name for name, *_ in _FLASH)} is installed"
+        return (f"none of the packages {', '.join(name for name, *_ in _FLASH)} is installed "
+                f"({platform.INSTALL[_FLASH[0][0]]})")
     distribution, module, capability = found
     return _on_cuda(distribution, module.partition(".")[0], capability)(device)
 

@@ -313,10 +313,11 @@ def listing(ops: Iterable[Op], device: str, dtypes: list[torch.dtype]) -> str:
         for dtype in dtypes:
             for provider in providers(op, device, dtype):
                 reasons.setdefault(provider.name, {})[short(dtype)] = provider.reason or "usable"
+        width = max(map(len, reasons))
         for name, by_dtype in reasons.items():
             if len(set(by_dtype.values())) == 1:
-                lines.append(f"  {name:<12} {next(iter(by_dtype.values()))}")
+                lines.append(f"  {name:<{width}}  {next(iter(by_dtype.values()))}")
             else:
-                lines.append(f"  {name:<12} " + "; ".join(f"{d}: {r}" for d, r in by_dtype.items()))
+                lines.append(f"  {name:<{width}}  " + "; ".join(f"{d}: {r}" for d, r in by_dtype.items()))
         lines.append("")
     return "\n".join(lines)

@@ -105,7 +105,7 @@ def _is_silu(act) -> bool:
 
 def _interface():
     if reason := platform.no_module("transformers"):
-        raise ImplementationUnavailable(f"{reason} (pip install 'tilewright[transformers]')")
+        raise ImplementationUnavailable(reason)
     import transformers
 
     # Before, the table was there or not, but from_pretrained took transformers' own names only.

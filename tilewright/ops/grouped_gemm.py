@@ -246,7 +246,7 @@ def _quack():
 
 def _no_quack(device_type: str) -> str | None:
     if reason := platform.no_module("quack"):
-        return f"{reason} (pip install quack-kernels)"
+        return reason
     if device_type != "cuda":
         return f"quack takes CUDA tensors, not {device_type}"
     return _not_hopper_or_blackwell("quack's varlen GEMM")

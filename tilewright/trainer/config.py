@@ -10,6 +10,11 @@ lists where a default or a meaning departs from it, and why. `overrides.py` read
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from tilewright.platform import require
+
+    require("trainer")   # else the imports below end in a traceback
+
 import sys
 from typing import Any, Literal, get_args
 
@@ -437,6 +442,7 @@ is written to `train.output_dir`; `python -m tilewright.trainer.config check con
 """
 
 
+@platform.command
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["docs"] and len(argv) == 2:

@@ -22,13 +22,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from tilewright import platform
 from tilewright.ops.context_parallel import ContextParallel, shard
+from tilewright.registry import ImplementationUnavailable
 from tilewright.trainer import packing
 from tilewright.trainer.config import Config, Data, Dataset
 
 log = logging.getLogger("tilewright")
 IGNORE = -100
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zip", ".zst")
+# Scheme of an address -> the package that reads it, for those that the configuration names.
+READERS = {**dict.fromkeys(("s3", "s3a"), "s3fs"), **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+           **dict.fromkeys(("abfs", "abfss", "az"), "adlfs"), **dict.fromkeys(("http", "https"), "aiohttp")}
 DUMMY_SAMPLES = 512
 PREPARATION = 1   # to be raised when the same settings prepare other data: a cache of before is then not used
 
@@ -66,13 +72,28 @@ def _only(found, entry: Dataset):
     return found[split]
 
 
+def check_sources(entries: list[Dataset], *, cached: bool = False) -> None:
+    """Raises FileNotFoundError for a path that is neither here nor can be a Hub id (a data file's name cannot), and
+    ImplementationUnavailable for an address whose scheme needs a package that is not installed. Reads nothing.
+
+    cached: an address may have been prepared before, which needs no package.
+    """
+    for entry in entries:
+        scheme, address, _ = entry.path.partition("://")
+        reader = READERS.get(scheme.rpartition("::")[2].lower())
+        path = pathlib.Path(entry.path)
+        if not address and not path.exists() and (
+                path.suffix in (*FORMATS, *COMPRESSED) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", entry.path)):
+            raise FileNotFoundError(f"{entry.path}: no such file or folder")
+        if address and reader and not cached and (reason := platform.no_module(reader)):
+            raise ImplementationUnavailable(f"{entry.path}: {reason}")
+
+
 def _raw(entry: Dataset, data: Data):
     import datasets
 
     path, kind, options = pathlib.Path(entry.path), entry.ds_type, {"token": data.hf_use_auth_token}
     remote = "://" in entry.path
-    if not remote and not path.exists() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", entry.path):
-        raise FileNotFoundError(f"{entry.path}: no such file or folder")
     if entry.data_files is None and not remote and not path.exists():   # a Hub id
         options |= {"name": entry.name, "revision": entry.revision, "split": entry.split}
         try:
@@ -102,6 +123,11 @@ def _raw(entry: Dataset, data: Data):
     except (datasets.exceptions.DatasetGenerationError, StopIteration) as error:   # the latter for empty files
         reason = " ".join(str(error.__cause__ or error).split()) or "there is nothing in it"
         raise ValueError(f"{entry.path}: cannot be read as {kind}: {reason}") from error
+    except Exception as error:   # what reads addresses raises what its libraries do, which have no base in common
+        if "://" not in files[0]:
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise OSError(f"{entry.path}: cannot be read: {type(error).__name__}: {reason}") from error
 
 
 def _dummy(data: Data, vocab: int, seed: tuple[int, ...]):
@@ -138,7 +164,8 @@ def _check_range(path: str, ids: list[int], vocab: int, *also: int) -> None:
 def _tokenise(raw, entry: Dataset, data: Data, tokenizer, vocab: int) -> Any:
     """Text to pieces of at most max_seq_len (default: a bin), with the end token after each document."""
     if "text" not in raw.column_names:
-        raise ValueError(f"{entry.path}: type text needs a column `text`, has {raw.column_names}")
+        other = "; for samples that are tokens set type to tokenized" if "input_ids" in raw.column_names else ""
+        raise ValueError(f"{entry.path}: type text needs a column `text`, has {raw.column_names}{other}")
     kind = getattr(raw.features["text"], "dtype", "list")
     if kind not in ("string", "large_string"):
         raise ValueError(f"{entry.path}: the column `text` must hold strings, not {kind}")
@@ -163,7 +190,8 @@ def _tokenise(raw, entry: Dataset, data: Data, tokenizer, vocab: int) -> Any:
 def _tokenised(raw, entry: Dataset, data: Data, vocab: int) -> Any:
     """Checks and cuts samples that are tokens already."""
     if "input_ids" not in raw.column_names:
-        raise ValueError(f"{entry.path}: type tokenized needs a column `input_ids`, has {raw.column_names}")
+        other = "; for samples that are text set type to text" if "text" in raw.column_names else ""
+        raise ValueError(f"{entry.path}: type tokenized needs a column `input_ids`, has {raw.column_names}{other}")
     raw = raw.select_columns([c for c in ("input_ids", "labels") if c in raw.column_names])
     for name, feature in raw.features.items():
         kind = getattr(getattr(feature, "feature", None), "dtype", "")
@@ -201,6 +229,7 @@ def _selected(raw, entry: Dataset, data: Data):
 def _build(entries: list[Dataset], config: Config, tokenizer: Callable[[], Any], vocab: int, shuffle: bool):
     import datasets
 
+    check_sources(entries)
     data, seed, parts = config.data, config.train.seed, []
     for i, entry in enumerate(entries):
         # Not the same documents to train and to evaluate on.

@@ -5,6 +5,11 @@ Plain `python -m tilewright.trainer.train` trains in one process.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from tilewright.platform import require
+
+    require("trainer")   # else the imports below end in a traceback
+
 import contextlib
 import dataclasses
 import gc
@@ -18,12 +23,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tilewright import adapt
+from tilewright import adapt, platform
 from tilewright.ops.attention import Request
 from tilewright.registry import ImplementationUnavailable
 from tilewright.trainer import adapters, checkpoint, hf
 from tilewright.trainer.config import Config, ConfigError, from_command_line, resolved
-from tilewright.trainer.data import IGNORE, Batches, Bins, evaluation_batches, padding, prepare, split_validation
+from tilewright.trainer.data import (
+    IGNORE,
+    Batches,
+    Bins,
+    check_sources,
+    evaluation_batches,
+    padding,
+    prepare,
+    split_validation,
+)
 from tilewright.trainer.metrics import Metrics
 from tilewright.trainer.model import ModelConfig, Numerics, Ops, Transformer
 from tilewright.trainer.optim import build_optimizer, lr_at, set_lr
@@ -212,7 +226,11 @@ def train(config: Config, world: World) -> None:
     if t.load_checkpoint_path is None and (earlier := checkpoint.complete(t.output_dir)):
         raise ValueError(f"train.output_dir = {t.output_dir}: holds {earlier[-1].name} of an earlier run; set "
                          "train.load_checkpoint_path to auto to go on with it, or choose another folder")
+    if not config.data.skip_prepare_dataset:   # before a model is downloaded
+        check_sources([*config.data.datasets, *config.data.test_datasets],
+                      cached=pathlib.Path(config.data.dataset_prepared_path).is_dir())
     shape = hf.load_config(hf.local_folder(config.model.config_path))
+    tokenizer = hf.local_folder(config.model.tokenizer_path) if t.save_hf_weights else None   # not after the last step
     ops = choose_ops(config, shape, world)
     batches, held = build_data(config, world, shape.vocab_size)
     model = build_model(config, shape, world, ops)
@@ -299,7 +317,7 @@ def train(config: Config, world: World) -> None:
         save(total)
     saver.finish()
     if t.save_hf_weights:
-        target, tokenizer = saver.folder(total) / "hf", hf.local_folder(config.model.tokenizer_path)
+        target = saver.folder(total) / "hf"
         if config.lora.save_lora_only:
             adapt.save_adapter(unwrap(model), target, base_model=config.model.model_path,
                               files=hf.tokenizer_files(tokenizer))
@@ -308,6 +326,7 @@ def train(config: Config, world: World) -> None:
     metrics.close()
 
 
+@platform.command
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     config = from_command_line(argv)   # exits with 2 and every error, or with 0 after --help
