@@ -1,5 +1,7 @@
 """Every token is trained on once an epoch, wherever it came from, however bins are packed and ranks are counted."""
 
+import functools
+import http.server
 import itertools
 import json
 import logging
@@ -7,6 +9,7 @@ import os
 import pathlib
 import random
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -295,8 +298,48 @@ def test_what_the_network_is_asked_for(make, monkeypatch, entry, fields, expecte
         return datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(module.platform, "no_module", lambda name: None)
     assert rows(prepared(make(entry, **fields))) == [[1, 2]]
     assert asked == [expected]
+
+
+def test_addresses_are_read(tmp_path, make):
+    """From this machine. A file that is not there and a server that does not answer are one sentence."""
+    pytest.importorskip("aiohttp")
+    path = jsonl(tmp_path / "served/a.jsonl", [{"input_ids": ids} for ids in TOKENS])
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=path.parent)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        at = f"http://127.0.0.1:{server.server_port}"
+        for entry in (f"{at}/a.jsonl", {"path": at, "data_files": "a.jsonl", "ds_type": "json"}):
+            config = make(entry)
+            assert sorted(rows(prepared(config))) == sorted(TOKENS)
+        absent = config.data.datasets[0].model_copy(update={"path": f"{at}/b.jsonl", "data_files": None})
+        with pytest.raises(OSError, match=rf"^{at}/b.jsonl: cannot be read: FileNotFoundError: Unable to find"):
+            prepared(config, entries=[absent])
+        server.shutdown()
+    for name in ("c.jsonl", "*.jsonl"):
+        gone = config.data.datasets[0].model_copy(update={"data_files": name})
+        with pytest.raises(OSError, match=rf"^{at}: cannot be read: \w+: \S.*$"):
+            prepared(config, entries=[gone])
+
+
+def test_whatever_a_file_system_raises_is_one_sentence(make, monkeypatch):
+    """s3fs, gcsfs and adlfs let exceptions of their libraries through, which have no base in common."""
+    class NoCredentialsError(Exception):
+        pass
+
+    def load_dataset(*arguments, **options):
+        raise NoCredentialsError("Unable to\n\tlocate credentials")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(module.platform, "no_module", lambda name: None)
+    for entry in ({"path": "s3://b/x.jsonl"}, {"path": "org/set", "data_files": "x.json", "ds_type": "json"}):
+        with pytest.raises(OSError) as caught:
+            prepared(make(entry))
+        assert str(caught.value) == f"{entry['path']}: cannot be read: NoCredentialsError: Unable to locate credentials"
+    with pytest.raises(NoCredentialsError):   # of a file it would be a fault of ours
+        prepared(make({"path": __file__, "ds_type": "text"}))
 
 
 def test_dummy_data(make):
@@ -394,8 +437,10 @@ def test_columns(tmp_path, make):
 
 
 @pytest.mark.parametrize("lines, kind, message", [
-    ([{"tokens": [1, 2]}], "tokenized", "type tokenized needs a column `input_ids`, has .'tokens'"),
-    ([{"input_ids": [1, 2]}], "text", "type text needs a column `text`, has .'input_ids'"),
+    ([{"tokens": [1, 2]}], "tokenized", r"type tokenized needs a column `input_ids`, has \['tokens'\]$"),
+    ([{"text": "ab"}], "tokenized", r"`input_ids`, has \['text'\]; for samples that are text set type to text$"),
+    ([{"input_ids": [1, 2]}], "text", r"has \['input_ids'\]; for samples that are tokens set type to tokenized$"),
+    ([{"tokens": [1, 2]}], "text", r"type text needs a column `text`, has \['tokens'\]$"),
     ([{"input_ids": [1, 2], "labels": [1]}], "tokenized", "a sample has 2 input_ids and 1 labels"),
     ([{"input_ids": [1] * 20, "labels": [1] * 21}], "tokenized", "a sample has 20 input_ids and 21 labels"),
     ([{"input_ids": "1 2"}], "tokenized", "`input_ids` must hold lists of integers, not Value"),
