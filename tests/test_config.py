@@ -3,8 +3,6 @@
 import ast
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -13,7 +11,7 @@ pytest.importorskip("pydantic")
 from tilewright import platform
 from tilewright.trainer import config as module
 from tilewright.trainer.config import Config, ConfigError, Train, load, resolved
-from tilewright.trainer.overrides import default_of, get, kind, leaves, markdown
+from tilewright.trainer.overrides import default_of, get, kind, leaves, markdown, unknown
 from tilewright.trainer.rules import ACCEPTED, REFUSED
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -159,6 +157,31 @@ def test_what_stands_in_for_a_wrong_value_is_not_judged(write):
         "train.lr = fast: input should be a valid number, unable to parse string as a number; expected number"]
 
 
+@pytest.mark.parametrize("given, meant", [
+    ("learning_rate", "train.lr"), ("warmup_ratio", "train.lr_warmup_ratio"), ("epochs", "train.num_train_epochs"),
+    ("per_device_train_batch_size", "train.micro_batch_size"), ("bf16", "train.enable_mixed_precision"),
+    ("gradient_checkpointing", "train.enable_gradient_checkpointing"), ("optim", "train.optimizer"),
+    ("target_modules", "lora.lora_target_modules"), ("r", "lora.lora_rank"), ("maxsteps", "train.max_steps"),
+    ("steps", "train.max_steps or train.gc_steps or train.save_steps"), ("sead", "train.seed"),
+    ("logging_steps", None), ("adam_beta1", None), ("zzz", None)])
+def test_the_words_of_a_key_are_compared_and_other_libraries_names_are_known(least, given, meant):
+    """Letters alone find train.log_format for learning_rate."""
+    expected = f"unknown key; did you mean {meant}?" if meant else "unknown key"
+    assert errors(least, f"--train.{given}", "1") == [f"--train.{given} = 1: {expected}"]
+
+
+def test_names_of_other_libraries_stand_for_fields_that_would_not_be_found():
+    for name, path in module.ELSEWHERE.items():
+        assert path in LEAVES and name not in {p.rpartition(".")[2] for p in LEAVES}
+        assert f"{path}?" not in unknown(Config, f"{path.rpartition('.')[0]}.{name}", {}), f"{name} is found without"
+
+
+def test_the_section_that_was_named_comes_before_other_libraries_names():
+    for key, meant in (("data.datasets.max_seq_length", "data.datasets.max_seq_len"),
+                       ("data.max_seq_length", "data.sample_packing_sequence_len")):
+        assert unknown(Config, key, module.ELSEWHERE) == f"unknown key; did you mean {meant}?"
+
+
 @pytest.mark.parametrize("text, expected", [
     ("model:\ndata: {datasets: [null, 3]}\ntrain: 4\nlora: []", [
         "data.datasets.0 = null: expected a mapping", "data.datasets.1 = 3: expected a mapping",
@@ -174,6 +197,18 @@ def test_what_stands_in_for_a_wrong_value_is_not_judged(write):
     ("train: {max_steps: 1, max-steps: 2}", ["key 'max-steps' is given twice"]),
     ("1: 2", ["key 1 is not a string"]), ("a: [", ["config.yaml: while parsing"]),
     ("x: !!python/object/apply:os.getcwd []", ["could not determine a constructor"]),
+    (f"seed: {'9' * 5000}", ["numbers of more than 100 characters are not read"]),
+    (f"seed: 0x{'f' * 5000}", ["numbers of more than 100 characters are not read"]),
+    ("a: 2020-02-31", ["'2020-02-31' is no timestamp"]), ("a: !!bool x", ["'x' is no bool"]),
+    ("a: !!timestamp x", ["'x' is no timestamp"]), ("a: !!int x", ["'x' is no int"]),
+    ("a: " + "[" * 5000, ["more than 50 levels of nesting are not read"]),
+    ("- " * 2000, ["more than 50 levels of nesting are not read"]),
+    ("".join(" " * i + "a:\n" for i in range(2000)), ["more than 50 levels of nesting are not read"]),
+    ("a: &a [1, *a]", ["alias *a is within what it stands for"]),
+    ("a: &a {b: {<<: *a}}", ["alias *a is within what it stands for"]),
+    *(("\n".join([f"a0: &a0 {first}", *(f"a{i}: &a{i} {f(', '.join([f'*a{i - 1}'] * 9))}" for i in range(1, 10))]),
+       ["more than 100000 values, each alias counted as what it stands for, are not read"])
+      for first, f in (("[x]", "[{}]".format), ("{x: 1}", "{{<<: [{}]}}".format))),
 ])
 def test_malformed_files(write, text, expected):
     found = errors(load, write(text))
@@ -207,17 +242,38 @@ def test_values_of_another_type_are_refused(write, path, values):
         assert len(found) == 1 and re.match(rf"{path}(\.0)? = ", found[0]), (value, found)
 
 
+def test_what_is_near_the_limits_is_read(least, write):
+    deep, shared = "[" * 48 + "]" * 48, "[&a [" + "x, " * 9000 + "y], " + "*a, " * 9 + "*a]"
+    assert [line.split(":")[0].split(" = ")[0] for line in errors(least, "--a.b", deep)] == ["--a.b"]
+    names = [f"{i}.json" for i in range(500)]
+    assert least(f"--data.select_columns={names}").data.select_columns == names
+    [line] = errors(load, write(f"a: {shared}\n{LEAST}"))
+    assert line.endswith(": unknown key") and len(line) < 300
+
+
+def test_integers_that_no_array_could_hold_are_refused(least, write):
+    """Python's have no end."""
+    assert least(f"--train.max_steps={2**63 - 1}").train.max_steps == 2**63 - 1
+    for value in (2**63, 10**90):
+        sentence = [f"train.max_steps = {value}: does not fit in 64 bits; expected integer | null"]
+        assert errors(least, f"--train.max_steps={value}") == sentence
+    assert errors(load, write(LEAST.replace("output_dir", f"max_steps: {value}, output_dir"))) == sentence
+
+
 def test_numbers_may_be_strings_as_yaml_makes_them(write):
     """YAML 1.1 reads 1e-5, without a point, as a string."""
     assert load(write(LEAST.replace("output_dir", "lr: 1e-5, output_dir"))).train.lr == 1e-5
 
 
-def test_bad_file_ends_with_code_2_and_only_messages(write):
+def test_bad_file_ends_with_code_2_and_only_messages(write, capsys):
+    from tilewright.trainer import train
+
     text = "model: {config_paht: x}\ndata: {datasets: [{path: dummy}]}\ntrain: {output_dir: o, lr: -1}\n"
-    done = subprocess.run([sys.executable, "-m", "tilewright.trainer.train", write(text)], capture_output=True,
-                          text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines() == [
+    with pytest.raises(SystemExit) as ended:
+        train.main([write(text)])
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (2, "")
+    assert said.err.splitlines() == [
         "model.config_paht = x: unknown key; did you mean model.config_path?",
         "train.lr = -1: input should be greater than 0; expected number",
         "model.model_path = null, model.config_path = null: one of them must be given"]

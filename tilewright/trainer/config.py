@@ -43,6 +43,14 @@ class Section(BaseModel):
             raise ValueError("a boolean does not fit here")
         return value
 
+    @field_validator("*")
+    @classmethod
+    def _fits(cls, value: Any) -> Any:
+        """Python's integers have no end; those of arrays and files do."""
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError("does not fit in 64 bits")
+        return value
+
     def _fill(self, **values: Any) -> None:
         # Only from validators, while the model is being built: afterwards it is frozen.
         for name, value in values.items():
@@ -94,7 +102,8 @@ class Model(Section):
 
 
 class Dataset(Section):
-    path: str = field(..., "File, folder, Hub id, s3://, gs://, abfs:// or https:// address, or dummy.")
+    path: str = field(..., "File, folder, Hub id, s3://, gs://, abfs:// or https:// address (which need the extra s3, "
+                           "gs, abfs or http), or dummy.")
     type: Literal["tokenized", "text"] = field(
         "tokenized", "tokenized: rows with input_ids and, if there, labels; text: tokenised on preparation.")
     name: str | None = field(None, "Configuration (subset) of a Hub dataset.")
@@ -367,7 +376,7 @@ def load(path: str | None, overrides: list[str] | None = None) -> Config:
 
     Raises ConfigError with every misspelt key, wrong type, refused value and contradiction, one line each.
     """
-    return reading.build(Config, path, overrides or [])
+    return reading.build(Config, path, overrides or [], ELSEWHERE)
 
 
 def resolved(config: Config) -> str:
@@ -428,6 +437,22 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
     "lora.enable_aqn": ("new noise in each forward pass",
                         "one noise a step, made again where activations are: forward and backward see the same"),
     "train.wandb_project": ("Xorl", "the project's own name"),
+}
+
+
+# Names of transformers' TrainingArguments, TRL and peft that are too unlike the field's -> the field.
+ELSEWHERE = {
+    "learning_rate": "train.lr", "lr_scheduler_type": "train.lr_decay_style",
+    "warmup_steps": "train.lr_warmup_ratio", "optim": "train.optimizer",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "epochs": "train.num_train_epochs", "bf16": "train.enable_mixed_precision",
+    "torch_compile": "train.enable_compile", "fsdp": "train.data_parallel_mode", "ddp": "train.data_parallel_mode",
+    "resume_from_checkpoint": "train.load_checkpoint_path", "report_to": "train.use_wandb",
+    "run_name": "train.wandb_name", "tokenizer_name": "model.tokenizer_path",
+    "train_file": "data.datasets", "validation_file": "data.test_datasets",
+    "max_length": "data.sample_packing_sequence_len", "max_seq_length": "data.sample_packing_sequence_len",
+    "packing": "data.sample_packing_method", "preprocessing_num_workers": "data.dataset_num_proc",
+    "r": "lora.lora_rank", "lora_r": "lora.lora_rank", "load_in_4bit": "lora.enable_qlora",
 }
 
 

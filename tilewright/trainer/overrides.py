@@ -10,6 +10,7 @@ import difflib
 import json
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -60,7 +61,8 @@ def default_of(model: type[BaseModel], path: str) -> Any:
 
 
 def show(value: Any) -> str:
-    return value if isinstance(value, str) and value else json.dumps(value, default=str)
+    text = value if isinstance(value, str) and value else json.dumps(value, default=str)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def kind(annotation: Any) -> str:
@@ -83,8 +85,24 @@ def _without_index(path: str) -> str:
     return ".".join(p for p in path.split(".") if not p.isdigit())
 
 
-def unknown(model: type[BaseModel], path: str) -> str:
-    """What to say about a key that does not exist: where it belongs, or what it resembles anywhere in the tree."""
+def _likeness(a: str, b: str) -> float:
+    """Of two names, from 0 to 1: the share of their words that agree, or of their letters if nearly all do. Letters
+    alone agree too easily: learning_rate has half of log_format's, in their order."""
+    letters = difflib.SequenceMatcher(None, a, b).ratio()
+    words, left, agree = a.split("_"), b.split("_"), 0.0
+    whole = len(words) + len(left)
+    for word in words:
+        alike = {other: difflib.SequenceMatcher(None, word, other).ratio() for other in left}
+        best = max(alike, key=alike.get, default=None)
+        if best is not None and alike[best] >= 0.75:
+            agree += 2 * alike[best]
+            left.remove(best)
+    return max(agree / whole, letters if letters >= 0.85 else 0.0)
+
+
+def unknown(model: type[BaseModel], path: str, elsewhere: Mapping[str, str]) -> str:
+    """What to say about a key that does not exist: where it belongs, what it is called here, or what it resembles
+    anywhere in the tree. elsewhere: name in other libraries -> path here."""
     at, _, name = _without_index(path).rpartition(".")
     known = leaves(model)
     sections = [*model.model_fields]
@@ -95,18 +113,58 @@ def unknown(model: type[BaseModel], path: str) -> str:
         by_name.setdefault(p.rpartition(".")[2], []).append(p)
     if name in by_name:
         return f"unknown key; {name} belongs under {' or '.join(p.rpartition('.')[0] for p in by_name[name])}"
-    # A section's name may be what is misspelt: then the whole path resembles one more than the last part does.
-    def likeness(p: str) -> float:
-        last = difflib.SequenceMatcher(None, name, p.rpartition(".")[2]).ratio()
-        return last + 0.1 * difflib.SequenceMatcher(None, at, p.rpartition(".")[0]).ratio()
-    best = max(known, key=likeness)
-    return f"unknown key; did you mean {best}?" if likeness(best) > 0.6 else "unknown key"
+    # Of names that are alike, those of the section that was named.
+    likeness = {p: _likeness(name, p.rpartition(".")[2]) + 0.1 * _likeness(at, p.rpartition(".")[0]) for p in known}
+    best = [p for p in known if likeness[p] == max(likeness.values())]
+    found = best if likeness[best[0]] > 0.65 else []
+    if name in elsewhere and at not in {p.rpartition(".")[0] for p in found} - {elsewhere[name].rpartition(".")[0]}:
+        found = [elsewhere[name]]
+    return f"unknown key; did you mean {' or '.join(found)}?" if found else "unknown key"
 
 
 # ---- reading
 
+MOST_VALUES, DEEPEST, LONGEST_NUMBER = 100_000, 50, 100
+
+
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice: YAML would keep the last one silently."""
+    """Refuses a key that is given twice, since YAML would keep the last one silently, and files that take more memory
+    or a deeper stack to read than any configuration: a few lines of aliases of aliases stand for billions of values."""
+
+    def __init__(self, stream: Any):
+        super().__init__(stream)
+        self.values = self.depth = 0   # of what is composed, each alias counted as what it stands for
+        self.sizes: dict[str, int] = {}   # anchor -> the same of what it names, once that is whole
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        alias, before = isinstance(event, yaml.AliasEvent), self.values
+        if alias and event.anchor in self.anchors and event.anchor not in self.sizes:
+            raise yaml.composer.ComposerError(None, None, f"alias *{event.anchor} is within what it stands for",
+                                              event.start_mark)
+        self.values += self.sizes.get(event.anchor, 0) if alias else 1
+        self.depth += 1
+        if self.values > MOST_VALUES or self.depth > DEEPEST:
+            most = f"{DEEPEST} levels of nesting" if self.depth > DEEPEST else (
+                f"{MOST_VALUES} values, each alias counted as what it stands for,")
+            raise yaml.composer.ComposerError(None, None, f"more than {most} are not read", event.start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        if not alias and event.anchor is not None:
+            self.sizes[event.anchor] = self.values - before
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        kind = node.tag.rpartition(":")[2]
+        if kind in ("int", "float") and len(node.value) > LONGEST_NUMBER:
+            problem = f"numbers of more than {LONGEST_NUMBER} characters are not read"
+        else:
+            try:
+                return super().construct_object(node, deep)
+            # Of Python's int, float and date (2020-02-31); the others are PyYAML's for `!!bool x` and the like.
+            except (ValueError, KeyError, AttributeError):
+                problem = f"{node.value!r} is no {kind}"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -159,7 +217,7 @@ def _value(text: str) -> Any:
     return yaml.load(text, _Loader) if text[:1] in ("[", "{", '"') else text
 
 
-def apply(data: dict, model: type[BaseModel], arguments: list[str]) -> list[str]:
+def apply(data: dict, model: type[BaseModel], arguments: list[str], elsewhere: Mapping[str, str]) -> list[str]:
     """Writes `--a.b value` and `--a.b=value` into `data`. Returns what is wrong with them."""
     errors, rest = [], list(arguments)
     while rest:
@@ -175,8 +233,8 @@ def apply(data: dict, model: type[BaseModel], arguments: list[str]) -> list[str]
                 continue
             text = rest.pop(0)
         if _without_index(path) not in leaves(model):
-            whole = path in model.model_fields
-            errors.append(f"--{key} = {text}: " + ("a section; give its fields" if whole else unknown(model, path)))
+            whole = "a section; give its fields" if path in model.model_fields else None
+            errors.append(f"--{key} = {text}: {whole or unknown(model, path, elsewhere)}")
             continue
         try:
             value = _value(text)
@@ -216,12 +274,12 @@ def _write(data: Any, parts: list[str], value: Any) -> bool:
 _STAND_INS = {"data.datasets": [{"path": "dummy"}], "train.output_dir": "-", "path": "dummy"}
 
 
-def build(model: type[BaseModel], path: str | None, arguments: list[str]) -> Any:
-    """The validated model. Raises ConfigError with everything that is wrong."""
+def build(model: type[BaseModel], path: str | None, arguments: list[str], elsewhere: Mapping[str, str]) -> Any:
+    """The validated model. Raises ConfigError with everything that is wrong. elsewhere: see `unknown`."""
     data = _underscored(read_yaml(path) if path is not None else {}, model)
     for section in model.model_fields:
         data.setdefault(section, {})
-    errors = apply(data, model, arguments)
+    errors = apply(data, model, arguments, elsewhere)
     invalid: set[str] = set()
     while True:
         found: list[Any] = []
@@ -230,7 +288,7 @@ def build(model: type[BaseModel], path: str | None, arguments: list[str]) -> Any
             break
         except ValidationError as error:
             known = len(invalid)
-            errors += _explain(model, data, error, invalid)
+            errors += _explain(model, data, error, invalid, elsewhere)
             if len(invalid) == known:   # what is wrong could not be taken out
                 raise ConfigError(list(dict.fromkeys(errors))) from error
     errors += [p.line(config) for p in found if not invalid & set(p.paths)]
@@ -239,7 +297,8 @@ def build(model: type[BaseModel], path: str | None, arguments: list[str]) -> Any
     return config
 
 
-def _explain(model: type[BaseModel], data: dict, error: ValidationError, invalid: set[str]) -> list[str]:
+def _explain(model: type[BaseModel], data: dict, error: ValidationError, invalid: set[str],
+             elsewhere: Mapping[str, str]) -> list[str]:
     """One line for each place that is wrong; takes that place out of `data`."""
     messages: dict[tuple, list[str]] = {}
     for e in error.errors():
@@ -254,7 +313,7 @@ def _explain(model: type[BaseModel], data: dict, error: ValidationError, invalid
         elif reason == "missing":
             lines.append(f"{path}: required")
         elif reason == "extra_forbidden":
-            lines.append(f"{path} = {show(value)}: {unknown(model, path)}")
+            lines.append(f"{path} = {show(value)}: {unknown(model, path, elsewhere)}")
         else:
             field = leaves(model).get(_without_index(path))
             wanted = f"; expected {kind(field.annotation)}" if field else ""
