@@ -410,10 +410,10 @@ def test_list_shows_the_registry_and_its_reasons(capsys):
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["run", "--op", "rmsnrm"], "argument --op: unknown 'rmsnrm'; have rmsnorm"),
-    (["run", "--provider", "tensorrt"], "argument --provider: unknown 'tensorrt'; have eager"),
-    (["run", "--case", "gpt-2"], "argument --case: unknown 'gpt-2'; have qwen3-8b"),
-    (["run", "--dtype", "float8"], "argument --dtype: unknown 'float8'; have float32"),
+    (["run", "--op", "rmsnrm"], "argument --op: unknown 'rmsnrm'; did you mean 'rmsnorm'? have ['rmsnorm'"),
+    (["run", "--provider", "tensorrt"], "argument --provider: unknown 'tensorrt'; "),
+    (["run", "--case", "gpt-2"], "argument --case: unknown 'gpt-2'; have ['qwen3-8b'"),
+    (["run", "--dtype", "float8"], "argument --dtype: unknown 'float8'; did you mean 'float64'? have ['float32'"),
     (["run", "--rounds", "0"], "must be an integer of at least 1, got '0'"),
     (["compare", "a", "b", "--threshold", "-1"], "must be a number of at least 0, got '-1'"),
 ])

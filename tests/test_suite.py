@@ -637,7 +637,8 @@ def test_a_broken_result_is_exit_code_1_and_a_missing_one_3(tmp_path):
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--op", "rmsnrom"], "unknown 'rmsnrom'; have"), (["--stage", "party"], "unknown 'party'; have"),
+    (["--op", "rmsnrom"], "unknown 'rmsnrom'; did you mean 'rmsnorm'? have ['rmsnorm'"),
+    (["--stage", "party"], "unknown 'party'; did you mean 'parity'? have"),
     (["--dtype", "half"], "unknown 'half'; have"), (["--minutes", "0"], "at least 0.05, got '0'"),
     (["--case", "nosuch"], "unknown 'nosuch'; have"), (["--stage", "graph"], "nothing to do: no op of --op"),
     (["--op", "rope", "--case", "ragged", "--stage", "time"], "nothing to do")])
