@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import os
+import pathlib
 import weakref
 
 import pytest
@@ -432,7 +434,7 @@ def test_peft_loads_what_is_saved(options, merge_qkv, kind, tmp_path):
     (tmp_path / "adapter" / adapt.ADAPTER_CONFIG).write_text("{}")
     adapt.save_adapter(model, tmp_path / "adapter", base_model=str(tmp_path / "base"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "base"]
-    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [adapt.ADAPTER_CONFIG, adapt.ADAPTER_FILE]
+    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [adapt.ADAPTER_CONFIG, adapt.ADAPTER_FILE, "old"]
     with torch.no_grad():
         want = model(IDS)
         alone = reference(IDS).logits
@@ -994,44 +996,140 @@ def test_an_adapter_that_does_not_fit_leaves_the_model_as_it_was(shape, key, tmp
                    for n, p in before.named_parameters())
 
 
-@pytest.mark.parametrize("save, mark", [(adapt.save_adapter, "adapter_config.json"), (hf.save_weights, "config.json")])
-def test_a_folder_with_other_things_is_not_replaced(save, mark, tmp_path, monkeypatch):
-    model = make()
+SAVES = pytest.mark.parametrize("save", [adapt.save_adapter, hf.save_weights], ids=lambda f: f.__name__)
+
+
+def adapted_model(seed=1, **changes):
+    model = make(shape={**QWEN3, **changes}, seed=seed)
     add_lora(model, ["q_proj"], rank=2)
-    folder = tmp_path / "out"
-    folder.mkdir()
-    save(model, folder)                     # an empty one
-    (folder / "more").write_text("")
-    save(model, folder)                     # one of its own
-    assert mark in {p.name for p in folder.iterdir()} and not (folder / "more").exists()
+    return learn(model, seed)
+
+
+@SAVES
+def test_a_save_replaces_files_of_its_own_alone(save, tmp_path, monkeypatch):
+    model, folder = adapted_model(), tmp_path / "out"
+    others = {"tokenizer.json": b"{}", "README.md": b"# A model\n", "optimizer.pt": b"\0\1", "sub/notes.txt": b"",
+              "model-of-a-plane.safetensors": b"\2", "model.fp16.safetensors": b"\3", ".hidden": b"\4"}
+    for name, content in others.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    save(model, folder)
+    written = {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file() and p.name not in others}
     monkeypatch.chdir(folder)
-    with pytest.raises(ValueError, match="out is where the process runs"):
-        save(model, ".")
-    (folder / mark).unlink()
-    for where in (".", folder, tmp_path):
-        with pytest.raises(ValueError, match=rf"holds other things \(.*\); .* empty or holds {mark}"):
-            save(model, where)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="file is a file"):
-        save(model, tmp_path / "file")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "out"] and list(folder.iterdir())
+    save(adapted_model(2), ".")
+    assert {p.name for p in folder.iterdir()} == {*written, *(n.partition("/")[0] for n in others)}
+    assert {name: (folder / name).read_bytes() for name in others} == others
+    weights = next(n for n in written if n.endswith("model.safetensors"))
+    assert (folder / weights).read_bytes() != written[weights]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(ValueError, match=r"README\.md is a file; give a folder"):
+        save(model, folder / "README.md")
 
 
-def test_what_was_there_is_kept_until_the_new_one_has_its_name(tmp_path, monkeypatch):
-    model = make()
-    add_lora(model, ["q_proj"], rank=2)
-    adapt.save_adapter(model, tmp_path / "a")
-    before, rename = (tmp_path / "a" / adapt.ADAPTER_FILE).read_bytes(), type(tmp_path).rename
+def test_weights_are_not_written_where_an_adapter_would_be_put_on_them(tmp_path):
+    model = adapted_model()
+    adapt.save_adapter(model, tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config\.json\), which from_pretrained would"):
+        hf.save_weights(model, tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
 
-    def killed(self, target):
-        if self.name.endswith(".partial"):
-            raise KeyboardInterrupt
-        return rename(self, target)
 
-    monkeypatch.setattr(type(tmp_path), "rename", killed)
-    with pytest.raises(KeyboardInterrupt):
-        adapt.save_adapter(model, tmp_path / "a")
-    assert (tmp_path / ".a.old" / adapt.ADAPTER_FILE).read_bytes() == before
-    monkeypatch.undo()
-    adapt.save_adapter(model, tmp_path / "a")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+class Killed(BaseException):
+    pass
+
+
+def killed_at(step, monkeypatch, save):
+    """Calls save, which dies at its step-th change of a name in the folder. Whether it lived."""
+    left = [step]
+
+    def dying(change):
+        def changed(*arguments, **options):
+            if not options.get("dir_fd") and ".saving" not in pathlib.Path(arguments[-1]).parts:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+            return change(*arguments, **options)
+
+        return changed
+
+    with monkeypatch.context() as patch:
+        for name in ("replace", "rename", "unlink", "remove"):
+            patch.setattr(os, name, dying(getattr(os, name)))
+        try:
+            save()
+        except Killed:
+            return False
+    return True
+
+
+def logits_of(folder):
+    """As transformers reads it, and as the trainer does; they agree."""
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(IDS).logits
+        close(ours(folder)(IDS), theirs)
+    return theirs
+
+
+@pytest.mark.parametrize("first, second", [(1, 1), (1, 3), (3, 1), (3, 3), (3, 2)])
+def test_weights_survive_a_save_that_is_killed(first, second, tmp_path, monkeypatch):
+    """After each change of a name the folder holds the model of before or the new one, whole. first, second: files."""
+    shape, folder = {**QWEN3, "num_hidden_layers": 1}, tmp_path / "out"
+    old, new = make(shape=shape, seed=1), make(shape=shape, seed=2)
+    limit = {1: 10**9, 2: 30_000, 3: 20_000}
+
+    def save(model, files):
+        hf.save_weights(model, folder, max_shard_bytes=limit[files])
+
+    def files():
+        return sorted(p.name for p in folder.iterdir())
+
+    save(old, first)
+    assert len(files()) == (2 if first == 1 else 2 + first)
+    (folder / "tokenizer.json").write_text("{}")
+    before, wanted, seen, step = files(), {m: m(IDS).detach() for m in (old, new)}, [], 0
+    while not killed_at(step, monkeypatch, lambda: save(new, second)):
+        found = logits_of(folder)
+        seen += [m for m, want in wanted.items() if (found - want).abs().max() <= 1e-5 * want.abs().max()]
+        save(old, first)   # clears up
+        step += 1
+        assert len(seen) == step and len(files()) == len(before)
+    assert seen[0] is old and seen[-1] is new
+    close(logits_of(folder), wanted[new])
+    named = {"model.safetensors"}
+    if second > 1:
+        named = json.loads((folder / hf.INDEX).read_text())["weight_map"].values()
+        assert len({*named}) == second
+        named = {hf.INDEX, *named}
+    assert set(files()) == {"config.json", "tokenizer.json", *named}
+
+
+@SAVES
+def test_a_save_of_another_shape_that_is_killed_mixes_nothing(save, tmp_path, monkeypatch):
+    """The new settings beside the old weights, or the reverse, would be read without a word."""
+    def settings_and_weights(folder):
+        found = {}
+        for p in folder.iterdir():
+            if p.name in ("config.json", "adapter_config.json"):
+                found["settings"] = json.loads(p.read_text())
+            elif p.suffix == ".safetensors":
+                found["weights"] = {n: t.tolist() for n, t in load_file(p).items()}
+        return found
+
+    old, new = adapted_model(1), adapted_model(1, rms_norm_eps=1e-2)
+    for _, module in adapt.adapted(new):
+        module.alpha = 32
+    pairs = []
+    for i, model in enumerate((old, new)):
+        save(model, tmp_path / str(i))
+        pairs.append(settings_and_weights(tmp_path / str(i)))
+    assert pairs[0]["settings"] != pairs[1]["settings"]
+    step, out = 0, tmp_path / "out"
+    save(learn(old, 7), out)
+    start = settings_and_weights(out)
+    while not killed_at(step, monkeypatch, lambda: save(new, out)):
+        found = settings_and_weights(out)
+        assert "settings" not in found or found in (start, pairs[1])
+        save(old, out)
+        step += 1
+    assert settings_and_weights(out) == pairs[1] and step > 2

@@ -11,11 +11,13 @@ fused.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import itertools
 import json
 import math
+import os
 import pathlib
 import re
 import shutil
@@ -370,10 +372,11 @@ def save_adapter(model: nn.Module, folder: str | pathlib.Path, *, base_model: st
     """Writes the folder that `peft` loads onto the transformers model of the same weights.
 
     base_model: its path or Hub id, for adapter_config.json.   files: further ones to copy into the folder.
-    Written aside and renamed; an adapter that was there is kept until then. Where training is distributed, every rank
-    must call it. Raises ValueError for a folder that holds other things.
+    Files of these names are replaced, once all are written (see `publish`); whatever else the folder holds stays. Where
+    training is distributed, every rank must call it. Raises ValueError for a model without adapters or with adapters
+    that one file cannot hold, and for a folder that is a file.
     """
-    target = target_folder(folder, ADAPTER_CONFIG)
+    target = target_folder(folder)
     found = list(adapted(model))
     if not found:
         raise ValueError("the model has no adapters")
@@ -402,13 +405,7 @@ def save_adapter(model: nn.Module, folder: str | pathlib.Path, *, base_model: st
     of_experts["target_parameters"] += [f"{p}.weight" for p in weights]
     paths = [p for p in paths if p not in weights]
     many = dist.is_available() and dist.is_initialized()
-    if many:
-        dist.barrier()   # every rank has seen what the folder holds
     if not many or dist.get_rank() == 0:
-        aside = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        save_file(tensors, aside / ADAPTER_FILE, metadata={"format": "pt"})
         config = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model, "r": rank,
             "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "use_rslora": rslora,
@@ -417,36 +414,62 @@ def save_adapter(model: nn.Module, folder: str | pathlib.Path, *, base_model: st
             "layers_to_transform": None, "rank_pattern": of_experts["rank_pattern"],
             "alpha_pattern": of_experts["alpha_pattern"],
             "target_parameters": of_experts["target_parameters"] or None}
-        (aside / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        for file in files:
-            shutil.copy(file, aside)
-        publish(aside, target)
+        with written_aside(target) as aside:
+            save_file(tensors, aside / ADAPTER_FILE, metadata={"format": "pt"})
+            (aside / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+            for file in files:
+                shutil.copy(file, aside)
+            old = target / ADAPTER_CONFIG
+            publish(aside, target, ADAPTER_FILE, ADAPTER_CONFIG,
+                    fits=old.is_file() and old.read_bytes() == (aside / ADAPTER_CONFIG).read_bytes())
     if many:
         dist.barrier()
 
 
-def target_folder(folder: str | pathlib.Path, mark: str) -> pathlib.Path:
-    """Where a folder is to be written: the whole path. Raises ValueError if something is there that is neither an empty
-    folder nor one with the file `mark`, or if the process runs in it."""
+def target_folder(folder: str | pathlib.Path) -> pathlib.Path:
+    """Where a folder is to be written: the whole path. Raises ValueError if a file has the name."""
     target = pathlib.Path(folder).resolve()
     if target.exists() and not target.is_dir():
-        raise ValueError(f"{target} is a file; give a folder that does not exist, is empty or holds {mark}")
-    if target.is_dir() and (there := sorted(p.name for p in target.iterdir())) and mark not in there:
-        raise ValueError(f"{target} holds other things ({', '.join(there[:3])}); give a folder that does not exist, is "
-                         f"empty or holds {mark}")
-    if target.is_dir() and pathlib.Path.cwd().is_relative_to(target):
-        raise ValueError(f"{target} is where the process runs, which would be removed; give a folder within it")
+        raise ValueError(f"{target} is a file; give a folder")
     return target
 
 
-def publish(aside: pathlib.Path, target: pathlib.Path) -> None:
-    """Gives a folder the name of another, which is kept, as .name.old, until that is done."""
-    old = target.with_name(f".{target.name}.old")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    aside.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+@contextlib.contextmanager
+def written_aside(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """An empty folder within `target`, which is made if need be: for files that `publish` moves into target."""
+    aside = target / ".saving"
+    shutil.rmtree(aside, ignore_errors=True)   # of a process that was killed
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def publish(aside: pathlib.Path, target: pathlib.Path, weights: str, settings: str, *, fits: bool,
+            first: Iterable[str] = (), superseded: str | None = None, stale: Iterable[str] = ()) -> None:
+    """Moves the files of `aside` into `target`, each by one rename over what has its name. All else there stays.
+
+    weights: the file by which readers find the weights.   first: those that it names, under names that are not taken.
+    settings: the file that says what the weights are; it comes last.   fits: whether the settings that are there fit
+        the new weights too. If not they go first: a reader then fails where it would mix the two.
+    superseded: a file that goes with the arrival of `weights`, because readers may prefer it.   stale: files that go at
+        the end.
+    So a process that is killed leaves the old files or the new ones as a reader finds them, or, between two settings
+    that differ, weights without settings.
+    """
+    names, first = {p.name for p in aside.iterdir()}, list(first)
+    for name in first:
+        os.replace(aside / name, target / name)
+    if not fits:
+        (target / settings).unlink(missing_ok=True)
+    os.replace(aside / weights, target / weights)
+    if superseded is not None:
+        (target / superseded).unlink(missing_ok=True)
+    for name in (*sorted(names - {*first, weights, settings}), settings):
+        os.replace(aside / name, target / name)
+    for name in stale:
+        (target / name).unlink(missing_ok=True)
 
 
 def _part_path(path: str, name: str) -> str:

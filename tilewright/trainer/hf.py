@@ -7,9 +7,12 @@ place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import pathlib
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +35,8 @@ from tilewright.trainer.model import ModelConfig, Transformer
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
                    "tokenizer.model", "added_tokens.json", "chat_template.jinja")
 LOAD_MODES = ("broadcast", "all_ranks")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r"model(-g\d+)?-\d{5}-of-\d{5}\.safetensors")   # transformers removes stale ones of such names too
 # Beside a quantised weight: what belongs to it, by format, and what only inference with quantised activations needs.
 BESIDE = {"nf4": (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4"),
           "nvfp4": ("_packed", "_scale", "_global_scale", "_scale_2"), "block_fp8": ("_scale_inv",)}
@@ -114,19 +119,18 @@ class _Checkpoint:
 
     def __init__(self, path: str | pathlib.Path):
         folder = pathlib.Path(path)
-        index = folder / "model.safetensors.index.json"
         self.open: dict[pathlib.Path, safe_open] = {}
         config = read_config(folder) if (folder / "config.json").is_file() else {}
         block = (config.get("quantization_config") or {}).get("weight_block_size")
         self.block = tuple(block or (128, 128))   # of block FP8
-        if index.is_file():
+        single, index = folder / SINGLE, folder / INDEX
+        if single.is_file():   # before the index, as transformers does
+            self.file_of = dict.fromkeys(self._opened(single).keys(), single)
+        elif index.is_file():
             self.file_of = {k: folder / f for k, f in read_json(index)["weight_map"].items()}
-        elif (folder / "model.safetensors").is_file():
-            file = folder / "model.safetensors"
-            self.file_of = dict.fromkeys(self._opened(file).keys(), file)
         else:
             old = " (pickled *.bin weights are not read; convert them)" if list(folder.glob("*.bin")) else ""
-            raise FileNotFoundError(f"{folder}: no model.safetensors or model.safetensors.index.json{old}")
+            raise FileNotFoundError(f"{folder}: no {SINGLE} or {INDEX}{old}")
 
     def _opened(self, file: pathlib.Path):
         if file not in self.open:
@@ -374,52 +378,75 @@ def save_weights(model: Transformer, path: str | pathlib.Path, *, tokenizer_path
     """Writes a folder that transformers' from_pretrained reads: safetensors, config.json, the tokenizer's files. Its
     weights are dense, with adapters added and what is quantised dequantised.
 
-    dtype: of the stored tensors, default the parameters' own. Written aside and renamed, a model that was there is kept
-    until then; every rank must call it. Raises ValueError for a folder that holds other things.
+    dtype: of the stored tensors, default the parameters' own.   max_shard_bytes: of one file; a tensor is in one.
+    Files of these names, and the files of weights that a former model had there, are replaced, once all are written
+    (see `adapt.publish`); whatever else the folder holds stays. Every rank must call it. Raises ValueError for a folder
+    that is a file, or that holds an adapter.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    target = adapt.target_folder(path, "config.json")
-    if dist.is_initialized():
-        dist.barrier()   # every rank has seen what the folder holds
-    aside = target.with_name(f".{target.name}.partial")
-    if writes:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+    target = adapt.target_folder(path)
+    if (target / adapt.ADAPTER_CONFIG).exists():
+        raise ValueError(f"{target} holds an adapter ({adapt.ADAPTER_CONFIG}), which from_pretrained would put on these "
+                         "weights; give another folder, or remove the adapter")
     shards: list[dict[str, int]] = []
     held: dict[str, torch.Tensor] = {}
+    with adapt.written_aside(target) if writes else contextlib.nullcontext() as aside:
+        def flush():
+            save_file(held, aside / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
+            shards.append({n: t.numel() * t.element_size() for n, t in held.items()})
+            held.clear()
 
-    def flush():
-        save_file(held, aside / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
-        shards.append({n: t.numel() * t.element_size() for n, t in held.items()})
-        held.clear()
-
-    stored = None
-    for name, tensor in _full_tensors(model, dtype):
-        stored = stored or tensor.dtype
+        stored = None
+        for name, tensor in _full_tensors(model, dtype):
+            stored = stored or tensor.dtype
+            if writes:
+                size = sum(t.numel() * t.element_size() for t in held.values())
+                if held and size + tensor.numel() * tensor.element_size() > max_shard_bytes:
+                    flush()
+                held[name] = tensor
         if writes:
-            size = sum(t.numel() * t.element_size() for t in held.values())
-            if held and size + tensor.numel() * tensor.element_size() > max_shard_bytes:
-                flush()
-            held[name] = tensor
-    if writes:
-        flush()
-        _finish(model, aside, shards, stored, tokenizer_path)
-        adapt.publish(aside, target)
+            flush()
+            there = {p.name for p in target.iterdir()}
+            files = _name_shards(aside, shards, there)
+            _write_config(model, aside, stored, tokenizer_path)
+            weights, other = (SINGLE, INDEX) if not files else (INDEX, SINGLE)
+            adapt.publish(aside, target, weights, "config.json", fits=_fits(target, model.config), first=files,
+                          superseded=other, stale=sorted(filter(SHARD.fullmatch, there - set(files))))
     if dist.is_initialized():
         dist.barrier()
 
 
-def _finish(model, folder, shards, dtype, tokenizer_path):
+def _fits(folder: pathlib.Path, config: ModelConfig) -> bool:
+    """Whether the config.json there describes dense weights of this shape."""
+    try:
+        found = read_config(folder)
+        return found.get("quantization_config") is None and ModelConfig.from_hf(found) == config
+    except (OSError, ValueError):
+        return False
+
+
+def _name_shards(folder: pathlib.Path, shards: list[dict[str, int]], taken: set[str]) -> list[str]:
+    """Gives `part-*` their names, and the index, if there are several; names of several that are not taken."""
     if len(shards) == 1:
-        (folder / "part-0.safetensors").rename(folder / "model.safetensors")
-    else:
-        weight_map = {}
-        for i, names in enumerate(shards):
-            file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-            (folder / f"part-{i}.safetensors").rename(folder / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": sum(sum(s.values()) for s in shards)}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+        (folder / "part-0.safetensors").rename(folder / SINGLE)
+        return []
+    for generation in itertools.count(1):
+        stem = "model" if generation == 1 else f"model-g{generation}"
+        files = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        if not taken & set(files):
+            break
+    weight_map = {}
+    for i, (file, names) in enumerate(zip(files, shards, strict=True)):
+        (folder / f"part-{i}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": sum(sum(s.values()) for s in shards)}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    return files
+
+
+def _write_config(model: Transformer, folder: pathlib.Path, dtype: torch.dtype,
+                  tokenizer_path: str | pathlib.Path | None) -> None:
+    """With the tokenizer's files."""
     config = {**model.config.to_hf(), "dtype": str(dtype).removeprefix("torch.")}
     source = pathlib.Path(tokenizer_path) if tokenizer_path is not None else None
     if source is not None and source.is_dir():
