@@ -1,5 +1,6 @@
 """Adapters on linear layers, dense and quantised: against plain products, against peft, and what checkpoints hold."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -9,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn import functional as F
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +23,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from tilewright import adapt, lora, ops  # noqa: E402
 from tilewright.adapt import add_lora, quantize_model  # noqa: E402
 from tilewright.lora import LoRALinear, QuantFormat, QuantizedLinear  # noqa: E402
+from tilewright.lora_experts import LoRAExperts  # noqa: E402
 from tilewright.ops.aqn import AQN  # noqa: E402
 from tilewright.ops.quantized_linear import dequantize  # noqa: E402
 from tilewright.trainer import hf  # noqa: E402
@@ -904,6 +907,13 @@ def test_transformers_experts_are_told_apart():
     assert len(add_lora(qwen)) == 4 + 3
 
 
+def test_a_module_of_experts_alone_has_no_place_for_adapters():
+    model = Mixture()
+    with pytest.raises(ValueError, match="^the model is itself a module of experts"):
+        add_lora(model)
+    assert not list(model.children()) and all(p.requires_grad for p in model.parameters())
+
+
 def test_rows_of_a_fused_projection_are_not_guessed():
     def fused():
         return torch.nn.ModuleDict({"qkv_proj": torch.nn.Linear(32, 48), "o_proj": torch.nn.Linear(32, 32)})
@@ -1133,3 +1143,169 @@ def test_a_save_of_another_shape_that_is_killed_mixes_nothing(save, tmp_path, mo
         save(old, out)
         step += 1
     assert settings_and_weights(out) == pairs[1] and step > 2
+
+
+# ---- transformers' own way of saving
+
+def of_transformers(kind=transformers.LlamaConfig, **changes):
+    torch.manual_seed(1)
+    shape = {k: v for k, v in MOE.items() if k not in ("model_type", "mlp_only_layers")}
+    config = kind(**{**shape, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "initializer_range": 0.2,
+                     **changes})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def adapt_only(model):
+    add_lora(model, rank=2)
+    return learn(model) if not any(isinstance(m, LoRAExperts) for m in model.modules()) else learn_experts(model)
+
+
+def learn_experts(model):
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if adapt.is_adapter(name):
+                p.normal_(std=0.3, generator=generator)
+    return model
+
+
+def adapt_quantised(model):
+    quantize_model(model, FORMATS[2], exclude=["experts"], strict=False)
+    return adapt_only(model)
+
+
+def merged(model):
+    adapt.merge_adapters(adapt_only(model))
+    return model
+
+
+def quantised(format):
+    def quantise(model):
+        quantize_model(model, format, exclude=["experts"], strict=False)
+        return model
+
+    return quantise
+
+
+CHANGES = {"adapters": adapt_only, "merged": merged, "adapters on nf4": adapt_quantised,
+           "nvfp4": quantised(FORMATS[0]), "block_fp8": quantised(FORMATS[1]), "nf4": quantised(FORMATS[2])}
+KINDS_OF_MODEL = pytest.mark.parametrize("kind", [transformers.LlamaConfig, transformers.Qwen3MoeConfig],
+                                         ids=lambda k: k.model_type)
+
+
+@pytest.mark.parametrize("change", [c for c in CHANGES if c != "nf4"])
+def test_save_pretrained_refuses_what_from_pretrained_would_begin_at_random(change, tmp_path):
+    model = CHANGES[change](of_transformers())
+    message = "merge_and_unload" if "adapters" not in change and change != "merged" else r"save_adapter.*merge_and_unload"
+    for what in (model, model.model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match=f"^save_pretrained cannot write .*{message}"):
+            what.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    again = copy.deepcopy(model)
+    again.load_state_dict(model.state_dict())   # checkpoints of other kinds are as they were
+    assert get_model_state_dict(model).keys() == model.state_dict().keys()
+    torch.save(model, tmp_path / "whole.pt")
+    again = torch.load(tmp_path / "whole.pt", weights_only=False)
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+    with pytest.raises(ValueError, match="save_pretrained cannot write"):
+        again.save_pretrained(tmp_path / "out")
+
+
+@KINDS_OF_MODEL
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_merged_and_unloaded_is_a_plain_model(change, kind, tmp_path):
+    plain_ = of_transformers(kind)
+    types = {n: type(m) for n, m in plain_.named_modules()}
+    model = CHANGES[change](of_transformers(kind))
+    with torch.no_grad():
+        want = model(IDS).logits
+        assert change == "merged" or (want - plain_(IDS).logits).abs().max() > 1e-2
+        assert adapt.merge_and_unload(model) is model
+        close(model(IDS).logits, want, 1e-4)   # one sum for two
+    assert {n: type(m) for n, m in model.named_modules()} == types
+    assert {n: (p.shape, p.dtype) for n, p in model.named_parameters()} == {
+        n: (p.shape, p.dtype) for n, p in plain_.named_parameters()}
+    assert model.__dict__.keys() == plain_.__dict__.keys()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        close(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()(IDS).logits, want, 1e-4)
+    add_lora(model, rank=2)   # and begins anew
+    with torch.no_grad():
+        close(model(IDS).logits, want, 1e-4)
+
+
+@formats
+def test_the_trainers_model_is_merged_and_unloaded_too(format):
+    for adapters in (False, True):
+        model = make(shape=MOE)
+        types = {n: type(m) for n, m in model.named_modules()}
+        model.bfloat16()
+        quantize_model(model, format)
+        if adapters:
+            learn_experts(model if add_lora(model, rank=2) else None)
+        stood = {n: full for n, full, _ in adapt.dense_weights(model)}
+        adapt.merge_and_unload(model)
+        assert {n: type(m) for n, m in model.named_modules()} == types
+        for name, p in model.named_parameters():
+            assert p.dtype == torch.bfloat16 and torch.equal(p, stood[name].bfloat16()), name
+
+
+def test_what_cannot_be_unloaded_is_refused(tmp_path):
+    model = make(shape=MOE)
+    add_lora(model, rank=2)
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    before = {n: type(m) for n, m in model.named_modules()}
+    experts.group = object()
+    with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp\.experts: its weights are spread over processes"):
+        adapt.merge_and_unload(model)
+    experts.group = experts.__dict__["replaced"] = None
+    with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp\.experts: what these experts were before"):
+        adapt.merge_and_unload(model)
+    assert {n: type(m) for n, m in model.named_modules()} == before
+
+
+@KINDS_OF_MODEL
+@pytest.mark.parametrize("double", [False, True])
+def test_save_pretrained_writes_nf4_as_bitsandbytes_reads_it(double, kind, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    model = of_transformers(kind, tie_word_embeddings=kind is transformers.LlamaConfig)
+    quantize_model(model, lambda w: ops.quantize_nf4(w, double_quant=double), exclude=["experts", "layers.1.self_attn"],
+                   strict=False)
+    model.save_pretrained(tmp_path)
+    assert not hasattr(model.config, "quantization_config")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    found = {n: m for n, m in again.named_modules() if type(m).__name__ == "Linear4bit"}
+    wanted = {n: m.weights()[0] for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    assert found.keys() == wanted.keys() and len(found) == (4 + 2 * 3 if kind is transformers.LlamaConfig else 4)
+    for name, q in wanted.items():
+        state = found[name].weight.quant_state
+        assert torch.equal(found[name].weight.view(-1), q.data) and torch.equal(state.absmax, q.absmax), name
+        assert not double or torch.equal(state.state2.absmax, q.nested_absmax)
+    for name, p in again.named_parameters():
+        if not name.removesuffix(".weight") in found:
+            assert torch.equal(p, model.get_parameter(name)), name
+    with torch.no_grad():
+        close(again(IDS).logits, model(IDS).logits, 1e-4)
+    assert not double or model.save_pretrained(tmp_path / "twice") is None
+
+
+@pytest.mark.parametrize("change", ["adapters", "nf4"])
+def test_a_checkpoint_of_transformers_trainer_is_refused_or_read(change, tmp_path):
+    pytest.importorskip("accelerate")
+    model = CHANGES[change](of_transformers())
+    model.lm_head.requires_grad_(True)
+    rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 2
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, save_strategy="steps", save_steps=1,
+        report_to=[], use_cpu=True, disable_tqdm=True)
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+    if change == "adapters":
+        with pytest.raises(ValueError, match=r"save_adapter.*merge_and_unload"):
+            trainer.train()
+        assert not list(tmp_path.rglob("*.safetensors"))
+        return
+    trainer.train()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1").eval()
+    with torch.no_grad():
+        close(again(IDS).logits, model.eval()(IDS).logits, 1e-4)

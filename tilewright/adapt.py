@@ -4,6 +4,7 @@
     add_lora(model, rank=16, alpha=32)
     ...
     save_adapter(model, "adapter")                        # what `peft` loads
+    merge_and_unload(model)                               # plain layers again, which `save_pretrained` writes
 
 Only the adapters learn. Layers are found by the names that Hugging Face's models give them, also where several are
 fused.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+import functools
 import itertools
 import json
 import math
@@ -30,11 +32,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from tilewright.lora import LoRALinear, QuantFormat, QuantizedLinear, _whole
+from tilewright.lora import LoRALinear, QuantFormat, QuantizedLinear, _sharded, _whole
 from tilewright.lora_experts import LoRAExperts, QuantizedExperts, read_peft, unsupported
 from tilewright.ops.aqn import AQN
+from tilewright.ops.nf4 import NF4
 from tilewright.ops.quantize import Quantized
 from tilewright.ops.quantized_linear import dequantize
+from tilewright.registry import short
 
 # What is a projection of a decoder layer, by its last name; the head, embeddings and routers are not.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -143,7 +147,8 @@ def quantize_model(model: nn.Module, format: QuantFormat, *, exclude: Iterable[s
 
     exclude: modules that stay as they are (see `matches`).   strict: what of it matches no module is an error.
     Linear layers become QuantizedLinear, experts' tensors QuantizedExperts. A model on the meta device becomes one to
-    fill later.
+    fill later. `save_pretrained` of a transformers model then writes NF4 as bitsandbytes does, and refuses what
+    from_pretrained could not read.
     Raises ValueError, and changes nothing, for a model with adapters (it is quantised first), for exclusions of some of
     what is fused, and for experts of a module that does not compute with quantised ones: those of modules without
     `set_noise`, as other libraries' are.
@@ -165,6 +170,7 @@ def quantize_model(model: nn.Module, format: QuantFormat, *, exclude: Iterable[s
                 delattr(module, name)
                 setattr(module, name, q)
                 done.append(_join(path, name))
+    _guard_save_pretrained(model)
     return done
 
 
@@ -194,6 +200,7 @@ def add_lora(model: nn.Module, targets: Iterable[str] | None = None, *, rank: in
 
     targets: which ones (see `matches`), by their own names also where several are fused; None: all of PROJECTIONS.
     rank, alpha, rslora, dtype: as LoRALinear and LoRAExperts have them; each expert has adapters of its own.
+    `save_pretrained` of a transformers model then refuses to write what from_pretrained could not read.
     Raises ValueError, naming them and changing nothing, for targets that match no projection (heads, embeddings and
     routers are none) or only some of what experts have; for experts that are not SiLU(gate) * up without biases; for a
     fused layer if the rows of its parts are not known; and for a model that has adapters.
@@ -216,6 +223,8 @@ def add_lora(model: nn.Module, targets: Iterable[str] | None = None, *, rank: in
         if chosen[path] and None in parts.values():
             raise ValueError(_rows_unknown(path, module))
     for path, module, parts in mixtures:
+        if chosen[path] and not path:
+            raise ValueError("the model is itself a module of experts; call add_lora on the module that holds it")
         if chosen[path] and len(chosen[path]) < len(parts):
             raise ValueError(f"targets: {path} has adapters on all of {', '.join(OF_EXPERTS)} or on none")
         if chosen[path] and (reason := _why_not(module)):
@@ -235,7 +244,10 @@ def add_lora(model: nn.Module, targets: Iterable[str] | None = None, *, rank: in
             done += chosen[path]
     model.requires_grad_(False)   # before the adapters are in it
     for path, module in made.items():
+        if isinstance(module, LoRAExperts):
+            module.take_the_place_of(model.get_submodule(path))
         _replace(model, path, module)
+    _guard_save_pretrained(model)
     return done
 
 
@@ -350,6 +362,62 @@ def merge_adapters(model: nn.Module, generator: torch.Generator | None = None) -
         module.merge_(generator)
 
 
+@torch.no_grad()
+def merge_and_unload(model: nn.Module) -> nn.Module:
+    """Makes plain layers of what `quantize_model` and `add_lora` put into the model, in place, and returns the model:
+    nn.Linear, and the experts' modules as they were, with tensors. `save_pretrained` then works as ever.
+
+    Adapters are added in float32, and the sum is rounded once, to the dtype of the weight. What is quantised is
+    dequantised, to the dtype that it was quantised from, and not quantised again. Weights stay frozen.
+    Raises ValueError, and changes nothing, for parameters that are sharded or spread over processes (the trainer's
+    `hf.save_weights` writes those), and for experts whose adapters `add_lora` did not put there.
+    """
+    kinds = (LoRALinear, LoRAExperts, QuantizedLinear, QuantizedExperts)
+    found = {path: m for path, m in model.named_modules() if isinstance(m, kinds)}
+    for path, module in found.items():
+        if any(map(_sharded, module.parameters())) or getattr(module, "group", None) is not None:
+            raise ValueError(f"{path}: its weights are spread over processes; merge_and_unload takes a model that each "
+                             "process has whole (trainer.hf.save_weights writes spread ones)")
+        if isinstance(module, LoRAExperts) and module.replaced is None:
+            raise ValueError(f"{path}: what these experts were before is not known; merge_and_unload takes experts that "
+                             "add_lora gave adapters")
+    for path, module in found.items():
+        stem, _, name = path.rpartition(".")
+        if isinstance(found.get(stem), Adapted):
+            continue   # the base of adapters
+        if isinstance(module, QuantizedExperts):
+            q, parent = module.weight(), model.get_submodule(stem)
+            delattr(parent, name)
+            setattr(parent, name, nn.Parameter(dequantize(q, dtype=torch.float32).to(q.dtype), False))
+        else:
+            _replace(model, path, _plain(module))
+    for module in model.modules():
+        if _guarded(module):
+            del module.save_pretrained
+    return model
+
+
+def _plain(module: LoRALinear | LoRAExperts | QuantizedLinear) -> nn.Module:
+    """The layer without adapters, which are added to its weight, and not quantised."""
+    if isinstance(module, LoRAExperts):
+        dense = not isinstance(module.down_proj, QuantizedExperts)
+        if dense:
+            module.merge_()
+        for name in ("gate_up_proj", "down_proj"):
+            stored = getattr(module, name)
+            setattr(module.replaced, name, stored if dense else nn.Parameter(
+                _merged_experts(module, name).to(stored.weight().dtype), False))
+        return module.replaced
+    base = module.base if isinstance(module, LoRALinear) else module
+    if isinstance(base, nn.Linear):
+        module.merge_()
+        return base
+    weight = module.merged_weight() if isinstance(module, LoRALinear) else module.dense()
+    plain = nn.Linear(base.in_features, base.out_features, device="meta")
+    plain.weight, plain.bias = nn.Parameter(weight.to(base.weights()[0].dtype), False), base.bias
+    return plain
+
+
 def reset_adapters(model: nn.Module, generator: torch.Generator | None = None) -> None:
     for _, module in adapted(model):
         module.reset_parameters(generator)
@@ -363,6 +431,59 @@ def set_noise(model: nn.Module, noise: AQN | None) -> None:
         if (take := getattr(module, "set_noise", None)) is not None:
             take(None if noise is None else dataclasses.replace(noise, layer=noise.layer + layer))
             layer += module.noise_layers
+
+
+# ---- transformers' save_pretrained
+
+def _guard_save_pretrained(model: nn.Module) -> None:
+    """Transformers models take `_save_pretrained` in place of their own, which would write the names of adapters and of
+    quantised bytes; from_pretrained does not know them, and begins such layers at random."""
+    for module in model.modules():
+        if hasattr(type(module), "save_pretrained") and not _guarded(module):
+            module.save_pretrained = functools.partial(_save_pretrained, module)
+
+
+def _guarded(module: nn.Module) -> bool:
+    return getattr(module.__dict__.get("save_pretrained"), "func", None) is _save_pretrained
+
+
+def _save_pretrained(model: Any, save_directory: str | pathlib.Path, *arguments: Any, **options: Any) -> Any:
+    """What `save_pretrained` of a transformers model is, once it has adapters or quantised weights.
+
+    Linear layers in NF4 are written as bitsandbytes writes them, and from_pretrained gives the same bytes. Raises
+    ValueError, and writes nothing, for adapters and for other formats.
+    """
+    own, stored = type(model).save_pretrained, dict(base_weights(model))
+    if any(True for _ in adapted(model)):
+        raise ValueError("save_pretrained cannot write adapters of tilewright: tilewright.adapt.save_adapter(model, "
+                         "folder) writes them for peft, and merge_and_unload(model) adds them to the weights, which "
+                         "save_pretrained then writes")
+    weights = {name: q for name, module in stored.items() for q in quantized(module)}
+    if not weights:
+        return own(model, save_directory, *arguments, **options)
+    given = arguments[1] if len(arguments) > 1 else options.get("state_dict")
+    other = next((n for n, q in weights.items() if not isinstance(q, NF4) or len(quantized(stored[n])) > 1), None)
+    if other is not None or given is not None:
+        what = "a state_dict of quantised weights" if other is None else f"{other} as {type(weights[other]).__name__}"
+        raise ValueError(f"save_pretrained cannot write {what}; it writes matrices in NF4, without a state_dict. "
+                         "tilewright.adapt.merge_and_unload(model) dequantises the weights, which save_pretrained then "
+                         "writes")
+    state = model.state_dict()
+    for path, module in list(model.named_modules()):
+        if isinstance(module, QuantizedLinear):
+            for name, _ in module.named_buffers():
+                del state[f"{path}.{name}"]
+    for name, q in weights.items():
+        state |= {key: t.contiguous() for key, t in q.to_safetensors(name).items()}
+    model.config.quantization_config = {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": any(q.offset is not None for q in weights.values()),
+        "bnb_4bit_quant_storage": "uint8", "bnb_4bit_compute_dtype": short(next(iter(weights.values())).dtype),
+        "llm_int8_skip_modules": [path for path, m in model.named_modules() if isinstance(m, nn.Linear)]}
+    try:
+        return own(model, save_directory, *arguments, **{**options, "state_dict": state})
+    finally:
+        del model.config.quantization_config
 
 
 # ---- PEFT's format

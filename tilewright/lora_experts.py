@@ -136,6 +136,7 @@ class LoRAExperts(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=gate_up_proj.device, dtype=dtype)))
         self.recompute, self.noise = False, None
         self.group: dist.ProcessGroup | None = None
+        self.replaced: nn.Module | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -148,6 +149,12 @@ class LoRAExperts(nn.Module):
                 p.zero_()
             else:
                 _begin(p, generator)
+
+    def take_the_place_of(self, module: nn.Module) -> None:
+        """Keeps the module that it replaces, without the two weights, for `adapt.merge_and_unload` to put back."""
+        for name in ("gate_up_proj", "down_proj"):
+            delattr(module, name)
+        self.__dict__["replaced"] = module   # no submodule: it is not part of the model meanwhile
 
     def adapters(self) -> dict[str, nn.Parameter]:
         """The six factors, by the names that `ops.moe_lora` has for them."""
