@@ -187,6 +187,94 @@ def test_nf4_refuses_another_codes_checkpoint():
         nf4.NF4.from_safetensors({**tensors, key: torch.tensor(list(state.encode()), dtype=torch.uint8)}, "w")
 
 
+STATE = "w.quant_state.bitsandbytes__nf4"
+
+
+def nf4_state(**changes):
+    def change(tensors):
+        state = {**json.loads(bytes(tensors[STATE].tolist())), **changes}
+        text = json.dumps({k: v for k, v in state.items() if v is not ...})
+        return {STATE: torch.tensor(list(text.encode()), dtype=torch.uint8)}
+
+    return change
+
+
+def first(name, value, dtype=None):
+    """Another value in the first place of a tensor; a dtype: the tensor in that."""
+    def change(tensors):
+        t = tensors[name].clone() if dtype is None else tensors[name].to(dtype)
+        if value is not None:
+            t.view(-1)[0] = value
+        return {name: t}
+
+    return change
+
+
+def shorter(name):
+    return lambda tensors: {name: tensors[name][..., 1:]}
+
+
+def instead(name, make):
+    return lambda tensors: {name: make()}
+
+
+MODELOPT = {"layout": "modelopt"}
+BROKEN = [   # format, options of to_safetensors, what is changed, and the sentence
+    ("nf4", {}, nf4_state(dtype=...), "has no dtype"), ("nf4", {}, nf4_state(quant_type=...), "has no quant_type"),
+    ("nf4", {}, nf4_state(shape=...), "has no shape"), ("nf4", {}, nf4_state(blocksize=...), "has no blocksize"),
+    ("nf4", {}, nf4_state(dtype="int8"), "dtype must be one of .*float32.*, got 'int8'"),
+    ("nf4", {}, nf4_state(dtype=7), "dtype must be one of .*, got 7"),
+    ("nf4", {}, nf4_state(shape=[4.0, 64]), r"shape must be a list of integers of at least 0, got \[4.0, 64\]"),
+    ("nf4", {}, nf4_state(shape=[-4, 64]), r"shape must be a list of .*, got \[-4, 64\]"),
+    ("nf4", {}, nf4_state(shape=256), "shape must be a list of .*, got 256"),
+    ("nf4", {}, nf4_state(shape=[8, 64]), r"^w must have shape \[256\]"),
+    ("nf4", {}, nf4_state(blocksize=64.0), r"blocksize must be one of \[32, 64, .*, got 64\.0"),
+    ("nf4", {}, nf4_state(blocksize=0), "blocksize must be one of .*, got 0"),
+    ("nf4", {}, instead(STATE, lambda: torch.tensor([123], dtype=torch.uint8)), f"^{STATE} must be JSON in bytes"),
+    ("nf4", {}, instead(STATE, lambda: torch.tensor([91, 93], dtype=torch.uint8)), f"^{STATE} must be a JSON object"),
+    ("nf4", {}, instead(STATE, lambda: torch.ones(3)), f"^{STATE} must be a uint8 tensor"),
+    ("nf4", {}, shorter("w.absmax"), r"^w\.absmax must have shape \[4\].*, got \[3\]"),
+    ("nf4", {}, first("w.absmax", math.nan), r"^w\.absmax must be finite"),
+    ("nf4", {}, first("w.absmax", None, torch.float16), r"^w\.absmax must be a float32 tensor, got float16"),
+    ("nf4", {}, lambda t: {"w": t["w"][1:]}, r"^w must have shape \[128\].*, got \[127\]"),
+    ("nf4 double", {}, nf4_state(nested_offset=math.nan), "nested_offset must be a finite number, got nan"),
+    ("nf4 double", {}, nf4_state(nested_offset="0"), "nested_offset must be a finite number, got '0'"),
+    ("nf4 double", {}, nf4_state(nested_blocksize=...), "has no nested_blocksize"),
+    ("nf4 double", {}, first("w.nested_absmax", math.inf), r"^w\.nested_absmax must be finite"),
+    ("nf4 double", {}, instead("w.nested_absmax", lambda: torch.ones(2)), r"^w\.nested_absmax must have shape \[1\]"),
+    ("nvfp4", {}, first("w_global_scale", 0), r"^w_global_scale must be a finite number > 0, got 0"),
+    ("nvfp4", {}, first("w_global_scale", math.nan), r"^w_global_scale must be a finite number > 0, got nan"),
+    ("nvfp4", {}, first("w_global_scale", math.inf), r"^w_global_scale must be a finite number > 0, got inf"),
+    ("nvfp4", {}, first("w_global_scale", 1e-40), "^w_global_scale must be .*e-41, whose inverse is infinite"),
+    ("nvfp4", {}, instead("w_global_scale", lambda: torch.ones(3)), r"^w_global_scale must be one number, got shape \[3\]"),
+    ("nvfp4", {}, instead("w_global_scale", lambda: torch.ones(1, dtype=torch.int32)),
+     "^w_global_scale must be a floating-point tensor, got int32"),
+    ("nvfp4", MODELOPT, first("w_scale_2", -1.0), r"^w_scale_2 must be a finite number > 0, got -1"),
+    ("nvfp4", MODELOPT, instead("w_scale_2", lambda: torch.ones(2)), r"^w_scale_2 must be one number, got shape \[2\]"),
+    ("nvfp4", {}, first("w_scale", math.nan), "^w_scale must be finite"),
+    ("nvfp4", {}, shorter("w_scale"), r"^w_scale must have shape \[4, 4\].*, got \[4, 3\]"),
+    ("nvfp4", {}, first("w_scale", None, torch.float32), "^w_scale must be a float8_e4m3fn tensor, got float32"),
+    ("nvfp4", {}, first("w_packed", None, torch.float32), "^w_packed must be a uint8 tensor, got float32"),
+    ("block_fp8", {}, first("w_scale_inv", math.inf), "^w_scale_inv must be finite"),
+    ("block_fp8", {}, instead("w_scale_inv", lambda: torch.ones(2, 2)), r"^w_scale_inv must have shape \[1, 1\]"),
+    ("block_fp8", {}, instead("w_scale_inv", lambda: torch.ones(1, 1, dtype=torch.int64)),
+     "^w_scale_inv must be a floating-point tensor, got int64"),
+    ("block_fp8", {}, first("w", None, torch.bfloat16), "^w must be a float8_e4m3fn tensor, got bfloat16"),
+]
+
+
+@pytest.mark.parametrize("kind, options, change, message", BROKEN, ids=range(len(BROKEN)))
+def test_a_checkpoint_that_does_not_fit_together_is_refused_in_one_sentence(kind, options, change, message):
+    format, _, double = kind.partition(" ")
+    up = {"nf4": quantize_nf4, "nvfp4": quantize_nvfp4, "block_fp8": quantize_block_fp8}[format]
+    q = up(randn(4, 64), **({"double_quant": True} if double else {}))
+    tensors = q.to_safetensors("w", **options)
+    assert_same(type(q).from_safetensors(tensors, "w").tensors()[0], q.tensors()[0])
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        type(q).from_safetensors({**tensors, **change(tensors)}, "w")
+    assert "\n" not in str(caught.value)
+
+
 # ---- torchao, compressed-tensors
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)

@@ -44,9 +44,14 @@ class BlockFP8(quantize.Quantized):
     @classmethod
     def from_safetensors(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "weight", *,
                          block: tuple[int, int] = (128, 128), dtype: torch.dtype = torch.bfloat16) -> BlockFP8:
-        """The reverse. block: the configuration's weight_block_size. Raises KeyError for what is missing."""
-        return cls(quantize.key(tensors, prefix), quantize.key(tensors, f"{prefix}_scale_inv").float(), tuple(block),
-                   dtype)
+        """The reverse. block: the configuration's weight_block_size. Raises KeyError for what is missing, and TypeError or
+        ValueError, naming the tensor, for what does not fit together. Reads scales on the host."""
+        data = quantize.key(tensors, prefix)
+        scale, name = quantize.float_scales(tensors, f"{prefix}_scale_inv"), f"{prefix}_scale_inv"
+        rows, columns = _block(block)
+        quantize.part(prefix, data, quantize.E4M3, data.shape, data)
+        quantize.part(name, scale, torch.float32, _scales_shape(data.shape, rows, columns), data)
+        return cls(data, quantize.scales(name, scale), (rows, columns), dtype)
 
 
 quantize.register(BlockFP8, ("data", "scale_inv"))
@@ -114,11 +119,14 @@ def dequantize_block_fp8(q: BlockFP8, *, dtype: torch.dtype | None = None, noise
     of_noise = aqn.arguments(noise)
     rows, columns = _block(q.block)
     quantize.part("q.data", q.data, quantize.E4M3, q.shape, q.data)
-    shape = (*q.shape[:-2], *((-(-q.shape[-2] // rows),) if q.data.dim() > 1 else ()), -(-q.shape[-1] // columns))
-    quantize.part("q.scale_inv", q.scale_inv, torch.float32, shape, q.data)
+    quantize.part("q.scale_inv", q.scale_inv, torch.float32, _scales_shape(q.shape, rows, columns), q.data)
     run = DEQUANTIZE_BLOCK_FP8.pick(implementation, On(q.data.device, dtype))
     data = quantize.as_3d(q.data.contiguous().view(torch.uint8), "q.data", 1 + (rows > 1))
     return run(data, quantize.as_3d(q.scale_inv, "q.scale_inv"), rows, columns, dtype, *of_noise).view(q.shape)
+
+
+def _scales_shape(shape, rows: int, columns: int) -> tuple[int, ...]:
+    return (*shape[:-2], *(-(-n // rows) for n in shape[-2:-1]), -(-shape[-1] // columns))
 
 
 def _block(block) -> tuple[int, int]:

@@ -89,22 +89,57 @@ class NF4(quantize.Quantized):
 
     @classmethod
     def from_safetensors(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "weight") -> NF4:
-        """The reverse. Raises KeyError for what is missing and ValueError for another code or block size."""
+        """The reverse. Raises KeyError for a tensor that is missing, and TypeError or ValueError, naming the tensor, for
+        another code or block size and for what does not fit together. Reads scales on the host."""
         data = quantize.key(tensors, prefix)
-        state = json.loads(bytes(quantize.key(tensors, f"{prefix}.quant_state.bitsandbytes__nf4").tolist()))
-        if state["quant_type"] != "nf4":
-            raise ValueError(f"{prefix} must be NF4, got {state['quant_type']!r}")
+        name = f"{prefix}.quant_state.bitsandbytes__nf4"
+        state = read_state(name, quantize.key(tensors, name), prefix)
         _same_map(f"{prefix}.quant_map", quantize.key(tensors, f"{prefix}.quant_map"), _codes(data))
-        nested, offset = None, None
+        n, nested, offset = math.prod(state["shape"]), None, None
+        blocks = -(-n // state["blocksize"])
+        absmax = quantize.key(tensors, f"{prefix}.absmax")
+        packed = data.reshape(-1).view(torch.uint8)   # bitsandbytes may store the bytes as another dtype
+        quantize.part(prefix, packed, torch.uint8, (-(-n // 2),), data)
         if "nested_offset" in state:
-            if state["nested_blocksize"] != NESTED_BLOCK:
-                raise ValueError(f"{prefix}: nested_blocksize must be {NESTED_BLOCK}, got {state['nested_blocksize']}")
             _same_map(f"{prefix}.nested_quant_map", quantize.key(tensors, f"{prefix}.nested_quant_map"),
                       _map(data))
             nested = quantize.key(tensors, f"{prefix}.nested_absmax")
+            quantize.part(f"{prefix}.nested_absmax", nested, torch.float32, (-(-blocks // NESTED_BLOCK),), data)
+            quantize.scales(f"{prefix}.nested_absmax", nested)
             offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=data.device)
-        return cls(data.reshape(-1).view(torch.uint8), quantize.key(tensors, f"{prefix}.absmax"), nested, offset,
-                   tuple(state["shape"]), getattr(torch, state["dtype"]), state["blocksize"])
+        quantize.part(f"{prefix}.absmax", absmax, torch.float32 if nested is None else torch.uint8, (blocks,), data)
+        quantize.scales(f"{prefix}.absmax", absmax)
+        return cls(packed, absmax, nested, offset, tuple(state["shape"]), getattr(torch, state["dtype"]),
+                   state["blocksize"])
+
+
+def read_state(name: str, packed: torch.Tensor, prefix: str) -> dict:
+    """What bitsandbytes' quant_state says, JSON in bytes. Raises TypeError or ValueError, naming what is wrong."""
+    if packed.dtype != torch.uint8:
+        raise TypeError(f"{name} must be a uint8 tensor, got {short(packed.dtype)}")
+    try:
+        state = json.loads(bytes(packed.reshape(-1).tolist()))
+    except ValueError as error:
+        raise ValueError(f"{name} must be JSON in bytes ({error})") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"{name} must be a JSON object, got {type(state).__name__}")
+    nested = ("nested_blocksize",) if "nested_offset" in state else ()
+    for key in ("quant_type", "blocksize", "dtype", "shape", *nested):
+        if key not in state:
+            raise ValueError(f"{name} has no {key}; there are {', '.join(state)}")
+    if state["quant_type"] != "nf4":
+        raise ValueError(f"{prefix} must be NF4, got {state['quant_type']!r}")
+    shape, offset = state["shape"], state.get("nested_offset", 0.0)
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(f"{name}: shape must be a list of integers of at least 0, got {shape!r}")
+    if type(state["blocksize"]) is not int or state["blocksize"] not in BLOCKS:
+        raise ValueError(f"{name}: blocksize must be one of {list(BLOCKS)}, got {state['blocksize']!r}")
+    _checks.choice(f"{name}: dtype", state["dtype"], tuple(map(short, quantize.OUTPUTS)))
+    if nested and state["nested_blocksize"] != NESTED_BLOCK:
+        raise ValueError(f"{name}: nested_blocksize must be {NESTED_BLOCK}, got {state['nested_blocksize']!r}")
+    if type(offset) not in (int, float) or not math.isfinite(offset):
+        raise ValueError(f"{name}: nested_offset must be a finite number, got {offset!r}")
+    return state
 
 
 quantize.register(NF4, ("data", "absmax", "nested_absmax", "offset"))

@@ -58,15 +58,25 @@ class NVFP4(quantize.Quantized):
                          dtype: torch.dtype = torch.bfloat16, shape: tuple[int, ...] | None = None) -> NVFP4:
         """The reverse, of the layout whose keys there are. shape: needed for rows of an odd number of elements; the
         checkpoints do not hold it. An inverse's inverse may differ in the last bit. Raises KeyError for what is
-        missing."""
-        scale = quantize.key(tensors, f"{prefix}_scale")
-        if f"{prefix}_scale_2" in tensors:
-            data, total = quantize.key(tensors, prefix), tensors[f"{prefix}_scale_2"].float().reshape(())
-        else:
-            data = quantize.key(tensors, f"{prefix}_packed")
-            total = 1.0 / quantize.key(tensors, f"{prefix}_global_scale").float().reshape(())
+        missing, and TypeError or ValueError, naming the tensor, for what does not fit together. Reads scales on the
+        host."""
+        modelopt = f"{prefix}_scale_2" in tensors
+        name, name_of_total = (prefix, f"{prefix}_scale_2") if modelopt else (f"{prefix}_packed",
+                                                                              f"{prefix}_global_scale")
+        scale, data = quantize.key(tensors, f"{prefix}_scale"), quantize.key(tensors, name)
+        total = quantize.float_scales(tensors, name_of_total)
+        if total.numel() != 1:
+            raise ValueError(f"{name_of_total} must be one number, got shape {list(total.shape)}")
+        total = total.reshape(())
+        good = 0 < total < math.inf
+        if not good or not modelopt and 1.0 / total == math.inf:
+            raise ValueError(f"{name_of_total} must be a finite number > 0, got {total.item():g}"
+                             f"{', whose inverse is infinite' if good else ''}")
         shape = (*data.shape[:-1], 2 * data.shape[-1]) if shape is None else tuple(shape)
-        return cls(data.view(torch.uint8), scale, total, shape, dtype)
+        quantize.part(name, data, torch.uint8, (*shape[:-1], -(-shape[-1] // 2)), data)
+        quantize.part(f"{prefix}_scale", scale, quantize.E4M3, (*shape[:-1], -(-shape[-1] // BLOCK)), data)
+        quantize.scales(f"{prefix}_scale", scale)
+        return cls(data, scale, total if modelopt else 1.0 / total, shape, dtype)
 
 
 quantize.register(NVFP4, ("data", "scale", "global_scale"))

@@ -136,6 +136,21 @@ def key(tensors, name: str) -> torch.Tensor:
     return tensors[name]
 
 
+def scales(name: str, t: torch.Tensor) -> torch.Tensor:
+    """Scales of a file, whose values are looked at on any device: ValueError for an infinity or a NaN."""
+    if not t.is_meta and not t.float().isfinite().all():
+        raise ValueError(f"{name} must be finite, got an infinity or a NaN")
+    return t
+
+
+def float_scales(tensors, name: str) -> torch.Tensor:
+    """Scales of a file that may be of any floating-point dtype, in float32."""
+    t = key(tensors, name)
+    if not t.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {short(t.dtype)}")
+    return t.float()
+
+
 def _look(scales: torch.Tensor, what: str) -> torch.Tensor:
     """A copy of the scales of the blocks of x (or what else), which are not finite where x is not."""
     if not scales.is_cuda and not scales.isfinite().all():
