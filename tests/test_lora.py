@@ -387,6 +387,37 @@ def test_targets_that_are_not_there_are_named(targets, message):
         add_lora(make(), targets)
 
 
+def test_no_targets_and_a_text_for_a_list_are_refused():
+    model = make()
+    with pytest.raises(ValueError, match=r"targets must name projections, got \[\]; None means all"):
+        add_lora(model, [])
+    assert all(p.requires_grad for p in model.parameters())
+    with pytest.raises(TypeError, match="targets must be a list of names, got the text 'q_proj'"):
+        add_lora(model, "q_proj")
+    with pytest.raises(TypeError, match="exclude must be a list of names, got the text 'lm_head'"):
+        quantize_model(model, FORMATS[0], exclude="lm_head")
+
+
+@pytest.mark.parametrize("name, size", [("nvfp4", 16), ("block_fp8", 128), ("nf4", 64)])
+def test_a_format_is_named_and_has_a_group_size_by_default(name, size):
+    assert adapt.QuantFormat(name) == QuantFormat(name, size)
+    model, named = make(), make()
+    assert quantize_model(named, name) == quantize_model(model, QuantFormat(name, size))
+    assert all(torch.equal(t, named.state_dict()[n]) for n, t in model.state_dict().items())
+    for wrong in (16.0, True, "16"):
+        with pytest.raises(ValueError, match=f"{name} has groups of .*, got {wrong!r}"):
+            QuantFormat(name, wrong)
+
+
+def test_a_format_that_is_none_is_refused_with_those_that_are():
+    model = make()
+    with pytest.raises(ValueError, match=r"name must be one of \['nvfp4', 'block_fp8', 'nf4'\], got 'nf5'"):
+        quantize_model(model, "nf5")
+    with pytest.raises(TypeError, match="format must be a QuantFormat, the name of one or a function, got 4"):
+        quantize_model(model, 4)
+    assert not any(isinstance(m, QuantizedLinear) for m in model.modules())
+
+
 def test_exclusions_that_cannot_be_are_named():
     with pytest.raises(ValueError, match=r"'nosuch' match no module; there are .*q_proj"):
         quantize_model(make(), FORMATS[0], exclude=["nosuch", "lm_head"])
@@ -909,7 +940,7 @@ def test_transformers_experts_are_told_apart():
 
 def test_a_module_of_experts_alone_has_no_place_for_adapters():
     model = Mixture()
-    with pytest.raises(ValueError, match="^the model is itself a module of experts"):
+    with pytest.raises(ValueError, match=r"^the model is itself a module of experts"):
         add_lora(model)
     assert not list(model.children()) and all(p.requires_grad for p in model.parameters())
 
@@ -983,6 +1014,79 @@ def test_settings_that_change_what_an_adapter_computes_are_refused(key, value, t
         if key in ("r", "lora_alpha"):
             with pytest.raises(ValueError, match=rf"adapter_config\.json: {key} must be .*, got nothing"):
                 adapt.load_adapter(make(), tmp_path / "a")
+
+
+@pytest.mark.parametrize("key, value, message", [
+    ("use_rslora", "false", 'use_rslora must be true or false, got "false"'), ("use_rslora", 0, "use_rslora must be"),
+    ("r", True, "r must be an int >= 1, got true"), ("r", 2.0, "r must be an int >= 1, got 2.0"),
+    ("lora_alpha", math.nan, "lora_alpha must be a finite number > 0, got NaN"),
+    ("lora_alpha", math.inf, "lora_alpha must be a finite number"),
+    ("rank_pattern", [2], r"rank_pattern must be an object, got \[2\]"),
+    ("rank_pattern", {"x": "2"}, r"rank_pattern\['x'\] must be an int >= 1, got \"2\""),
+    ("alpha_pattern", {"(": 2}, r"alpha_pattern must have regular expressions, got '\('")])
+def test_settings_of_another_type_are_refused(key, value, message, tmp_path):
+    for shape in (QWEN3, MOE):
+        model = make(shape=shape)
+        add_lora(model, rank=2)
+        adapt.save_adapter(model, tmp_path / "a")
+        file = tmp_path / "a" / adapt.ADAPTER_CONFIG
+        config = json.loads(file.read_text())
+        for null in (None, ...):   # PEFT's null is its default
+            own = {k: v for k, v in {**config, "use_rslora": null}.items() if v is not ...}
+            file.write_text(json.dumps(own))
+            adapt.load_adapter(model, tmp_path / "a")
+        file.write_text(json.dumps({**config, key: value}))
+        with pytest.raises(ValueError, match=rf"adapter_config\.json: {message}"):
+            adapt.load_adapter(make(shape=shape), tmp_path / "a")
+
+
+def test_a_file_that_is_no_adapter_is_refused_in_one_sentence(tmp_path):
+    model = make()
+    add_lora(model, ["q_proj"], rank=2)
+    adapt.save_adapter(model, tmp_path)
+    config, file = tmp_path / adapt.ADAPTER_CONFIG, tmp_path / adapt.ADAPTER_FILE
+    good, tensors = config.read_text(), load_file(file)
+    name = next(iter(tensors))
+
+    def refused(message):
+        with pytest.raises(ValueError, match=message) as caught:
+            adapt.load_adapter(make(), tmp_path)
+        assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+    for text, got in (("[]", "list"), ("null", "NoneType"), ("3", "int")):
+        config.write_text(text)
+        refused(rf"adapter_config\.json: must hold a JSON object, got {got}")
+    config.write_text("{")
+    refused(r"adapter_config\.json: is not valid JSON")
+    config.write_text(good)
+    for dtype in (torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        save_file({**tensors, name: tensors[name].to(dtype)}, file)
+        refused(rf"adapter_model\.safetensors: {name} must be one of float32, .*, got {str(dtype)[6:]}")
+    file.write_bytes(b"no tensors")
+    refused(r"adapter_model\.safetensors: cannot be read as safetensors")
+
+
+def test_a_layer_that_transformers_fuses_has_one_adapter_as_peft_has_it(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def phi():
+        return of_transformers(transformers.Phi3Config, pad_token_id=0)
+
+    model = peft.get_peft_model(phi(), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.3)
+        want = model(IDS).logits
+        model.save_pretrained(tmp_path / "theirs")
+        loaded = phi()
+        adapt.load_adapter(loaded, tmp_path / "theirs")
+        close(loaded(IDS).logits, want)
+        adapt.save_adapter(loaded, tmp_path / "ours")
+        close(peft.PeftModel.from_pretrained(phi(), tmp_path / "ours")(IDS).logits, want)
+    assert {p.rpartition(".")[2] for p in add_lora(phi())} == {"qkv_proj", "gate_up_proj", "o_proj", "down_proj"}
+    with pytest.raises(ValueError, match="'q_proj' match no projection; there are down_proj, gate_up_proj, o_proj"):
+        add_lora(phi(), ["q_proj"])
 
 
 @pytest.mark.parametrize("shape, key", [(QWEN3, "o_proj.lora_B"), (QWEN3, "layers.1.self_attn.o_proj.lora_A"),
@@ -1196,7 +1300,7 @@ KINDS_OF_MODEL = pytest.mark.parametrize("kind", [transformers.LlamaConfig, tran
 @pytest.mark.parametrize("change", [c for c in CHANGES if c != "nf4"])
 def test_save_pretrained_refuses_what_from_pretrained_would_begin_at_random(change, tmp_path):
     model = CHANGES[change](of_transformers())
-    message = "merge_and_unload" if "adapters" not in change and change != "merged" else r"save_adapter.*merge_and_unload"
+    message = "merge_and_unload" if change in ("nvfp4", "block_fp8") else r"save_adapter.*merge_and_unload"
     for what in (model, model.model, copy.deepcopy(model)):
         with pytest.raises(ValueError, match=f"^save_pretrained cannot write .*{message}"):
             what.save_pretrained(tmp_path / "out")
@@ -1283,7 +1387,7 @@ def test_save_pretrained_writes_nf4_as_bitsandbytes_reads_it(double, kind, tmp_p
         assert torch.equal(found[name].weight.view(-1), q.data) and torch.equal(state.absmax, q.absmax), name
         assert not double or torch.equal(state.state2.absmax, q.nested_absmax)
     for name, p in again.named_parameters():
-        if not name.removesuffix(".weight") in found:
+        if name.removesuffix(".weight") not in found:
             assert torch.equal(p, model.get_parameter(name)), name
     with torch.no_grad():
         close(again(IDS).logits, model(IDS).logits, 1e-4)

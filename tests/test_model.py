@@ -1,11 +1,15 @@
 """The trainer's models against transformers, on the same weights, in float32."""
 
+import json
 import pathlib
+import shutil
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from tilewright import ops as tw  # noqa: E402
 from tilewright.trainer import hf  # noqa: E402
@@ -26,6 +30,9 @@ SHAPES = {
     "qwen3-moe": (transformers.Qwen3MoeConfig, MOE),
     "qwen3-moe-mixed": (transformers.Qwen3MoeConfig, {**MOE, "mlp_only_layers": [1], "norm_topk_prob": False}),
 }
+
+
+IDS = torch.arange(12)[None]
 
 
 def theirs(name, tmp_path):
@@ -220,6 +227,39 @@ def test_meta_construction_and_initialisation_depend_on_the_seed_alone():
     assert 0.015 < models[0].model.layers[0].self_attn.qkv_proj.weight.std() < 0.025
 
 
+NUMBERS = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+OPTIONAL = ["num_key_value_heads", "head_dim", "max_position_embeddings"]
+EXPERTS = ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"]
+
+
+@pytest.mark.parametrize("change, message", [
+    *(({name: value}, f"config.json: {name} must be an integer of at least 1 and at most 16777216, got {value!r}")
+      for name in (*NUMBERS, *OPTIONAL, *EXPERTS) for value in (0, 10**12)),
+    *(({"head_dim": value}, f"head_dim must be an integer of .*, got {value}") for value in (16.0, True, -16)),
+    *(({name: None}, f"config.json: {name} must be an integer of .*, got None")
+      for name in (*NUMBERS, "moe_intermediate_size")),
+    ({"head_dim": 15}, "head_dim must be even, got 15"),
+    ({"num_key_value_heads": 3}, "num_attention_heads = 4 must divide"),
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_experts = 8, got 9"),
+    ({"mlp_only_layers": 1}, "mlp_only_layers must be a list of integers, got 1"),
+    *(({"rope_theta": v}, f"config.json: rope_theta must be a finite number above 0, got {v!r}")
+      for v in (0, -1.0, "10000", float("inf"))),
+    ({"rope_parameters": {"rope_theta": 0}}, "rope_theta must be a finite number above 0, got 0"),
+    ({"rope_parameters": {**LLAMA3, "factor": 0}}, "factor must be a finite number above 0, got 0"),
+    ({"rope_parameters": [8]}, "rope_parameters must be an object, got"),
+    ({"rope_parameters": {"rope_type": ["linear"]}}, "rope type .*'linear'.* is not supported"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps must be a finite number above 0, got 0"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+    ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
+])
+def test_a_number_of_config_json_is_taken_as_it_is_or_refused(change, message):
+    whole = {"model_type": "qwen3_moe", **SMALL, **MOE}
+    assert ModelConfig.from_hf({**whole, **dict.fromkeys((*OPTIONAL, "decoder_sparse_step", "rope_theta"))}) == (
+        ModelConfig.from_hf({**whole, "num_key_value_heads": 4, "max_position_embeddings": 4096}))   # null: the default
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf({**whole, **change})
+
+
 @pytest.mark.parametrize("change, message", [
     ({"model_type": "mamba"}, "model_type must be one of .*'mamba'"),
     ({"attention_bias": True}, "attention_bias = True is not supported"),
@@ -246,9 +286,119 @@ def test_unknown_and_unusable_implementations_are_refused_before_anything_is_bui
             rmsnorm="triton", device_type="xpu")
 
 
-def test_a_checkpoint_that_does_not_fit_reports_everything_at_once(tmp_path):
-    from safetensors.torch import load_file, save_file
+def rewrite(folder, change):
+    """The tensors of a folder, changed; as one file."""
+    tensors = change(load_file(folder / hf.SINGLE))
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / hf.SINGLE)
 
+
+Q, K = (f"model.layers.1.self_attn.{n}_proj.weight" for n in "qk")
+
+
+@pytest.mark.parametrize("dtype, name", [(torch.int8, "I8"), (torch.int64, "I64"), (torch.bool, "BOOL"),
+                                         (torch.complex64, "C64"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_weights_of_a_dtype_that_is_no_weights_are_refused(dtype, name, tmp_path):
+    theirs("qwen3", tmp_path)
+    rewrite(tmp_path / "theirs", lambda t: {**t, K: t[K].to(dtype)})
+    with pytest.raises(ValueError, match=rf"\n  {K} is {name} in model\.safetensors; accepted are F32, BF16, F16, "):
+        ours(tmp_path / "theirs")
+    for good in (torch.float64, torch.float16):
+        rewrite(tmp_path / "theirs", lambda t, good=good: {**t, K: torch.ones(32, 64, dtype=good)})
+        ours(tmp_path / "theirs")
+
+
+def test_projections_of_swapped_sizes_are_named(tmp_path):
+    theirs("qwen3", tmp_path)
+    rewrite(tmp_path / "theirs", lambda t: {**t, Q: t[K], K: t[Q]})
+    with pytest.raises(ValueError) as caught:
+        ours(tmp_path / "theirs")
+    assert str(caught.value).splitlines()[1:] == [f"  {Q} has shape [32, 64], the model's has [64, 64]",
+                                                  f"  {K} has shape [64, 64], the model's has [32, 64]"]
+
+
+def test_an_index_names_files_of_its_folder(tmp_path):
+    theirs("qwen3", tmp_path)
+    folder, outside = tmp_path / "theirs", tmp_path / "outside.safetensors"
+    names = list(load_file(folder / hf.SINGLE))
+    (folder / hf.SINGLE).rename(outside)
+    (folder / "link.safetensors").symlink_to(outside)
+    (folder / "inner").mkdir()
+    shutil.copy(outside, folder / "inner/x.safetensors")
+    index = folder / hf.INDEX
+
+    def refused(text, message):
+        index.write_text(text if isinstance(text, str) else json.dumps(text))
+        with pytest.raises(ValueError, match=message) as caught:
+            ours(folder)
+        assert str(folder) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    for file in ("../outside.safetensors", str(outside), "link.safetensors", "inner/../../outside.safetensors"):
+        refused({"weight_map": dict.fromkeys(names, file)}, f"weight_map names {file!r}, which is not in the folder")
+    refused({"weight_map": dict.fromkeys(names, 3)}, "weight_map must name files, got 3")
+    refused({}, "weight_map must be an object, from tensors' names to files', got NoneType")
+    refused({"weight_map": names}, "weight_map must be an object, .*, got list")
+    refused([], "must hold a JSON object, got list")
+    refused("{", "is not valid JSON")
+    refused("[" * 100_000, "is not valid JSON")
+    save_file({Q: torch.ones(1)}, folder / "inner/y.safetensors")
+    refused({"weight_map": {**dict.fromkeys(names, "inner/x.safetensors"), K: "inner/y.safetensors"}},
+            rf"y\.safetensors: holds no {K}, although")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "inner/x.safetensors")}))
+    want = ours(folder)(IDS)
+    # A snapshot in the Hub's cache holds links to blobs beside it.
+    cache = tmp_path / "models--a--b"
+    (cache / "snapshots/c0ffee").mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    shutil.copy(outside, cache / "blobs/5eed")
+    shutil.copy(folder / "config.json", cache / "snapshots/c0ffee")
+    (cache / "snapshots/c0ffee/x.safetensors").symlink_to("../../blobs/5eed")
+    text = json.dumps({"weight_map": dict.fromkeys(names, "x.safetensors")})
+    (cache / "snapshots/c0ffee" / hf.INDEX).write_text(text)
+    assert torch.equal(ours(cache / "snapshots/c0ffee")(IDS), want)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"quantization_config": []}, "quantization_config must be an object, got list"),
+    ({"quantization_config": {"weight_block_size": 128}}, "weight_block_size must be two integers of .*, got 128"),
+    ({"quantization_config": {"weight_block_size": []}}, r"weight_block_size must be two integers .*, got \[\]"),
+    ({"quantization_config": {"weight_block_size": [128.0, 128]}}, "weight_block_size must be two integers"),
+    ({"quantization_config": {"ignore": "lm_head"}}, "ignore of .* must be a list of names, got 'lm_head'")])
+def test_a_quantisation_that_config_json_describes_wrongly_is_refused(change, message, tmp_path):
+    theirs("qwen3", tmp_path)
+    file = tmp_path / "theirs/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ValueError, match=message):
+        hf.excluded(tmp_path / "theirs")
+        ours(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_dtype_that_a_folder_holds(dtype, tmp_path):
+    reference = theirs("qwen3", tmp_path).to(dtype)
+    folder = tmp_path / "theirs"
+    for options in ({}, {"max_shard_size": "100KB"}):
+        reference.save_pretrained(folder, **options)
+        assert hf.stored_dtype(folder) == dtype
+    hf.save_weights(ours(folder), tmp_path / "again", dtype=hf.stored_dtype(folder))
+    assert {t.dtype for t in load_file(tmp_path / "again" / hf.SINGLE).values()} == {dtype}
+    for file in folder.glob("model*"):
+        file.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    for where in (folder, folder / "config.json"):
+        assert hf.stored_dtype(where, weights=False) == dtype
+    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors"):
+        hf.stored_dtype(folder)
+    for name in ("dtype", "torch_dtype"):
+        for value, want in ((str(dtype)[6:], dtype), (None, torch.float32)):
+            (folder / "config.json").write_text(json.dumps({**config, "dtype": None, name: value}))
+            assert hf.stored_dtype(folder, weights=False) == want
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "int8"}))
+    with pytest.raises(ValueError, match=r"config\.json's dtype must be one of float32, bfloat16, .*, got 'int8'"):
+        hf.stored_dtype(folder, weights=False)
+
+
+def test_a_checkpoint_that_does_not_fit_reports_everything_at_once(tmp_path):
     theirs("qwen3", tmp_path)
     file = tmp_path / "theirs/model.safetensors"
     tensors = load_file(file)
@@ -258,8 +408,8 @@ def test_a_checkpoint_that_does_not_fit_reports_everything_at_once(tmp_path):
     save_file(tensors, file)
     with pytest.raises(ValueError) as caught:
         ours(tmp_path / "theirs")
-    for part in ("missing model.layers.0.self_attn.k_proj.weight", "model.norm.weight give shape [3]",
-                 "unexpected model.layers.9.extra"):
+    for part in ("missing model.layers.0.self_attn.k_proj.weight",
+                 "model.norm.weight has shape [3], the model's has [64]", "unexpected model.layers.9.extra"):
         assert part in str(caught.value)
     with pytest.raises(FileNotFoundError, match=r"no model\.safetensors"):
         hf.load_weights(Transformer(hf.load_config(tmp_path / "theirs"), Ops.resolve()), tmp_path)

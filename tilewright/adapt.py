@@ -1,6 +1,6 @@
 """Adapters and quantised weights in whole models, and adapters in PEFT's files.
 
-    quantize_model(model, QuantFormat("nf4", 64))         # optional: QLoRA
+    quantize_model(model, "nf4")                          # optional: QLoRA; or QuantFormat("nf4", 64)
     add_lora(model, rank=16, alpha=32)
     ...
     save_adapter(model, "adapter")                        # what `peft` loads
@@ -23,17 +23,24 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from tilewright.lora import LoRALinear, QuantFormat, QuantizedLinear, _sharded, _whole
-from tilewright.lora_experts import LoRAExperts, QuantizedExperts, read_peft, unsupported
+from tilewright.lora_experts import (
+    LoRAExperts,
+    QuantizedExperts,
+    check_dtype,
+    read_peft,
+    settings,
+    unsupported,
+)
 from tilewright.ops.aqn import AQN
 from tilewright.ops.nf4 import NF4
 from tilewright.ops.quantize import Quantized
@@ -69,14 +76,20 @@ def projections(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, in
         stem, _, name = path.rpartition(".")
         if not isinstance(module, (nn.Linear, QuantizedLinear)) or name not in (*PROJECTIONS, *FUSED):
             continue
-        names, rows = FUSED.get(name, (name,)), module.out_features
-        if name == "qkv_proj":
+        names, rows = _fused(model, name) or (name,), module.out_features
+        if name == "qkv_proj" and len(names) > 1:
             widths = list(getattr(model.get_submodule(stem), "widths", ()))
         else:
             widths = [] if rows % len(names) else [rows // len(names)] * len(names)
         if len(widths) != len(names) or sum(widths) != rows:
             widths = [None] * len(names)
         yield path, module, {_join(stem, n): w for n, w in zip(names, widths, strict=True)}
+
+
+def _fused(model: nn.Module, name: str) -> tuple[str, ...]:
+    """The projections that a layer of that name fuses. None in a transformers model: what is one layer there, as in
+    Phi-3, has one adapter in PEFT's files."""
+    return () if hasattr(model, "save_pretrained") else FUSED.get(name, ())
 
 
 def _rows_unknown(path: str, module: nn.Module) -> str:
@@ -141,10 +154,17 @@ def _chosen(entries: list[str], path: str, parts: Iterable[str]) -> list[str]:
     return [p for p in parts if any(matches(e, p) or matches(e, path) for e in entries)]
 
 
-def quantize_model(model: nn.Module, format: QuantFormat, *, exclude: Iterable[str] = (),
-                   strict: bool = True) -> list[str]:
+def _entries(name: str, given: Iterable[str]) -> list[str]:
+    if isinstance(given, str):   # a list of its letters otherwise
+        raise TypeError(f"{name} must be a list of names, got the text {given!r}")
+    return list(given)
+
+
+def quantize_model(model: nn.Module, format: QuantFormat | str | Callable[[torch.Tensor], Quantized], *,
+                   exclude: Iterable[str] = (), strict: bool = True) -> list[str]:
     """Quantises the projections of the decoder layers, experts' too, one at a time, and returns their paths.
 
+    format: a QuantFormat, or the name of one ("nf4"), or what else makes a quantised tensor of a dense one.
     exclude: modules that stay as they are (see `matches`).   strict: what of it matches no module is an error.
     Linear layers become QuantizedLinear, experts' tensors QuantizedExperts. A model on the meta device becomes one to
     fill later. `save_pretrained` of a transformers model then writes NF4 as bitsandbytes does, and refuses what
@@ -153,7 +173,11 @@ def quantize_model(model: nn.Module, format: QuantFormat, *, exclude: Iterable[s
     what is fused, and for experts of a module that does not compute with quantised ones: those of modules without
     `set_noise`, as other libraries' are.
     """
-    exclude, done = list(exclude), []
+    exclude, done = _entries("exclude", exclude), []
+    if isinstance(format, str):
+        format = QuantFormat(format)
+    elif not callable(format):
+        raise TypeError(f"format must be a QuantFormat, the name of one or a function, got {format!r}")
     if there := [path for path, _ in adapted(model)]:
         raise ValueError(f"{there[0] or 'the model'} has adapters; call quantize_model before add_lora")
     if strict and (wrong := unmatched(exclude, (path for path, _ in _paths(model)))):
@@ -198,12 +222,13 @@ def add_lora(model: nn.Module, targets: Iterable[str] | None = None, *, rank: in
              rslora: bool = False, dtype: torch.dtype = torch.float32) -> list[str]:
     """Puts adapters on projections, freezes all else, and returns the paths of what has adapters now.
 
-    targets: which ones (see `matches`), by their own names also where several are fused; None: all of PROJECTIONS.
+    targets: which ones (see `matches`), by their own names also where several are fused; None: all of PROJECTIONS. In a
+        transformers model a layer that fuses several, as Phi-3's do, is one and has one adapter.
     rank, alpha, rslora, dtype: as LoRALinear and LoRAExperts have them; each expert has adapters of its own.
     `save_pretrained` of a transformers model then refuses to write what from_pretrained could not read.
-    Raises ValueError, naming them and changing nothing, for targets that match no projection (heads, embeddings and
-    routers are none) or only some of what experts have; for experts that are not SiLU(gate) * up without biases; for a
-    fused layer if the rows of its parts are not known; and for a model that has adapters.
+    Raises ValueError, naming them and changing nothing, for no targets, for some that match no projection (heads,
+    embeddings and routers are none) or only some of what experts have; for experts that are not SiLU(gate) * up without
+    biases; for a fused layer if the rows of its parts are not known; and for a model that has adapters.
     """
     if there := [path for path, _ in adapted(model)]:
         raise ValueError(f"{there[0] or 'the model'} has adapters already; name all targets in one call, on a model "
@@ -212,7 +237,9 @@ def add_lora(model: nn.Module, targets: Iterable[str] | None = None, *, rank: in
     every = [p for path, _, parts in (*linear, *mixtures) for p in (path, *parts)]
     if not every:
         raise ValueError(f"the model has no linear layers called {', '.join((*PROJECTIONS, *FUSED))}")
-    named, targets = targets is not None, list(PROJECTIONS if targets is None else targets)
+    named, targets = targets is not None, _entries("targets", (*PROJECTIONS, *FUSED) if targets is None else targets)
+    if not targets:
+        raise ValueError("targets must name projections, got []; None means all of them")
     if named and (wrong := unmatched(targets, every)):
         names = sorted({p.rpartition(".")[2] for p in every})
         raise ValueError(f"targets: {', '.join(map(repr, wrong))} match no projection; there are {', '.join(names)}")
@@ -260,7 +287,7 @@ def _paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         yield path, module
         stem, _, name = path.rpartition(".")
-        for part in FUSED.get(name, ()):
+        for part in _fused(model, name):
             yield _join(stem, part), module
     for _, module, parts in experts(model):
         for part in parts:
@@ -379,8 +406,8 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
             raise ValueError(f"{path}: its weights are spread over processes; merge_and_unload takes a model that each "
                              "process has whole (trainer.hf.save_weights writes spread ones)")
         if isinstance(module, LoRAExperts) and module.replaced is None:
-            raise ValueError(f"{path}: what these experts were before is not known; merge_and_unload takes experts that "
-                             "add_lora gave adapters")
+            raise ValueError(f"{path}: what these experts were before is not known; merge_and_unload takes experts "
+                             "that add_lora gave adapters")
     for path, module in found.items():
         stem, _, name = path.rpartition(".")
         if isinstance(found.get(stem), Adapted):
@@ -610,25 +637,23 @@ def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
     """Puts the adapters of a folder in PEFT's format on the model; of a model that has adapters already, they must be
     the same ones, and are filled.
 
-    Raises ValueError, and changes nothing, for adapters that do not fit, or that use what is not here (DoRA, a rank for
-    each module, ...).
+    Raises FileNotFoundError, or ValueError naming the file, and changes nothing, for what is not there, cannot be read,
+    does not fit, or uses what is not here (DoRA, a rank for each module, ...).
     """
     folder = pathlib.Path(folder)
     for file in (ADAPTER_CONFIG, ADAPTER_FILE):
         if not (folder / file).is_file():
             raise FileNotFoundError(f"{folder}: no {file} there")
-    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    config = read_json(folder / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{folder}: peft_type must be LORA, got {config.get('peft_type')!r}")
     if key := unsupported(config):
         raise ValueError(f"{folder}: {key} = {config[key]!r} is not supported")
-    for key, kinds, accepted in (("r", int, "an int >= 1"), ("lora_alpha", (int, float), "a number > 0")):
-        value = config.get(key)
-        if not isinstance(value, kinds) or isinstance(value, bool) or not value > 0:
-            raise ValueError(f"{folder / ADAPTER_CONFIG}: {key} must be {accepted}, got "
-                             f"{json.dumps(value) if key in config else 'nothing'}")
-    with safe_open(folder / ADAPTER_FILE, "pt") as file:
+    rank, alpha, rslora = settings(config, folder / ADAPTER_CONFIG)
+    with open_tensors(folder / ADAPTER_FILE) as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}   # noqa: SIM118
+    for key, t in tensors.items():
+        check_dtype(f"{folder / ADAPTER_FILE}: {key}", t)
     mixtures = [path for path, m in model.named_modules() if isinstance(m, LoRAExperts)] or [
         path for path, _, _ in experts(model)]
     wanted = [path for path in mixtures if any(key.startswith(f"base_model.model.{path}.") for key in tensors)]
@@ -638,7 +663,6 @@ def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
         for pattern in config.get(key) or ():
             if path := next((p for p in pairs if matches(rf"re:(.*\.)?({pattern})$", p)), None):
                 raise ValueError(f"{folder}: {key} = {config[key]} is not supported, as for {path}")
-    rank, alpha, rslora = config["r"], config["lora_alpha"], bool(config.get("use_rslora", False))
     new = not any(True for _ in adapted(model))
     sizes: dict[str, tuple[int, int | None]]   # of each projection: its columns and rows
     if new:
@@ -679,6 +703,25 @@ def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
         else:
             module.load_adapters({name: (found["lora_A"], found["lora_B"]) for name in module.slices
                                   for found in [pairs[_part_path(path, name)]]})
+
+
+def read_json(file: pathlib.Path) -> dict[str, Any]:
+    """The JSON object that a file holds. Raises ValueError, naming the file, if it holds none."""
+    try:
+        found = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: is not valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: must hold a JSON object, got {type(found).__name__}")
+    return found
+
+
+def open_tensors(file: pathlib.Path) -> safe_open:
+    """Raises ValueError, naming the file, if it is no safetensors."""
+    try:
+        return safe_open(file, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file}: cannot be read as safetensors ({error})") from error
 
 
 def _pairs(folder: pathlib.Path, tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

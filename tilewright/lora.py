@@ -29,15 +29,17 @@ class QuantFormat:
     """How weights are quantised. Called with a dense weight, it returns it quantised.
 
     name: nvfp4 | block_fp8 | nf4.   group_size: elements that share a scale: 16 for nvfp4; the edge of the square
-        blocks of block_fp8, 1 to 128; 32 to 4096, a power of two, for nf4.
+        blocks of block_fp8, 1 to 128, by default 128; 32 to 4096, a power of two, for nf4, by default 64.
     """
 
     name: str
-    group_size: int
+    group_size: int | None = None
 
     def __post_init__(self):
         if self.name not in FORMATS:
             raise ValueError(f"name must be one of {list(FORMATS)}, got {self.name!r}")
+        if self.group_size is None:
+            object.__setattr__(self, "group_size", DEFAULT_GROUPS[self.name])
         if wrong := wrong_group_size(self.name, self.group_size):
             raise ValueError(wrong)
 
@@ -53,11 +55,13 @@ class QuantFormat:
 FORMATS = {"nvfp4": (NVFP4, (16,), "16"), "block_fp8": (BlockFP8, range(1, 129), "1 to 128"),
            "nf4": (NF4, BLOCKS, ", ".join(map(str, BLOCKS)))}
 
+DEFAULT_GROUPS = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}   # of published checkpoints
+
 
 def wrong_group_size(name: str, size: int) -> str | None:
     """A sentence if the format has no such groups."""
     _, sizes, shown = FORMATS[name]
-    return None if size in sizes else f"{name} has groups of {shown}"
+    return None if type(size) is int and size in sizes else f"{name} has groups of {shown}, got {size!r}"
 
 
 def format_of(q: Quantized) -> QuantFormat | str:

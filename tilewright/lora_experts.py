@@ -14,6 +14,7 @@ Gate and up with an A of their own, of rank r, are rank 2 r there: A = [A_gate; 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from tilewright.ops.expert_parallel import DeepEP, combine, dispatch
 from tilewright.ops.moe_lora import ADAPTERS, MODES, MOE_LORA
 from tilewright.ops.quantize import Quantized
 from tilewright.ops.quantized_linear import dequantize
+from tilewright.registry import short
 
 _NAMES = tuple(f"lora_{name}" for name in ADAPTERS)
 # Settings of PEFT's config that do not change what its tensors compute, or that the readers here follow.
@@ -50,6 +52,38 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
     """The name of a setting that asks for what is not here, also of one that is not known."""
     return next((key for key, value in config.items()
                  if key not in _FREE and value and value not in _NEUTRAL.get(key, ())), None)
+
+
+def settings(config: Mapping[str, Any], where: object) -> tuple[int, float, bool]:
+    """r, lora_alpha and use_rslora of PEFT's config. Raises ValueError, naming the setting, for what they and the two
+    patterns cannot be."""
+    def check(name, value, kinds, accepted):
+        good = type(value) in kinds and (bool in kinds or 0 < value < math.inf)
+        if not good:
+            raise ValueError(f"{where}: {name} must be {accepted}, got "
+                             f"{'nothing' if value is None and name not in config else json.dumps(value)}")
+
+    for key, pattern, kinds, accepted in (("r", "rank_pattern", (int,), "an int >= 1"),
+                                          ("lora_alpha", "alpha_pattern", (int, float), "a finite number > 0")):
+        check(key, config.get(key), kinds, accepted)
+        values = config.get(pattern)
+        if values is not None and not isinstance(values, Mapping):
+            raise ValueError(f"{where}: {pattern} must be an object, got {json.dumps(values)}")
+        for name, value in (values or {}).items():
+            check(f"{pattern}[{name!r}]", value, kinds, accepted)
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise ValueError(f"{where}: {pattern} must have regular expressions, got {name!r} ({error})") from error
+    if config.get("use_rslora") is not None:
+        check("use_rslora", config["use_rslora"], (bool,), "true or false")
+    return config["r"], config["lora_alpha"], config.get("use_rslora") is True
+
+
+def check_dtype(name: str, t: torch.Tensor) -> None:
+    """Raises ValueError for a tensor of a file that is no adapter's."""
+    if t.dtype not in _checks.ACCEPTED:
+        raise ValueError(f"{name} must be one of {', '.join(map(short, _checks.ACCEPTED))}, got {short(t.dtype)}")
 
 
 class QuantizedExperts(nn.Module):
@@ -294,8 +328,9 @@ class LoRAExperts(nn.Module):
                   tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], path: str,
                   **options: Any) -> LoRAExperts:
         """A module with the rank and alpha of a file, filled by `load_peft_`. options: mode, dtype, implementation."""
+        _, _, rslora = settings(config, path)
         rank, alpha = _setting(config, path, "down_proj")
-        module = cls(gate_up_proj, down_proj, rank, alpha, rslora=bool(config.get("use_rslora")), **options)
+        module = cls(gate_up_proj, down_proj, rank, alpha, rslora=rslora, **options)
         module.load_peft_(tensors, config, path)
         return module
 
@@ -347,6 +382,7 @@ def read_peft(tensors, config, path, sizes, rank, scale) -> dict[str, torch.Tens
     own = {k: v for k, v in config.items() if k not in ("bias", "modules_to_save", "trainable_token_indices")}
     if key := unsupported(own) or ("lora_dropout" if config.get("lora_dropout") else None):
         raise ValueError(f"{path}: {key} = {config[key]!r} cannot be represented in LoRAExperts")
+    _, _, rslora = settings(config, path)
     keys = _keys(path)
     there = {key for key in tensors if key.startswith(f"base_model.model.{path}.")}
     if missing := [key for key in keys if key not in there]:
@@ -357,11 +393,12 @@ def read_peft(tensors, config, path, sizes, rank, scale) -> dict[str, torch.Tens
     found = []
     for name, inner, outer, (key_A, key_B) in (("gate_up_proj", H, 2 * I, keys[:2]), ("down_proj", I, H, keys[2:])):
         r, alpha = _setting(config, path, name)
-        own = alpha / (math.sqrt(r) if config.get("use_rslora") else r)
+        own = alpha / (math.sqrt(r) if rslora else r)
         if not math.isclose(own, scale, rel_tol=1e-6):
             raise ValueError(f"{path}.{name}: the adapter's scale is {own:.6g} (lora_alpha {alpha}, r {r}), this "
                              f"module's {scale:.6g}")
         for key, shape in ((key_A, (E * r, inner)), (key_B, (outer, r * E))):
+            check_dtype(key, tensors[key])
             if tuple(tensors[key].shape) != shape:
                 raise ValueError(f"{key} must have shape {list(shape)} for {E} experts of rank {r}, "
                                  f"got {list(tensors[key].shape)}")

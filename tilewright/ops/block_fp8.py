@@ -44,8 +44,8 @@ class BlockFP8(quantize.Quantized):
     @classmethod
     def from_safetensors(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "weight", *,
                          block: tuple[int, int] = (128, 128), dtype: torch.dtype = torch.bfloat16) -> BlockFP8:
-        """The reverse. block: the configuration's weight_block_size. Raises KeyError for what is missing, and TypeError or
-        ValueError, naming the tensor, for what does not fit together. Reads scales on the host."""
+        """The reverse. block: the configuration's weight_block_size. Raises KeyError for what is missing, and TypeError
+        or ValueError, naming the tensor, for what does not fit together. Reads scales on the host."""
         data = quantize.key(tensors, prefix)
         scale, name = quantize.float_scales(tensors, f"{prefix}_scale_inv"), f"{prefix}_scale_inv"
         rows, columns = _block(block)

@@ -89,8 +89,8 @@ class NF4(quantize.Quantized):
 
     @classmethod
     def from_safetensors(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "weight") -> NF4:
-        """The reverse. Raises KeyError for a tensor that is missing, and TypeError or ValueError, naming the tensor, for
-        another code or block size and for what does not fit together. Reads scales on the host."""
+        """The reverse. Raises KeyError for a tensor that is missing, and TypeError or ValueError, naming the tensor,
+        for another code or block size and for what does not fit together. Reads scales on the host."""
         data = quantize.key(tensors, prefix)
         name = f"{prefix}.quant_state.bitsandbytes__nf4"
         state = read_state(name, quantize.key(tensors, name), prefix)

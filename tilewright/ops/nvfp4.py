@@ -69,7 +69,7 @@ class NVFP4(quantize.Quantized):
             raise ValueError(f"{name_of_total} must be one number, got shape {list(total.shape)}")
         total = total.reshape(())
         good = 0 < total < math.inf
-        if not good or not modelopt and 1.0 / total == math.inf:
+        if not good or (not modelopt and 1.0 / total == math.inf):
             raise ValueError(f"{name_of_total} must be a finite number > 0, got {total.item():g}"
                              f"{', whose inverse is infinite' if good else ''}")
         shape = (*data.shape[:-1], 2 * data.shape[-1]) if shape is None else tuple(shape)

@@ -25,11 +25,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
 from tilewright import adapt, lora
+from tilewright.adapt import read_json
 from tilewright.ops.block_fp8 import BlockFP8
-from tilewright.ops.nf4 import NF4
+from tilewright.ops.nf4 import NF4, read_state
 from tilewright.ops.nvfp4 import NVFP4
 from tilewright.ops.quantize import Quantized
 from tilewright.ops.quantized_linear import dequantize
+from tilewright.registry import short
 from tilewright.trainer.model import ModelConfig, Transformer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
@@ -40,6 +42,8 @@ SHARD = re.compile(r"model(-g\d+)?-\d{5}-of-\d{5}\.safetensors")   # transformer
 # Beside a quantised weight: what belongs to it, by format, and what only inference with quantised activations needs.
 BESIDE = {"nf4": (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4"),
           "nvfp4": ("_packed", "_scale", "_global_scale", "_scale_2"), "block_fp8": ("_scale_inv",)}
+# What weights may be that are not quantised, by safetensors' names.
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 ACTIVATIONS = (".input_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
                ".activation_scale")
 
@@ -62,23 +66,12 @@ def local_folder(path: str) -> str:
                                 f"({' '.join(str(error).split())[:200]})") from error
 
 
-def read_json(file: pathlib.Path) -> Any:
-    """Raises ValueError, naming the file, if it does not hold JSON."""
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file}: is not valid JSON ({error})") from error
-
-
 def read_config(path: str | pathlib.Path) -> dict:
     file = pathlib.Path(path)
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
         raise FileNotFoundError(f"{path}: no config.json there")
-    found = read_json(file)
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: must hold a JSON object, got {type(found).__name__}")
-    return found
+    return read_json(file)
 
 
 def sources(name: str, config: ModelConfig) -> list[str]:
@@ -120,28 +113,50 @@ class _Checkpoint:
     def __init__(self, path: str | pathlib.Path):
         folder = pathlib.Path(path)
         self.open: dict[pathlib.Path, safe_open] = {}
-        config = read_config(folder) if (folder / "config.json").is_file() else {}
-        block = (config.get("quantization_config") or {}).get("weight_block_size")
-        self.block = tuple(block or (128, 128))   # of block FP8
+        block = _quantization(folder).get("weight_block_size")
+        if block is not None and not (isinstance(block, list) and len(block) == 2
+                                      and all(type(n) is int and n > 0 for n in block)):
+            raise ValueError(f"{folder / 'config.json'}: weight_block_size must be two integers of at least 1, got "
+                             f"{block!r}")
+        self.block = (128, 128) if block is None else tuple(block)   # of block FP8
         single, index = folder / SINGLE, folder / INDEX
         if single.is_file():   # before the index, as transformers does
             self.file_of = dict.fromkeys(self._opened(single).keys(), single)
         elif index.is_file():
-            self.file_of = {k: folder / f for k, f in read_json(index)["weight_map"].items()}
+            names = read_json(index).get("weight_map")
+            if not isinstance(names, dict):
+                raise ValueError(f"{index}: weight_map must be an object, from tensors' names to files', got "
+                                 f"{type(names).__name__}")
+            self.file_of = {name: _inside(folder, file, index) for name, file in names.items()}
         else:
             old = " (pickled *.bin weights are not read; convert them)" if list(folder.glob("*.bin")) else ""
             raise FileNotFoundError(f"{folder}: no {SINGLE} or {INDEX}{old}")
 
     def _opened(self, file: pathlib.Path):
         if file not in self.open:
-            try:
-                self.open[file] = safe_open(file, "pt")
-            except SafetensorError as error:
-                raise ValueError(f"{file}: cannot be read as safetensors ({error})") from error
+            self.open[file] = adapt.open_tensors(file)
         return self.open[file]
 
     def _at(self, name):
-        return self._opened(self.file_of[name])
+        """The file of a tensor, which holds it."""
+        file = self._opened(self.file_of[name])
+        try:
+            file.get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{self.file_of[name]}: holds no {name}, although {INDEX} says so") from error
+        return file
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Of a tensor as it is stored; None for one that is no weight by itself."""
+        return DTYPES.get(self._at(name).get_slice(name).get_dtype())
+
+    def refused(self, name: str) -> str | None:
+        """Why a tensor that is not quantised cannot be read; None if it can."""
+        if self.format(name) is not None or self.dtype(name) is not None:
+            return None
+        kind = self._at(name).get_slice(name).get_dtype()
+        return (f"{name} is {kind} in {self.file_of[name].name}; accepted are {', '.join(DTYPES)}, and what is "
+                "quantised with its scales beside it")
 
     def format(self, name: str) -> str | None:
         """How a weight is quantised; None: it is not."""
@@ -169,7 +184,11 @@ class _Checkpoint:
         return list(self._at(name).get_slice(name).get_shape())
 
     def _state(self, name: str) -> dict:
-        return json.loads(bytes(self._tensor(f"{name}.quant_state.bitsandbytes__nf4").tolist()))
+        key = f"{name}.quant_state.bitsandbytes__nf4"
+        try:
+            return read_state(key, self._tensor(key), name)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.file_of[key]}: {error}") from error
 
     def group(self, name: str) -> int | str:
         """Elements that share a scale of a quantised weight; of BlockFP8 a square block's edge, or what it is."""
@@ -190,20 +209,10 @@ class _Checkpoint:
             if format == "nf4":
                 return NF4.from_safetensors(tensors, name)
             if format == "block_fp8":
-                q = BlockFP8.from_safetensors(tensors, name, block=self.block)
-                shape = [-(-n // b) for n, b in zip(q.shape, q.block, strict=True)]
-                if q.data.dtype != torch.float8_e4m3fn or list(q.scale_inv.shape) != shape:
-                    raise ValueError(f"blocks of {self.block} need float8_e4m3fn and scales {shape}, got "
-                                     f"{q.data.dtype} and {list(q.scale_inv.shape)}")
-                return q
-            q = NVFP4.from_safetensors(tensors, name)
-            if q.data.dtype != torch.uint8 or q.scale.dtype != torch.float8_e4m3fn or q.shape[-1] != (
-                    16 * q.scale.shape[-1]):
-                raise ValueError(f"blocks of 16 need float8_e4m3fn scales, got {q.scale.dtype} for every "
-                                 f"{q.shape[-1] / max(1, q.scale.shape[-1]):g}")
-            return q
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{stem}: cannot be read as {format} ({error})") from error
+                return BlockFP8.from_safetensors(tensors, name, block=self.block)
+            return NVFP4.from_safetensors(tensors, name)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{stem}: cannot be read as {format} ({error.args[0]})") from error
 
     def read(self, name: str) -> torch.Tensor:
         """The weight, dense."""
@@ -222,14 +231,11 @@ def _check(model: Transformer, found: _Checkpoint) -> None:
         problems += [f"missing {n}" for n in missing]
         if missing:
             continue
-        shapes = [torch.empty(found.shape(n), device="meta") for n in names]
-        try:
-            made = list(fuse(name, shapes).shape)
-        except RuntimeError:
-            made = [list(s.shape) for s in shapes]
-        wanted = list(adapt.shape_of(p))
-        if made != wanted:
-            problems.append(f"{', '.join(names[:3])} give shape {made}, the model has {wanted}")
+        whole = torch.empty(adapt.shape_of(p), device="meta")
+        for n, part in zip(names, split(name, whole, model.config), strict=True):
+            if found.shape(n) != list(part.shape):
+                problems.append(f"{n} has shape {found.shape(n)}, the model's has {list(part.shape)}")
+        problems += [sentence for sentence in map(found.refused, names) if sentence]
         stored = [n for n in names if found.format(n) is not None]
         if stored and not quantised:
             problems.append(f"{stored[0]} is quantised: set lora.enable_qlora to true and lora.quant_format to "
@@ -252,12 +258,57 @@ def _check(model: Transformer, found: _Checkpoint) -> None:
 def excluded(path: str | pathlib.Path) -> list[str]:
     """The modules that a quantised checkpoint's configuration says are not quantised; none of a dense one's."""
     folder, found = pathlib.Path(path), []
-    config = (read_config(folder).get("quantization_config") or {}) if (folder / "config.json").is_file() else {}
+    config = _quantization(folder)
     if (folder / "hf_quant_config.json").is_file():   # modelopt's own
-        config = {**(read_json(folder / "hf_quant_config.json").get("quantization") or {}), **config}
+        own = read_json(folder / "hf_quant_config.json").get("quantization")
+        config = {**(own if isinstance(own, dict) else {}), **config}
     for key in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore", "exclude_modules"):
-        found += [name for name in config.get(key) or [] if name not in found]
+        names = [] if config.get(key) is None else config[key]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{folder}: {key} of the quantisation's configuration must be a list of names, got "
+                             f"{names!r}")
+        found += [name for name in names if name not in found]
     return found
+
+
+def _quantization(folder: pathlib.Path) -> dict[str, Any]:
+    """The quantization_config of config.json; {} of a folder without one."""
+    config = read_config(folder).get("quantization_config") if (folder / "config.json").is_file() else None
+    if config is not None and not isinstance(config, dict):
+        raise ValueError(f"{folder / 'config.json'}: quantization_config must be an object, got "
+                         f"{type(config).__name__}")
+    return {} if config is None else config
+
+
+def _inside(folder: pathlib.Path, name: Any, index: pathlib.Path) -> pathlib.Path:
+    """The file of a folder that its index names. Raises ValueError for one that is not in the folder."""
+    if not isinstance(name, str):
+        raise ValueError(f"{index}: weight_map must name files, got {name!r}")
+    root, relative = folder.resolve(), pathlib.PurePath(name)
+    # In the Hub's cache the files of a snapshot are links to blobs.
+    roots = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
+    if relative.is_absolute() or ".." in relative.parts or not any(
+            (root / relative).resolve().is_relative_to(r) for r in roots):
+        raise ValueError(f"{index}: weight_map names {name!r}, which is not in the folder")
+    return folder / name
+
+
+def stored_dtype(path: str | pathlib.Path, *, weights: bool = True) -> torch.dtype:
+    """Of a folder's weights that are not quantised: the embedding's. With weights = False, what config.json says, which
+    may be the path, and float32 if it says nothing. Raises ValueError for a dtype that is none of DTYPES."""
+    folder = pathlib.Path(path)
+    if weights:
+        found, name = _Checkpoint(folder), "model.embed_tokens.weight"
+        problem = found.refused(name) if name in found else f"missing {name}"
+        if problem or (dtype := found.dtype(name)) is None:
+            raise ValueError(f"{folder}: {problem or f'{name} is quantised'}")
+        return dtype
+    config = read_config(folder)
+    value = next((config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None), "float32")
+    accepted = {short(dtype): dtype for dtype in DTYPES.values()}
+    if value not in accepted:
+        raise ValueError(f"{path}: config.json's dtype must be one of {', '.join(accepted)}, got {value!r}")
+    return accepted[value]
 
 
 @torch.no_grad()
@@ -386,8 +437,8 @@ def save_weights(model: Transformer, path: str | pathlib.Path, *, tokenizer_path
     writes = not dist.is_initialized() or dist.get_rank() == 0
     target = adapt.target_folder(path)
     if (target / adapt.ADAPTER_CONFIG).exists():
-        raise ValueError(f"{target} holds an adapter ({adapt.ADAPTER_CONFIG}), which from_pretrained would put on these "
-                         "weights; give another folder, or remove the adapter")
+        raise ValueError(f"{target} holds an adapter ({adapt.ADAPTER_CONFIG}), which from_pretrained would put on "
+                         "these weights; give another folder, or remove the adapter")
     shards: list[dict[str, int]] = []
     held: dict[str, torch.Tensor] = {}
     with adapt.written_aside(target) if writes else contextlib.nullcontext() as aside:
@@ -447,7 +498,7 @@ def _name_shards(folder: pathlib.Path, shards: list[dict[str, int]], taken: set[
 def _write_config(model: Transformer, folder: pathlib.Path, dtype: torch.dtype,
                   tokenizer_path: str | pathlib.Path | None) -> None:
     """With the tokenizer's files."""
-    config = {**model.config.to_hf(), "dtype": str(dtype).removeprefix("torch.")}
+    config = {**model.config.to_hf(), "dtype": short(dtype)}
     source = pathlib.Path(tokenizer_path) if tokenizer_path is not None else None
     if source is not None and source.is_dir():
         for file in tokenizer_files(source):

@@ -37,6 +37,7 @@ from tilewright.ops.rope import document_positions
 from tilewright.registry import ImplementationUnavailable, operations
 
 MODEL_TYPES = ("llama", "qwen3", "qwen3_moe")
+LARGEST = 2**24   # of a size in config.json: no model has so wide a layer, and no machine holds its square
 
 
 @dataclass(frozen=True)
@@ -73,31 +74,62 @@ class ModelConfig:
                              ("attention_dropout", 0.0), ("hidden_act", "silu")):
             if hf.get(key, neutral) not in (neutral, None):
                 raise ValueError(f"config.json: {key} = {hf[key]!r} is not supported; accepted: {neutral!r}")
-        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-        theta = rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
+        def number(name, default, kind=int, source=hf):
+            """A number that is there must be one; absent and null mean the default."""
+            value = default if source.get(name) is None else source[name]
+            good = (type(value) is int and 1 <= value <= LARGEST if kind is int
+                    else type(value) in (int, float) and 0 < value < math.inf)
+            if not good:
+                accepted = f"integer of at least 1 and at most {LARGEST}" if kind is int else "finite number above 0"
+                raise ValueError(f"config.json: {name} must be a{'n' * (kind is int)} {accepted}, got {value!r}")
+            return kind(value)
+
+        def flag(name):
+            if not isinstance(hf.get(name), bool | None):
+                raise ValueError(f"config.json: {name} must be true or false, got {hf[name]!r}")
+            return bool(hf.get(name))
+
+        rope = next((hf[key] for key in ("rope_parameters", "rope_scaling") if hf.get(key)), {})
+        if not isinstance(rope, dict):
+            raise ValueError(f"config.json: rope_parameters must be an object, got {rope!r}")
+        rope = dict(rope)
+        theta = number("rope_theta", number("rope_theta", 10000.0, float), float, rope)
+        rope.pop("rope_theta", None)
         kind = rope.setdefault("rope_type", rope.pop("type", "default"))
-        if kind not in ROPE_TYPES:
+        if not isinstance(kind, str) or kind not in ROPE_TYPES:
             raise ValueError(f"config.json: rope type {kind!r} is not supported; accepted: {list(ROPE_TYPES)}")
-        if moe and "num_experts" not in hf:
-            hf = {**hf, "num_experts": hf.get("num_local_experts")}   # transformers 5 writes this name
-        heads = hf.get("num_attention_heads") or 0
-        known = {f.name for f in fields(cls)}
-        given = {k: v for k, v in hf.items() if k in known and v is not None}
-        if not moe:
-            given = {k: v for k, v in given.items() if "expert" not in k and not k.startswith("moe")}
-        given |= {
-            "rope_theta": float(theta), "rope_scaling": tuple(sorted(rope.items())) if kind != "default" else (),
-            "num_key_value_heads": hf.get("num_key_value_heads") or heads,
-            "head_dim": hf.get("head_dim") or (hf.get("hidden_size") or 0) // max(1, heads),
-            "mlp_only_layers": tuple(hf.get("mlp_only_layers") or ()),
-        }
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                     "num_key_value_heads", "head_dim"):
-            if type(given.get(name)) is not int or given[name] < 1:
-                raise ValueError(f"config.json: {name} must be an integer of at least 1, got {given.get(name)!r}")
         if absent := [k for k in ROPE_TYPES[kind][1] if k not in rope]:
             raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(absent)}")
-        return cls(**given)
+        for name in ROPE_TYPES[kind][1]:
+            number(name, None, float, rope)
+        sizes = {name: number(name, None) for name in ("vocab_size", "hidden_size", "intermediate_size",
+                                                       "num_hidden_layers", "num_attention_heads")}
+        heads = sizes["num_attention_heads"]
+        sizes |= {"num_key_value_heads": number("num_key_value_heads", heads),
+                  "head_dim": number("head_dim", sizes["hidden_size"] // heads),
+                  "max_position_embeddings": number("max_position_embeddings", cls.max_position_embeddings)}
+        if heads % sizes["num_key_value_heads"]:
+            raise ValueError(f"config.json: num_attention_heads = {heads} must divide by num_key_value_heads = "
+                             f"{sizes['num_key_value_heads']}")
+        if sizes["head_dim"] % 2:
+            raise ValueError(f"config.json: head_dim must be even, got {sizes['head_dim']}")
+        if moe:
+            # transformers 5 writes num_local_experts.
+            name = "num_experts" if hf.get("num_experts") is not None else "num_local_experts"
+            sizes |= {"num_experts": number(name, None),
+                      **{n: number(n, None) for n in ("num_experts_per_tok", "moe_intermediate_size")},
+                      "decoder_sparse_step": number("decoder_sparse_step", 1)}
+            if sizes["num_experts_per_tok"] > sizes["num_experts"]:
+                raise ValueError(f"config.json: num_experts_per_tok must be at most num_experts = "
+                                 f"{sizes['num_experts']}, got {sizes['num_experts_per_tok']}")
+            dense = [] if hf.get("mlp_only_layers") is None else hf["mlp_only_layers"]
+            if not isinstance(dense, (list, tuple)) or not all(type(n) is int for n in dense):
+                raise ValueError(f"config.json: mlp_only_layers must be a list of integers, got {dense!r}")
+            sizes |= {"mlp_only_layers": tuple(dense), "norm_topk_prob": flag("norm_topk_prob")}
+        return cls(hf["model_type"], **sizes, rope_theta=theta,
+                   rope_scaling=tuple(sorted(rope.items())) if kind != "default" else (),
+                   rms_norm_eps=number("rms_norm_eps", cls.rms_norm_eps, float),
+                   tie_word_embeddings=flag("tie_word_embeddings"))
 
     def to_hf(self) -> dict[str, Any]:
         """config.json as transformers reads it."""
