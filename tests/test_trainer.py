@@ -937,6 +937,27 @@ def test_adapters_that_are_written_alone_give_what_merging_writes(kind, mode, tm
         assert (plain(ids).logits - want).abs().max() > 1e-2
 
 
+def test_the_export_has_the_dtype_of_the_base(tmp_path):
+    """Of the weights that were read; of random ones what config.json says; float32 if it says nothing."""
+    def exported(name, *arguments, **changes):
+        run(write_config(tmp_path / name, train__max_steps=1, **changes), *arguments)
+        folder = tmp_path / name / "out/checkpoints/global_step_1/hf"
+        [dtype] = {t.dtype for t in tensors(tmp_path / name, 1).values()}
+        assert json.loads((folder / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+        return folder, dtype
+
+    folder, dtype = exported("random")
+    assert dtype == torch.float32
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    half, dtype = exported("half", model__config_path=str(tmp_path / "config.json"),
+                           model__tokenizer_path=str(folder))
+    assert dtype == torch.bfloat16
+    for kind in KINDS:
+        _, dtype = exported(kind, model__model_path=str(half), model__config_path=None, **KINDS[kind])
+        assert dtype == torch.bfloat16, kind
+
+
 def test_each_field_of_lora_shapes_the_model(tmp_path):
     def layers(*arguments, **changes):
         model = build(write_config(tmp_path, **{**LORA, **changes}), *arguments)[1]

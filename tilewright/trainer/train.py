@@ -231,6 +231,8 @@ def train(config: Config, world: World) -> None:
                       cached=pathlib.Path(config.data.dataset_prepared_path).is_dir())
     shape = hf.load_config(hf.local_folder(config.model.config_path))
     tokenizer = hf.local_folder(config.model.tokenizer_path) if t.save_hf_weights else None   # not after the last step
+    base = config.model.model_path
+    exported = hf.stored_dtype(hf.local_folder(base or config.model.config_path), weights=base is not None)
     ops = choose_ops(config, shape, world)
     batches, held = build_data(config, world, shape.vocab_size)
     model = build_model(config, shape, world, ops)
@@ -322,7 +324,7 @@ def train(config: Config, world: World) -> None:
             adapt.save_adapter(unwrap(model), target, base_model=config.model.model_path,
                               files=hf.tokenizer_files(tokenizer))
         else:
-            hf.save_weights(unwrap(model), target, tokenizer_path=tokenizer)
+            hf.save_weights(unwrap(model), target, tokenizer_path=tokenizer, dtype=exported)
     metrics.close()
 
 
