@@ -1359,6 +1359,7 @@ def test_what_cannot_be_unloaded_is_refused(tmp_path):
     model = make(shape=MOE)
     add_lora(model, rank=2)
     experts = model.get_submodule("model.layers.0.mlp.experts")
+    assert not list(experts.replaced.parameters())   # kept without its weights
     before = {n: type(m) for n, m in model.named_modules()}
     experts.group = object()
     with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp\.experts: its weights are spread over processes"):

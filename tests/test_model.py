@@ -364,13 +364,17 @@ def test_an_index_names_files_of_its_folder(tmp_path):
     ({"quantization_config": {"weight_block_size": []}}, r"weight_block_size must be two integers .*, got \[\]"),
     ({"quantization_config": {"weight_block_size": [128.0, 128]}}, "weight_block_size must be two integers"),
     ({"quantization_config": {"ignore": "lm_head"}}, "ignore of .* must be a list of names, got 'lm_head'")])
-def test_a_quantisation_that_config_json_describes_wrongly_is_refused(change, message, tmp_path):
+def test_a_quantization_that_config_json_describes_wrongly_is_refused(change, message, tmp_path):
     theirs("qwen3", tmp_path)
     file = tmp_path / "theirs/config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(ValueError, match=message):
         hf.excluded(tmp_path / "theirs")
         ours(tmp_path / "theirs")
+    file.rename(tmp_path / "theirs/hf_quant_config.json")
+    (tmp_path / "theirs/hf_quant_config.json").write_text('{"quantization": []}')
+    with pytest.raises(ValueError, match=r"hf_quant_config\.json: quantization must be an object, got list"):
+        hf.excluded(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -554,6 +554,10 @@ def test_what_cannot_be_read_is_refused(mode):
         "lora_B.weight must have shape [32, 12] for 4 experts of rank 3, got [32, 11]":
             {"change": lambda t: t.update({GATE_UP_B: t[GATE_UP_B][:, 1:]})},
         "use_dora = True cannot be represented in LoRAExperts": {"use_dora": True},
+        f"{PATH}: use_rslora must be true or false, got \"false\"": {"use_rslora": "false"},
+        f"{PATH}: r must be an int >= 1, got 3.0": {"r": 3.0},
+        "lora_A.weight must be one of float32, bfloat16, float16, float64, got int8":
+            {"change": lambda t: t.update({DOWN_A: t[DOWN_A].to(torch.int8)})},
         "peft_type must be LORA, got 'LOHA'": {"peft_type": "LOHA"},
         "has rank 6 for gate and up together, which rank 3 for each cannot represent":
             {"rank_pattern": {"experts.gate_up_proj": 6}, "alpha_pattern": {"experts.gate_up_proj": 12}},

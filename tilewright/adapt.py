@@ -164,7 +164,7 @@ def quantize_model(model: nn.Module, format: QuantFormat | str | Callable[[torch
                    exclude: Iterable[str] = (), strict: bool = True) -> list[str]:
     """Quantises the projections of the decoder layers, experts' too, one at a time, and returns their paths.
 
-    format: a QuantFormat, or the name of one ("nf4"), or what else makes a quantised tensor of a dense one.
+    format: a QuantFormat, or the name of one ("nf4"), or what else makes a quantized tensor of a dense one.
     exclude: modules that stay as they are (see `matches`).   strict: what of it matches no module is an error.
     Linear layers become QuantizedLinear, experts' tensors QuantizedExperts. A model on the meta device becomes one to
     fill later. `save_pretrained` of a transformers model then writes NF4 as bitsandbytes does, and refuses what
@@ -394,8 +394,8 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
     """Makes plain layers of what `quantize_model` and `add_lora` put into the model, in place, and returns the model:
     nn.Linear, and the experts' modules as they were, with tensors. `save_pretrained` then works as ever.
 
-    Adapters are added in float32, and the sum is rounded once, to the dtype of the weight. What is quantised is
-    dequantised, to the dtype that it was quantised from, and not quantised again. Weights stay frozen.
+    Adapters are added in float32, and the sum is rounded once, to the dtype of the weight. What is quantized is
+    dequantized, to the dtype that it was quantized from, and not quantized again. Weights stay frozen.
     Raises ValueError, and changes nothing, for parameters that are sharded or spread over processes (the trainer's
     `hf.save_weights` writes those), and for experts whose adapters `add_lora` did not put there.
     """
@@ -425,7 +425,7 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
 
 
 def _plain(module: LoRALinear | LoRAExperts | QuantizedLinear) -> nn.Module:
-    """The layer without adapters, which are added to its weight, and not quantised."""
+    """The layer without adapters, which are added to its weight, and not quantized."""
     if isinstance(module, LoRAExperts):
         dense = not isinstance(module.down_proj, QuantizedExperts)
         if dense:
@@ -464,7 +464,7 @@ def set_noise(model: nn.Module, noise: AQN | None) -> None:
 
 def _guard_save_pretrained(model: nn.Module) -> None:
     """Transformers models take `_save_pretrained` in place of their own, which would write the names of adapters and of
-    quantised bytes; from_pretrained does not know them, and begins such layers at random."""
+    quantized bytes; from_pretrained does not know them, and begins such layers at random."""
     for module in model.modules():
         if hasattr(type(module), "save_pretrained") and not _guarded(module):
             module.save_pretrained = functools.partial(_save_pretrained, module)
@@ -474,8 +474,9 @@ def _guarded(module: nn.Module) -> bool:
     return getattr(module.__dict__.get("save_pretrained"), "func", None) is _save_pretrained
 
 
-def _save_pretrained(model: Any, save_directory: str | pathlib.Path, *arguments: Any, **options: Any) -> Any:
-    """What `save_pretrained` of a transformers model is, once it has adapters or quantised weights.
+def _save_pretrained(model: Any, save_directory: str | pathlib.Path, is_main_process: bool = True,
+                     state_dict: dict[str, Any] | None = None, **options: Any) -> Any:
+    """What `save_pretrained` of a transformers model is, once it has adapters or quantized weights.
 
     Linear layers in NF4 are written as bitsandbytes writes them, and from_pretrained gives the same bytes. Raises
     ValueError, and writes nothing, for adapters and for other formats.
@@ -487,13 +488,12 @@ def _save_pretrained(model: Any, save_directory: str | pathlib.Path, *arguments:
                          "save_pretrained then writes")
     weights = {name: q for name, module in stored.items() for q in quantized(module)}
     if not weights:
-        return own(model, save_directory, *arguments, **options)
-    given = arguments[1] if len(arguments) > 1 else options.get("state_dict")
+        return own(model, save_directory, is_main_process=is_main_process, state_dict=state_dict, **options)
     other = next((n for n, q in weights.items() if not isinstance(q, NF4) or len(quantized(stored[n])) > 1), None)
-    if other is not None or given is not None:
-        what = "a state_dict of quantised weights" if other is None else f"{other} as {type(weights[other]).__name__}"
+    if other is not None or state_dict is not None:
+        what = "a state_dict of quantized weights" if other is None else f"{other} as {type(weights[other]).__name__}"
         raise ValueError(f"save_pretrained cannot write {what}; it writes matrices in NF4, without a state_dict. "
-                         "tilewright.adapt.merge_and_unload(model) dequantises the weights, which save_pretrained then "
+                         "tilewright.adapt.merge_and_unload(model) dequantizes the weights, which save_pretrained then "
                          "writes")
     state = model.state_dict()
     for path, module in list(model.named_modules()):
@@ -508,7 +508,7 @@ def _save_pretrained(model: Any, save_directory: str | pathlib.Path, *arguments:
         "bnb_4bit_quant_storage": "uint8", "bnb_4bit_compute_dtype": short(next(iter(weights.values())).dtype),
         "llm_int8_skip_modules": [path for path, m in model.named_modules() if isinstance(m, nn.Linear)]}
     try:
-        return own(model, save_directory, *arguments, **{**options, "state_dict": state})
+        return own(model, save_directory, is_main_process=is_main_process, state_dict=state, **options)
     finally:
         del model.config.quantization_config
 

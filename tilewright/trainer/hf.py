@@ -42,7 +42,7 @@ SHARD = re.compile(r"model(-g\d+)?-\d{5}-of-\d{5}\.safetensors")   # transformer
 # Beside a quantised weight: what belongs to it, by format, and what only inference with quantised activations needs.
 BESIDE = {"nf4": (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4"),
           "nvfp4": ("_packed", "_scale", "_global_scale", "_scale_2"), "block_fp8": ("_scale_inv",)}
-# What weights may be that are not quantised, by safetensors' names.
+# What weights may be that are not quantized, by safetensors' names.
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 ACTIVATIONS = (".input_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
                ".activation_scale")
@@ -151,12 +151,12 @@ class _Checkpoint:
         return DTYPES.get(self._at(name).get_slice(name).get_dtype())
 
     def refused(self, name: str) -> str | None:
-        """Why a tensor that is not quantised cannot be read; None if it can."""
+        """Why a tensor that is not quantized cannot be read; None if it can."""
         if self.format(name) is not None or self.dtype(name) is not None:
             return None
         kind = self._at(name).get_slice(name).get_dtype()
         return (f"{name} is {kind} in {self.file_of[name].name}; accepted are {', '.join(DTYPES)}, and what is "
-                "quantised with its scales beside it")
+                "quantized with its scales beside it")
 
     def format(self, name: str) -> str | None:
         """How a weight is quantised; None: it is not."""
@@ -260,12 +260,11 @@ def excluded(path: str | pathlib.Path) -> list[str]:
     folder, found = pathlib.Path(path), []
     config = _quantization(folder)
     if (folder / "hf_quant_config.json").is_file():   # modelopt's own
-        own = read_json(folder / "hf_quant_config.json").get("quantization")
-        config = {**(own if isinstance(own, dict) else {}), **config}
+        config = {**_section(folder / "hf_quant_config.json", "quantization"), **config}
     for key in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore", "exclude_modules"):
         names = [] if config.get(key) is None else config[key]
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{folder}: {key} of the quantisation's configuration must be a list of names, got "
+            raise ValueError(f"{folder}: {key} of the quantization's configuration must be a list of names, got "
                              f"{names!r}")
         found += [name for name in names if name not in found]
     return found
@@ -273,11 +272,16 @@ def excluded(path: str | pathlib.Path) -> list[str]:
 
 def _quantization(folder: pathlib.Path) -> dict[str, Any]:
     """The quantization_config of config.json; {} of a folder without one."""
-    config = read_config(folder).get("quantization_config") if (folder / "config.json").is_file() else None
-    if config is not None and not isinstance(config, dict):
-        raise ValueError(f"{folder / 'config.json'}: quantization_config must be an object, got "
-                         f"{type(config).__name__}")
-    return {} if config is None else config
+    file = folder / "config.json"
+    return _section(file, "quantization_config") if file.is_file() else {}
+
+
+def _section(file: pathlib.Path, key: str) -> dict[str, Any]:
+    """An object within a file's; {} if it is not there or null."""
+    found = read_json(file).get(key)
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"{file}: {key} must be an object, got {type(found).__name__}")
+    return {} if found is None else found
 
 
 def _inside(folder: pathlib.Path, name: Any, index: pathlib.Path) -> pathlib.Path:
@@ -294,14 +298,14 @@ def _inside(folder: pathlib.Path, name: Any, index: pathlib.Path) -> pathlib.Pat
 
 
 def stored_dtype(path: str | pathlib.Path, *, weights: bool = True) -> torch.dtype:
-    """Of a folder's weights that are not quantised: the embedding's. With weights = False, what config.json says, which
+    """Of a folder's weights that are not quantized: the embedding's. With weights = False, what config.json says, which
     may be the path, and float32 if it says nothing. Raises ValueError for a dtype that is none of DTYPES."""
     folder = pathlib.Path(path)
     if weights:
         found, name = _Checkpoint(folder), "model.embed_tokens.weight"
         problem = found.refused(name) if name in found else f"missing {name}"
         if problem or (dtype := found.dtype(name)) is None:
-            raise ValueError(f"{folder}: {problem or f'{name} is quantised'}")
+            raise ValueError(f"{folder}: {problem or f'{name} is quantized'}")
         return dtype
     config = read_config(folder)
     value = next((config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None), "float32")
