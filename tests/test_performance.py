@@ -482,6 +482,33 @@ def test_many_cases_are_split_over_pictures(root):
     assert links == [f"img/performance/nvidia-h200-ratios-{i}.png" for i in (1, 2)]
 
 
+def test_pictures_hold_what_they_say(root):
+    """No text over the edge, no row without a mark, every peer by its name."""
+    pytest.importorskip("matplotlib")
+    for i in range(8):
+        about = meta(date=f"2026-11-{10 + i}", commit="abcdef01"[i])
+        results(root, [row(p, ms, f"case-{i}") for p, ms in (("triton", 2.0), ("compile", 3.0), ("liger", 2.5 + i % 2),
+                                                             ("quack", 3.0))], f"run-{i}", about)
+    results(root, [row("eager", 9.0, "alone"), row("triton", 2.0, "alone"),
+                   row("eager", 9.0, "a", op="rope"), row("triton", 2.0, "a", op="rope")], "eager-only")
+    shown = {p.kind: p for p in build(root).pictures}
+    ratios = shown["ratios"].data
+    [panel] = ratios["panels"]
+    assert {y for y, _, _ in panel["points"]} == set(range(len(ratios["rows"]))) == set(range(8))
+    assert {other for _, other, _ in panel["points"]} == {"compile", "liger", "quack"}
+    assert "cases of: rmsnorm, rope." in shown["ratios"].caption
+    assert set(shown) == {"roofline", "ratios"}
+    for kind, picture in shown.items():
+        figure = picture.figure()
+        figure.draw_without_rendering()
+        names = [t.get_text() for legend in figure.legends for t in legend.get_texts()]
+        assert kind == "roofline" or names[1:] == ["over the best peer: liger", "over the best peer: quack"]
+        assert f"measured 2026-11-10 to 2026-11-{17 if kind == 'ratios' else 20}" in figure.get_suptitle()
+        for artist in (*figure.texts, *figure.legends):
+            box = artist.get_window_extent()
+            assert 0 <= box.x0 and box.x1 <= figure.bbox.width, (kind, box)
+
+
 def test_the_same_inputs_make_the_same_bytes(root, monkeypatch):
     single = [row("eager", 9.0, dtype="float32"), row("triton", 3.0, dtype="float32")]
     write(suite(root) / "time/rmsnorm.qwen3-8b.float32.json", {"meta": meta(), "roofline": ROOF, "rows": single})

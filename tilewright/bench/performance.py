@@ -783,7 +783,7 @@ def pictures_of(plots: Iterable[Picture], kind: str) -> list[str]:
 
 
 def plots_of(device: Device, found: Raw, folder: str) -> list[Picture]:
-    """The pictures of a device, as data. A picture's rows are those of the tables."""
+    """The pictures of a device, as data."""
     made = [*_roofline_picture(device, found, folder), *_ratio_pictures(device, folder)]
     return [p for p in made if p.data["panels"]]
 
@@ -822,7 +822,10 @@ ROWS_A_PICTURE = 45   # more are not legible at the width of a page
 
 
 def _ratio_pictures(device: Device, folder: str) -> list[Picture]:
-    rows = dict.fromkeys((op, case) for op, case, _ in device.pairs)
+    over = {name: {"compile": pairs.get("compile"), "peer": device.best_peer(name)}
+            for name, pairs in device.pairs.items()}
+    rows = dict.fromkeys((op, case) for (op, case, _), pairs in over.items() if any(pairs.values()))
+    bare = dict.fromkeys(op for op, case, _ in over if (op, case) not in rows)
     pages: list[list[tuple[str, str]]] = [[]]
     for op in dict.fromkeys(op for op, _ in rows):
         mine = [r for r in rows if r[0] == op]
@@ -835,16 +838,16 @@ def _ratio_pictures(device: Device, folder: str) -> list[Picture]:
         for dtype in device.dtypes():
             points = []
             for y, (op, case) in enumerate(page):
-                pairs = device.pairs.get((op, case, dtype), {})
-                for what, p in (("compile", pairs.get("compile")), ("peer", device.best_peer((op, case, dtype)))):
-                    if p:
-                        points.append([y, what, p.ratio])
-                        used.append(p.group.source)
+                for p in filter(None, over.get((op, case, dtype), {}).values()):
+                    points.append([y, p.other["provider"], p.ratio])
+                    used.append(p.group.source)
             if points:
                 panels.append({"dtype": dtype, "points": points})
         number_ = f"-{i}" if len(pages) > 1 else ""
         caption = (f"How many times as fast as each `auto` is; left of 1 it is slower. "
                    f"Measured at {'; '.join(origins(used))}.")
+        if bare and i == len(pages):
+            caption += f" Not shown, for neither has a time there, are cases of: {', '.join(bare)}."
         made.append(Picture("ratios", f"{folder}/{_slug(device)}-ratios{number_}.png",
                             f"How many times as fast as others auto is, {device.name}", caption,
                             {"title": device.title, "from": origins(used), "rows": page, "panels": panels}))

@@ -13,8 +13,8 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
-STYLE = 1   # raise when the drawing changes, so that pictures of the same numbers are drawn again
-COMPILE, PEER = "#8c8c8c", "#2a6f97"
+STYLE = 2   # raise when the drawing changes, so that pictures of the same numbers are drawn again
+COMPILE = "#8c8c8c"
 COLOURS = ("#2a6f97", "#e0a458", "#468f6b", "#b5534c", "#8a5a9e", "#5c6b73")
 MARKERS = "osD^vP"
 
@@ -34,12 +34,15 @@ class Picture:
         text = json.dumps([STYLE, self.kind, self.data], sort_keys=True)
         return "tilewright " + hashlib.sha256(text.encode()).hexdigest()
 
+    def figure(self):
+        """As matplotlib's."""
+        return {"roofline": _roofline, "ratios": _ratios}[self.kind](self.data)
+
     def draw(self, beside: pathlib.Path) -> None:
         path = beside / self.link
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure = {"roofline": _roofline, "ratios": _ratios}[self.kind](self.data)
         # No Software: the version of matplotlib is not a property of the numbers.
-        figure.savefig(path, dpi=130, metadata={"Description": self.digest, "Software": None})
+        self.figure().savefig(path, dpi=130, metadata={"Description": self.digest, "Software": None})
 
 
 def is_drawn(picture: Picture, beside: pathlib.Path) -> bool:
@@ -56,7 +59,8 @@ def _panels(data: dict[str, Any], width: float, height: float, **shared):
     for axes in panels:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    figure.suptitle(f"{data['title']}\nmeasured at {'; '.join(data['from'])}", fontsize=9)
+    days = sorted({origin.rpartition(", ")[2] for origin in data["from"]})   # the page names the commits
+    figure.suptitle(f"{data['title']}\nmeasured {' to '.join(dict.fromkeys((days[0], days[-1])))}", fontsize=9)
     return figure, panels
 
 
@@ -93,19 +97,24 @@ def _roofline(data: dict[str, Any]):
 
 
 def _ratios(data: dict[str, Any]):
-    """`auto` over torch.compile and over the best peer: a row a case, a panel a dtype, a line at 1."""
+    """`auto` over torch.compile and over the best peer, which has a colour: a row a case, a panel a dtype, a line at
+    1."""
     rows = data["rows"]
     figure, panels = _panels(data, 2.6 + 3.4 * len(data["panels"]), 1.7 + 0.19 * len(rows))
-    found = [p[2] for panel in data["panels"] for p in panel["points"]]
+    points = [p for panel in data["panels"] for p in panel["points"]]
+    found = [ratio for _, _, ratio in points]
+    peers = sorted({other for _, other, _ in points} - {"compile"})
+    styles = {"compile": {"color": COMPILE, "marker": "o"},
+              **{p: {"color": COLOURS[i % len(COLOURS)], "marker": "D"} for i, p in enumerate(peers)}}
     left, right = math.log2(min(0.8, *found)) - 0.2, math.log2(max(1.25, *found)) + 0.2
     for axes, panel in zip(panels, data["panels"], strict=True):
         for i, (op, _) in enumerate(rows):
             if list(dict.fromkeys(o for o, _ in rows)).index(op) % 2:   # every other op, so that blocks are seen
                 axes.axhspan(i - 0.5, i + 0.5, color="#f3f6f8", linewidth=0, zorder=0)
-        for what, colour, marker, size in (("compile", COMPILE, "o", 26), ("peer", PEER, "D", 18)):
-            mine = [p for p in panel["points"] if p[1] == what]
-            axes.scatter([math.log2(p[2]) for p in mine], [p[0] for p in mine], s=size, color=colour, marker=marker,
-                         linewidth=0, zorder=3)
+        for other, style in styles.items():
+            mine = [p for p in panel["points"] if p[1] == other]
+            axes.scatter([math.log2(p[2]) for p in mine], [p[0] for p in mine], s=26 if other == "compile" else 18,
+                         linewidth=0, zorder=3, **style)
         axes.axvline(0, color="black", linewidth=1, zorder=2)
         step = 1 if right - left < 7 else 2
         ticks = range(math.ceil(left / step) * step, math.floor(right) + 1, step)
@@ -115,8 +124,8 @@ def _ratios(data: dict[str, Any]):
         axes.grid(axis="x", color="#e4e4e4", linewidth=0.5, zorder=1)
         axes.tick_params(axis="y", length=0)
     panels[0].set_yticks(range(len(rows)), [f"{op}  {case}" for op, case in rows], fontsize=7.5)
-    _legend(figure, [("auto over torch.compile", {"color": COMPILE, "marker": "o"}),
-                     ("auto over the best peer", {"color": PEER, "marker": "D"})], 2)
+    _legend(figure, [("auto over torch.compile" if other == "compile" else f"over the best peer: {other}", style)
+                     for other, style in styles.items()], 3)
     return figure
 
 
