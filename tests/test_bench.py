@@ -1,8 +1,10 @@
 """The benchmark itself: statistics, the gate before the clock, files, comparison, commands."""
 
 import copy
+import importlib.util
 import json
 import math
+import pathlib
 import re
 import time
 
@@ -491,3 +493,21 @@ def test_a_slow_call_on_a_gpu_is_sampled_once_and_prepared_in_few(monkeypatch, s
     assert clock.prepare(call) == calls
     assert len(count) <= made and clock.host_seconds(call) < 0.01
     assert clock._flushes[id(call)] == 2
+
+
+# ---- under pytest-benchmark
+
+def test_a_baseline_beyond_the_contract_is_skipped_and_an_implementation_fails(monkeypatch):
+    pytest.importorskip("pytest_benchmark")
+    path = pathlib.Path(__file__).with_name("benchmark") / "test_speed.py"
+    spec = importlib.util.spec_from_file_location("test_speed", path)
+    speed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(speed)
+    op = _op(_fake("right", rmsnorm_eager), _fake("wrong", wrong))
+    monkeypatch.setattr(speed, "providers", lambda op, device, dtype: [
+        providers.Provider("compile", lambda **kwargs: op.public(**kwargs, implementation="wrong")),
+        providers.Provider("wrong", lambda **kwargs: op.public(**kwargs, implementation="wrong"))])
+    with pytest.raises(pytest.skip.Exception, match="breaks the contract: out 0: error"):
+        speed.test_speed(op, op.cases[0], torch.float32, "compile", None)
+    with pytest.raises(AssertionError, match="out 0: error"):
+        speed.test_speed(op, op.cases[0], torch.float32, "wrong", None)
