@@ -7,14 +7,16 @@ here, and what the compiler makes of a kernel: vectors, layouts, exchanges throu
 Two other processes do it, since this one may be running the interpreter; they print a line of JSON for each test.
 """
 
+import contextlib
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import tempfile
+import threading
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -329,11 +331,23 @@ def runs():
     return found
 
 
+def without_machine_code(backend=None, stages=None, options=None, language=None, capability=None):
+    """Triton's hook into its stages: it ends with PTX, which is what is run here. Without arguments, what tells such
+    a kernel from others in Triton's cache."""
+    if stages is None:
+        return "without machine code", "without machine code"
+    stages["cubin"] = lambda text, metadata: b""
+    return None
+
+
 def main(names):
+    from triton import knobs
     from triton.runtime import driver as triton_driver
 
     from tilewright.kernels import grouped_gemm_triton, quantize_triton
 
+    knobs.runtime.add_stages_inspection_hook = without_machine_code
+    knobs.compilation.disable_line_info = True   # nobody debugs them: a fifth of the time of compiling
     platform.interpreting = lambda: True   # Triton takes tensors of a CPU, and this is not the interpreter
     driver = Driver()
     triton_driver.set_active(driver)
@@ -356,27 +370,87 @@ def main(names):
 
 # ---- in pytest's process
 
+class Verdicts:
+    """What is wrong with each of these tests, as two processes find it out: each has every second one, in order. They
+    run ahead of whoever asks, so that asking for one waits for no more than the work on it."""
+
+    def __init__(self, names, command, **options):
+        self.found, self.news, self.said, self.running = {}, threading.Condition(), {}, []
+        for share in filter(None, (names[::2], names[1::2])):
+            said = tempfile.TemporaryFile("w+")   # noqa: SIM115: read if the process dies, else gone with it
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
+                                       **options)
+            self.running.append(process)
+            threading.Thread(target=self._listen, args=(process, share, said), daemon=True).start()
+
+    def _listen(self, process, names, said):
+        with process, said:
+            with contextlib.suppress(BrokenPipeError):   # it died: its verdicts are missing, which is told below
+                process.stdin.write(json.dumps(names))
+                process.stdin.close()
+            for line in process.stdout:
+                if line.startswith("{"):
+                    verdict = json.loads(line)
+                    self._tell({verdict["name"]: verdict["wrong"]})
+            process.wait()
+            said.seek(0)
+            why = f"no verdict, the process ended with {process.returncode}: {said.read()[-3000:]}"
+            self._tell({name: why for name in names if name not in self.found})
+
+    def _tell(self, verdicts):
+        with self.news:
+            self.found |= verdicts
+            self.news.notify_all()
+
+    def __getitem__(self, name):
+        with self.news:
+            self.news.wait_for(lambda: name in self.found)
+            return self.found[name]
+
+    def end(self):
+        for process in self.running:
+            process.kill()
+
+
 @pytest.fixture(scope="module")
 def verdicts(request):
-    """Of all tests that are selected: name -> what is wrong."""
+    """Of all tests that are selected."""
     names = [item.callspec.params["name"] for item in request.session.items
-             if item.path == request.path and "name" in item.callspec.params]
+             if item.path == request.path and item.originalname == test_compiled_kernels.__name__]
     variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-
-    def answers(names):
-        run = subprocess.run([sys.executable, __file__], input=json.dumps(names), env=variables, cwd=ROOT,
-                             capture_output=True, text=True, timeout=900, check=False)
-        lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-        return {**dict.fromkeys(names, f"no verdict: {run.stderr[-3000:]}"), **{v["name"]: v["wrong"] for v in lines}}
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(answers, (names[::2], names[1::2]))
-    return {**first, **second}
+    found = Verdicts(names, [sys.executable, __file__], env=variables, cwd=ROOT)
+    yield found
+    found.end()
 
 
 @pytest.mark.parametrize("name", runs())
 def test_compiled_kernels(name, verdicts):
     assert not verdicts[name], verdicts[name]
+
+
+ANSWERS = """
+import json, sys, time
+for name in json.load(sys.stdin):
+    if name == "dies":
+        raise SystemExit("gone")
+    if name == "hangs":
+        time.sleep(3600)
+    print("not a verdict", flush=True)
+    print(json.dumps({"name": name, "wrong": "it is" if name == "wrong" else ""}), flush=True)
+"""
+
+
+def test_a_verdict_waits_for_no_work_but_its_own():
+    """The first ones are known while a later one is still at work, and a process that ends says so for what is left."""
+    verdicts = Verdicts(["right", "wrong", "hangs", "dies", "never", "after"], [sys.executable, "-c", ANSWERS])
+    try:
+        assert verdicts["right"] == "" and verdicts["wrong"] == "it is"
+        for name in ("dies", "after"):
+            assert verdicts[name].startswith("no verdict, the process ended with 1") and "gone" in verdicts[name]
+        assert "hangs" not in verdicts.found and "never" not in verdicts.found
+    finally:
+        verdicts.end()
+    assert verdicts["never"].startswith("no verdict, the process ended with -9")
 
 
 if __name__ == "__main__":
