@@ -126,7 +126,7 @@ def without_interpreter(**variables):
 def python(*args, **variables):
     """A run of Python at the root, without the interpreter unless `variables` sets it."""
     return subprocess.run([sys.executable, *map(str, args)], env=without_interpreter(**variables), cwd=ROOT,
-                          capture_output=True, text=True, timeout=300, check=False)
+                          capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
