@@ -375,27 +375,27 @@ class Verdicts:
     run ahead of whoever asks, so that asking for one waits for no more than the work on it."""
 
     def __init__(self, names, command, **options):
-        self.found, self.news, self.said, self.running = {}, threading.Condition(), {}, []
-        for share in filter(None, (names[::2], names[1::2])):
-            said = tempfile.TemporaryFile("w+")   # noqa: SIM115: read if the process dies, else gone with it
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
-                                       **options)
-            self.running.append(process)
-            threading.Thread(target=self._listen, args=(process, share, said), daemon=True).start()
+        self.found, self.news, self.running = {}, threading.Condition(), []
+        self.folder = tempfile.TemporaryDirectory()   # of what they say beside their verdicts
+        for i, share in enumerate(filter(None, (names[::2], names[1::2]))):
+            path = pathlib.Path(self.folder.name, str(i))
+            with path.open("w") as said:
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
+                                           text=True, **options)
+            listener = threading.Thread(target=self._listen, args=(process, share, path), daemon=True)
+            listener.start()
+            self.running.append((process, listener))
 
-    def _listen(self, process, names, said):
-        with process, said:
-            with contextlib.suppress(BrokenPipeError):   # it died: its verdicts are missing, which is told below
-                process.stdin.write(json.dumps(names))
-                process.stdin.close()
+    def _listen(self, process, names, path):
+        with process, contextlib.suppress(BrokenPipeError):   # it died: its verdicts are missing, which is told below
+            process.stdin.write(json.dumps(names))
+            process.stdin.close()
             for line in process.stdout:
                 if line.startswith("{"):
                     verdict = json.loads(line)
                     self._tell({verdict["name"]: verdict["wrong"]})
-            process.wait()
-            said.seek(0)
-            why = f"no verdict, the process ended with {process.returncode}: {said.read()[-3000:]}"
-            self._tell({name: why for name in names if name not in self.found})
+        why = f"no verdict, the process ended with {process.returncode}: {path.read_text()[-3000:]}"
+        self._tell({name: why for name in names if name not in self.found})
 
     def _tell(self, verdicts):
         with self.news:
@@ -408,8 +408,10 @@ class Verdicts:
             return self.found[name]
 
     def end(self):
-        for process in self.running:
+        for process, listener in self.running:
             process.kill()
+            listener.join()
+        self.folder.cleanup()
 
 
 @pytest.fixture(scope="module")
