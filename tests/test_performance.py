@@ -506,7 +506,7 @@ def test_pictures_hold_what_they_say(root):
         assert f"measured 2026-11-10 to 2026-11-{17 if kind == 'ratios' else 20}" in figure.get_suptitle()
         for artist in (*figure.texts, *figure.legends):
             box = artist.get_window_extent()
-            assert 0 <= box.x0 and box.x1 <= figure.bbox.width, (kind, box)
+            assert box.x0 >= 0 and box.x1 <= figure.bbox.width, (kind, box)
 
 
 def test_the_same_inputs_make_the_same_bytes(root, monkeypatch):
