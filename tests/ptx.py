@@ -130,6 +130,22 @@ def _swizzled(address, span):
     return address ^ (address >> 3 & (span - 16)) if span else address
 
 
+# Instructions after which a thread may be elsewhere, or wait.
+LEAVES = ("ret", "bra", "bar", "barrier", "mbarrier")
+
+
+@functools.cache
+def _text_and_bits(op):
+    kind = op[-1]
+    return ".".join(op), int(re.sub(r"\D", "", kind)[:2] or 0) if kind[0] in "busf" and kind != "f32x2" else 0
+
+
+@functools.cache
+def _base_and_offset(operand):
+    base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+)\s*)?\]$", operand).groups()
+    return base, int(offset or 0)
+
+
 class Kernel:
     def __init__(self, ptx: str, dynamic_shared: int = 0):
         """dynamic_shared: bytes of the shared memory whose size the launch says, not the PTX."""
@@ -195,7 +211,8 @@ class _Cluster:
         # Of wgmma: those that were issued, by group of 128 threads: what comes into which registers, what it reads.
         self.products = [[] for _ in range(-(-n // 128))]
         self.abroad = np.full(n, -1)   # barrier.cluster.arrive's that a thread had made when it wrote to another block
-        self.regs = {}
+        self.regs, self.constants = {}, {}
+        self.whole = None   # the threads at this instruction, if it is all of them
         self.pc = np.zeros(n, np.int64)
         self.waits = np.zeros(n, np.int8)   # 1: at bar.sync, 2: at barrier.cluster.wait, 3: at an mbarrier
         self.arrived = np.zeros(n, np.int64)
@@ -210,13 +227,25 @@ class _Cluster:
                     return
                 self.release()
                 continue
-            pc = self.pc[ready].min()
-            who = ready & (self.pc == pc)
-            predicate, negated, op, args = code[pc]
-            self.pc[who] = pc + 1
-            if predicate is not None:
-                who = who & (self.regs[predicate] != negated)
-            self.step(op, args, who, pc)
+            pc = int(self.pc[ready].min())
+            here = ready & (self.pc == pc)
+            others = self.pc[ready & ~here]
+            until = int(others.min()) if len(others) else end   # where they meet again
+            self.whole = here if here.all() else None
+            going = True
+            while going and pc < until:
+                predicate, negated, op, args = code[pc]
+                going = op[0] not in LEAVES
+                if not going:
+                    self.pc[here] = pc + 1
+                who = here
+                if predicate is not None:
+                    who = here & (self.regs[predicate] != negated)
+                if predicate is None or who.any():
+                    self.step(op, args, who, pc)
+                pc += 1
+            if going:
+                self.pc[here] = pc
 
     def release(self):
         done = self.pc >= len(self.k.code)
@@ -253,11 +282,16 @@ class _Cluster:
             return np.full(self.n, 4096 * (1 + self.k.parameters.index(name)), U[bits])
         if name in self.k.shared:
             return np.full(self.n, self.k.shared[name], U[bits])
-        if name.startswith("0f"):
-            return np.full(self.n, int(name[2:], 16), np.uint32)
-        if name.rstrip("0123456789") in self.k.widths:   # never written: of a pair, the half that does not matter
-            return np.full(self.n, (1 << bits) - 1, U[bits])
-        return np.full(self.n, int(name.rstrip("U"), 0) & (1 << bits) - 1, U[bits])
+        if (name, bits) not in self.constants:
+            if name.startswith("0f"):
+                number, bits = int(name[2:], 16), 32
+            elif name.rstrip("0123456789") in self.k.widths:   # never written: of a pair, the half that does not matter
+                number = -1
+            else:
+                number = int(name.rstrip("U"), 0)
+            self.constants[name, bits] = np.full(self.n, number & (1 << bits) - 1, U[bits])
+            self.constants[name, bits].flags.writeable = False
+        return self.constants[name, bits]
 
     def truth(self, name):
         return self.regs[name] if name in self.regs else np.full(self.n, bool(int(name)))
@@ -267,12 +301,14 @@ class _Cluster:
             self.regs[name] = np.zeros(self.n, value.dtype)
         if self.regs[name].dtype != value.dtype:
             raise TypeError(f"{name} holds {self.regs[name].dtype}, gets {value.dtype}")
-        self.regs[name][who] = value[who]
+        if who is self.whole:
+            self.regs[name][:] = value
+        else:
+            self.regs[name][who] = value[who]
 
     def address(self, operand):
-        m = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+)\s*)?\]$", operand)
-        base = self.get(m[1], 64).astype(np.int64)
-        return base + int(m[2] or 0)
+        base, offset = _base_and_offset(operand)
+        return self.get(base, 64).astype(np.int64) + offset
 
     # ---- memory
 
@@ -312,20 +348,20 @@ class _Cluster:
             if ((m.writer[places] != 0) & (m.writer[places] != me)).any():
                 raise RuntimeError(f"{name}: reads what another thread writes in this launch")
             m.read[places] = True
-            for at, i in zip(places.T, np.broadcast_to(me, places.shape).T, strict=True):
-                m.reader[at] = np.where((m.reader[at] == 0) | (m.reader[at] == i), i, -1)
-                m.reader[at[m.reader[at] != i]] = -1   # two threads of this very instruction
+            before = m.reader[places]
+            m.reader[places] = np.where((before == 0) | (before == me), me, -1)
+            m.reader[places[m.reader[places] != me]] = -1   # two threads of this very instruction
             return m.data[places]
         if self.flying[places].any():
             raise RuntimeError(f"{name}: reads what cp.async may still be writing, without a wait_group between")
         thread = np.broadcast_to((np.flatnonzero(who) + 1)[:, None], places[1].shape)
         if self.of_others(self.written[places], thread).any():
             raise RuntimeError(f"{name}: reads what another thread wrote, without a barrier between")
-        for t, b, p in zip(thread.T, places[0].T if places[0].shape == thread.shape else [places[0][:, 0]] * size,
-                           places[1].T, strict=True):
-            self.read[b, p] = np.where(self.of_others(self.read[b, p], t), -1, t)
-            again = self.read[b, p] != t   # two lanes of this very instruction
-            self.read[b[again], p[again]] = -1
+        self.read[places] = np.where(self.of_others(self.read[places], thread), -1, thread)
+        again = self.read[places] != thread   # two lanes of this very instruction
+        if again.any():
+            block, each = (np.broadcast_to(p, again.shape)[again] for p in places)
+            self.read[block, each] = -1
         return self.shared[places]
 
     def store(self, space, address, raw, who, name):
@@ -593,11 +629,8 @@ class _Cluster:
     # ---- instructions
 
     def step(self, op, args, who, pc):
-        if not who.any():
-            return
         name, kind = op[0], op[-1]
-        text = ".".join(op)
-        bits = int(re.sub(r"\D", "", kind)[:2] or 0) if kind[0] in "busf" and kind != "f32x2" else 0
+        text, bits = _text_and_bits(tuple(op))
         if name == "ret":
             if (self.abroad[who] >= self.arrived[who]).any():
                 raise RuntimeError("ret: wrote to another block, which may have ended: no barrier.cluster.arrive since")
