@@ -9,6 +9,15 @@ if not torch.cuda.is_available():
 
 import pytest
 
+# Files that take longest, which may have few tests. A file begun last that takes minutes would leave the other
+# processes of a run without work.
+LONG = ("test_triton_ptx", "test_contract", "test_trainer", "test_packaging", "test_integrations", "test_trainer_cp",
+        "test_expert_parallel", "test_context_parallel", "test_operators", "test_cute", "test_suite")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
 
 @pytest.fixture(autouse=True)
 def _seeded():
