@@ -4,28 +4,49 @@ On x86-64 the same sources are compiled three times, for AVX-512, for AVX2 and f
 the one that suits the processor. (GCC 12's target_clones were tried first: they vectorise the same loops to code that
 is three to five times slower in bf16.)
 
-A missing torch or a failing compiler skips the extension and leaves the rest of the package working:
-`tilewright explain` then shows the `cpp` implementations as unavailable, with the reason.
+A missing torch or a failing compiler skips the extension and leaves the rest of the package working. pip hides what a
+build prints unless it fails, but shows the wheel's name, which says so: tilewright-VERSION-0_without_cpp-py3-none-any.
+The reason is written into the package: `tilewright explain` and the exceptions of `cpp` show it.
 TILEWRIGHT_SKIP_CPP=1 skips the build; TILEWRIGHT_REQUIRE_CPP=1 turns a skip into an error (CI uses it).
 """
 
 import glob
 import os
+import pathlib
 import platform
 import sys
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 REQUIRED = os.environ.get("TILEWRIGHT_REQUIRE_CPP") == "1"
 # The oldest torch whose stable ABI holds all that csrc/ calls (parallel_for came with 2.10).
 STABLE_ABI = "0x020A000000000000"
+# A wheel's build tag: it begins with a digit.
+WITHOUT = "0_without_cpp"
 
 
 def skip(reason: str) -> dict:
     if REQUIRED:
         raise SystemExit(f"tilewright: the C++ extension was required but not built: {reason}")
     print(f"tilewright: building without the C++ extension: {reason}", file=sys.stderr)
-    return {}
+
+    class Build(build_py):
+        def run(self):
+            super().run()
+            write_reason("." if self.editable_mode else self.build_lib, reason)
+
+    return {"cmdclass": {"build_py": Build}, "options": {"bdist_wheel": {"build_number": WITHOUT}}}
+
+
+def write_reason(folder: str, reason: str | None) -> None:
+    """Why the package in this folder has no extension, for platform.py; None: it has one."""
+    path = pathlib.Path(folder, "tilewright", "_no_extension.txt")
+    if reason is None:
+        path.unlink(missing_ok=True)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(" ".join(reason.split()))
 
 
 def extension() -> dict:
@@ -40,10 +61,23 @@ def extension() -> dict:
 
     class OptionalBuild(BuildExtension):
         def run(self):
+            folder, reason = "." if self.inplace else self.build_lib, None
             try:
                 super().run()
             except Exception as error:  # a compiler's failure has no common base class
-                skip(f"{type(error).__name__}: {error}")
+                reason = f"{type(error).__name__}: {error}"
+                skip(reason)
+                self.give_up()
+            write_reason(folder, reason)
+
+        def give_up(self):
+            """Nothing is compiled, whichever variant failed, and a wheel is tagged so."""
+            for ext in self.extensions:
+                pathlib.Path(self.build_lib, *ext.name.split(".")).with_suffix(".so").unlink(missing_ok=True)
+            self.extensions = self.distribution.ext_modules = []
+            wheel = self.distribution.get_command_obj("bdist_wheel", create=False)
+            if wheel is not None:
+                wheel.root_is_pure, wheel.build_number = True, WITHOUT
 
         def build_extension(self, ext):
             # Objects of the variants have the same names: a folder for each keeps rebuilds incremental.

@@ -4,9 +4,9 @@ import json
 import os
 import pathlib
 import shutil
-import statistics
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 
@@ -19,7 +19,7 @@ def run(*args, cwd, code=0, **variables):
     """Runs Python; returns what it printed."""
     environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
     done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**environment, **variables},
-                          capture_output=True, text=True, timeout=500, check=False)
+                          capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -29,23 +29,21 @@ def run(*args, cwd, code=0, **variables):
 IMPORT = """
 import json, sys, time
 import torch
-before, start = set(sys.modules), time.perf_counter()
+before, torch_took = set(sys.modules), time.process_time()
 import {module}
-spent = time.perf_counter() - start
+share = (time.process_time() - torch_took) / torch_took
 brought = sorted({{m.split(".")[0] for m in set(sys.modules) - before}})
-print(json.dumps([spent, brought, "torch._dynamo" in sys.modules]))
+print(json.dumps([share, brought, "torch._dynamo" in sys.modules]))
 """
 
 
 @pytest.mark.parametrize("module", ["tilewright", "tilewright.ops"])
 def test_importing_is_cheap_and_brings_nothing_optional(module):
-    runs = [json.loads(run("-c", IMPORT.format(module=module), cwd=ROOT)) for _ in range(3)]
-    _, brought, dynamo = runs[0]
+    share, brought, dynamo = json.loads(run("-c", IMPORT.format(module=module), cwd=ROOT))
     heavy = {"triton", "transformers", "matplotlib", "pydantic", "datasets", "pandas", "sympy"}
     assert not heavy & set(brought)
     assert not dynamo, "torch._dynamo takes more than a second, and imports Triton"
-    seconds = statistics.median(spent for spent, _, _ in runs)
-    assert seconds < 1, f"{seconds:.2f} s beyond `import torch`"
+    assert share < 0.5, f"{share:.2f} of the time of `import torch`"
 
 
 WITHOUT_TRITON = """
@@ -84,15 +82,14 @@ def test_the_repository_hides_no_package_of_that_name(name):
 
 # ---- building and installing
 
+LEFT = shutil.ignore_patterns("*.so", "__pycache__", "_no_extension.txt", ".*", "build", "dist", "*.egg-info",
+                              "outputs", "last_prepared_dataset")
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """What a build reads, without what earlier builds left."""
-    folder = tmp_path_factory.mktemp("source")
-    for name in ("tilewright", "csrc"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    return folder
+    """The repository, without what earlier builds and runs left."""
+    return shutil.copytree(ROOT, tmp_path_factory.mktemp("source") / "tilewright", ignore=LEFT)
 
 
 def build(source, out, *options, **variables):
@@ -105,6 +102,7 @@ def built(source, tmp_path_factory):
     """The sdist, and the wheel made from what the sdist holds."""
     out = build(source, tmp_path_factory.mktemp("dist"), TILEWRIGHT_REQUIRE_CPP="1")
     (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    assert "without" not in wheel.name
     return sdist, wheel
 
 
@@ -113,13 +111,18 @@ def installed(wheel, folder):
     return folder
 
 
-def test_the_sdist_holds_every_source(built):
+def test_the_sdist_holds_the_repository_and_its_tests_are_found(built, source, tmp_path):
     with tarfile.open(built[0]) as archive:
-        held = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    sources = [p for folder in ("csrc", "tilewright") for p in (ROOT / folder).rglob("*")
-               if p.suffix in (".cpp", ".cu", ".h", ".cuh", ".py", ".json")]
-    missing = {str(p.relative_to(ROOT)) for p in sources} - held
-    assert sources and not missing
+        archive.extractall(tmp_path, filter="data")
+    (root,) = tmp_path.iterdir()
+    # What `source` has beside the repository is of the builds that were made there.
+    missing = [p for p in source.rglob("*") if p.is_file() and (ROOT / p.relative_to(source)).exists()
+               and not (root / p.relative_to(source)).exists()]
+    assert (root / "csrc").is_dir() and not missing
+    found = run("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests", "tests/benchmark",
+                cwd=root, PYTHONPATH=str(root))
+    assert all(f"tests/{p.name}" in found for p in (root / "tests").glob("test_*.py"))
+    assert "tests/benchmark/test_speed.py" in found
 
 
 def test_the_wheel_holds_one_package_with_its_extension_and_data(built):
@@ -155,10 +158,20 @@ def test_an_installed_wheel_works_away_from_the_repository(built, tmp_path):
     assert any("* cpp " in line and line.endswith("usable") for line in out.splitlines())
 
 
-def test_a_build_without_the_extension_leaves_the_rest_working(source, tmp_path):
-    dist = build(source, tmp_path / "dist", "--wheel", TILEWRIGHT_SKIP_CPP="1")
+@pytest.mark.parametrize("variables, why", [
+    ({"TILEWRIGHT_SKIP_CPP": "1"}, ": TILEWRIGHT_SKIP_CPP=1 ("),
+    ({"CC": "/bin/false", "CXX": "/bin/false"}, ": CalledProcessError: Command '['/bin/false', '--version']' ")],
+    ids=["skipped", "no_compiler"])
+def test_a_build_without_the_extension_says_so_and_leaves_the_rest_working(source, tmp_path, variables, why):
+    earlier = source / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "tilewright"
+    earlier.mkdir(parents=True, exist_ok=True)
+    (earlier / "_C.so").touch()   # which a compiler made that worked
+    dist = tmp_path / "dist"
+    said = run("-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", dist, source, cwd=source,
+               **variables)
     (wheel,) = dist.glob("*.whl")
-    assert wheel.name.endswith("-py3-none-any.whl")
+    assert wheel.name.endswith("-0_without_cpp-py3-none-any.whl") and wheel.name in said
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     target = tmp_path / "site"
     target.mkdir()
     installed(wheel, target)
@@ -166,7 +179,7 @@ def test_a_build_without_the_extension_leaves_the_rest_working(source, tmp_path)
     assert pathlib.Path(file).is_relative_to(target) and finite
     out = run(target / "bin" / "tilewright", "explain", cwd=tmp_path, PYTHONPATH=str(target))
     for reason in reasons.values():
-        assert "is not built" in reason and reason in out
+        assert "is not built" + why in reason and reason in out
 
 
 def test_a_build_that_requires_the_extension_does_not_skip_it(source, tmp_path):

@@ -151,8 +151,10 @@ def no_extension() -> str | None:
     names = variants.get(torch.backends.cpu.get_cpu_capability(), ("_C",))
     files = [f for f in (pathlib.Path(__file__).with_name(f"{name}.so") for name in names) if f.exists()]
     if not files:
-        return ("the C++ extension tilewright._C is not built "
-                "(reinstall with `pip install --no-build-isolation .` where torch and a C++17 compiler are present)")
+        told = pathlib.Path(__file__).with_name("_no_extension.txt")   # by the build
+        why = f": {told.read_text()}" if told.exists() else ""
+        return (f"the C++ extension tilewright._C is not built{why} "
+                "(reinstall with `pip install -v --no-build-isolation .` where torch and a C++17 compiler are present)")
     try:
         torch.ops.load_library(str(files[0]))
     except OSError as error:
