@@ -491,7 +491,7 @@ def test_a_slow_call_on_a_gpu_is_sampled_once_and_prepared_in_few(monkeypatch, s
         count.append(1)
 
     assert clock.prepare(call) == calls
-    assert len(count) <= made and clock.host_seconds(call) < 0.01
+    assert len(count) <= made and clock.host_seconds(call) < 0.1   # the wait, if any, is longer
     assert clock._flushes[id(call)] == 2
 
 

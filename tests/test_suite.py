@@ -165,16 +165,43 @@ runner.work(units, out, until, {"device": "a cpu", "source": "1", "versions": {}
 """
 
 
-def watch(tmp_path, units, seconds, workers=1):
+class End(float):
+    """A time that has come, for good, once a function says so: a machine may take a minute to begin a unit, or a
+    moment."""
+
+    def __new__(cls, says_so):
+        return super().__new__(cls, time.time() + 3600)
+
+    def __init__(self, says_so):
+        self.says_so, self.has_come = says_so, False
+
+    def __le__(self, now):
+        self.has_come = self.has_come or self.says_so()
+        return self.has_come
+
+
+def watch(tmp_path, units, workers=1, late=lambda out: False):
+    """late: whether time is up, by what is in the folder. Returns the folder, what was said and whether it was up."""
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER).replace("{UNITS}", units))
     out = tmp_path / "out"
     out.mkdir(exist_ok=True)
-    begun = time.time()
+    until = End(lambda: late(out))
     said = []
-    runner.supervise([[sys.executable, str(script), str(out), str(begun + seconds), str(i)] for i in range(workers)],
-                     out, begun + seconds, say=said.append)
-    return out, time.time() - begun, "\n".join(said)
+    runner.supervise([[sys.executable, str(script), str(out), str(float(until)), str(i)] for i in range(workers)],
+                     out, until, say=said.append)
+    return out, "\n".join(said), until.has_come
+
+
+def at(unit):
+    """Whether a worker is at this unit."""
+    def is_there(out):
+        try:
+            return json.loads((out / "running-0.json").read_text())["unit"] == unit
+        except (OSError, ValueError):
+            return False
+
+    return is_there
 
 
 def value(out, name):
@@ -182,30 +209,30 @@ def value(out, name):
 
 
 def test_a_crash_and_a_hang_cost_one_unit_each(tmp_path):
-    out, took, said = watch(tmp_path, """[
+    out, said, _ = watch(tmp_path, """[
         unit("first", lambda: {"rows": [1]}), unit("crash", lambda: os.abort()),
-        unit("hang", stuck, 1.0), unit("last", lambda: {"rows": [2]})]""", 120)
+        unit("hang", stuck, 1.0), unit("last", lambda: {"rows": [2]})]""")
     assert value(out, "first")["rows"] == [1] and value(out, "last")["rows"] == [2]
     assert "SIGABRT" in value(out, "crash")["error"] and value(out, "crash")["rows"] == []
     assert "within 1 s" in value(out, "hang")["error"] and value(out, "hang")["meta"]["device"] == "a cpu"
-    assert "crash: its process died" in said and took < 100 and not list(out.glob("running*"))
+    assert "crash: its process died" in said and not list(out.glob("running*"))
 
 
 def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path):
     units = """[unit("quick", lambda: {"rows": [1]}), unit("slow", stuck), unit("never", lambda: {"rows": [3]})]"""
-    out, took, said = watch(tmp_path, units, 12)
-    assert took < 14 and (out / "quick.json").exists()
+    out, said, up = watch(tmp_path, units, late=at("slow"))
+    assert up and (out / "quick.json").exists()
     assert not list(out.glob("running*"))
     assert not (out / "slow.json").exists() and "slow: out of time" in said, "it may need just the time that was left"
     assert list(value(out, "postponed")) == ["slow"]
     units = units.replace("stuck", 'lambda: {"rows": [2]}')
-    out, _, _ = watch(tmp_path, units, 120)
+    out, _, _ = watch(tmp_path, units)
     assert [value(out, n)["rows"] for n in ("slow", "never")] == [[2], [3]]
     assert value(out, "slow")["at"] > value(out, "never")["at"] and not (out / "postponed.json").exists()
 
 
 def test_a_lost_device_is_told_with_its_cause_and_the_rest_goes_on_in_another_process(tmp_path):
-    out, _, _ = watch(tmp_path, """[unit("before", me), unit("lost", lose), unit("after", me)]""", 120)
+    out, _, _ = watch(tmp_path, """[unit("before", me), unit("lost", lose), unit("after", me)]""")
     assert value(out, "lost")["error"] == "triton bfloat16: an illegal memory access"
     assert value(out, "before")["rows"] != value(out, "after")["rows"]
 
@@ -242,8 +269,8 @@ def alive(pid):
 
 def test_what_a_worker_has_started_ends_with_it(tmp_path):
     """Compilers run in processes of their own."""
-    out, _, _ = watch(tmp_path, """[unit("hang", breed, 1.0)]""", 120)
-    assert "within 1 s" in value(out, "hang")["error"]
+    out, _, _ = watch(tmp_path, """[unit("hang", breed, 5.0)]""")
+    assert "within 5 s" in value(out, "hang")["error"]
     assert not alive((out / "child").read_text())
 
 
@@ -253,17 +280,15 @@ def test_workers_end_with_a_supervisor_that_is_killed(tmp_path):
                       "runner.end_with_parent(os.getppid())\n"
                       "pathlib.Path(sys.argv[1], 'pid').write_text(str(os.getpid()))\ntime.sleep(600)\n")
     boss = ("import pathlib, sys, time\nfrom tilewright.bench import runner\n"
-            "runner.supervise([[sys.executable, *sys.argv[1:]]], pathlib.Path(sys.argv[2]), time.time() + 300)")
+            "runner.supervise([[sys.executable, *sys.argv[1:]]], pathlib.Path(sys.argv[2]), time.time() + 3600)")
     process = subprocess.Popen([sys.executable, "-c", boss, str(worker), str(tmp_path)])
-    deadline = time.time() + 60
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-        assert time.time() < deadline and process.poll() is None
+        assert process.poll() is None
         time.sleep(0.1)
     process.kill()
     process.wait()
     pid = (tmp_path / "pid").read_text()
     while alive(pid):
-        assert time.time() < deadline
         time.sleep(0.1)
 
 
@@ -276,18 +301,18 @@ def test_a_worker_whose_supervisor_is_gone_already_does_not_begin():
 def test_a_hang_with_a_file_of_its_own_does_not_stop_the_rest(tmp_path):
     """One that failed in an earlier call, or has written a part: the next call does not begin with it again."""
     units = """[unit("first", {FIRST}), unit("second", lambda: {"rows": [2]})]"""
-    out, _, _ = watch(tmp_path, units.replace("{FIRST}", "os.abort"), 0)
+    out = tmp_path / "out"
     part = {"meta": META, "unfinished": True, "rows": [1]}
     report.write_json(out / "first.json", part)
-    watch(tmp_path, units.replace("{FIRST}", "stuck"), 8)
+    watch(tmp_path, units.replace("{FIRST}", "stuck"), late=at("first"))
     assert not (out / "second.json").exists() and list(value(out, "postponed")) == ["first"]
-    watch(tmp_path, units.replace("{FIRST}", "stuck"), 8)
+    watch(tmp_path, units.replace("{FIRST}", "stuck"), late=at("first"))
     assert value(out, "second")["rows"] == [2]
 
 
 def test_a_limit_counts_from_what_was_last_written(tmp_path):
     script = """[unit("parts", write_parts, 3.0), unit("stuck", stuck, 3.0)]"""
-    out, _, _ = watch(tmp_path, script, 120)
+    out, _, _ = watch(tmp_path, script)
     assert value(out, "parts")["rows"] == [1, 2, 3] and "within 3 s" in value(out, "stuck")["error"]
 
 
@@ -295,15 +320,16 @@ def test_a_worker_that_is_silent_is_given_up(tmp_path):
     script = tmp_path / "silent.py"
     script.write_text("import time; time.sleep(600)")
     said = []
-    assert runner.supervise([[sys.executable, str(script)]], tmp_path, time.time() + 60, say=said.append,
+    assert runner.supervise([[sys.executable, str(script)]], tmp_path, time.time() + 3600, say=said.append,
                             silent=0.5) is False
     assert said == ["worker 0: was at no unit for 0.5 s"] * 2
 
 
 def test_the_time_that_imports_took_is_in_the_budget():
     code = "import time; time.sleep(1.5); from tilewright.bench.runner import started; print(time.time() - started())"
+    begun = time.time()
     took = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-    assert 1.4 < took < 60
+    assert 1.4 < took < time.time() - begun + 0.1   # the system counts in hundredths of a second
 
 
 def test_an_interrupt_leaves_no_worker(tmp_path):
@@ -311,7 +337,7 @@ def test_an_interrupt_leaves_no_worker(tmp_path):
     script.write_text(f"import os, pathlib, signal, time\npathlib.Path({str(tmp_path)!r}, 'pid').write_text("
                       "str(os.getpid()))\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(600)\n")
     with pytest.raises(KeyboardInterrupt):
-        runner.supervise([[sys.executable, str(script)]], tmp_path, time.time() + 60)
+        runner.supervise([[sys.executable, str(script)]], tmp_path, time.time() + 3600)
     assert not alive((tmp_path / "pid").read_text())
 
 
@@ -322,8 +348,8 @@ def test_the_share_of_each_worker():
 
 
 def test_a_worker_that_cannot_start_is_not_started_for_ever(tmp_path):
-    _, took, said = watch(tmp_path, "no_such_name", 120)
-    assert took < 100 and said.count("exit code 1") == 2
+    _, said, _ = watch(tmp_path, "no_such_name")
+    assert said.count("exit code 1") == 2
 
 
 # ---- units of the suite
