@@ -33,7 +33,7 @@ def judged_by(op, case, dtype, seed, layout):
     return kwargs, contract.reference(OPS[op], kwargs, dtype, layout)
 
 
-@pytest.mark.parametrize("op, name, case, dtype", grid("contract"))
+@pytest.mark.parametrize("op, name, case, dtype", list(grid("contract")))
 def test_matches_eager(op, name, case, dtype, poisoned):
     skip_unless_usable(op, name, dtype)
     # In Triton's interpreter float16 is float32's arithmetic between another load and store: once is enough.
@@ -45,7 +45,7 @@ def test_matches_eager(op, name, case, dtype, poisoned):
         assert not broken, f"{layout} gradients: " + "; ".join(map(str, broken))
 
 
-@pytest.mark.parametrize("op, name, case, dtype", grid("big"))
+@pytest.mark.parametrize("op, name, case, dtype", list(grid("big")))
 def test_matches_eager_beyond_2_31_elements(op, name, case, dtype):
     if DEVICE != "cuda":
         pytest.skip("more than 2^31 elements: only on a CUDA device")
