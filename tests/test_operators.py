@@ -117,6 +117,53 @@ def test_a_pin_reaches_compiled_code(monkeypatch):
     assert len(graphs) == 4, "unpinned, and one for each pin"
 
 
+# ---- an implementation's parts
+
+def recorded(fn, kwargs):
+    """Names of the operators that ran for results and gradients. The profiler sees into an operator, which a dispatch
+    mode does not."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        differentiate(fn, kwargs)
+    return [e.name for e in profile.events() if "::" in e.name]
+
+
+def cases_of_every_kind(op):
+    """The smallest case of each set of types of arguments: of tensors, and of each quantised format."""
+    found = {}
+    for case in small_cases(op):
+        kwargs = inputs(case)
+        if all(t.numel() for t in contract.leaves(kwargs)):
+            found.setdefault(tuple(map(type, kwargs.values())), (case, kwargs))
+    return list(found.values())
+
+
+@EVERY_IMPLEMENTATION
+def test_a_named_implementation_runs_the_same_operators_whatever_is_pinned(op, name, monkeypatch):
+    """Its parts too, forward and backward, in compiled code as well."""
+    skip_unless_usable(op, name, torch.float32)
+    if name == "triton" and DEVICE == "cpu":
+        pytest.skip("the interpreter takes minutes, and the parts are those of the others")
+    fn = functools.partial(op.public, implementation=name)
+    made, picked = cases_of_every_kind(op), set()
+    pick = Op.pick
+    monkeypatch.setattr(Op, "pick", lambda self, *a: (picked.add(self.name), pick(self, *a))[1])
+    for _, kwargs in made:
+        differentiate(fn, kwargs)   # and fills tables that are made once
+    monkeypatch.undo()
+    if picked == {op.name}:
+        return   # it has no parts that the registry could choose
+    for case, kwargs in made:
+        calls = [fn]
+        if name != "eager":   # a twin is no operator: its graph holds what was traced
+            torch._dynamo.reset()
+            calls.append(torch.compile(fn, fullgraph=True, backend="aot_eager"))
+            differentiate(calls[1], kwargs)
+        for call in calls:
+            alone = recorded(call, kwargs)
+            with use("eager"):
+                assert recorded(call, kwargs) == alone, case.name
+
+
 # ---- activation checkpointing
 
 @EVERY_IMPLEMENTATION

@@ -155,7 +155,7 @@ class Op:
                               dtypes=(*FLOATS, torch.float64))
         self.implementations = (*self.implementations, twin)
         self._by_name = {impl.name: impl for impl in self.implementations}
-        self._table: dict[tuple[str, str, torch.dtype, Any], Callable] = {}
+        self._table: dict[tuple[str | None, str, torch.dtype, Any], Any] = {}   # of `pick`, and of `unpinned`
         self._by_key: dict[str, Callable] = {}
 
     def names(self) -> list[str]:
@@ -190,6 +190,21 @@ class Op:
                 return name
         raise ImplementationUnavailable(f"{self.name}: no implementation that is usable here claims that a row's bits "
                                         f"do not depend on the batch ({short(dtype)} on {device_type})")
+
+    def unpinned(self, tensor: torch.Tensor | On) -> str:
+        """The name that `auto` stands for, whatever `use` pins, remembered.
+
+        For implementations that are composed of other ops: a name that was asked for fixes its parts too.
+        """
+        key = (None, tensor.device.type, tensor.dtype, None)
+        name = self._table.get(key)
+        if name is None:
+            name = self._table[key] = self.choose(tensor.device.type, tensor.dtype)
+        return name
+
+    def part(self, tensor: torch.Tensor | On) -> Callable:
+        """`pick` of the `unpinned` name."""
+        return self.pick(self.unpinned(tensor), tensor)
 
     def resolve(self, name: str = "auto", device_type: str | None = None, dtype: torch.dtype = torch.float32,
                 request: Any = None) -> Callable:

@@ -153,7 +153,7 @@ class _Frozen(NamedTuple):
 
     packed: Packed
     dtype: torch.dtype
-    implementation: str
+    implementation: str | None
 
     @property
     def shape(self) -> list[int]:
@@ -164,11 +164,11 @@ def _weight(w):
     return dense(*w) if isinstance(w, _Frozen) else w
 
 
-def _register(name, forward, backward, dequantizes="auto"):
+def _register(name, forward, backward, dequantizes=None):
     """forward: (x, gate_up_proj, down_proj, index, weight, keep) -> y, pre (without rows unless keep), offsets, slots,
     position.   backward: -> the gradients of the four, empty where `needs` does not ask; x is None unless that of
     gate_up_proj is asked for. No size is 0 in either. The weights are tensors or `_Frozen`.
-    dequantizes: the implementation that does."""
+    dequantizes: the implementation that does; None: the `unpinned` one."""
     frozen = _register_frozen(name, forward, backward, dequantizes)
     def whole_forward(x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor,
                       expert_index: torch.Tensor, expert_weight: torch.Tensor, keep: bool,
@@ -226,7 +226,7 @@ def _fake_frozen_backward(dy, expert_weight, pre, offsets, slots, position, need
             expert_weight.new_empty(expert_weight.shape if needs[1] else 0))
 
 
-def _register_frozen(name: str, forward: Callable, backward: Callable, dequantizes: str) -> Callable:
+def _register_frozen(name: str, forward: Callable, backward: Callable, dequantizes: str | None) -> Callable:
     """The same of quantised weights. An operator's arguments are written out: 9 of `Packed` for each weight."""
     def weights(packed, dtype):
         return [_Frozen(Packed(*p), dtype, dequantizes) for p in (packed[:9], packed[9:])]
@@ -316,15 +316,15 @@ def _triton():
 
 
 def _compose(name):
-    """Of the grouped GEMM of this name, and what the registry takes for the rest. The gathered rows are a copy, which
+    """Of the grouped GEMM of this name; the rest is what `auto` would take, whatever is pinned. The gathered rows are a copy, which
     lives as long as one product."""
     product, backward_x, backward_weight = operators(name)
 
     def forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep):
-        _, offsets, slots, position = PERMUTE.pick("auto", x)(None, expert_index, gate_up_proj.shape[0])
+        _, offsets, slots, position = PERMUTE.part(x)(None, expert_index, gate_up_proj.shape[0])
         pre = product(x[slots // expert_index.shape[1]], _weight(gate_up_proj), offsets)
-        h = SILU_MUL.pick("auto", pre)(pre, None, SILU)
-        y = UNPERMUTE.pick("auto", h)(product(h, _weight(down_proj), offsets), expert_weight, position)
+        h = SILU_MUL.part(pre)(pre, None, SILU)
+        y = UNPERMUTE.part(h)(product(h, _weight(down_proj), offsets), expert_weight, position)
         return y, pre if keep else pre.new_empty(0, pre.shape[1]), offsets, slots, position
 
     def backward(dy, x, gate_up_proj, down_proj, expert_weight, pre, offsets, slots, position, needs):
@@ -336,7 +336,7 @@ def _compose(name):
         ddown = backward_weight(rows, weighted, offsets) if needs[2] else dy.new_empty(0)
         del rows, dh, weighted
         dgate_up = backward_weight(dpre, x[token], offsets) if needs[1] else dy.new_empty(0)
-        dx = (UNPERMUTE.pick("auto", dy)(backward_x(dpre, _weight(gate_up_proj), offsets), None, position) if needs[0]
+        dx = (UNPERMUTE.part(dy)(backward_x(dpre, _weight(gate_up_proj), offsets), None, position) if needs[0]
               else dy.new_empty(0))
         return dx, dgate_up, ddown, _of_slots(dots, position) if needs[3] else dots.new_empty(0)
 

@@ -197,7 +197,7 @@ def _register(name, forward, backward):
     and A's results of gate and up, and of down (all without rows unless keep); offsets, slots, position.
     backward: -> the gradients of x, weight and the adapters, empty where `needs` does not ask. No size is 0 in either.
     """
-    dequantizes = "triton" if name == "triton" else "auto"
+    dequantizes = "triton" if name == "triton" else None
 
     def weights(packed, dtype):
         return [partial(_weight, dequantizes, dtype, *p) for p in (packed[:9], packed[9:])]
@@ -285,7 +285,7 @@ def _compose(name):
         return (upstream.t() @ rows)[None] if _is_shared(factor) else backward_weight(upstream, rows, offsets)
 
     def forward(gate_up, down, E, x, index, weight, gate_A, gate_B, up_A, up_B, down_A, down_B, scale, keep):
-        _, offsets, slots, position = PERMUTE.pick("auto", x)(None, index, E)
+        _, offsets, slots, position = PERMUTE.part(x)(None, index, E)
         token = slots // index.shape[1]
         rows = x[token]
         A = torch.cat((gate_A, up_A), 1)   # one pass over the rows for both
@@ -295,12 +295,12 @@ def _compose(name):
         del rows
         for half, part, B in zip(pre.chunk(2, -1), _split(low_rows, gate_A, up_A), (gate_B, up_B), strict=True):
             half.add_(times(part, B, offsets), alpha=scale)
-        h = SILU_MUL.pick("auto", pre)(pre, None, SILU)
+        h = SILU_MUL.part(pre)(pre, None, SILU)
         pre = pre if keep else pre.new_empty(0, pre.shape[1])
         low_down = times(h, down_A, offsets)
         rows = product(h, down(), offsets)
         del h
-        collect = UNPERMUTE.pick("auto", x)
+        collect = UNPERMUTE.part(x)
         if _is_shared(down_B):
             low_down = collect(low_down, weight, position)   # of tokens, with the weights of their experts
             y = collect(rows, weight, position).add_(low_down @ down_B[0].t(), alpha=scale)
@@ -342,7 +342,7 @@ def _compose(name):
             upstream.append(times_transposed(half, B, offsets).mul_(scale))
             dB.append(gradient(half, part * scale, B, offsets) if need else dy.new_empty(0))
         upstream = torch.cat(upstream, 1)
-        collect = UNPERMUTE.pick("auto", dy)
+        collect = UNPERMUTE.part(dy)
         dA, dx = dy.new_empty(1, 0, 0), dy.new_empty(0)
         if _is_shared(A):
             upstream = collect(upstream, None, position)   # of tokens

@@ -23,13 +23,13 @@ from tilewright import platform
 from tilewright.ops import _checks, cases, nf4, quantize
 from tilewright.ops._library import define, differentiate
 from tilewright.ops.aqn import AQN
-from tilewright.ops.block_fp8 import BlockFP8, dequantize_block_fp8, quantize_block_fp8
-from tilewright.ops.nf4 import NF4, dequantize_nf4, quantize_nf4
-from tilewright.ops.nvfp4 import NVFP4, dequantize_nvfp4, quantize_nvfp4
+from tilewright.ops.block_fp8 import DEQUANTIZE_BLOCK_FP8, BlockFP8, dequantize_block_fp8, quantize_block_fp8
+from tilewright.ops.nf4 import DEQUANTIZE_NF4, NF4, quantize_nf4
+from tilewright.ops.nvfp4 import DEQUANTIZE_NVFP4, NVFP4, quantize_nvfp4
 from tilewright.ops.quantize import Quantized
-from tilewright.registry import Case, Cost, Implementation, Op, short
+from tilewright.registry import Case, Cost, Implementation, On, Op, short
 
-_DEQUANTIZE = {NF4: dequantize_nf4, NVFP4: dequantize_nvfp4, BlockFP8: dequantize_block_fp8}
+_DEQUANTIZE = {NF4: DEQUANTIZE_NF4, NVFP4: DEQUANTIZE_NVFP4, BlockFP8: DEQUANTIZE_BLOCK_FP8}
 
 
 def dequantize(q: Quantized, *, dtype: torch.dtype | None = None, noise: AQN | None = None,
@@ -38,7 +38,7 @@ def dequantize(q: Quantized, *, dtype: torch.dtype | None = None, noise: AQN | N
     if type(q) not in _DEQUANTIZE:
         raise TypeError(f"q must be an NF4, NVFP4 or BlockFP8, got {type(q).__name__}")
     options = {} if noise is None else {"noise": noise}
-    return _DEQUANTIZE[type(q)](q, dtype=dtype, implementation=implementation, **options)
+    return _DEQUANTIZE[type(q)].public(q, dtype=dtype, implementation=implementation, **options)
 
 
 def quantized_linear(x: torch.Tensor, q: Quantized, bias: torch.Tensor | None = None, *, noise: AQN | None = None,
@@ -152,9 +152,11 @@ def unpack(p: Packed, dtype: torch.dtype) -> tuple[Quantized, AQN | None]:
     return q, AQN(p.alpha, *p.key) if p.alpha else None
 
 
-def dense(p: Packed, dtype: torch.dtype, implementation: str) -> torch.Tensor:
-    """The tensor that a packed one stands for."""
+def dense(p: Packed, dtype: torch.dtype, implementation: str | None) -> torch.Tensor:
+    """The tensor that a packed one stands for. implementation: of dequantize_*; None: the `unpinned` one."""
     q, noise = unpack(p, dtype)
+    if implementation is None:
+        implementation = _DEQUANTIZE[type(q)].unpinned(On(p.data.device, dtype))
     return dequantize(q, dtype=dtype, noise=noise, implementation=implementation)
 
 
