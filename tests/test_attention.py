@@ -140,18 +140,6 @@ def test_scale(name, cu):
         torch.testing.assert_close(flat[:, :, 0], v[:, :, :seen].mean(2).repeat_interleave(2, 1), **CLOSE)
 
 
-@EVERY
-def test_autocast_changes_nothing(name):
-    skip_unless_usable(ATTENTION, name, torch.float32)
-    tensors, grad = qkv(9), heads(HQ, 9)
-    expected = step(tensors, grad, name)
-    leaves = [t.clone().requires_grad_() for t in tensors]
-    with torch.autocast(DEVICE, torch.bfloat16):
-        out = attention(*leaves, implementation=name)
-    for f, e in zip([out, *torch.autograd.grad(out, leaves, grad)], expected, strict=True):
-        assert f.dtype == torch.float32 and torch.equal(f, e)
-
-
 # ---- windows, softcaps, sinks, fewer queries than keys
 
 def options_of(q, k, v, *, cu=(), causal=True, window=None, softcap=None, sinks=None, scale=D ** -0.5):

@@ -378,18 +378,3 @@ def test_what_a_descriptor_cannot_take_is_seen():
     shared = one.expand(3, -1, -1)
     w, _ = kernel._weights(shared, False)
     assert w.stride(0) >= 16 * 32 and torch.equal(w, shared)
-
-
-@pytest.mark.parametrize("name", ["eager", "cpp", "native"])
-def test_autocast_is_not_followed(name):
-    skip_unless_usable(GROUPED_GEMM, name, torch.float32)
-    x = torch.randn(24, 16, device=DEVICE, requires_grad=True)
-    weight = torch.randn(2, 8, 16, device=DEVICE, requires_grad=True)
-    offsets = torch.tensor([9, 24], dtype=torch.int32, device=DEVICE)
-    dy = torch.randn(24, 8, device=DEVICE)
-    results = []
-    for on in (False, True):
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=on):
-            y = grouped_gemm(x, weight, offsets, implementation=name)
-        results.append((y, *torch.autograd.grad(y, (x, weight), dy)))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -423,7 +423,7 @@ def test_two_shards_of_the_vocabulary_equal_one(name):
                 assert contract.error(torch.cat([r[n] for r in ranks]), expected[n])[0] < 1e-5, i
 
 
-# ---- ignored tokens, the divisor, autocast
+# ---- ignored tokens, the divisor
 
 @pytest.mark.parametrize("name", ["eager", *CHUNKED])
 @pytest.mark.parametrize("fn", [linear_cross_entropy, linear_logprob])
@@ -448,23 +448,6 @@ def test_num_tokens_gets_no_gradient(name):
     assert grads(linear_cross_entropy(x, w, y, num_tokens=3.0, implementation=name), x)[0].any()
     linear_cross_entropy(x, w, y, num_tokens=n, implementation=name).backward()
     assert n.grad is None
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_autocast_changes_nothing(name):
-    skip_unless_usable(LINEAR, name, torch.float32)
-    x, w, b, y = problem()
-    calls = [lambda: linear_cross_entropy(x, w, y, bias=b, implementation=name),
-             lambda: linear_cross_entropy(x, w, y, bias=b, z_loss=0.1, implementation=name)]
-    if name in LOGPROB.names():
-        calls.append(lambda: linear_logprob(x, w, y, bias=b, implementation=name)[0].sum())
-    for call in calls:
-        expected = call()
-        with torch.autocast(DEVICE, torch.bfloat16):
-            found = call()
-        assert torch.equal(found, expected)
-        for f, e in zip(grads(found, x, w, b), grads(expected, x, w, b), strict=True):
-            assert torch.equal(f, e)
 
 
 # ---- errors

@@ -203,14 +203,13 @@ def test_which_gradients_are_wanted_changes_none_of_them(name, mode):
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_the_same_twice_and_under_autocast(name):
+def test_the_same_twice(name):
     skip_unless_usable(MOE_LORA, name, torch.float32)
     results = []
-    for autocast in (False, False, True):
+    for _ in range(2):
         a = inputs("shared")
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-            y = moe_lora(**a, scale=SCALE, implementation=name)
-            results.append((y, *grads(y, a, torch.ones_like(y)).values()))
+        y = moe_lora(**a, scale=SCALE, implementation=name)
+        results.append((y, *grads(y, a, torch.ones_like(y)).values()))
     for one in zip(*results, strict=True):
         assert all(torch.equal(t, one[0]) for t in one)
 

@@ -3,19 +3,23 @@ torch.library.opcheck."""
 
 import contextlib
 import functools
+import pathlib
 import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import DEVICE, skip_unless_usable
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tilewright import ImplementationUnavailable
 from tilewright.bench import contract
-from tilewright.ops import OPS
-from tilewright.registry import Implementation, Op, use
+from tilewright.ops import OPS, _checks
+from tilewright.ops.quantize import Quantized
+from tilewright.registry import Implementation, Op, short, use
 
 EVERY_IMPLEMENTATION = pytest.mark.parametrize(
     "op, name", [pytest.param(op, i.name, id=f"{op.name}-{i.name}")
@@ -117,6 +121,143 @@ def test_a_pin_reaches_compiled_code(monkeypatch):
     assert len(graphs) == 4, "unpinned, and one for each pin"
 
 
+# ---- torch.autocast
+
+# What PyTorch has for the same, on what the op's smallest case holds. Of a quantized or fused one, its products.
+COUNTERPARTS = {
+    "rmsnorm": lambda x, weight, **_: F.rms_norm(x, x.shape[-1:], weight),
+    "add_rmsnorm": lambda x, residual, weight, **_: F.rms_norm(x + residual, x.shape[-1:], weight),
+    "rmsnorm_quantize": lambda x, weight, **_: F.rms_norm(x, x.shape[-1:], weight),
+    "silu_mul": lambda gate, up, **_: F.silu(gate) * up,
+    "gelu_mul": lambda gate, up, **_: F.gelu(gate) * up,
+    "attention": lambda q, k, v, **_: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+    "cross_entropy": lambda logits, target, **_: F.cross_entropy(logits, target),
+    "linear_cross_entropy": lambda x, weight, target, **_: F.linear_cross_entropy(x, weight, target),
+    "grouped_gemm": lambda x, weight, **_: F.linear(x, weight[0]),
+    "moe_mlp": lambda x, gate_up_proj, **_: F.linear(x, gate_up_proj[0]),
+    "moe_lora": lambda x, gate_up_proj, **_: F.linear(x, gate_up_proj[0]),
+    "quantized_linear": lambda x, q, **_: F.linear(x, x.new_ones(q.shape)),
+    "fp8_linear": lambda x, q, **_: F.linear(x, x.new_ones(q.shape)),
+}
+
+
+@contextlib.contextmanager
+def autocast(device):
+    """torch.autocast(device, torch.bfloat16), also where there is no such device."""
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+
+
+def cast_by_hand(op, kwargs, device=DEVICE):
+    """What the op's convention makes of arguments under bfloat16 autocast."""
+    convention, arguments = op.autocast
+    dtype = {"products": torch.bfloat16, "norm": None if device == "cpu" else torch.float32}.get(convention)
+    return {n: v.to(dtype) if n in arguments and dtype and isinstance(v, torch.Tensor) else v
+            for n, v in kwargs.items()}
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+def test_every_op_declares_what_autocast_does_to_it(op):
+    assert op.autocast.convention in _checks.CONVENTIONS
+    assert bool(op.autocast.arguments) == (op.autocast.convention in ("products", "norm"))
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "numerics.md").read_text()
+    [row] = [line for line in page.splitlines() if line.startswith("| autocast |") and f"`{op.name}`" in line]
+    assert f"| {op.autocast.convention} |" in row
+    casts = re.search(rf"`{op.name}`(?: \(([^)]*)\))?", row)[1] or ""
+    assert tuple(filter(None, casts.split(", "))) == op.autocast.arguments
+
+
+@EVERY_IMPLEMENTATION
+def test_autocast_does_what_the_op_declares(op, name):
+    """Bit for bit what inputs that were cast by hand give; gradients in the dtypes of the leaves."""
+    skip_unless_usable(op, name, torch.bfloat16 if op.autocast.convention == "products" else torch.float32)
+    if name == "triton" and DEVICE == "cpu":
+        pytest.skip("casts come before any implementation is chosen")
+
+    def under(**kwargs):
+        with autocast(DEVICE):
+            return op.public(**kwargs, implementation=name)
+
+    kwargs = inputs(whole_case(op))
+    found = differentiate(under, kwargs)
+    assert_same(found, differentiate(lambda **kw: op.public(**cast_by_hand(op, kw), implementation=name), kwargs))
+    leaves = [t for t in contract.leaves(kwargs) if t.requires_grad]
+    grads = found[len(found) - len(leaves):] if leaves else []
+    assert all(g is None or g.dtype == t.dtype for g, t in zip(grads, leaves, strict=True))
+
+
+@pytest.mark.parametrize("name, device", [
+    *((name, "cpu") for name in COUNTERPARTS),
+    # Those that need no device to be traced, which is where the lists differ.
+    *((name, "cuda") for name in ("rmsnorm", "add_rmsnorm", "silu_mul", "gelu_mul"))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=short)
+def test_autocast_gives_the_dtype_that_pytorch_gives(name, device, dtype):
+    op = OPS[name]
+    made = contract.convert(whole_case(op).make("cpu", torch.float32, 0), dtype)
+    with contextlib.ExitStack() as stack:
+        if device == "cuda":
+            stack.enter_context(FakeTensorMode())
+            made = {n: torch.empty(v.shape, dtype=v.dtype, device="cuda") if isinstance(v, torch.Tensor) else v
+                    for n, v in made.items()}
+        stack.enter_context(autocast(device))
+        out = op.public(**made, implementation="eager")
+        out = out if isinstance(out, Quantized) else contract.leaves(out)[0]
+        assert out.dtype == COUNTERPARTS[name](**made).dtype
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if op.autocast.convention == "products"],
+                         ids=lambda op: op.name)
+def test_autocast_compiles_as_one_graph(op):
+    torch._dynamo.reset()
+    kwargs = inputs(whole_case(op))
+
+    def under(fn):
+        def call(**kwargs):
+            with autocast(DEVICE):
+                return fn(**kwargs)
+
+        return call
+
+    compiled = torch.compile(op.public, fullgraph=True, backend="aot_eager")
+    assert_same(differentiate(under(compiled), kwargs), differentiate(under(op.public), kwargs))
+
+
+def test_without_autocast_a_call_costs_one_question(monkeypatch):
+    asked, ask = [], torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *a: (asked.append(a), ask(*a))[1])
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda *a: pytest.fail("a dtype was asked for"))
+    q = torch.randn(1, 1, 2, 8, device=DEVICE)
+    assert OPS["attention"].public(q, q, q).dtype == torch.float32 and asked == [(DEVICE,)]
+    OPS["silu_mul"].public(q, q)
+    assert asked == [(DEVICE,)]
+
+
+def test_autocast_makes_one_dtype_of_several():
+    """As FSDP2, LoRA and Hugging Face mix them; without it the error says what to cast."""
+    x, weight = torch.randn(4, 8, device=DEVICE).bfloat16(), torch.randn(6, 8, device=DEVICE)
+    target = torch.arange(4, device=DEVICE)
+    loss = OPS["linear_cross_entropy"].public
+    with autocast(DEVICE):
+        found = loss(x, weight, target=target)
+        with pytest.raises(TypeError, match=r"takes \d+ positional"):   # no argument is lost on the way
+            loss(x, weight, target, *range(30))
+    assert found.dtype == torch.float32 and torch.equal(found, loss(x, weight.bfloat16(), target))
+    with pytest.raises(TypeError, match=r"weight must have x's dtype torch\.bfloat16, got torch\.float32; cast one"):
+        loss(x, weight, target)
+    q = torch.randn(1, 2, 4, 8, device=DEVICE)
+    with autocast(DEVICE):
+        assert OPS["attention"].public(q, q, v=q.bfloat16()).dtype == torch.bfloat16
+        assert OPS["attention"].public(q.double(), q.double(), q.double()).dtype == torch.float64
+    with pytest.raises(TypeError, match="v must have q's dtype"):
+        OPS["attention"].public(q, q, q.bfloat16())
+
+
 # ---- an implementation's parts
 
 def recorded(fn, kwargs):
@@ -144,11 +285,13 @@ def test_a_named_implementation_runs_the_same_operators_whatever_is_pinned(op, n
     if name == "triton" and DEVICE == "cpu":
         pytest.skip("the interpreter takes minutes, and the parts are those of the others")
     fn = functools.partial(op.public, implementation=name)
-    made, picked = cases_of_every_kind(op), set()
+    made, picked = [], set()
     pick = Op.pick
     monkeypatch.setattr(Op, "pick", lambda self, *a: (picked.add(self.name), pick(self, *a))[1])
-    for _, kwargs in made:
-        differentiate(fn, kwargs)   # and fills tables that are made once
+    for case, kwargs in cases_of_every_kind(op):
+        with contextlib.suppress(ImplementationUnavailable):   # a variant that it refuses by a sentence
+            differentiate(fn, kwargs)   # and fills tables that are made once
+            made.append((case, kwargs))
     monkeypatch.undo()
     if picked == {op.name}:
         return   # it has no parts that the registry could choose

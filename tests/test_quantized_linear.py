@@ -212,7 +212,7 @@ def test_noise_is_that_of_the_dequantised_weight_in_both_passes(format, name):
     assert torch.equal(quantized_linear(x, q, bias, noise=AQN(0.0, 7), implementation=name), plain)
 
 
-# ---- gradients, compilers, autocast
+# ---- gradients, compilers
 
 @EVERY_NAME
 def test_gradients_of_each_alone_and_of_expanded_ones(name):
@@ -257,17 +257,6 @@ def test_compiled_with_noise_whose_step_changes(name):
         assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(found, (x, bias), dy),
                                                      torch.autograd.grad(expected, (x, bias), dy), strict=True))
     torch._dynamo.reset()
-
-
-@EVERY_NAME
-@pytest.mark.parametrize("T", [3, 70])
-def test_autocast_changes_nothing(name, T):
-    skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
-    x, q, bias = inputs("nf4", T=T)
-    expected = quantized_linear(x, q, bias, implementation=name)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        found = quantized_linear(x, q, bias, implementation=name)
-    assert found.dtype == torch.float32 and torch.equal(found, expected)
 
 
 # ---- FP8 by FP8

@@ -158,6 +158,12 @@ class Op:
         self._table: dict[tuple[str | None, str, torch.dtype, Any], Any] = {}   # of `pick`, and of `unpinned`
         self._by_key: dict[str, Callable] = {}
 
+    @property
+    def autocast(self) -> Any:
+        """What torch.autocast does to it (ops._checks.Autocast), as its public function declares; None if it does not.
+        """
+        return getattr(self.public, "autocast", None)
+
     def names(self) -> list[str]:
         return list(self._by_name)
 

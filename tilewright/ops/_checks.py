@@ -4,12 +4,16 @@ accepted. TypeError for a wrong type or dtype, ValueError for a wrong shape or v
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import itertools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from tilewright.ops._library import define
-from tilewright.registry import short
+from tilewright.registry import FLOATS, short
 
 ACCEPTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # What is > 0 and finite in float32, in which kernels take their numbers, and has a finite inverse there.
@@ -50,12 +54,75 @@ def overlaps_itself(t: torch.Tensor) -> bool:
     return False
 
 
+# What an op does under torch.autocast: what PyTorch's own function for the same does on that device type.
+CONVENTIONS = {
+    "products": "as `F.linear` and `F.scaled_dot_product_attention`: computes in autocast's dtype",
+    "norm": "as `F.rms_norm`: computes in float32 and returns it; on a CPU, whose lists leave norms out, in the "
+            "inputs' dtype",
+    "float32": "as `F.cross_entropy`: statistics and results are float32 whatever the inputs are, so nothing is cast",
+    "inputs": "as `F.silu`: follows the dtypes of its inputs",
+}
+
+
+class Autocast(NamedTuple):
+    """convention: one of CONVENTIONS.   arguments: those that it casts."""
+
+    convention: str
+    arguments: tuple[str, ...]
+
+
+def _autocasts(device: str) -> bool:
+    """Whether autocast is on. PyTorch raises for a device type that it does not know, such as meta."""
+    return (device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)) and torch.is_autocast_enabled(device)
+
+
+def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]:
+    """A decorator of a public function: what torch.autocast makes of it. `Op.autocast` reads it there.
+
+    convention: one of CONVENTIONS.   arguments: tensors that "products" and "norm" cast, the function's first argument
+        first, whose device type counts.
+    As in PyTorch, each is cast by itself, if it is float32, bfloat16 or float16 (float64 is left as it is) and on that
+    device type; gradients come back in its own dtype. Within "products" autocast is off. Casts come before checks of
+    dtypes. Where autocast is off, a call costs one question.
+    """
+    def decorate(fn):
+        fn.autocast = Autocast(convention, arguments)
+        if not arguments:
+            return fn
+        names = tuple(inspect.signature(fn).parameters)
+        assert names[0] == arguments[0] and set(arguments) <= set(names)
+        wanted = frozenset(arguments)
+        places = frozenset(i for i, name in enumerate(names) if name in wanted)
+
+        @functools.wraps(fn)
+        def following(*args, **kwargs):
+            tensor = args[0] if args else kwargs.get(names[0])
+            if not isinstance(tensor, torch.Tensor) or not _autocasts(device := tensor.device.type):
+                return fn(*args, **kwargs)
+            products = convention == "products"
+            if not products and device == "cpu":
+                return fn(*args, **kwargs)
+            dtype = torch.get_autocast_dtype(device) if products else torch.float32
+
+            def cast(t):
+                fits = isinstance(t, torch.Tensor) and t.dtype in FLOATS and t.device.type == device
+                return t.to(dtype) if fits else t
+
+            args = [cast(t) if i in places else t for i, t in enumerate(args)]
+            kwargs = {name: cast(t) if name in wanted else t for name, t in kwargs.items()}
+            if not products:
+                return fn(*args, **kwargs)
+            with torch.autocast(device, enabled=False):
+                return fn(*args, **kwargs)
+
+        return following
+
+    return decorate
+
+
 def no_autocast(t: torch.Tensor) -> contextlib.AbstractContextManager:
     """A context without autocast on t's device: kernels do not follow it, so what stands in for them may not either."""
-    device = t.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
+    return torch.autocast(t.device.type, enabled=False) if _autocasts(t.device.type) else contextlib.nullcontext()
 
 
 def same_device(**tensors: torch.Tensor | None) -> None:

@@ -17,6 +17,7 @@ SILU, GELU_TANH, GELU_ERF = 0, 1, 2
 APPROXIMATE = {"tanh": GELU_TANH, "none": GELU_ERF}
 
 
+@_checks.autocast("inputs")
 def silu_mul(gate: torch.Tensor, up: torch.Tensor | None = None, *,
              implementation: str = "auto") -> torch.Tensor:
     """silu(gate) * up, where silu(g) = g / (1 + exp(-g)).
@@ -35,6 +36,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor | None = None, *,
     return SILU_MUL.pick(implementation, gate)(gate, up, SILU)
 
 
+@_checks.autocast("inputs")
 def gelu_mul(gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: str = "tanh",
              implementation: str = "auto") -> torch.Tensor:
     """gelu(gate) * up, the GeGLU of Gemma.

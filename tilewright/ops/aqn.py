@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewright import platform
-from tilewright.ops import cases, quantize
+from tilewright.ops import _checks, cases, quantize
 from tilewright.ops._library import adopt, define
 from tilewright.registry import Case, Cost, Implementation, On, Op
 
@@ -47,6 +47,7 @@ class AQN:
                 raise ValueError(f"{name} must be 0 to {end - 1}, got {value}")
 
 
+@_checks.autocast("inputs")
 def aqn_noise(size: int | Sequence[int], noise: AQN, *, device: torch.device | str | None = None,
               dtype: torch.dtype = torch.float32, implementation: str = "auto") -> torch.Tensor:
     """The normal values of a noise, mean 0 and variance 1: what others add alpha times.

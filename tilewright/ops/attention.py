@@ -43,6 +43,7 @@ class Request(NamedTuple):
     part: bool = False        # out with its log-sum-exp, for a part of the keys (`attention_part`)
 
 
+@_checks.autocast("products", "q", "k", "v")
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None,
               causal: bool = True, window: int | None = None, softcap: float | None = None,
               sinks: torch.Tensor | None = None, scale: float | None = None, max_seqlen: int | None = None,
@@ -61,8 +62,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: 
         has no value (gpt-oss).
     scale: a finite number > 0 (in float32); default D ** -0.5.
     max_seqlen: the longest document, or a bound of it, where the host knows it; used with cu_seqlens only.
-    Returns [B, Hq, S, D] in q's dtype. The softmax is in float32. Differentiable in q, k, v and sinks. torch.autocast
-    changes nothing: it computes in the dtype that q, k and v have. None but eager makes a tensor of S x Sk.
+    Returns [B, Hq, S, D] in q's dtype. The softmax is in float32. Differentiable in q, k, v and sinks. Under
+    torch.autocast q, k and v are cast to its dtype. None but eager makes a tensor of S x Sk.
     Deterministic, forward and backward, but for PyTorch's and flash-attn's backward on CUDA, which are where
     torch.use_deterministic_algorithms asks for it.
     Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
@@ -93,9 +94,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: 
         shorter = True
     fn = ATTENTION.pick(implementation, q, Request(int(D), causal, cu_seqlens is not None, window is not None,
                                                    softcap is not None, sinks is not None, shorter, gradient))
-    with _checks.no_autocast(q):
-        return fn(q, k, v, cu_seqlens, causal, window or 0, float(softcap or 0.0), sinks,
-                  D ** -0.5 if scale is None else float(scale), max_seqlen)
+    return fn(q, k, v, cu_seqlens, causal, window or 0, float(softcap or 0.0), sinks,
+              D ** -0.5 if scale is None else float(scale), max_seqlen)
 
 
 def attention_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None,

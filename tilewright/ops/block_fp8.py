@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewright import platform
-from tilewright.ops import aqn, cases, quantize
+from tilewright.ops import _checks, aqn, cases, quantize
 from tilewright.ops._library import adopt, define
 from tilewright.ops.aqn import AQN
 from tilewright.ops.nvfp4 import all_cases, draw
@@ -57,6 +57,7 @@ class BlockFP8(quantize.Quantized):
 quantize.register(BlockFP8, ("data", "scale_inv"))
 
 
+@_checks.autocast("inputs")
 def quantize_block_fp8(x: torch.Tensor, *, block: tuple[int, int] = (128, 128), seed: int | None = None,
                        transpose: bool = False, implementation: str = "auto") -> BlockFP8 | tuple[BlockFP8, BlockFP8]:
     """x in block-scaled FP8, or x and its transpose.
@@ -102,6 +103,7 @@ def blocks_of(data, inverse, shape, block, dtype, what="x", *, looked=False) -> 
     return BlockFP8(data.view(quantize.E4M3).view(shape), inverse.view(*lead, inverse.shape[2]), tuple(block), dtype)
 
 
+@_checks.autocast("inputs")
 def dequantize_block_fp8(q: BlockFP8, *, dtype: torch.dtype | None = None, noise: AQN | None = None,
                          implementation: str = "auto") -> torch.Tensor:
     """The tensor that q stands for: value * scale_inv in float32, then rounded to the result's dtype.

@@ -138,6 +138,7 @@ def unshard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
 
 
 @torch.compiler.disable   # where documents end is known at run time only
+@_checks.autocast("products", "q", "k", "v")
 def context_parallel_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, *,
                                cu_seqlens: torch.Tensor | None = None, ends: tuple[int, ...] | None = None,
                                causal: bool = True, window: int | None = None, softcap: float | None = None,
@@ -194,9 +195,8 @@ def context_parallel_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         S = s * cp.size
         if ends is None:
             ends = (0, S) if cu_seqlens is None else tuple(_checks.cu_seqlens(cu_seqlens, S, wait=True).tolist())
-        with _checks.no_autocast(q):
-            out = _Ring.apply(q, k, v, sinks, cu_seqlens, cp, plan(ends, S, cp.ring_size, cp.ring_rank, causal, window),
-                              {**options, "causal": causal})
+        out = _Ring.apply(q, k, v, sinks, cu_seqlens, cp, plan(ends, S, cp.ring_size, cp.ring_rank, causal, window),
+                          {**options, "causal": causal})
     else:
         longest = None if ends is None else max(b - a for a, b in itertools.pairwise(ends))
         out = attention(q, k, v, cu_seqlens=cu_seqlens, causal=causal, sinks=sinks, max_seqlen=longest, **options)

@@ -43,6 +43,7 @@ class CrossEntropyOutput(NamedTuple):
     argmax: torch.Tensor | None = None
 
 
+@_checks.autocast("float32")
 def cross_entropy(logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100,
                   label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
                   class_weight: torch.Tensor | None = None, token_weight: torch.Tensor | None = None,

@@ -79,6 +79,7 @@ class Dispatched(NamedTuple):
 
 
 @torch.compiler.disable   # sizes are known at run time only
+@_checks.autocast("products", "x", "gate_up_proj", "down_proj")
 def ep_moe_mlp(x: torch.Tensor, gate_up_proj: torch.Tensor | Quantized, down_proj: torch.Tensor | Quantized,
                expert_index: torch.Tensor, expert_weight: torch.Tensor, group: dist.ProcessGroup, *,
                dispatch: str = "alltoall", implementation: str = "auto", recompute: bool = False,

@@ -23,6 +23,7 @@ from tilewright.registry import Case, Cost, Implementation, Op
 BLOCK = (1, 128)
 
 
+@_checks.autocast("inputs")
 def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor | None = None, *, seed: int | None = None,
                       implementation: str = "auto") -> BlockFP8:
     """silu(gate) * up in FP8 with a scale for each 1 x 128 block: what a down projection in FP8 multiplies.
@@ -46,6 +47,7 @@ def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor | None = None, *, see
     return _made(data, inverse, shape, gate.dtype, "silu(gate) * up")
 
 
+@_checks.autocast("norm", "x")
 def rmsnorm_quantize(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, bias: torch.Tensor | None = None,
                      offset: float = 0.0, cast: str = "llama", seed: int | None = None,
                      return_normalised: bool = False,

@@ -22,6 +22,7 @@ from tilewright.ops._library import adopt, define, differentiate
 from tilewright.registry import Case, Cost, Goal, Implementation, Op, short
 
 
+@_checks.autocast("products", "x", "weight")
 def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *,
                  implementation: str = "auto") -> torch.Tensor:
     """y[r] = weight[e] @ x[r] for offsets[e - 1] <= r < offsets[e], and 0 from offsets[-1] on.
@@ -30,6 +31,7 @@ def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *
     weight: [E, N, K] in x's dtype, E not 0; also the transpose of a contiguous [E, K, N], which is read in place.
     offsets: [E] int32 on x's device: the end of each expert's rows. They do not decrease, and lie within 0 and R.
     Returns [R, N], contiguous, in x's dtype. Summed in float32, rounded once. float32 is multiplied in full precision.
+        Under torch.autocast x and weight are cast to its dtype, as by F.linear (not by grouped_mm).
     Differentiable in x and weight, once; the gradient of an expert without rows is 0. What is kept for the backward: x,
         weight, offsets. Deterministic: no atomics.
     Raises TypeError or ValueError for arguments that do not fit (on CUDA, where looking would wait for the device, the
@@ -83,10 +85,9 @@ _checked_offsets = define("checked_offsets", _look_at_offsets, lambda offsets, r
 def grouped_gemm_eager(x, weight, offsets):
     acc = torch.promote_types(x.dtype, torch.float32)
     parts, begin = [], 0
-    with _checks.no_autocast(x):   # it would take these products for its own; their gradients follow
-        for w, end in zip(weight, offsets.tolist(), strict=True):
-            parts.append((x[begin:end].to(acc) @ w.to(acc).t()).to(x.dtype))
-            begin = end
+    for w, end in zip(weight, offsets.tolist(), strict=True):
+        parts.append((x[begin:end].to(acc) @ w.to(acc).t()).to(x.dtype))
+        begin = end
     parts.append(x.new_zeros(x.shape[0] - begin, weight.shape[1]))
     return torch.cat(parts)
 

@@ -19,6 +19,7 @@ from tilewright.registry import Case, Cost, Implementation, Op
 SIZES = (16, 32)
 
 
+@_checks.autocast("inputs")
 def hadamard(x: torch.Tensor, size: int = 16, *, seed: int | None = None, inverse: bool = False,
              implementation: str = "auto") -> torch.Tensor:
     """The orthonormal Hadamard transform of each block of `size` elements along the last dimension.

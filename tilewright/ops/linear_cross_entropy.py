@@ -66,6 +66,7 @@ BLOCK_BYTES = MiB
 HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
+@_checks.autocast("products", "x", "weight", "bias")
 def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *,
                          bias: torch.Tensor | None = None, ignore_index: int = -100,
                          label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
@@ -102,7 +103,7 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
     Computed in: GEMMs as torch.mm does them in x's dtype, logits rounded to it (but for fp32_logits); statistics and
     loss in fp32; the gradient of the logits rounded to x's dtype. No atomics: the same bits every run with the same
     chunks.
-    torch.autocast changes nothing: cast x and weight to compute in another dtype.
+    Under torch.autocast x, weight and bias are cast to its dtype; the loss is float32.
     Differentiable once in x, weight, bias and token_weight. What does not require a gradient costs none: with
     a frozen weight (LoRA), its GEMM and its sums are left out.
     Raises TypeError or ValueError for arguments that do not fit, IndexError for a target out of range (as
@@ -145,6 +146,7 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
     return CrossEntropyOutput(loss, *(None if t is None else t.detach().reshape(target.shape) for t in extra))
 
 
+@_checks.autocast("products", "x", "weight", "bias")
 def linear_logprob(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *,
                    bias: torch.Tensor | None = None, temperature: float = 1.0, softcap: float | None = None,
                    ignore_index: int = -100, fp32_logits: bool = False, chunk_size: int | None = None,
@@ -157,7 +159,7 @@ def linear_logprob(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, 
     Returns (logprob [...], entropy [...]), fp32 (fp64 for fp64), in nats: log softmax(z / temperature)_y,
     never above 0, and the entropy of softmax(z / temperature), never below 0. Both are 0 where target is
     ignore_index. Both are differentiable in x, weight and bias, once; backward computes the logits again. The
-    gradients of weight and bias are summed over chunks in fp32. torch.autocast changes nothing.
+    gradients of weight and bias are summed over chunks in fp32. Under torch.autocast as `linear_cross_entropy`.
     Raises as `linear_cross_entropy`.
     """
     softcap = _validate(x, weight, bias, target, ignore_index, chunk_size, softcap=softcap)

@@ -44,6 +44,7 @@ from tilewright.ops.quantized_linear import Packed, checked_noise, dense, dequan
 from tilewright.registry import Case, Cost, Goal, Implementation, Op, no_kernels, short
 
 
+@_checks.autocast("products", "x", "gate_up_proj", "down_proj")
 def moe_mlp(x: torch.Tensor, gate_up_proj: torch.Tensor | Quantized, down_proj: torch.Tensor | Quantized,
             expert_index: torch.Tensor, expert_weight: torch.Tensor, *, noise: AQN | None = None,
             implementation: str = "auto") -> torch.Tensor:
@@ -60,7 +61,8 @@ def moe_mlp(x: torch.Tensor, gate_up_proj: torch.Tensor | Quantized, down_proj: 
         (noise.layer + 1); the same in forward and backward. None for nothing.
     Returns [T, H], contiguous, in x's dtype; of quantised weights, bit for bit what dequantised ones give. Products are
     summed in float32; gate, up, silu(gate) * up and the rows of the down-projection are each rounded to x's dtype, the
-    sum over k (in its order) is in float32, rounded once.
+    sum over k (in its order) is in float32, rounded once. Under torch.autocast x and weights that are tensors are cast
+    to its dtype.
     Differentiable in x, gate_up_proj, down_proj and expert_weight, once; the gradient of an expert without tokens is 0.
     Kept for the backward: the arguments, gate and up, and the order of rows (`saved_bytes`); with quantised weights
     their own tensors, not a dequantised one, and not x. Deterministic.
@@ -316,8 +318,8 @@ def _triton():
 
 
 def _compose(name):
-    """Of the grouped GEMM of this name; the rest is what `auto` would take, whatever is pinned. The gathered rows are a copy, which
-    lives as long as one product."""
+    """Of the grouped GEMM of this name; the rest is what `auto` would take, whatever is pinned. The gathered rows are a
+    copy, which lives as long as one product."""
     product, backward_x, backward_weight = operators(name)
 
     def forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep):

@@ -41,6 +41,7 @@ from tilewright.registry import FLOATS, Case, Cost, Op, no_kernels, short
 ADAPTERS = ("gate_A", "gate_B", "up_A", "up_B", "down_A", "down_B")
 
 
+@_checks.autocast("products", "x", "gate_up_proj", "down_proj", "gate_A", "gate_B", "up_A", "up_B", "down_A", "down_B")
 def moe_lora(x: torch.Tensor, gate_up_proj: torch.Tensor | Quantized, down_proj: torch.Tensor | Quantized,
              expert_index: torch.Tensor, expert_weight: torch.Tensor, gate_A: torch.Tensor, gate_B: torch.Tensor,
              up_A: torch.Tensor, up_B: torch.Tensor, down_A: torch.Tensor, down_B: torch.Tensor, *, scale: float,
@@ -58,7 +59,8 @@ def moe_lora(x: torch.Tensor, gate_up_proj: torch.Tensor | Quantized, down_proj:
     scale: of the adapters, a number.
     noise: of quantised weights, as in `dequantize_nf4`: gate_up_proj takes noise.layer, down_proj the one after it.
     Returns [T, H], contiguous, in x's dtype. Products are summed in float32 and rounded to x's dtype, and so are sums
-    of base and adapter, gate, up, and silu(gate) * up; the sum over k is in float32, rounded once.
+    of base and adapter, gate, up, and silu(gate) * up; the sum over k is in float32, rounded once. Under torch.autocast
+    x, adapters and base weights that are tensors are cast to its dtype.
     Differentiable in x, expert_weight and the adapters, once. A factor's gradient is 0 for an expert without tokens; a
     shared one's is the sum over experts. x of a token without experts here is read, and must be finite.
     Kept for the backward: the arguments, gate and up, A's results, and the order of rows (`saved_bytes`). Of a

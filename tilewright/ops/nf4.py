@@ -150,6 +150,7 @@ def _same_map(name, found, expected):
         raise ValueError(f"{name} must be bitsandbytes' own table, got other values")
 
 
+@_checks.autocast("inputs")
 def quantize_nf4(x: torch.Tensor, *, double_quant: bool = False, block_size: int = 64,
                  implementation: str = "auto") -> NF4:
     """x in NF4, the bytes that bitsandbytes gives.
@@ -179,6 +180,7 @@ def quantize_nf4(x: torch.Tensor, *, double_quant: bool = False, block_size: int
     return NF4(data, absmax, nested, offset, tuple(x.shape), x.dtype, block_size)
 
 
+@_checks.autocast("inputs")
 def dequantize_nf4(q: NF4, *, dtype: torch.dtype | None = None, noise: AQN | None = None,
                    implementation: str = "auto") -> torch.Tensor:
     """The tensor that q stands for: code values times scales in float32, then rounded to the result's dtype.

@@ -82,6 +82,7 @@ class NVFP4(quantize.Quantized):
 quantize.register(NVFP4, ("data", "scale", "global_scale"))
 
 
+@_checks.autocast("inputs")
 def quantize_nvfp4(x: torch.Tensor, *, square: bool = False, global_scale: torch.Tensor | None = None,
                    seed: int | None = None, hadamard: int | None = None, hadamard_seed: int | None = None,
                    transpose: bool = False, implementation: str = "auto") -> NVFP4 | tuple[NVFP4, NVFP4]:
@@ -139,6 +140,7 @@ def quantize_nvfp4(x: torch.Tensor, *, square: bool = False, global_scale: torch
     return (q, made(*found[2:], x.mT.shape)) if transpose else q
 
 
+@_checks.autocast("inputs")
 def dequantize_nvfp4(q: NVFP4, *, dtype: torch.dtype | None = None, noise: AQN | None = None,
                      implementation: str = "auto") -> torch.Tensor:
     """The tensor that q stands for: value * (scale * global_scale) in float32, then rounded to the result's dtype.

@@ -50,6 +50,7 @@ def sort_by_expert(expert_index: torch.Tensor, num_experts: int, *, implementati
     return Order(*PERMUTE.pick(implementation, On(index.device))(None, index, num_experts)[1:])
 
 
+@_checks.autocast("inputs")
 def permute(x: torch.Tensor, expert_index: torch.Tensor, num_experts: int, *,
             implementation: str = "auto") -> Permuted:
     """A copy of x's row for each of its experts, in the order of `sort_by_expert`.
@@ -71,6 +72,7 @@ def permute(x: torch.Tensor, expert_index: torch.Tensor, num_experts: int, *,
     return Permuted(*PERMUTE.pick(implementation, x)(x, index, num_experts))
 
 
+@_checks.autocast("inputs")
 def unpermute(rows: torch.Tensor, expert_weight: torch.Tensor | None, position: torch.Tensor, *,
               implementation: str = "auto") -> torch.Tensor:
     """The weighted sum of each token's rows: y[t] = sum_k expert_weight[t, k] * rows[position[t, k]].

@@ -20,6 +20,7 @@ from tilewright.registry import Case, Cost, Implementation, Op
 MAX_D = 1024   # the fused kernels hold a head in registers
 
 
+@_checks.autocast("inputs")
 def qk_norm_rope(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, num_heads: int, num_kv_heads: int,
                  q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 1e-6,
                  offset: float = 0.0, position_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,

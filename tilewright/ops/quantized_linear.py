@@ -41,6 +41,7 @@ def dequantize(q: Quantized, *, dtype: torch.dtype | None = None, noise: AQN | N
     return _DEQUANTIZE[type(q)].public(q, dtype=dtype, implementation=implementation, **options)
 
 
+@_checks.autocast("products", "x", "bias")
 def quantized_linear(x: torch.Tensor, q: Quantized, bias: torch.Tensor | None = None, *, noise: AQN | None = None,
                      implementation: str = "auto") -> torch.Tensor:
     """y = x @ dequant(q)^T + bias.
@@ -51,6 +52,7 @@ def quantized_linear(x: torch.Tensor, q: Quantized, bias: torch.Tensor | None = 
     noise: what `dequantize_*` adds to the weight, the same in forward and backward; None for nothing.
     Returns [..., N] in x's dtype. The weight is dequantised in float32 and rounded to x's dtype; products are summed in
     float32 and rounded once, with bias (in float32, PyTorch's GEMM follows torch.backends.cuda.matmul.allow_tf32).
+    Under torch.autocast x and bias are cast to its dtype.
     Differentiable in x and bias, any number of times: dx = dy @ dequant(q). Kept for the backward: q's tensors, not a
     copy of them, and not x. Deterministic.
     Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
@@ -62,6 +64,7 @@ def quantized_linear(x: torch.Tensor, q: Quantized, bias: torch.Tensor | None = 
     return QUANTIZED_LINEAR.pick(implementation, x)(x, q, bias, noise)
 
 
+@_checks.autocast("products", "x", "bias")
 def fp8_linear(x: torch.Tensor, q: BlockFP8, bias: torch.Tensor | None = None, *,
                implementation: str = "auto") -> torch.Tensor:
     """y = dequant(fp8(x)) @ dequant(q)^T + bias: x too is rounded to FP8, and FP8 is what is multiplied.
@@ -70,7 +73,7 @@ def fp8_linear(x: torch.Tensor, q: BlockFP8, bias: torch.Tensor | None = None, *
         `quantize_block_fp8(x, block=(1, 128))` does: a scale for each 128 columns of a row.
     q: BlockFP8 of shape [N, K] with blocks of 128 x 128.   bias: [N] in x's dtype, or None.
     Returns [..., N] in x's dtype. Products within 128 columns are summed by the tensor cores, in their precision; they
-    are scaled and added up in float32, and rounded once, with bias.
+    are scaled and added up in float32, and rounded once, with bias. Under torch.autocast as `quantized_linear`.
     Its own op, and never what `quantized_linear` chooses, because a result differs by what x loses: half a unit in the
     last of three bits of mantissa, 3 % of a product on average.
     Differentiable in x and bias, with the rounding of x left out of the gradient: that of `quantized_linear`, dx =
@@ -189,8 +192,7 @@ def quantized_linear_eager(x, q, bias, noise):
 
 
 def _product_eager(x, w, bias):
-    with _checks.no_autocast(x):   # it would take the product for its own; its gradient follows
-        y = x @ w.t()
+    y = x @ w.t()
     return y if bias is None else y + bias.to(y.dtype)
 
 

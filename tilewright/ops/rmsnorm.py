@@ -20,6 +20,7 @@ CASTS = ("llama", "gemma", "none")
 MAX_D = 65536  # widest row that the Triton kernels are compiled and tested for
 
 
+@_checks.autocast("norm", "x")
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, bias: torch.Tensor | None = None,
             offset: float = 0.0, cast: str = "llama", noise: AQN | None = None,
             implementation: str = "auto") -> torch.Tensor:
@@ -34,7 +35,8 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, bias: t
     noise: alpha times the `aqn_noise` of weight's shape is added to the weight for this call, in fp32 and the same in
         its backward (QeRL). It is made in registers; weight does not change. None, or an alpha of 0, adds nothing.
         CuTe has none.
-    Returns [..., D] in x's dtype. Differentiable once in x, weight and bias (eager and torch: any number of times, and
+    Returns [..., D] in x's dtype; under torch.autocast in float32 (not on a CPU), as F.rms_norm does.
+    Differentiable once in x, weight and bias (eager and torch: any number of times, and
     in forward mode); weight and bias gradients accumulate in fp32, on a CPU over 64 rows and in fp64 beyond (fixed
     order, no atomics).
     Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
@@ -45,12 +47,14 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, bias: t
     return RMSNORM.pick(implementation, x)(x, weight, bias, eps, offset, cast, *aqn.arguments(noise))
 
 
+@_checks.autocast("norm", "x", "residual")
 def add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *,
                 bias: torch.Tensor | None = None, offset: float = 0.0, cast: str = "llama", noise: AQN | None = None,
                 implementation: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
     """(rmsnorm(x + residual), x + residual) in one pass over memory: the pre-norm transformer's residual step.
 
     residual: shape of x, x's dtype or float32; the sum is rounded to residual's dtype and returned in it.
+        Under torch.autocast both are cast to float32 (not on a CPU).
     Everything else as in `rmsnorm`. Differentiable once in x, residual, weight and bias.
     """
     _validate(x, weight, bias, eps, offset, cast)

@@ -18,6 +18,7 @@ from tilewright.registry import Case, Cost, Implementation, Op, short
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
+@_checks.autocast("inputs")
 def rope(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False,
          rotary_dim: int | None = None, position_ids: torch.Tensor | None = None,
          cu_seqlens: torch.Tensor | None = None, inplace: bool = False,

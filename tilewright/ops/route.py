@@ -31,6 +31,7 @@ class Routing(NamedTuple):
     z_loss: torch.Tensor
 
 
+@_checks.autocast("float32")
 def route(logits: torch.Tensor, k: int, *, score: str = "softmax", renormalize: bool = False,
           bias: torch.Tensor | None = None, groups: int = 1, topk_groups: int = 1, scale: float = 1.0,
           round_to: int = 0, implementation: str = "auto") -> Routing:
