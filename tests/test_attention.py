@@ -222,16 +222,18 @@ def test_fewer_queries_are_the_last_ones(name, queries, causal):
                                **CLOSE)
 
 
-@EVERY
-def test_what_another_document_holds_is_not_read(name):
-    """NaN in one document stays there, whatever blocks it shares with others."""
-    skip_unless_usable(ATTENTION, name, torch.float32)
+@pytest.mark.parametrize("name, options", [
+    *((name, {}) for name in ATTENTION.names()),
+    *(("auto", options) for options in ({"window": 4}, {"softcap": 2.0}, {"sinks": torch.zeros(HQ, device=DEVICE)})),
+])
+def test_what_another_document_holds_is_not_read(name, options):
+    """NaN in one document stays there, whatever blocks it shares with others, forward and backward."""
+    if name != "auto":
+        skip_unless_usable(ATTENTION, name, torch.float32)
     tensors, grad = qkv(40), heads(HQ, 40)
-    for t in tensors:
+    for t in (*tensors, grad):
         t[:, :, 11:19] = float("nan")
-    if name == "eager":
-        pytest.skip("the definition multiplies zeros with what it must not see")
-    found = step(tensors, grad, name, cu_seqlens=ends(0, 11, 19, 40))
+    found = step(tensors, grad, name, cu_seqlens=ends(0, 11, 19, 40), **options)
     for t in found:
         bad = t.isnan().any(1).any(-1)[0]
         assert bad[11:19].all() and not bad[:11].any() and not bad[19:].any()
@@ -262,6 +264,34 @@ def test_compiled_code_takes_other_lengths(name):
     for length in (7, 12, 31):
         tensors = [t.cpu() for t in qkv(length)]
         torch.testing.assert_close(compiled(*tensors), attention(*tensors, implementation="eager"), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "triton", "auto"])
+@pytest.mark.parametrize("how", ["dynamic", "marked"])
+def test_one_graph_serves_other_batches_and_lengths(name, how):
+    """Also where the compiler takes the head width for a symbol, which may become a constant of the graph."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, implementation=name), fullgraph=True, backend=backend,
+                             dynamic=True if how == "dynamic" else None)
+    # The interpreter is slow.
+    for B, S, width in ((5, 7, 16), (3, 12, 16), (6, 11, 24))[::2 if name == "triton" else 1]:
+        q, k, v = (torch.randn(B, n, S, width) for n in (4, 2, 2))
+        for t in (q, k, v):
+            if how == "marked":
+                for dim in (0, 2, 3):
+                    torch._dynamo.mark_dynamic(t, dim)
+        torch.testing.assert_close(compiled(q, k, v), attention(q, k, v, implementation="eager"), **CLOSE)
+        assert len(graphs) == 1 or width == 24
+    if how == "dynamic":
+        q = torch.randn(3, 4, 6, 20)
+        torch.testing.assert_close(compiled(q, q, q), attention(q, q, q, implementation="eager"), **CLOSE)
+    torch._dynamo.reset()
 
 
 PARTS = [n for n in ATTENTION.names() if n in ("eager", "triton")]
@@ -298,6 +328,12 @@ def test_parts_of_documents():
     out, lse = attention_part(q, k, v, cu_seqlens=cu, implementation="eager")
     torch.testing.assert_close(out, attention(q, k, v, cu_seqlens=cu, implementation="eager"), **CLOSE)
     assert lse.shape == (1, HQ, 17)
+    v[:, :, 3] = float("nan")   # reaches no other document
+    out, lse = attention_part(q, k, v, cu_seqlens=cu, implementation="eager")
+    found = attention_part_backward(heads(HQ, 17), q, k, v, out, lse, cu_seqlens=cu, implementation="eager")
+    assert all(t[:, :, 5:].isfinite().all() for t in (out, *found)) and found[0].isnan().any()
+    empty = [t[:, :, :0] for t in (q, k, v)]
+    assert attention_part(*empty, cu_seqlens=ends(0, 0), implementation="eager")[0].shape == (1, HQ, 0, D)
     with pytest.raises(ValueError, match=r"with cu_seqlens queries and keys are the same positions, got offset 3"):
         attention_part(q, k, v, cu_seqlens=cu, offset=3)
     with pytest.raises(TypeError, match=r"offset must be an int, got 1\.5"):
@@ -494,7 +530,11 @@ def packed(*values, dtype=torch.int32):
     (lambda n: call(n, Q, K, V, sinks=torch.zeros(2)), ValueError, r"sinks must have shape \[4\] \(one a query head\)"),
     (lambda n: call(n, Q, K, V, sinks=torch.zeros(4).long()), TypeError, "sinks must be one of float32.*int64"),
     (lambda n: call(n, Q, K, V, max_seqlen=-1), ValueError, "max_seqlen must be an int of at least 0, got -1"),
-    (lambda n: call(n, Q[:, :3], K, V), ValueError, "a divisor of 3"),
+    (lambda n: call(n, Q[:, :3], K, V), ValueError, r"a divisor of 3.*got \[1, 2, 6, 8\]$"),
+    # [B, S, H, D], as flash-attn takes them.
+    *((lambda n, s=s: call(n, *(t.transpose(1, 2)[:, -m:] for t, m in zip((Q, K, V), s, strict=True))), ValueError,
+       r"k must have .*; the layout is \[B, H, S, D\], heads before positions: .* pass q\.transpose\(1, 2\)")
+      for s in ((6, 6, 6), (1, 6, 6))),
     (lambda n: call(n, Q, K[:, :0], V[:, :0]), ValueError, r"a divisor of 4.*got \[1, 0, 6, 8\]"),
     (lambda n: call(n, Q, K, V[:, :1]), ValueError, r"v must have shape \[1, 2, 6, 8\] \(that of k\)"),
     (lambda n: call(n, Q[..., :0], K[..., :0], V[..., :0]), ValueError, r"head width of at least 1.*\[1, 4, 6, 0\]"),

@@ -54,7 +54,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: 
         the last S of Sk positions, as with a cache of keys.
     cu_seqlens: int32 or int64 [n + 1], 0 .. S, not decreasing: packed documents of a sequence with B = 1 and Sk = S,
         which never see each other. Its values are checked on a CPU, and on CUDA by implementations that read them on
-        the host (all but eager and triton), which waits for the device. `max_seqlen` spares flash-attn and native that.
+        the host (all but triton), which waits for the device. `max_seqlen` spares flash-attn and native that.
     causal: a bool; position i sees positions up to i of its own document.
     window: an int >= 1: position i sees the last `window` positions up to itself; needs `causal`. None: all.
     softcap: a number > 0 (in float32): logits become softcap tanh(logit / softcap). None: they stay.
@@ -64,6 +64,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: 
     max_seqlen: the longest document, or a bound of it, where the host knows it; used with cu_seqlens only.
     Returns [B, Hq, S, D] in q's dtype. The softmax is in float32. Differentiable in q, k, v and sinks. Under
     torch.autocast q, k and v are cast to its dtype. None but eager makes a tensor of S x Sk.
+    NaN and infinity in one document change nothing in another one, nor in its gradients, with eager, sdpa and triton
+    (native and flash-attn: as their kernels have it). Within a document, or a sequence, they may spread to positions
+    that do not see them, since what is not seen is multiplied by 0: with eager and sdpa to all, with triton to those
+    that share a block of keys.
     Deterministic, forward and backward, but for PyTorch's and flash-attn's backward on CUDA, which are where
     torch.use_deterministic_algorithms asks for it.
     Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
@@ -75,7 +79,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: 
     Sk = k.shape[2]
     check_options(causal, window, softcap, scale)
     if causal and Sk < S:
-        raise ValueError(f"k must have at least q's {S} positions for causal attention, got {Sk}")
+        raise ValueError(f"k must have at least q's {S} positions for causal attention, got {Sk}{_layout(q, k)}")
     if sinks is not None:
         _checks.floating("sinks", sinks)
         _checks.shape("sinks", sinks, (q.shape[1],), "one a query head")
@@ -92,10 +96,20 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: 
     shorter = False
     if Sk != S:   # compiled code with dynamic lengths makes this a constant, which a Request is made of
         shorter = True
-    fn = ATTENTION.pick(implementation, q, Request(int(D), causal, cu_seqlens is not None, window is not None,
+    fn = ATTENTION.pick(implementation, q, Request(_head_width(D), causal, cu_seqlens is not None, window is not None,
                                                    softcap is not None, sinks is not None, shorter, gradient))
     return fn(q, k, v, cu_seqlens, causal, window or 0, float(softcap or 0.0), sinks,
               D ** -0.5 if scale is None else float(scale), max_seqlen)
+
+
+def _head_width(D: int) -> int:
+    """D, for a Request. Where compiled code has it as a symbol, one width stands for all that every implementation
+    takes, and any other becomes a constant of the graph."""
+    if torch.compiler.is_dynamo_compiling():
+        if D % 8 == 0 and D <= 128:
+            return 128
+        return len(range(D))   # a constant; int(D) is not
+    return D
 
 
 def attention_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None,
@@ -166,9 +180,19 @@ def check_qkv(q, k, v):
     if H == 0 or D == 0:
         raise ValueError(f"q must have at least one head and a head width of at least 1, got {list(q.shape)}")
     if (k.shape[0], k.shape[3]) != (B, D) or k.shape[1] == 0 or H % k.shape[1]:
-        raise ValueError(f"k must have shape [{B}, a divisor of {H}, Sk, {D}] to go with q, got {list(k.shape)}")
+        raise ValueError(f"k must have shape [{B}, a divisor of {H}, Sk, {D}] to go with q, got {list(k.shape)}"
+                         f"{_layout(q, k)}")
     _checks.shape("v", v, tuple(k.shape), "that of k")
     return B, H, S, D
+
+
+def _layout(q, k):
+    """What to say of q and k that would fit with heads and positions the other way round."""
+    (_, S, H, _), (_, Sk, Hk, _) = q.shape, k.shape
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or Hk == 0 or H % Hk or Sk < S:
+        return ""
+    return (f"; the layout is [B, H, S, D], heads before positions: for q {list(q.shape)} and k {list(k.shape)} in "
+            "[B, S, H, D] pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)")
 
 
 def check_options(causal, window, softcap, scale):
@@ -190,7 +214,7 @@ def check_options(causal, window, softcap, scale):
 
 # ---- the definition
 
-def _logits(q, k, cu_seqlens, causal, window, softcap, scale, offset):
+def _logits(q, k, causal, window, softcap, scale, offset):
     """[B, Hq, S, Sk], -inf where a query does not see a key."""
     acc = torch.promote_types(q.dtype, torch.float32)
     S, Sk = q.shape[2], k.shape[2]
@@ -202,24 +226,46 @@ def _logits(q, k, cu_seqlens, causal, window, softcap, scale, offset):
     seen = row >= column if causal else torch.ones(S, Sk, dtype=torch.bool, device=q.device)
     if window:
         seen = seen & (row - column < window)
-    if cu_seqlens is not None:
-        document = torch.searchsorted(cu_seqlens.to(torch.int64), column[0], right=True)
-        seen = seen & (document[:, None] == document[None, :])
     return s.masked_fill(~seen, float("-inf"))
+
+
+def _ends(cu_seqlens, tokens):
+    """Boundaries on the host. Checked, where the public function could not without waiting."""
+    return (_checks.cu_seqlens(cu_seqlens, tokens, wait=True) if cu_seqlens.is_cuda else cu_seqlens).tolist()
+
+
+def _by_document(fn, tensors, cu_seqlens):
+    """fn's results [B, H, S, ...], of each document by itself: nothing of one is multiplied with anything of another,
+    not by 0 either, which would make NaN of what is not finite."""
+    if cu_seqlens is None:
+        return fn(*tensors)
+    found = [fn(*(t[:, :, a:b] for t in tensors))
+             for a, b in itertools.pairwise(_ends(cu_seqlens, tensors[0].shape[2])) if a < b]
+    if not found:
+        return fn(*tensors)   # without tokens still differentiable
+    return tuple(torch.cat(parts, 2) for parts in zip(*found, strict=True))
 
 
 def attention_eager(q, k, v, cu_seqlens=None, causal=True, window=0, softcap=0.0, sinks=None, scale=1.0,
                     max_seqlen=None):
-    Sk = k.shape[2]
-    s = _logits(q, k, cu_seqlens, causal, window, softcap, scale, Sk - q.shape[2])
-    if sinks is not None:
-        s = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)), -1)
-    p = s.softmax(-1)[..., :Sk]
-    return (p @ v.repeat_interleave(q.shape[1] // k.shape[1], 1).to(p.dtype)).to(q.dtype)
+    def of_document(q, k, v):
+        Sk = k.shape[2]
+        s = _logits(q, k, causal, window, softcap, scale, Sk - q.shape[2])
+        if sinks is not None:
+            s = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)), -1)
+        p = s.softmax(-1)[..., :Sk]
+        return ((p @ v.repeat_interleave(q.shape[1] // k.shape[1], 1).to(p.dtype)).to(q.dtype),)
+
+    return _by_document(of_document, (q, k, v), cu_seqlens)[0]
 
 
 def _eager_part(q, k, v, cu_seqlens, causal, window, softcap, scale, offset):
-    s = _logits(q, k, cu_seqlens, causal, window, softcap, scale, offset)
+    return _by_document(lambda *own: _part_of_document(*own, causal, window, softcap, scale, offset), (q, k, v),
+                        cu_seqlens)
+
+
+def _part_of_document(q, k, v, causal, window, softcap, scale, offset):
+    s = _logits(q, k, causal, window, softcap, scale, offset)
     lse = s.logsumexp(-1) if k.shape[2] else s.new_full(s.shape[:3], float("-inf"))
     p = _probabilities(s, lse)
     return (p @ v.repeat_interleave(q.shape[1] // k.shape[1], 1).to(p.dtype)).to(q.dtype), lse
@@ -230,7 +276,12 @@ def _probabilities(s, lse):
 
 
 def _eager_part_backward(dout, q, k, v, out, lse, cu_seqlens, causal, window, softcap, scale, offset):
-    s = _logits(q, k, cu_seqlens, causal, window, softcap, scale, offset)
+    return _by_document(lambda *own: _gradients_of_document(*own, causal, window, softcap, scale, offset),
+                        (dout, q, k, v, out, lse), cu_seqlens)
+
+
+def _gradients_of_document(dout, q, k, v, out, lse, causal, window, softcap, scale, offset):
+    s = _logits(q, k, causal, window, softcap, scale, offset)
     groups = q.shape[1] // k.shape[1]
     p = _probabilities(s, lse)
     dout, out, wide = (t.to(p.dtype) for t in (dout, out, q))
@@ -266,24 +317,18 @@ def _head_dims(request: Request, multiple: int, most: int) -> str | None:
     return None
 
 
-def _ends(cu_seqlens, tokens):
-    """Boundaries on the host. Checked, where the public function could not without waiting."""
-    return (_checks.cu_seqlens(cu_seqlens, tokens, wait=True) if cu_seqlens.is_cuda else cu_seqlens).tolist()
-
-
 # ---- PyTorch's fused attention: one call a document, so no mask is built and no document can see another
 
 def _fused(q, k, v, causal, scale):
     q, k, v = map(last_contiguous, (q, k, v))   # else PyTorch takes its path with S x Sk scores
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    grouped = False
+    if q.shape[1] != k.shape[1]:   # a constant, where compiled code has the heads as symbols
+        grouped = True
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 def _attention_sdpa(q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, max_seqlen):
-    if cu_seqlens is None:
-        return _fused(q, k, v, causal, scale)
-    parts = [_fused(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], causal, scale)
-             for a, b in itertools.pairwise(_ends(cu_seqlens, q.shape[2])) if a < b]
-    return torch.cat(parts, 2) if parts else _fused(q, k, v, causal, scale)   # without tokens still differentiable
+    return _by_document(lambda *own: (_fused(*own, causal, scale),), (q, k, v), cu_seqlens)[0]
 
 
 def _of_pytorch(lacks: Callable[[Request], str | None]) -> Callable[[Request], str | None]:
@@ -591,5 +636,5 @@ ATTENTION = Op(
     atol=_atol,
     goals=(Goal("H200", "forward_backward", "over flash-attn", at_least=1 / 1.3, cases=_LONG, dtypes=("bfloat16",)),
            Goal("H200", "forward_backward", "over flex", at_least=1.2, cases=_LONG, dtypes=("bfloat16",))),
-    on_host=("sdpa", "native", *_FLASH),
+    on_host=("eager", "sdpa", "native", *_FLASH),
 )
