@@ -390,6 +390,48 @@ def test_a_forward_mode_derivative_is_right_or_refused(op, name):
     right_or_refused(tangents, name, r"tilewright::\w+ has no forward-mode derivative; use implementation='eager'")
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")   # vmap calls operators once for each element
+@EVERY_IMPLEMENTATION
+def test_derivatives_by_torch_func_are_right_or_refused(op, name):
+    """grad, vmap of grad, grad of grad, and grad below what autograd records."""
+    skip_unless_usable(op, name, torch.float32)
+    skip_unless_differentiable(op)
+    if name == "triton" and DEVICE == "cpu":
+        pytest.skip("the operators' formulas are made as those of the others")
+    if (op.name, name) == ("linear_cross_entropy", "torch"):
+        pytest.skip("PyTorch's own Function has no rule for torch.func")
+    kwargs = inputs(whole_case(op))
+    first = next(n for n, v in kwargs.items() if isinstance(v, torch.Tensor) and v.requires_grad)
+    fixed = {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in kwargs.items()}
+    x = fixed[first]
+
+    def loss(implementation):
+        def call(t):
+            outs = contract.leaves(op.public(**{**fixed, first: t}, implementation=implementation))
+            return sum(o.sin().sum() for o in outs if o.is_floating_point())
+
+        return call
+
+    def of_grad(f):
+        return lambda t: torch.func.grad(f)(t).sin().sum()
+
+    def below_autograd(f):
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(of_grad(f)(leaf), leaf)
+
+    refusal = (r"tilewright::\w+ (is differentiable once; use implementation='eager' for higher derivatives|"
+               "has no derivative within torch.func; use implementation='eager')")
+    of = {"grad": lambda f: (torch.func.grad(f)(x),),
+          "vmap of grad": lambda f: (torch.func.vmap(torch.func.grad(f))(torch.stack((x, x)))[1],),
+          "grad of grad": lambda f: (torch.func.grad(of_grad(f))(x),), "grad below autograd": below_autograd}
+    if op.name == "linear_cross_entropy" and name != "eager":
+        del of["vmap of grad"]   # chunks and sums are decided by values, which vmap refuses in words of PyTorch's
+    right = {how: right_or_refused(lambda n, f=f: f(loss(n)), name, refusal) for how, f in of.items()}
+    made_in_forward = op.name == "linear_cross_entropy"
+    saves_no_leaf = op.name == "permute" or (op.name == "qk_norm_rope" and kwargs.get("q_weight") is None)
+    assert right["grad"] or made_in_forward or saves_no_leaf
+
+
 @pytest.mark.parametrize("name", ["triton", "cpp"])
 def test_a_loss_that_makes_its_gradients_in_forward_refuses_too(name):
     """What it saves is constant to autograd, so that no second derivative could be tied to its inputs."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import _C
 from torch._library import autograd as _autograd
 from torch.autograd import forward_ad
 
@@ -44,23 +46,82 @@ def differentiate(op: Callable, backward: Callable, setup_context: Callable, *, 
     Forward-mode tangents would be dropped as silently.
     """
     name = op.name().split(".")[0]
-    info = _autograd.Info(backward if twice else once(name, backward), setup_context)
-    kernel = _autograd.make_autograd_impl(op, info)
+    formula = backward if twice else once(name, backward)
+    kernel = _autograd.make_autograd_impl(op, _autograd.Info(formula, setup_context))
+
+    class InTransform(torch.autograd.function._SingleLevelFunction):
+        """What `kernel` applies, for one level of torch.func's transforms, which the operator's dispatch is at."""
+
+        @staticmethod
+        def forward(ctx, keyset, *args):
+            _refuse_beneath(name, args)
+            with _C._AutoDispatchBelowAutograd():
+                result = op.redispatch(keyset & _C._after_autograd_keyset, *args)
+            setup_context(ctx, args, result)
+            return result
+
+        @staticmethod
+        def backward(ctx, *grads):
+            _refuse_beneath(name, grads)
+            ctx = _WithoutFirst(ctx)
+            found = formula(ctx, *grads)
+            return None, *(found if isinstance(found, tuple) else (found,))
 
     def guarded(keyset, *args):
         if forward_ad._current_level >= 0:
             for arg in args:
                 if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
                     raise RuntimeError(f"{name} has no forward-mode derivative; {_ADVICE}")
+        if in_transform() and torch.is_grad_enabled() and _C._any_requires_grad(*args):
+            with _single_level():
+                return InTransform.apply(keyset, *args)
         return kernel(keyset, *args)
 
     # What torch.library.register_autograd does, with the guard around its kernel.
     _LIBRARY.impl(name.split("::")[1], guarded, "Autograd", with_keyset=True)
 
 
+# Whether transforms of torch.func (grad, vjp, vmap) are at work.
+in_transform = _C._are_functorch_transforms_active
+
+
+@contextlib.contextmanager
+def _single_level():
+    """PyTorch refuses a Function within torch.func's transforms, which is to be one at every level, unless told."""
+    allowed = _C._functorch.get_single_level_autograd_function_allowed()
+    _C._functorch.set_single_level_autograd_function_allowed(True)
+    try:
+        yield
+    finally:
+        _C._functorch.set_single_level_autograd_function_allowed(allowed)
+
+
+def _refuse_beneath(name, tensors):
+    """Refuses grad of grad, and grad of what autograd records: an outer level would see nothing of this one."""
+    for t in tensors:
+        while isinstance(t, torch.Tensor) and _C._functorch.is_functorch_wrapped_tensor(t):
+            t = _C._functorch.get_unwrapped(t)
+            if t.requires_grad:
+                raise RuntimeError(_again(name))
+
+
+class _WithoutFirst:
+    """A context whose first input is left out."""
+
+    def __init__(self, ctx):
+        self._ctx, self.needs_input_grad = ctx, ctx.needs_input_grad[1:]
+
+    def __getattr__(self, name):
+        return getattr(self._ctx, name)
+
+
+def _again(name: str) -> str:
+    return f"{name} is differentiable once; {_ADVICE} for higher derivatives"
+
+
 def once(name: str, backward: Callable) -> Callable:
     """A backward(ctx, *grads) that refuses derivatives of what it returns, in the name of an operator."""
-    again = f"{name} is differentiable once; {_ADVICE} for higher derivatives"
+    again = _again(name)
 
     def refusing(ctx, *grads):
         if not torch.is_grad_enabled():
@@ -70,7 +131,7 @@ def once(name: str, backward: Callable) -> Callable:
             found = backward(ctx, *grads)
         behind = [t for t in ctx.saved_tensors if t is not None and t.requires_grad]
         if not behind:   # as where gradients are made in forward: nothing here that an error could be tied to
-            raise RuntimeError(again)
+            raise RuntimeError(f"{name} has no derivative within torch.func; {_ADVICE}" if in_transform() else again)
         behind += [g for g in grads if g is not None and g.requires_grad]
         # torch.autograd.function.once_differentiable ties its error to new leaves, so that autograd.grad with respect
         # to the real ones walks past it. This one is tied to what the result is made of.

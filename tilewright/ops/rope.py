@@ -297,7 +297,8 @@ def check_overwritable(name: str, x: torch.Tensor, compiling: bool) -> None:
     if x.stride(-1) != 1 and x.numel():
         raise ValueError(f"inplace=True needs {name} with a contiguous last dimension, got strides {list(x.stride())}; "
                          f"pass {name}.contiguous() or inplace=False")
-    if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+    # Without elements nothing is shared, whatever the strides are: PyTorch may have put 0 there.
+    if x.numel() and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
         raise ValueError(f"inplace=True cannot overwrite {name}, an expanded tensor whose elements share memory; pass "
                          f"{name}.contiguous() or inplace=False")
     if not compiling and _checks.overlaps_itself(x):
