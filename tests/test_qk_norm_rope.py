@@ -300,6 +300,9 @@ def test_no_tokens(name):
         assert [tuple(o.shape) for o in outs] == [(batch, h, seq, D) for h in (HQ, HK, HK)]
         grads = torch.autograd.grad(sum(o.sum() for o in outs), given)
         assert grads[0].shape == given[0].shape and not grads[1].any() and not grads[2].any()
+        for qkv in (given[0].detach(), torch.empty_strided(given[0].shape, (0, 0, 1), device=DEVICE)):
+            outs = qk_norm_rope(qkv, COS, SIN, inplace=True, implementation=name, **HEADS)
+            assert [tuple(o.shape) for o in outs] == [(batch, h, seq, D) for h in (HQ, HK, HK)]
 
 
 # ---- in place

@@ -168,6 +168,8 @@ def test_no_tokens(name):
         for inplace in (False, True):
             found = rope(q, q.clone(), COS, SIN, inplace=inplace, implementation=name)
             assert all(f.shape == q.shape for f in found)
+            product = q.new_zeros(batch, seq, n, D).transpose(1, 2) * 1   # has strides of 0 where it has no elements
+            assert rope(product, None, COS, SIN, inplace=inplace, implementation=name)[0].shape == q.shape
         rope(q, None, COS, SIN, position_ids=torch.arange(seq, device=DEVICE), implementation=name)
     assert rope(heads(2, seq=0), None, COS[:0], SIN[:0], implementation=name)[0].shape == (B, 2, 0, D)
 

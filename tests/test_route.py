@@ -131,6 +131,21 @@ def test_indices_exist_whatever_logits_hold(name):
         assert index[4].tolist() == [4, 3, 2]
 
 
+@EVERY
+def test_weights_of_logits_that_are_not_finite(name):
+    skip_unless_usable(ROUTE, name, torch.float32)
+    inf, nan = float("inf"), float("nan")
+    bad = [[1, nan, 0, 2], [1, inf, 0, 2], [-inf] * 4]
+    x = torch.tensor([*bad, [1, -inf, 0, 2]], device=DEVICE)
+    for renormalize in (False, True):
+        weights = route(x, 2, renormalize=renormalize, implementation=name).expert_weight
+        assert weights[:3].isnan().all() and weights[3].isfinite().all()
+        weights = route(x, 2, score="sigmoid", renormalize=renormalize, implementation=name).expert_weight
+        scores = torch.sigmoid(torch.tensor([[nan, 2.0], [inf, 2.0], [-inf, -inf], [2.0, 1.0]], device=DEVICE))
+        expected = scores / (scores.sum(-1, keepdim=True) + 1e-20) if renormalize else scores
+        torch.testing.assert_close(weights, expected, equal_nan=True)
+
+
 # ---- gradients
 
 @EVERY
