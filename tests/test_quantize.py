@@ -292,6 +292,45 @@ def test_nvfp4_is_what_torchao_writes_and_reads(dtype):
     assert_same_bytes(dequantize_nvfp4(q), expected)
 
 
+def test_nvfp4_differs_from_torchao_as_documented():
+    ao = oracle("torchao.prototype.mx_formats.nvfp4_tensor")
+
+    def theirs(x):
+        total = ao.per_tensor_amax_to_scale(x.abs().amax())
+        scale, data = ao.nvfp4_quantize(x, 16, total)
+        return data.view(-1), scale.view(torch.uint8).view(-1), total
+
+    def ours(x):
+        q = quantize_nvfp4(x)
+        return q.data.view(-1), q.scale.view(torch.uint8).view(-1), q.global_scale
+
+    x = randn(4, 64)
+    x[1, 16:32] = 0
+    (data, scale, total), (their_data, their_scale, their_total) = ours(x), theirs(x)
+    assert torch.equal(data, their_data) and total == their_total
+    assert (scale != their_scale).nonzero().tolist() == [[5]] and scale[5] == 0 and their_scale[5] == 8
+    zeros = torch.zeros(2, 32, device=DEVICE)
+    (data, scale, total), (_, their_scale, their_total) = ours(zeros), theirs(zeros)
+    assert total == 1 and not data.any() and not scale.any()
+    assert their_total == 0 and their_scale.view(torch.float8_e4m3fn).float().isnan().all()
+    for most, equal in ((6e-31, True), (5e-31, False)):
+        x = torch.zeros(1, 16, device=DEVICE)
+        x[0, 0] = most
+        assert (ours(x)[2] == theirs(x)[2]) == equal
+
+
+def test_nf4_differs_from_bitsandbytes_as_documented():
+    bnb = oracle("bitsandbytes.functional")
+    for length, value, equal in ((200, 0.0, False), (200, 1e-40, False), (256, 0.0, True), (200, 1e-30, True)):
+        x = torch.full((length,), value, device=DEVICE)
+        data, state = bnb.quantize_4bit(x, blocksize=64, compress_statistics=True, quant_type="nf4")
+        q = quantize_nf4(x, double_quant=True)
+        assert_same_bytes(q.data, data.view(-1))
+        assert_same_bytes(q.nested_absmax, state.state2.absmax)
+        assert q.offset == state.offset
+        assert torch.equal(q.absmax, state.absmax) == equal, (length, value)
+
+
 def test_nvfp4_checkpoints_are_those_of_compressed_tensors():
     """Its own packing and reading. Its scale of the tensor is an inverse, so that products round otherwise: codes may
     differ where x is at a tie, to float32's precision."""

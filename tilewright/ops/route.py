@@ -66,10 +66,10 @@ def route(logits: torch.Tensor, k: int, *, score: str = "softmax", renormalize: 
 
     Differentiable in logits, once, through expert_weight, load_balance_loss (through P; f is a count) and z_loss; all
     sums in float32. The backward keeps logits, expert_index and the counts.
-    Logits may be -inf. Of others that are not finite, with softmax scores one of NaN or +inf (or -inf in all of a row)
-        makes its row's weights NaN. With sigmoid scores each logit is by itself: +inf has score 1, -inf 0, and NaN makes
-        its own weight NaN where it is chosen, with renormalize all of its row's. Indices exist in any case. Such a row's
-        gradient, and both losses, need not be finite.
+    Logits may be -inf. With softmax scores, NaN or +inf (or a row of -inf alone) makes all weights of the row NaN. With
+        sigmoid scores each logit is by itself: +inf has score 1, -inf 0, and NaN makes its own weight NaN where it is
+        chosen, with renormalize all of its row. Indices exist in any case. Such a row's gradient, and both losses,
+        need not be finite.
     Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
     that cannot run here.
     """
