@@ -164,6 +164,7 @@ def cast_by_hand(op, kwargs, device=DEVICE):
 
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 def test_every_op_declares_what_autocast_does_to_it(op):
+    assert op.autocast is not None, f"{op.name}'s public function has no @_checks.autocast"
     assert op.autocast.convention in _checks.CONVENTIONS
     assert bool(op.autocast.arguments) == (op.autocast.convention in ("products", "norm"))
     page = (pathlib.Path(__file__).parents[1] / "docs" / "numerics.md").read_text()
