@@ -705,11 +705,91 @@ def test_masks_and_arguments_that_would_be_lost_are_refused(hf, attentions):
                            ({"block_indices": q}, "block_indices"), ({"sinks": q}, "sinks")):
         with pytest.raises(ImplementationUnavailable, match=f"does not compute {words}"):
             call(layer, q, q, q, None, **options)
+
+
+def functions(masks):
+    """Functions of transformers' masks of 9 keys, and what is refused of each, or None."""
+    causal, full = masks.causal_mask_function, masks.bidirectional_mask_function
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8]], device=DEVICE)
+    documents = masks.find_packed_sequence_indices(positions)
+    block = masks.blockwise_overlay(torch.zeros(2, 9, dtype=torch.long, device=DEVICE))
+    left = torch.zeros(2, dtype=torch.long, device=DEVICE)
+    return {
+        "causal": (causal, None), "full": (full, None),
+        "window": (masks.sliding_window_causal_mask_function(3), None),
+        "wide window": (masks.sliding_window_causal_mask_function(9), None),
+        "packed": (masks.packed_sequence_compatibility_function(causal, positions, documents), None),
+        "packed window": (masks.packed_sequence_compatibility_function(
+            masks.sliding_window_causal_mask_function(3), positions, documents), None),
+        "one chunk": (masks.chunked_causal_mask_function(9, left), None),
+        "chunks": (masks.chunked_causal_mask_function(4, left), "chunked attention"),
+        "window on both sides": (masks.sliding_window_bidirectional_mask_function(3), "a window that is not causal"),
+        "wide window on both sides": (masks.sliding_window_bidirectional_mask_function(8), None),
+        "window of the past": (masks.and_masks(full, masks.sliding_window_overlay(3)), "a window that is not causal"),
+        "blocks": (masks.or_masks(causal, block), "the mask function transformers.masking_utils.or_masks.<locals>"),
+        "of a user": (masks.and_masks(causal, lambda b, h, q, k: k % 2 == 0), "functions.<locals>.<lambda>"),
+    }
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("queries", [9, 4, 1])   # with a cache of the other keys
+@pytest.mark.parametrize("kind", ["causal", "full", "window", "wide window", "packed", "packed window", "one chunk",
+                                  "chunks", "window on both sides", "wide window on both sides", "window of the past",
+                                  "blocks", "of a user"])
+def test_a_mask_alone_says_who_sees_whom(hf, attentions, kind, queries, padded):
+    """Whatever the layer says of itself."""
     from transformers import masking_utils as masks
 
-    causal, document = masks.causal_mask_function, masks.packed_sequence_mask_function(torch.zeros(1, 5))
-    assert torch.equal(integration._mask(1, 5, 5, mask_function=masks.and_masks(causal, document)), torch.ones(1, 5))
-    assert integration._mask(1, 5, 5, mask_function=causal) is None
-    for options in ({"mask_function": masks.and_masks(document, masks.or_masks(causal, document))}, {"use_vmap": True}):
-        with pytest.raises(ImplementationUnavailable, match="lets tokens see later ones"):
-            integration._mask(1, 5, 5, **options)
+    function, refused = functions(masks)[kind]
+    if kind.startswith("packed") and queries < 9:
+        pytest.skip("transformers packs without a cache alone")
+    layer = dense(hf, "llama").model.layers[0].self_attn
+    q, k, v = (torch.randn(2, h, n, 16, device=DEVICE) for h, n in ((2, queries), (1, 9), (1, 9)))
+    kept = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
+    if padded:
+        kept[0, :2] = False
+    said = {"batch_size": 2, "q_length": queries, "kv_length": 9, "q_offset": 9 - queries, "device": q.device,
+            "mask_function": function, "attention_mask": kept if padded else None}
+    mask = hf.AttentionMaskInterface()["tilewright"](**said)
+    for lie in ({"is_causal": kind == "full"}, {"sliding_window": 2}):
+        refusal = pytest.raises(ImplementationUnavailable, match=re.escape(refused)) if refused else None
+        with refusal or contextlib.nullcontext():
+            found, _ = hf.AttentionInterface()["tilewright"](layer, q, k, v, mask, **lie)
+            assert found.is_contiguous()
+    if not refused:
+        seen = masks.sdpa_mask(**said, allow_is_causal_skip=False)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+        there = kept[:, 9 - queries:]
+        torch.testing.assert_close(found[there], expected.transpose(1, 2)[there])
+
+
+def test_a_mask_is_handed_on_and_nothing_else(hf):
+    """As transformers and accelerate do: moved, with its last keys cut off where nothing is to be seen there."""
+    from transformers import masking_utils as masks
+
+    mask = integration._mask(2, 3, 12, 4, mask_function=masks.causal_mask_function, device=DEVICE)
+    assert (mask.shape, mask.size(-1), mask.ndim, mask.filled) == ((2, 1, 3, 12), 12, 4, 7)
+    for same in (mask.to(DEVICE), mask.to(torch.float32), mask.contiguous(), mask[:, :, :, :], mask[..., :12]):
+        assert (same.shape, same.filled, same.causal) == (mask.shape, 7, True)
+    assert mask[:, :, :, :9].shape == (2, 1, 3, 9) and mask.to("meta").device.type == "meta"
+    assert integration._mask(2, 3, 12, attention_mask=mask) is mask
+    for compute in (lambda: mask[:, :, -1], lambda: mask[..., :6], lambda: mask + 1, lambda: 1 - mask,
+                    lambda: torch.ones(3, 12) + mask, lambda: torch.where(mask, 0, 1), lambda: mask == 0, lambda: ~mask,
+                    lambda: mask.expand(2, 4, 3, 12), lambda: torch.nn.functional.pad(mask, (0, 1)), lambda: bool(mask),
+                    lambda: torch.cat([mask, mask]), lambda: mask.dtype and mask.float()):
+        with pytest.raises(ImplementationUnavailable, match="and this model computes with its mask"):
+            compute()
+    assert not hasattr(mask, "nothing")
+
+
+def test_lengths_that_a_mask_is_not_of_are_refused(hf):
+    """More keys than a mask is of are no cache: DeepSeek-V4 adds keys of its own."""
+    from transformers import masking_utils as masks
+
+    layer, call = dense(hf, "llama").model.layers[0].self_attn, hf.AttentionInterface()["tilewright"]
+    q, k = torch.randn(1, 2, 5, 16, device=DEVICE), torch.randn(1, 2, 7, 16, device=DEVICE)
+    mask = integration._mask(1, 5, 5, mask_function=masks.causal_mask_function, device=q.device)
+    for given, words in ((mask, "5 queries and 7 keys with a mask for 5 and 5"),
+                         (None, "5 queries of 7 keys without a mask")):
+        with pytest.raises(ImplementationUnavailable, match=f"LlamaAttention: .* does not compute {words}"):
+            call(layer, q, k, k, given)

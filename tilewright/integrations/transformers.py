@@ -13,8 +13,7 @@ stay transformers'. Importing this module imports no transformers.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -144,44 +143,181 @@ def _experts(name, implementation):
 
 # ---- attention
 
+class Mask:
+    """What transformers' mask says, in the place of the tensor [batch, 1, queries, keys] that its own attention is
+    given: no such tensor is built.
+
+    A model may hand it on, move it and cut off its last keys. Whatever else it does with it raises
+    ImplementationUnavailable, since a value that it would compute is not there.
+
+    causal, window: as of `ops.attention`; the queries are the last of the first `filled` keys.
+    kept: bool [batch, filled], which keys are no padding, or the number of each key's document, from 1; None: all keys
+        are there, in one document a row.
+    refused: what of it `ops.attention` cannot compute, in words, or None.
+    """
+
+    requires_grad = False
+
+    def __init__(self, shape, device, *, causal=False, window=None, kept=None, filled=None, refused=None):
+        self.shape, self.device, self.dtype = torch.Size(shape), device, torch.bool
+        self.causal, self.window, self.kept, self.refused = causal, window, kept, refused
+        self.filled = self.shape[3] if filled is None else filled
+        self._found: tuple | None = None   # the layout of the last position ids
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def dim(self) -> int:
+        return 4
+
+    def size(self, dim: int | None = None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def to(self, *arguments, **options) -> Mask:
+        """On another device: of its values there is nothing to convert."""
+        device = torch._C._nn._parse_to(*arguments, **options)[0]
+        if device is None or device == self.device:
+            return self
+        kept = None if self.kept is None else self.kept.to(device)
+        return Mask(self.shape, device, causal=self.causal, window=self.window, kept=kept, filled=self.filled,
+                    refused=self.refused)
+
+    def contiguous(self) -> Mask:
+        return self
+
+    def __getitem__(self, index) -> Mask:
+        index = index if isinstance(index, tuple) else (index,)
+        *others, last = index
+        whole = all(i is Ellipsis or i == slice(None) for i in others)
+        if whole and (Ellipsis in others or len(index) == 4) and isinstance(last, slice) and last.step is None and (
+                last.start in (None, 0)) and (last.stop is None or last.stop >= self.filled):
+            keys = len(range(*last.indices(self.shape[3])))
+            return Mask((*self.shape[:3], keys), self.device, causal=self.causal, window=self.window, kept=self.kept,
+                        filled=self.filled, refused=self.refused)
+        raise _computed("indexes it")
+
+    def __getattr__(self, name):
+        if not name.startswith("_") and hasattr(torch.Tensor, name):
+            raise _computed(f"calls its {name}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        raise _computed(f"calls {getattr(function, '__name__', function)} with it")
+
+    def layout(self, position_ids: torch.Tensor | None, B: int, S: int) -> _Layout | None:
+        """`_layout` of what is kept. The layers of a model ask for the same, and an answer waits for the device: the
+        last one is remembered, as long as the mask lives, which is one forward pass."""
+        version = None if position_ids is None or position_ids.is_inference() else position_ids._version
+        if self._found is None or self._found[0] is not position_ids or self._found[1] != version:
+            self._found = (position_ids, version, _layout(self.kept, position_ids, B, S))
+        return self._found[2]
+
+
+def _computed(what):
+    return ImplementationUnavailable(f'attn_implementation="{NAME}" builds no mask of queries x keys, and this model '
+                                     f'computes with its mask ({what}) (others: "sdpa", "eager")')
+
+
+def _define_operators():
+    def of(name):
+        def operator(self, *others):
+            raise _computed(f"calls its {name}")
+
+        return operator
+
+    for name in ("add", "sub", "mul", "truediv", "matmul", "and", "or", "xor"):
+        for side in ("", "r", "i"):
+            setattr(Mask, f"__{side}{name}__", of(name))
+    for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "bool", "float", "int", "len", "iter", "contains",
+                 "setitem", "array"):
+        setattr(Mask, f"__{name}__", of(name))
+    Mask.__hash__ = object.__hash__   # which goes with __eq__
+
+
+_define_operators()
+
+
 def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, *,
-          mask_function=None, attention_mask: torch.Tensor | None = None, device=None,
-          **kwargs) -> torch.Tensor | None:
-    """What a layer is given as its mask, [B, keys]: which keys are no padding or, where transformers found documents
-    packed, the number of each key's document, from 1 (not all layers are given position ids); None if all keys are
-    there, in one document a row."""
-    functions = list(_functions(mask_function))
-    # transformers joins masks of which one is enough by or_masks, those that must all hold by and_masks.
-    if kwargs.get("use_vmap") or any(getattr(f, "__name__", "") == "or_mask" for f in functions):
-        raise ImplementationUnavailable(f'attn_implementation="{NAME}" computes causal attention, with a window or '
-                                        'without, and full attention; this model\'s mask lets tokens see later ones '
-                                        '(others: "sdpa", "eager")')
-    if attention_mask is None:
-        for f in functions:
-            if (documents := _held(f).get("packed_sequence_mask")) is not None:
-                return documents + 1
-        filled = int(q_offset) + q_length - int(kv_offset)
-        # A static cache is longer than what it holds. (Where all see all, keys may be another sequence's.)
-        if "allow_is_bidirectional_skip" in kwargs or kv_length <= filled:
-            return None
-        return torch.ones(batch_size, filled, dtype=torch.bool, device=device)
-    kept = attention_mask[:, -kv_length:].bool()
-    return None if kept.shape[1] == kv_length and kept.all() else kept
+          mask_function=None, attention_mask: torch.Tensor | Mask | None = None, device=None, **kwargs) -> Mask:
+    """What a layer is given as its mask: what transformers' function of a query's and a key's position says, and which
+    keys are padding."""
+    if isinstance(attention_mask, Mask):   # made before, as generate does
+        return attention_mask
+    shape = (batch_size, 1, q_length, kv_length)
+    device = torch.device("cpu" if device is None else device)
+    q_offset, kv_offset = int(q_offset), int(kv_offset)
+    said = _Said()
+    if attention_mask is not None and attention_mask.dim() != 2:
+        said.refused.append(f"a mask of shape {list(attention_mask.shape)}")
+    else:
+        said.read(mask_function)
+    filled = q_offset + q_length - kv_offset if said.causal else kv_length
+    if not q_length <= filled <= kv_length and said.causal:
+        said.refused.append(f"queries at {q_offset} to {q_offset + q_length - 1} of keys at {kv_offset} to "
+                            f"{kv_offset + kv_length - 1}")
+    # Where all keys are in one chunk, or as near as a window reaches, it is as if there were none.
+    if said.chunk is not None and kv_offset + filled > said.chunk:
+        said.refused.append("chunked attention")
+    if said.around is not None and max(q_offset + q_length, kv_offset + filled) - min(q_offset, kv_offset) - 1 > (
+            said.around):
+        said.refused.append("a window that is not causal")
+    if said.window is not None and not said.causal:
+        said.refused.append("a window that is not causal")
+    kept = None
+    if not said.refused:
+        window = None if said.window is None or said.window >= filled else said.window
+        if attention_mask is not None:
+            said.padding.append(attention_mask)
+        for padding in said.padding:
+            there = padding[:, kv_offset:kv_offset + filled].bool()
+            there = F.pad(there, (0, filled - there.shape[1]))   # what a mask does not reach is not there
+            kept = there if kept is None else kept & there
+        if kept is not None and kept.all():
+            kept = None
+        if said.documents is not None:
+            numbers = said.documents[:, kv_offset:kv_offset + filled] + 1
+            kept = numbers if kept is None else numbers * kept
+        return Mask(shape, device, causal=said.causal, window=window, kept=kept, filled=filled)
+    return Mask(shape, device, refused=", ".join(said.refused))
 
 
-def _numbered(mask: torch.Tensor | None) -> bool:
-    """Whether it is of documents' numbers (see `_mask`)."""
-    return mask is not None and mask.dtype != torch.bool
+class _Said:
+    """What a function of transformers.masking_utils says, read from its name and from what it closes over.
 
+    causal; window, around: how many positions up to itself, or on each side, a position sees; chunk: the width of the
+    chunks that do not see each other; padding: [B, keys] masks; documents: [B, keys] numbers, of those that do not see
+    each other; refused: what is none of this, in words.
+    """
 
-def _functions(function) -> Iterator[Callable]:
-    """A mask's function and those that it is made of."""
-    if not callable(function):
-        return
-    yield function
-    for held in _held(function).values():
-        for f in held if isinstance(held, tuple | list) else (held,):
-            yield from _functions(f)
+    def __init__(self):
+        self.causal, self.window, self.around, self.chunk = False, None, None, None
+        self.padding, self.documents, self.refused = [], None, []
+
+    def read(self, function: Callable) -> None:
+        name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+        short = name.removeprefix("transformers.masking_utils.")
+        held = _held(function)
+        if short == "causal_mask_function":
+            self.causal = True
+        elif short == "and_masks.<locals>.and_mask":
+            for f in held["mask_functions"]:
+                self.read(f)
+        elif short == "sliding_window_overlay.<locals>.inner_mask":
+            self.window = min(held["sliding_window"], self.window or held["sliding_window"])
+        elif short == "sliding_window_bidirectional_overlay.<locals>.inner_mask":
+            self.around = min(held["sliding_window"], self.around or held["sliding_window"])
+        elif short == "chunked_overlay.<locals>.inner_mask":
+            self.chunk = min(held["chunk_size"], self.chunk or held["chunk_size"])
+        elif short == "padding_mask_function.<locals>.inner_mask":
+            self.padding.append(held["padding_mask"])
+        elif short == "packed_sequence_mask_function.<locals>.inner_mask" and self.documents is None:
+            self.documents = held["packed_sequence_mask"]
+        elif short == "remap_positions_for_packed_sequence.<locals>.inner_mask":
+            self.read(held["mask_function"])   # a document's positions follow one another: distances stay
+        elif short != "bidirectional_mask_function":
+            self.refused.append(f"the mask function {name}")
 
 
 def _held(function) -> dict[str, Any]:
@@ -191,50 +327,91 @@ def _held(function) -> dict[str, Any]:
                                     zip(code.co_freevars, function.__closure__ or (), strict=True)}
 
 
+def _numbered(kept: torch.Tensor | None) -> bool:
+    """Whether it is of documents' numbers (see `Mask`)."""
+    return kept is not None and kept.dtype != torch.bool
+
+
 def _attention(name, implementation):
     def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                          attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+                          attention_mask: Mask | None, dropout: float = 0.0, scaling: float | None = None,
                           sliding_window: int | None = None, softcap: float | None = None,
                           s_aux: torch.Tensor | None = None, is_causal: bool | None = None,
                           position_ids: torch.Tensor | None = None, cu_seq_lens_q: torch.Tensor | None = None,
                           max_length_q: int | None = None, **kwargs) -> tuple[torch.Tensor, None]:
-        """query [B, Hq, S, D], key and value [B, Hk, Sk, D]; the result is [B, S, Hq, D]."""
-        config = getattr(module, "config", None)
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        layers, layer = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", None)
-        kind = layers[layer] if layer is not None and layer < len(layers) else None
+        """query [B, Hq, S, D], key and value [B, Hk, Sk, D]; the result is [B, S, Hq, D], contiguous.
+
+        Where there is a mask it alone says who sees whom, as for transformers' eager attention; where a layer is given
+        none, `is_causal` (or the module's) and `sliding_window` do, as for its flash attention.
+        """
+        S, keys = query.shape[2], key.shape[2]
+        mask = attention_mask
+        if mask is None:
+            causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+            refused = [words for words, is_asked in (
+                ("a window that is not causal", sliding_window is not None and not causal),
+                (f"{S} queries of {keys} keys without a mask", causal and 1 < S != keys),
+            ) if is_asked]
+            mask = Mask((query.shape[0], 1, S, keys), query.device, causal=causal, window=sliding_window,
+                        refused=", ".join(refused))
+        elif not isinstance(mask, Mask):
+            mask = Mask((0, 0, S, keys), query.device, refused=f"a mask of shape {list(mask.shape)}")
         refused = [words for words, is_asked in (
             (f"dropout = {dropout}", dropout > 0),
-            ("output_attentions", kwargs.get("output_attentions")),
-            (f"a mask of shape {list(attention_mask.shape) if attention_mask is not None else None}",
-             attention_mask is not None and attention_mask.dim() != 2),
-            ("chunked attention", kind == "chunked_attention"),
-            ("a window that is not causal", sliding_window is not None and not causal),
+            ("output_attentions", kwargs.get("output_attentions") or _attentions_are_collected()),
+            (mask.refused, mask.refused),
+            (f"{S} queries and {keys} keys with a mask for {mask.shape[2]} and {mask.shape[3]}",
+             (S, keys) != mask.shape[2:]),
+            ("cu_seq_lens_q beside a mask with padding, or one that is not causal",
+             cu_seq_lens_q is not None and attention_mask is not None and S > 1
+             and (not mask.causal or (mask.kept is not None and not _numbered(mask.kept)))),
             ("a paged cache", kwargs.get("cache") is not None),
             *((key, kwargs.get(key) is not None) for key in ("position_bias", "indices", "block_indices", "sinks")),
         ) if is_asked]
         if refused:
             raise ImplementationUnavailable(f'{type(module).__name__}: attn_implementation="{name}" does not compute '
                                             f'{", ".join(refused)} (others: "sdpa", "eager")')
+        query, key, value = _of_one_dtype(query, key[:, :, :mask.filled], value[:, :, :mask.filled])
         width = value.shape[-1]
         if width < query.shape[-1]:   # multi-head latent attention
             value = F.pad(value, (0, query.shape[-1] - width))
-        options = {"causal": causal, "window": sliding_window, "softcap": softcap, "sinks": s_aux,
+        options = {"causal": mask.causal, "window": mask.window, "softcap": softcap, "sinks": s_aux,
                    "scale": scaling, "implementation": implementation}
-        if query.shape[2] > 1 and cu_seq_lens_q is not None:   # of all rows, one after the other
-            out = _packed(query, key, value, None, cu_seq_lens_q, max_length_q, options)
-        elif query.shape[2] == key.shape[2] and (causal or _numbered(attention_mask)):
-            out = _of_rows(query, key, value, attention_mask, position_ids, name, options)
-        else:
-            out = _of_cache(query, key, value, attention_mask, name, options)
-        return out[..., :width].transpose(1, 2), None
+        with _checks.no_autocast(query):
+            if S > 1 and cu_seq_lens_q is not None:   # of all rows, one after the other
+                out = _packed(query, key, value, None, cu_seq_lens_q, max_length_q, options)
+            elif mask.causal and mask.filled == S:
+                out = _of_rows(query, key, value, mask, position_ids, name, options)
+            else:
+                out = _of_cache(query, key, value, mask.kept, name, options)
+            return out[..., :width].transpose(1, 2).contiguous(), None
 
     return attention_forward
 
 
-def _of_rows(q, k, v, kept, position_ids, name, options):
+def _of_one_dtype(q, k, v):
+    """In autocast's dtype, as F.scaled_dot_product_attention takes them; without it in v's, which is that of a product
+    with weights, where norms or a rotation in float32 have left q or k another."""
+    device = q.device.type
+    dtype = v.dtype
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _attentions_are_collected() -> bool:
+    """Whether a model is asked for output_attentions. Not all tell their layers: transformers takes what these return
+    by hooks, and leaves out what is None."""
+    from transformers.utils import output_capturing
+
+    collector = getattr(output_capturing, "_active_collector", None)
+    collected = None if collector is None else collector.get()
+    return collected is not None and any("attentions" in key for key in collected)
+
+
+def _of_rows(q, k, v, mask, position_ids, name, options):
     """Rows of a batch, without their padding, and the documents packed in them, as one sequence."""
-    found = _layout(kept, position_ids, q.shape[0], q.shape[2])
+    found = mask.layout(position_ids, q.shape[0], q.shape[2])
     if found is None:
         return attention(q, k, v, **options)
     if found.holes and options["window"] is not None:
@@ -269,35 +446,14 @@ class _Layout(NamedTuple):
     holes: bool                  # there is padding within a document
 
 
-_last: tuple | None = None   # what the last call of `_layout` was asked, and found
-
-
 def _layout(kept, position_ids, B, S) -> _Layout | None:
-    """None for whole rows of one document each."""
-    global _last   # the layers of a model ask the same, and an answer waits for the device
+    """None for whole rows of one document each. A token belongs to the document of the one before it in its row that
+    is no padding, if position ids, where they are given, go up by one or by the number of places (they count padding or
+    not, as a caller likes), and both have the same number of a document, where transformers gave these."""
     if position_ids is not None and position_ids.dim() != 2:   # of several axes, as for images: not of a text
         position_ids = None
     if kept is None and position_ids is None:
         return None
-    asked = (kept, position_ids)
-    if any(t is not None and t.is_inference() for t in asked):   # nothing tells whether it is as it was
-        return _find_layout(*asked, B, S)
-    if _last is not None:
-        refs, versions, shape, found = _last
-        if shape == (B, S) and all(version is None if t is None else ref is not None and ref() is t
-                                   and t._version == version
-                                   for ref, version, t in zip(refs, versions, asked, strict=True)):
-            return found
-    found = _find_layout(*asked, B, S)
-    _last = ([None if t is None else weakref.ref(t) for t in asked], [None if t is None else t._version for t in asked],
-             (B, S), found)
-    return found
-
-
-def _find_layout(kept, position_ids, B, S):
-    """A token belongs to the document of the one before it in its row that is no padding, if position ids, where they
-    are given, go up by one or by the number of places (they count padding or not, as a caller likes), and both have the
-    same number of a document, where transformers gave these."""
     if kept is None or (_numbered(kept) and bool(kept.all())):
         index, place = None, torch.arange(B * S, device=(position_ids if kept is None else kept).device)
     else:
@@ -320,18 +476,15 @@ def _find_layout(kept, position_ids, B, S):
 
 
 def _of_cache(q, k, v, kept, name, options):
-    """The last tokens of rows, whose earlier keys are cached; a row at a time where some keys are padding."""
+    """The last tokens of rows, whose earlier keys are cached, or queries that see all keys; a row at a time where some
+    keys are padding."""
     if kept is None:
         return attention(q, k, v, **options)
-    k, v = k[:, :, :kept.shape[1]], v[:, :, :kept.shape[1]]   # a static cache is longer than what it holds
-    if options["causal"] and q.shape[2] == k.shape[2]:
-        return _of_rows(q, k, v, kept, None, name, options)
     kept = kept.bool()
     if options["causal"] and not bool(kept[:, -q.shape[2]:].all()):
         raise ImplementationUnavailable(f'attn_implementation="{name}" takes padding on the left of cached keys only '
                                         '(others: "sdpa", "eager")')
-    window = options["window"]
-    if window is not None and window < kept.shape[1] and bool((kept[:, :-1] & ~kept[:, 1:]).any()):
+    if options["window"] is not None and bool((kept[:, :-1] & ~kept[:, 1:]).any()):
         raise _hole(name)
     return torch.cat([attention(q[b:b + 1], k[b:b + 1, :, kept[b]], v[b:b + 1, :, kept[b]], **options)
                       for b in range(q.shape[0])])
