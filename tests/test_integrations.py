@@ -58,7 +58,7 @@ def calls(monkeypatch):
 
 def tiny(hf, kind, layers=2, dtype=torch.float32, experts="eager", **changes):
     """A random model whose experts matter: transformers draws weights so small that they hardly would."""
-    settings = {**COMMON, **MODELS[kind], "num_hidden_layers": layers, **changes}
+    settings = {**COMMON, **MODELS.get(kind, {}), "num_hidden_layers": layers, **changes}
     config = hf.AutoConfig.for_model(kind, **settings)
     model = hf.AutoModelForCausalLM.from_config(config, experts_implementation=experts).to(DEVICE)
     g = torch.Generator(device=DEVICE).manual_seed(0)
@@ -707,6 +707,63 @@ def test_masks_and_arguments_that_would_be_lost_are_refused(hf, attentions):
             call(layer, q, q, q, None, **options)
 
 
+@pytest.fixture
+def dtypes(hf, monkeypatch):
+    """Those of q, k and v in each call of attention."""
+    seen, compute = [], integration.attention
+    monkeypatch.setattr(integration, "attention", lambda *qkv, **options: (
+        seen.append({t.dtype for t in qkv}), compute(*qkv, **options))[1])
+    return seen
+
+
+UNDER_AUTOCAST = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "qwen3_moe")
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("kind", UNDER_AUTOCAST)
+def test_autocast_is_attentions_dtype(hf, dtypes, kind, use_cache):
+    """float32 weights: rotations and norms leave queries and keys in float32, beside values in bfloat16."""
+    model = tiny(hf, kind, **DENSE.get(kind, {}))
+    tokens = torch.randint(1, 50, (2, 9), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(8))
+    found = {}
+    for name in ("sdpa" if kind != "gemma2" else "eager", "tilewright"):   # sdpa has no softcap
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            out = model(tokens, labels=tokens, use_cache=use_cache)
+        out.loss.backward()
+        found[name] = out.loss.detach(), model.model.layers[0].self_attn.q_proj.weight.grad
+    (loss, grad), (expected, expected_grad) = found.pop("tilewright"), *found.values()
+    assert dtypes == [{torch.bfloat16}] * 2
+    # A loss is a mean over 18 tokens behind a dozen roundings of 2^-9; a gradient of the first layer is behind more.
+    assert abs(loss - expected) <= 2**-9 * expected
+    assert grad.dtype == torch.float32 and (grad - expected_grad).norm() <= 24 * 2**-9 * expected_grad.norm()
+
+
+def test_queries_that_a_norm_left_in_float32_are_cast_to_the_values_dtype(hf, dtypes):
+    layer, call = dense(hf, "llama").model.layers[0].self_attn, hf.AttentionInterface()["tilewright"]
+    q, k, v = (torch.randn(1, 2, 5, 16, device=DEVICE) for _ in range(3))
+    assert call(layer, q, k, v.bfloat16(), None)[0].dtype == torch.bfloat16
+    assert call(layer, q, k, v, None)[0].dtype == torch.float32
+    assert dtypes == [{torch.bfloat16}, {torch.float32}]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="one step on a CPU is enough")
+def test_a_step_of_transformers_trainer_in_bfloat16(hf, dtypes, tmp_path):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+    model = tiny(hf, "llama", attn_implementation="tilewright", num_key_value_heads=1)
+    before = copy.deepcopy(model.state_dict())
+    tokens = torch.randint(1, 50, (2, 9))
+    trainer = hf.Trainer(model, hf.TrainingArguments(
+        str(tmp_path), bf16=True, use_cpu=True, max_steps=1, per_device_train_batch_size=2, report_to=[],
+        save_strategy="no", disable_tqdm=True), train_dataset=[{"input_ids": t, "labels": t} for t in tokens])
+    assert torch.isfinite(torch.tensor(trainer.train().training_loss))
+    assert dtypes == [{torch.bfloat16}] * 2
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not torch.equal(model.state_dict()["model.layers.0.self_attn.q_proj.weight"],
+                           before["model.layers.0.self_attn.q_proj.weight"])
+
+
 def functions(masks):
     """Functions of transformers' masks of 9 keys, and what is refused of each, or None."""
     causal, full = masks.causal_mask_function, masks.bidirectional_mask_function
@@ -780,6 +837,18 @@ def test_a_mask_is_handed_on_and_nothing_else(hf):
         with pytest.raises(ImplementationUnavailable, match="and this model computes with its mask"):
             compute()
     assert not hasattr(mask, "nothing")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "stablelm", "nemotron", "persimmon", "gpt_bigcode"])
+def test_attention_weights_are_refused(hf, kind):
+    """By models, too, that do not tell their layers of them."""
+    sizes = {"n_embd": 32, "n_head": 2, "n_layer": 1, "ffn_dim": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 1}
+    config = hf.AutoConfig.for_model(kind, **{**COMMON, **sizes})
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="tilewright").to(DEVICE).eval()
+    tokens = torch.arange(3, 9, device=DEVICE)[None]
+    with pytest.raises(ImplementationUnavailable, match="does not compute output_attentions"):
+        model(tokens, output_attentions=True)
+    assert model(tokens, output_hidden_states=True).hidden_states
 
 
 def test_lengths_that_a_mask_is_not_of_are_refused(hf):
