@@ -664,6 +664,21 @@ def test_a_tensor_of_inference_is_read_in_each_call(hf, attentions):
     assert [cu.tolist() for cu in attentions] == [[0, 5, 13]] * 2
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="numpy shares the memory of a CPU's tensors")
+def test_position_ids_that_change_behind_torchs_back_are_seen(hf, attentions):
+    """gpt-oss hands its layers the caller's tensor."""
+    model = dense(hf, "gpt_oss").eval()
+    model.set_attn_implementation("tilewright")
+    tokens, positions = torch.randint(1, 50, (1, 13)), torch.arange(13)[None].clone()
+    for change, ends in ((lambda: None, None), (lambda: positions.numpy()[0, 5:].__isub__(5), [0, 5, 13]),
+                         (lambda: positions.data[0, 8:].sub_(3), [0, 5, 8, 13]), (lambda: None, [0, 5, 8, 13])):
+        change()
+        attentions.clear()
+        with torch.no_grad():
+            model(tokens, position_ids=positions, use_cache=False)
+        assert [cu if cu is None else cu.tolist() for cu in attentions] == [ends] * 2
+
+
 def test_the_layout_of_one_call_is_not_anothers(hf, attentions):
     """The same position ids, with padding and then without."""
     model = dense(hf, "llama").eval()
