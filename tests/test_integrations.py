@@ -12,10 +12,11 @@ import pytest
 import torch
 from helpers import DEVICE, join_group, skip_if_refused, skip_unless_usable, two_processes
 
-from tilewright import ImplementationUnavailable
+from tilewright import ImplementationUnavailable, ops
 from tilewright.integrations import transformers as integration
 from tilewright.ops.attention import ATTENTION
 from tilewright.ops.moe import MOE_MLP
+from tilewright.trainer.model import Ops
 
 NAMES = [i.name for i in MOE_MLP.implementations]
 COMMON = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 2,
@@ -345,6 +346,31 @@ def test_what_the_name_stands_for(hf, calls):
         integration.register("fast")
 
 
+@pytest.mark.parametrize("name, alias", [("sdpa", "torch"), ("flash_attention_3", "fa3"), ("flash_attention_4", "fa4")])
+def test_an_implementation_of_attention_has_its_names_everywhere(hf, attentions, name, alias):
+    q = torch.randn(1, 2, 5, 16, device=DEVICE)
+    layer, table = dense(hf, "llama").model.layers[0].self_attn, hf.AttentionInterface()
+
+    def registered(name):
+        integration.register(attn_implementation=name)
+        return table["tilewright"](layer, q, q, q, None)
+
+    said = []
+    for given in (name, alias):
+        for ask in (lambda name: ops.attention(q, q, q, implementation=name), registered,
+                    lambda name: Ops.resolve(name, device_type=DEVICE)):
+            try:
+                ask(given)
+            except ImplementationUnavailable as error:
+                said.append(str(error))
+    # Either all compute, or all say why this one cannot.
+    assert len(said) in (0, 6) and all(sentence.startswith(f"attention[{name}]: ") for sentence in said), said
+    assert (f"tilewright:{name}" in table) == ("flash" not in name) and f"tilewright:{alias}" in table
+    assert name in ATTENTION.names() and alias not in ATTENTION.names()
+    if name == "sdpa":
+        assert Ops.resolve(alias, device_type=DEVICE).attention == name
+
+
 def test_a_named_implementation_that_cannot_run_says_why(hf):
     away = [(i.name, reason) for i in MOE_MLP.implementations if (reason := i.why_not(DEVICE, torch.float32))]
     if not away:
@@ -427,8 +453,8 @@ def attentions(hf, monkeypatch):
     return seen
 
 
-def dense(hf, kind):
-    settings = {**COMMON, "num_hidden_layers": 2, **DENSE[kind], "attn_implementation": "eager"}
+def dense(hf, kind, layers=2):
+    settings = {**COMMON, "num_hidden_layers": layers, **DENSE[kind], "attn_implementation": "eager"}
     if kind == "gpt_oss":
         settings["layer_types"] = ["sliding_attention", "full_attention"]
     config = hf.AutoConfig.for_model(kind, **settings)
@@ -444,13 +470,13 @@ def dense(hf, kind):
 
 
 def entry(name):
-    return f"tilewright:{integration.RENAMED.get(name, name)}"
+    return f"tilewright:{next(iter(ATTENTION.implementation(name).aliases), name)}"
 
 
-def attend(model, name, **inputs):
+def attend(model, name, forward=None, **inputs):
     model.set_attn_implementation(name)
     model.zero_grad()
-    logits = model(**inputs, use_cache=False).logits
+    logits = (forward or model)(**inputs, use_cache=False).logits
     mask = inputs.get("attention_mask")
     kept = logits if mask is None else logits[mask.bool()]
     (kept.float() ** 2).sum().backward()
@@ -556,8 +582,8 @@ def test_what_attention_cannot_be_is_refused(hf, attentions):
         layer.self_attn.attention_dropout = 0.0
     with pytest.raises(ImplementationUnavailable, match=re.escape("a mask of shape [2, 1, 9, 9]")):
         model(input_ids=tokens, attention_mask=torch.zeros(2, 1, 9, 9, device=DEVICE))
-    with pytest.raises(ValueError, match="attention: unknown implementation 'flash'"):
-        integration.register(attn_implementation="flash")
+    with pytest.raises(ValueError, match=r"unknown implementation 'flash_attention_2'; have .*_3', 'triton'"):
+        integration.register(attn_implementation="flash_attention_2")
     for layer in model.model.layers:   # gpt-oss's sinks, sliding window and a softcap are passed on, not dropped
         layer.self_attn.attention_dropout = 0.0
     q = torch.randn(1, 2, 5, 16, device=DEVICE)
@@ -677,6 +703,50 @@ def test_position_ids_that_change_behind_torchs_back_are_seen(hf, attentions):
         with torch.no_grad():
             model(tokens, position_ids=positions, use_cache=False)
         assert [cu if cu is None else cu.tolist() for cu in attentions] == [ends] * 2
+
+
+def compiled(model, fullgraph, **inputs):
+    """What `attend` gives."""
+    torch._dynamo.reset()
+    forward = torch.compile(model.forward, fullgraph=fullgraph, backend="eager")   # tracing is all that is asked here
+    try:
+        return attend(model, "tilewright", forward, **inputs)
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind, told", [("llama", "padding"), ("persimmon", "documents"), ("gpt_oss", "documents")])
+def test_a_compiled_model_is_one_graph(hf, attentions, kind, told):
+    model = dense(hf, kind, layers=2 if kind == "gpt_oss" else 1)
+    tokens = torch.randint(1, 50, (2, 9), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(9))
+    if told == "padding":   # and a hole
+        inputs = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 1], [1] * 9], device=DEVICE)}
+    else:
+        inputs = {"position_ids": torch.tensor([[*range(4), *range(5)], [0, *range(6), 0, 1]], device=DEVICE)}
+    expected = attend(model, "tilewright", input_ids=tokens, **inputs)
+    same_attention(compiled(model, True, input_ids=tokens, **inputs), expected)
+
+
+def test_what_a_graph_cannot_hold_is_computed_beside_it_or_refused(hf, attentions):
+    """Whether there is a hole in a document is a look at values."""
+    from transformers.masking_utils import sliding_window_causal_mask_function
+
+    layer = dense(hf, "llama", layers=1).model.layers[0].self_attn
+    kept = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
+    kept[0, :2] = False
+
+    def attends(q):
+        mask = hf.AttentionMaskInterface()["tilewright"](
+            2, 9, 9, mask_function=sliding_window_causal_mask_function(4), local_size=4, attention_mask=kept,
+            device=q.device)
+        return hf.AttentionInterface()["tilewright"](layer, q, q, q, mask)[0]
+
+    q = torch.randn(2, 2, 9, 16, device=DEVICE)
+    with pytest.raises(Exception, match=r"torch.compile\(fullgraph=True\) takes no padding where there is a window"):
+        torch.compile(attends, fullgraph=True, backend="eager")(q)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(attends, backend="eager")(q), attends(q))
+    torch._dynamo.reset()
 
 
 def test_the_layout_of_one_call_is_not_anothers(hf, attentions):

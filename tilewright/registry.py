@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -51,6 +52,7 @@ class Implementation:
     refuses: what an op calls its request (see `Op.pick`) -> None, or what of it this one does not compute.
     gate: for compiled GPU kernels, returns the `KernelSpec`s that the compile gate compiles.
     tunables: returns the launches whose constants `bench tune` may search (kernels.tuning.Tunable).
+    aliases: further names that a user may write; nothing lists or returns them.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Implementation:
     refuses: Callable[[Any], str | None] = anything
     gate: Callable[[], Any] = no_kernels
     tunables: Callable[[], Any] = no_kernels
+    aliases: tuple[str, ...] = ()
 
     def why_not(self, device_type: str, dtype: torch.dtype | None = None, request: Any = None) -> str | None:
         """None if usable for such tensors here, else the reason."""
@@ -154,9 +157,9 @@ class Op:
         twin = Implementation("eager", lambda: self.eager, devices=("cpu", "cuda", "meta"),
                               dtypes=(*FLOATS, torch.float64))
         self.implementations = (*self.implementations, twin)
-        self._by_name = {impl.name: impl for impl in self.implementations}
+        self._by_name = {name: impl for impl in self.implementations for name in (impl.name, *impl.aliases)}
         self._table: dict[tuple[str | None, str, torch.dtype, Any], Any] = {}   # of `pick`, and of `unpinned`
-        self._by_key: dict[str, Callable] = {}
+        self._by_key = types.SimpleNamespace()   # of what is added to a dictionary while it traces Dynamo sees nothing
 
     @property
     def autocast(self) -> Any:
@@ -165,10 +168,13 @@ class Op:
         return getattr(self.public, "autocast", None)
 
     def names(self) -> list[str]:
-        return list(self._by_name)
+        return [impl.name for impl in self.implementations]
 
     def implementation(self, name: str) -> Implementation:
-        """The implementation called `name`, usable or not. Raises ValueError if there is none, TypeError for no str."""
+        """The implementation called `name`, or so by an alias, usable or not.
+
+        Raises ValueError if there is none, TypeError for no str.
+        """
         if not isinstance(name, str):
             raise TypeError(f"{self.name}: implementation must be one of {['auto', *self.names()]}, got {name!r}")
         if name not in self._by_name:
@@ -242,7 +248,7 @@ class Op:
         if torch.compiler.is_dynamo_compiling():
             # In parts: Dynamo hands a NamedTuple over without its values.
             asked = () if request is None else (type(request), tuple(request))
-            return self._by_key[_resolve_constant(self, name, tensor.device.type, tensor.dtype, *asked)]
+            return getattr(self._by_key, _resolve_constant(self, name, tensor.device.type, tensor.dtype, *asked))
         key = (name, tensor.device.type, tensor.dtype, request)
         try:
             found = self._table.get(key)
@@ -257,10 +263,11 @@ class Op:
 def _resolve_constant(op: Op, name: str, device_type: str, dtype: torch.dtype, kind: type | None = None,
                       values: tuple = ()) -> str:
     # torch.compile runs this once while it traces, instead of tracing imports and probes. It must return a constant,
-    # so the callable is left in a dictionary, under a key that is written once and never changes.
+    # so the callable is left in a namespace, under a key that is written once and never changes.
     request = None if kind is None else kind(*values)
     key = f"{name} {device_type} {short(dtype)} {request}"
-    op._by_key.setdefault(key, op.resolve(name, device_type, dtype, request))
+    if not hasattr(op._by_key, key):
+        setattr(op._by_key, key, op.resolve(name, device_type, dtype, request))
     return key
 
 

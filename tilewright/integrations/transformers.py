@@ -26,7 +26,6 @@ from tilewright.ops.moe import MOE_MLP
 from tilewright.registry import ImplementationUnavailable
 
 NAME = "tilewright"
-RENAMED = {"sdpa": "torch", "flash_attention_3": "fa3", "flash_attention_4": "fa4"}   # see `register`
 OLDEST = (5, 7)   # of transformers
 ACCEPTED = ("experts that compute down_proj(silu(gate) * up) without biases, with gate_up_proj [E, 2 I, H] (all gates "
             "before all ups) and down_proj [E, H, I], or both transposed")
@@ -39,8 +38,10 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
     implementation: what "tilewright" stands for as experts, a name of moe_mlp's implementations or "auto". Beside it
         each name gets an entry of its own: "tilewright:triton", "tilewright:cpp", "tilewright:eager" and so on.
     attn_implementation: the same for attention, with the names of attention's implementations. Entries of their own are
-        called "tilewright:triton", "tilewright:eager", "tilewright:native", "tilewright:torch" (sdpa), "tilewright:fa3"
-        and "tilewright:fa4": transformers takes "sdpa" or "flash" anywhere in a name for a request of its own.
+        called "tilewright:triton", "tilewright:eager", "tilewright:native", "tilewright:sdpa", "tilewright:fa3" and
+        "tilewright:fa4": transformers takes "flash" anywhere in a name for a request of its own, so that there is no
+        "tilewright:flash_attention_3". It takes "sdpa" so, too, and refuses it to models that have none of its own;
+        "tilewright:torch" is the same and is not.
     Returns the names added for experts, "tilewright" first. They hold for the whole process; registering again
     replaces them.
 
@@ -69,7 +70,9 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
     entries = {NAME: implementation, **{f"{NAME}:{name}": name for name in MOE_MLP.names()}}
     for name, chosen in entries.items():
         interface.register(name, _experts(name, chosen))
-    entries_of_attention = {f"{NAME}:{RENAMED.get(name, name)}": name for name in ATTENTION.names()}
+    # transformers takes "flash" anywhere in a name for a request of its own: fa3 and fa4 stand for these.
+    entries_of_attention = {f"{NAME}:{name}": i.name for i in ATTENTION.implementations for name in (i.name, *i.aliases)
+                            if "flash" not in name}
     for name, chosen in {NAME: attn_implementation, **entries_of_attention}.items():
         AttentionInterface.register(name, _attention(name, chosen))
         AttentionMaskInterface.register(name, _mask)
@@ -246,6 +249,8 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_
     if isinstance(attention_mask, Mask):   # made before, as generate does
         return attention_mask
     shape = (batch_size, 1, q_length, kv_length)
+    if torch.compiler.is_compiling():
+        return _traced_mask(shape, q_offset, kv_offset, mask_function, attention_mask, device, kwargs)
     device = torch.device("cpu" if device is None else device)
     q_offset, kv_offset = int(q_offset), int(kv_offset)
     said = _Said()
@@ -320,6 +325,39 @@ class _Said:
             self.refused.append(f"the mask function {name}")
 
 
+def _traced_mask(shape, q_offset, kv_offset, function, attention_mask, device, said):
+    """`_mask` while torch.compile traces it: what functions close over cannot be read, so the arguments beside tell
+    what transformers has made of them."""
+    from transformers import masking_utils
+
+    batch, _, queries, keys = shape
+    plain = function is masking_utils.causal_mask_function or function is masking_utils.bidirectional_mask_function
+    if any((said.get("use_vmap"), not plain and function.__name__ != "and_mask", isinstance(q_offset, torch.Tensor),
+            getattr(said.get("config"), "attention_chunk_size", None) is not None,
+            attention_mask is not None and attention_mask.dim() != 2)):
+        raise _not_traced("a causal mask, with a window or packed documents, or one that is not causal")
+    causal, window = "allow_is_bidirectional_skip" not in said, said.get("local_size")
+    if window is not None and not causal:
+        raise _not_traced("a window that is causal")
+    filled = q_offset + queries - kv_offset if causal else keys
+    kept = None
+    if attention_mask is not None:
+        kept = attention_mask[:, kv_offset:kv_offset + filled].bool()
+        kept = F.pad(kept, (0, filled - kept.shape[1]))
+    elif not plain and queries == keys:   # documents end where a position does not see the one before it
+        at = torch.arange(1, keys, device=device)[None, None, :, None]
+        rows = torch.arange(batch, device=device)[:, None, None, None]
+        apart = ~function(rows, torch.zeros_like(rows[:1]), at, at - 1).expand(batch, 1, -1, 1)[:, 0, :, 0]
+        kept = F.pad(apart.cumsum(1), (1, 0)) + 1
+    return Mask(shape, device, causal=causal, window=None if window is None or window >= filled else window, kept=kept,
+                filled=filled)
+
+
+def _not_traced(what):
+    return ImplementationUnavailable(f'attn_implementation="{NAME}" under torch.compile(fullgraph=True) takes {what}, '
+                                     'and lengths that are no tensors; without fullgraph it takes more')
+
+
 def _held(function) -> dict[str, Any]:
     """What a function closes over."""
     code = getattr(function, "__code__", None)
@@ -379,6 +417,8 @@ def _attention(name, implementation):
                    "scale": scaling, "implementation": implementation}
         with _checks.no_autocast(query):
             if S > 1 and cu_seq_lens_q is not None:   # of all rows, one after the other
+                if torch.compiler.is_compiling():
+                    options["implementation"] = _off_host(implementation, query.device.type, query.dtype)
                 out = _packed(query, key, value, None, cu_seq_lens_q, max_length_q, options)
             elif mask.causal and mask.filled == S:
                 out = _of_rows(query, key, value, mask, position_ids, name, options)
@@ -411,6 +451,8 @@ def _attentions_are_collected() -> bool:
 
 def _of_rows(q, k, v, mask, position_ids, name, options):
     """Rows of a batch, without their padding, and the documents packed in them, as one sequence."""
+    if torch.compiler.is_compiling():
+        return _traced_rows(q, k, v, mask.kept, position_ids, options)
     found = mask.layout(position_ids, q.shape[0], q.shape[2])
     if found is None:
         return attention(q, k, v, **options)
@@ -419,6 +461,47 @@ def _of_rows(q, k, v, mask, position_ids, name, options):
     if found.cu.numel() == 1:   # nothing but padding
         return q * 0
     return _packed(q, k, v, found.index, found.cu, found.longest, options)
+
+
+def _traced_rows(q, k, v, kept, position_ids, options):
+    """`_of_rows` where no length may depend on values: padding is put behind all other tokens, each a document of its
+    own, and as many boundaries as there are tokens are given, of which the last are all the end."""
+    B, _, S, _ = q.shape
+    if position_ids is not None and position_ids.dim() != 2:
+        position_ids = None
+    if kept is None and position_ids is None:
+        return attention(q, k, v, **options)
+    if options["window"] is not None and kept is not None and not _numbered(kept):
+        raise _not_traced("no padding where there is a window")
+    options = {**options, "implementation": _off_host(options["implementation"], q.device.type, q.dtype)}
+    there = None
+    place = torch.arange(B * S, device=q.device)
+    if kept is not None and not _numbered(kept):
+        there, place = torch.sort(kept.flatten(), descending=True, stable=True)
+    step, within = place.diff(), (place // max(S, 1)).diff() == 0
+    if there is not None:
+        within = within & there[1:]
+    if _numbered(kept):
+        within = within & (kept.flatten().diff() == 0)
+    if position_ids is not None:
+        up = position_ids.expand(B, S).flatten()[place].diff()
+        within = within & ((up == 1) | (up == step))
+    at = torch.arange(1, B * S + 1, device=q.device)
+    ends = torch.where(F.pad(within, (0, 1)), B * S, at).sort()[0]
+    out = _packed(q, k, v, None if there is None else place, F.pad(ends, (1, 0)).to(torch.int32), S, options)
+    return out if kept is None or _numbered(kept) else out * kept[:, None, :, None]
+
+
+def _off_host(implementation: str, device_type: str, dtype: torch.dtype) -> str:
+    """The implementation for boundaries that are not to be read on the host."""
+    if implementation != "auto":
+        return implementation
+    usable = ATTENTION.usable(device_type, dtype)
+    return next(i.name for i in ATTENTION.implementations if device_type in i.devices and i.name in usable
+                and i.name not in ATTENTION.on_host)
+
+
+_off_host._dynamo_marked_constant = True   # see registry._resolve_constant
 
 
 def _packed(q, k, v, index, cu, longest, options):
@@ -480,6 +563,8 @@ def _of_cache(q, k, v, kept, name, options):
     keys are padding."""
     if kept is None:
         return attention(q, k, v, **options)
+    if torch.compiler.is_compiling():
+        raise _not_traced("no padding but that of causal attention without a cache")
     kept = kept.bool()
     if options["causal"] and not bool(kept[:, -q.shape[2]:].all()):
         raise ImplementationUnavailable(f'attn_implementation="{name}" takes padding on the left of cached keys only '

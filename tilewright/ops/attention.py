@@ -606,14 +606,14 @@ _LONG = ("qwen3-30b-a3b_8k", "qwen3-30b-a3b_32k", "qwen3-30b-a3b_32k_packed")
 ATTENTION = Op(
     "attention", attention, attention_eager,
     (
-        *(Implementation(name, flash.load, flash.missing, dtypes=HALVES, refuses=flash.refuses)
-          for name, flash in _FLASH.items()),
+        *(Implementation(name, flash.load, flash.missing, dtypes=HALVES, refuses=flash.refuses,
+                         aliases=(f"fa{name[-1]}",)) for name, flash in _FLASH.items()),
         Implementation("triton", _triton, platform.no_triton, batch_invariant=cases.ANYWHERE, refuses=_triton_refuses,
                        tunables=_tunables),
         Implementation("native", _native, _no_native, dtypes=HALVES, refuses=_native_refuses),
         # On a CPU a head of a document is computed by itself; on CUDA a kernel may split by how full the device is.
         Implementation("sdpa", lambda: _attention_sdpa, devices=("cuda", "cpu"), dtypes=_checks.ACCEPTED,
-                       batch_invariant=("cpu",), refuses=_sdpa_refuses),
+                       batch_invariant=("cpu",), refuses=_sdpa_refuses, aliases=("torch",)),
     ),
     (
         _case("gqa", 2, 4, 2, 9, 8),

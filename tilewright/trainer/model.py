@@ -209,12 +209,12 @@ class Ops:
             what = (device_type, dtype, attention_request if field.name == "attention" else None)
             op.resolve(name, *what)
             if numerics.batch_invariant and field.name in INVARIANT and (experts or field.name not in EXPERTS):
-                chosen[field.name] = op.choose_invariant(*what) if name == "auto" else name
+                chosen[field.name] = op.choose_invariant(*what) if name == "auto" else op.implementation(name).name
                 if device_type not in op.implementation(chosen[field.name]).batch_invariant:
                     raise ImplementationUnavailable(f"{op.name}[{name}]: does not claim that a row's bits do not "
                                                     "depend on the batch")
             else:
-                chosen[field.name] = op.choose(*what) if name == "auto" else name
+                chosen[field.name] = op.choose(*what) if name == "auto" else op.implementation(name).name
         if asked:
             raise ValueError(f"unknown ops {sorted(asked)}; have {[f.name for f in fields(cls)[:-1]]}")
         return cls(**chosen, numerics=numerics)
