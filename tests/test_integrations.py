@@ -4,6 +4,7 @@ import contextlib
 import copy
 import inspect
 import json
+import pathlib
 import re
 import subprocess
 import sys
@@ -378,6 +379,22 @@ def test_a_named_implementation_that_cannot_run_says_why(hf):
     name, reason = away[0]
     with pytest.raises(ImplementationUnavailable, match=re.escape(reason)):
         step(tiny(hf, "mixtral", layers=1), f"tilewright:{name}")
+
+
+def test_the_pages_python_runs_as_it_stands(hf, attentions, calls, tmp_path):
+    """Each block by itself, with a small model in the place of the hub's."""
+    tiny(hf, "qwen3_moe", layers=1).save_pretrained(tmp_path)
+    page = pathlib.Path(__file__).parent.parent / "docs" / "integrations.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    assert len(blocks) == 2
+    for block, asked in zip(blocks, ("attn", "experts"), strict=True):
+        code, hubs = re.subn(r'"Qwen/[\w.-]+"', repr(str(tmp_path)), block)
+        assert hubs == 1
+        found = {}
+        exec(code, found)
+        found["model"](torch.arange(1, 6)[None])
+        assert getattr(found["model"].config, f"_{asked}_implementation") == "tilewright"
+    assert len(attentions) == 1 and len(calls) == 1
 
 
 # ---- refusals
