@@ -445,7 +445,10 @@ def _attentions_are_collected() -> bool:
     from transformers.utils import output_capturing
 
     collector = getattr(output_capturing, "_active_collector", None)
-    collected = None if collector is None else collector.get()
+    if torch.compiler.is_compiling():   # which cannot trace a ContextVar: transformers has a global one beside it
+        collected = getattr(collector, "global_var", None)
+    else:
+        collected = None if collector is None else collector.get()
     return collected is not None and any("attentions" in key for key in collected)
 
 
