@@ -45,13 +45,16 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
     Returns the names added for experts, "tilewright" first. They hold for the whole process; registering again
     replaces them.
 
-    Attention is of the packed tokens that are no padding, so no mask of S x S is built, and what stands in padding is
-    never read: its own output is 0. Documents packed into a row are told by `cu_seq_lens_q`, or by position ids that do
-    not follow one another (with padding between tokens, counted or not), as for transformers' flash attention; its
-    eager attention looks at them without a mask and without a cache only, and so do layers here that are given none
-    (Persimmon). Sliding windows, softcaps and sinks are those of the layer. Refused when called, with
-    ImplementationUnavailable: dropout, attention weights as a result, masks of four dimensions, chunked attention, and
-    a window where a mask has holes within a document.
+    Attention is what the mask says that transformers makes, whatever a layer says of itself: causal or not, a window,
+    packed documents, padding. It is of the packed tokens that are no padding, so no mask of S x S is built, and what
+    stands in padding is never read: its own output is 0. A layer without a mask follows `is_causal` and
+    `sliding_window`. Documents packed into a row are told by `cu_seq_lens_q`, or by position ids that do not follow one
+    another (with padding between tokens, counted or not), as for transformers' flash attention; its eager attention
+    looks at them without a mask and without a cache only, and so do layers here that are given none (Persimmon).
+    Softcaps and sinks are those of the layer. It computes in autocast's dtype where that is on. Refused when called,
+    with ImplementationUnavailable: dropout, attention weights as a result, masks of four dimensions and custom mask
+    functions, a model's own computation with its mask, more keys than the mask is of, chunks and windows that are not
+    causal where keys reach beyond one, and a window where a mask has holes within a document.
 
     A layer that moe_mlp cannot compute (`why_not`), and a named implementation that cannot run here, raise
     ImplementationUnavailable when the layer is called: transformers asks no sooner. Products are in the weights' dtype,
