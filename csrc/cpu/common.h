@@ -96,7 +96,6 @@ TW_INLINE void sigmoid_pair(float x, float& s, float& q) {
   s = x < 0 ? far : near;
   q = x < 0 ? near : far;
 }
-TW_INLINE float tanh_(float x) { return 1.0f - 2.0f / (exp_(2.0f * x) + 1.0f); }
 
 // Long sums are taken in blocks of this many elements, each in float, and the blocks are added in double: the error
 // stays at a few ulp for rows of any length.

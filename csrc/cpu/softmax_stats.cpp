@@ -6,6 +6,7 @@
 // z so far. Block sums are in float, and are added, and rescaled when the maximum grows, in double.
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "cpu/common.h"
 
@@ -13,11 +14,16 @@ namespace tw {
 namespace {
 
 constexpr float INF = std::numeric_limits<float>::infinity();
-constexpr float LOWEST = std::numeric_limits<float>::lowest();
+// Stands for what lies further below the peak, -inf too: its exponential is 0 all the same, and 0 * -inf is NaN.
+constexpr float FLOOR = -1024.0f;
+
+struct Tanh {
+  float value, slope;  // slope: 1 - value^2, without its cancellation where |value| is near 1
+};
 
 // tanh to 2 ulp. Below 0.625 an odd polynomial (least maximum relative error, 4e-9, fitted to tanh(x) / x):
-// 1 - 2 / (exp(2x) + 1) would lose the low bits of a small x.
-TW_INLINE float tanh_accurate(float x) {
+// 1 - 2q / (1 + q), q = exp(-2 |x|), would lose the low bits of a small x.
+TW_INLINE Tanh tanh_accurate(float x) {
   float u = x * x;
   float p = -5.704986862838268e-3f;
   p = std::fmaf(p, u, 2.063908614218235e-2f);
@@ -25,8 +31,9 @@ TW_INLINE float tanh_accurate(float x) {
   p = std::fmaf(p, u, 1.3331441581249237e-1f);
   p = std::fmaf(p, u, -3.333328068256378e-1f);
   float near = std::fmaf(x * u, p, x);
-  float far = tanh_(x);
-  return std::fabs(x) < 0.625f ? near : far;
+  float q = exp_(-2.0f * std::fabs(x)), r = 1.0f / (1.0f + q), h = q * r;
+  float far = std::copysign(1.0f - 2.0f * h, x);
+  return {std::fabs(x) < 0.625f ? near : far, 4.0f * h * r};
 }
 
 struct Cap {
@@ -35,7 +42,7 @@ struct Cap {
 
 template <bool CAPPED>
 TW_INLINE float capped(float x, Cap c) {
-  return CAPPED ? c.cap * tanh_accurate(x * c.inverse) : x;
+  return CAPPED ? c.cap * tanh_accurate(x * c.inverse).value : x;
 }
 
 struct Rows {
@@ -43,19 +50,23 @@ struct Rows {
 };
 
 struct Outputs {
-  float *lse, *target, *weighted, *mean;  // the last two null where not wanted
+  float *peak, *log_sum, *target, *weighted, *mean;  // the last two null where not wanted
   int64_t* argmax;                        // null where not wanted
 };
 
+TW_INLINE float finite(float x) { return std::isfinite(x) ? x : 0.0f; }
+
+// weight_sum: of w, or V.
 template <class T, bool CAPPED>
-void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* target, const float* w, Cap cap, Rows n,
-                  Outputs o) {
+void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* target, const float* w,
+                  double weight_sum, Cap cap, Rows n, Outputs o) {
   float z[SUM_BLOCK];
   for (int64_t row = begin; row < end; ++row) {
     const T* x = logits + row * n.stride;
     float largest_logit = -INF, peak = -INF;
     int64_t best = 0;
     double sum = 0, sum_z = 0, weighted = 0;
+    const float origin = finite(capped<CAPPED>(load(x[0]), cap));  // of the weighted sum, as long as there is no peak
     for (int64_t first = 0; first < n.V; first += SUM_BLOCK) {
       const int64_t size = std::min(SUM_BLOCK, n.V - first);
       const T* xb = x + first;
@@ -75,12 +86,12 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* ta
         }
         // The cap is monotone up to rounding, and the peak need not be the exact maximum of z.
         const float higher = capped<CAPPED>(top, cap);
-        const double shrink = std::exp(double(peak) - (std::isinf(higher) ? 0.0 : double(higher)));
+        const double lower = double(peak) - finite(higher), shrink = std::exp(lower);
+        sum_z = shrink == 0 ? 0 : (sum_z + sum * lower) * shrink;
         sum *= shrink;
-        sum_z *= shrink;
         peak = higher;
       }
-      const float shift = std::isinf(peak) ? 0.0f : peak;  // inf - inf is NaN
+      const float shift = finite(peak);  // inf - inf is NaN
       if (o.mean == nullptr) {
         float s = 0;
         TW_SIMD_SUM(s)
@@ -90,9 +101,9 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* ta
         float s = 0, sz = 0;
         TW_SIMD_SUM2(s, sz)
         for (int64_t i = 0; i < size; ++i) {
-          float e = exp_(z[i] - shift);
+          float below = z[i] - shift, e = exp_(below);
           s += e;
-          sz += e * (z[i] < LOWEST ? LOWEST : z[i]);  // 0 * -inf is NaN
+          sz += e * (below < FLOOR ? FLOOR : below);
         }
         sum += s;
         sum_z += sz;
@@ -101,40 +112,42 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* ta
         float s = 0;
         if (w == nullptr) {
           TW_SIMD_SUM(s)
-          for (int64_t i = 0; i < size; ++i) s += z[i];
+          for (int64_t i = 0; i < size; ++i) s += z[i] - origin;
         } else {
           const float* wb = w + first;
           TW_SIMD_SUM(s)
-          for (int64_t i = 0; i < size; ++i) s += wb[i] * z[i];
+          for (int64_t i = 0; i < size; ++i) s += wb[i] * (z[i] - origin);
         }
         weighted += s;
       }
     }
     const int64_t y = target[row];
-    o.lse[row] = float((std::isinf(peak) ? 0.0 : double(peak)) + std::log(sum));
-    o.target[row] = y >= 0 && y < n.V ? capped<CAPPED>(load(x[y]), cap) : 0.0f;
-    if (o.weighted != nullptr) o.weighted[row] = float(weighted);
+    peak = finite(peak);
+    o.peak[row] = peak;
+    o.log_sum[row] = float(std::log(sum));
+    o.target[row] = y >= 0 && y < n.V ? capped<CAPPED>(load(x[y]), cap) - peak : 0.0f;
+    if (o.weighted != nullptr) o.weighted[row] = float(weighted + weight_sum * (double(origin) - peak));
     if (o.mean != nullptr) o.mean[row] = float(sum_z / sum);
     if (o.argmax != nullptr) o.argmax[row] = best;
   }
 }
 
 struct Gradients {
-  const float *lse, *mean, *g_lse, *g_target, *g_weighted, *g_mean;  // mean and the last two may be null
+  const float *peak, *log_sum, *mean, *g_log_sum, *g_target, *g_weighted, *g_mean;  // mean, the last two: may be null
 };
 
-// g = p (in_p + g_mean (z - mean)) + g_weighted w + [c = y] g_target, times dz / dlogit.
+// g = p (in_p + g_mean (z - peak - mean)) + g_weighted w + [c = y] g_target, times dz / dlogit.
 struct RowGradient {
-  float lse, in_p, mean, g_mean, g_weighted;
+  float peak, log_sum, in_p, mean, g_mean, g_weighted;
 };
 
 template <bool CAPPED, bool WEIGHTS, bool MEAN>
 TW_INLINE float gradient(float x, float w, float extra, Cap cap, RowGradient r) {
-  float t = CAPPED ? tanh_accurate(x * cap.inverse) : 0;
-  float z = CAPPED ? cap.cap * t : x;
-  float in_p = MEAN ? std::fmaf(r.g_mean, (z < LOWEST ? LOWEST : z) - r.mean, r.in_p) : r.in_p;
-  float g = std::fmaf(exp_(z - r.lse), in_p, (WEIGHTS ? r.g_weighted * w : r.g_weighted) + extra);
-  return CAPPED ? g * (1.0f - t * t) : g;
+  Tanh t = CAPPED ? tanh_accurate(x * cap.inverse) : Tanh{};
+  float below = (CAPPED ? cap.cap * t.value : x) - r.peak;
+  float in_p = MEAN ? std::fmaf(r.g_mean, (below < FLOOR ? FLOOR : below) - r.mean, r.in_p) : r.in_p;
+  float g = std::fmaf(exp_(below - r.log_sum), in_p, (WEIGHTS ? r.g_weighted * w : r.g_weighted) + extra);
+  return CAPPED ? g * t.slope : g;
 }
 
 // dlogits may be logits: every element is read before it is written.
@@ -148,11 +161,12 @@ void backward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* t
     const int64_t y = target[row];
     const bool inside = y >= 0 && y < n.V;
     const float g_target = inside ? g.g_target[row] : 0;
-    if (g.g_lse[row] == 0 && g_target == 0 && g_weighted == 0 && g_mean == 0) {  // an ignored row
+    if (g.g_log_sum[row] == 0 && g_target == 0 && g_weighted == 0 && g_mean == 0) {  // an ignored row
       std::memset(d, 0, size_t(n.V) * sizeof(T));
       continue;
     }
-    const RowGradient r{g.lse[row], g.g_lse[row] + g_mean, MEAN ? g.mean[row] : 0, g_mean, g_weighted};
+    const RowGradient r{g.peak[row], g.log_sum[row], g.g_log_sum[row] + g_mean, MEAN ? g.mean[row] : 0, g_mean,
+                        g_weighted};
     T at_target{};
     if (inside)
       store(&at_target, gradient<CAPPED, WEIGHTS, MEAN>(load(x[y]), WEIGHTS ? w[y] : 0, g_target, cap, r));
@@ -183,28 +197,29 @@ const float* vector(const char* name, const std::optional<Tensor>& t, int64_t si
 Cap cap_of(double softcap) { return {float(softcap), softcap == 0 ? 0.0f : float(1 / softcap)}; }
 
 // overwrite is for the autograd formula.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> softmax_stats_forward(Tensor logits, Tensor target,
-                                                                         std::optional<Tensor> class_weight,
-                                                                         double softcap, bool smooth, bool entropy,
-                                                                         bool argmax, bool) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> softmax_stats_forward(
+    Tensor logits, Tensor target, std::optional<Tensor> class_weight, double softcap, bool smooth, bool entropy,
+    bool argmax, bool) {
   const Rows n = describe(logits, target);
   auto make = [&](bool wanted, ScalarType type) {
     return torch::stable::new_empty(logits, {wanted ? n.T : 0}, type);
   };
-  Tensor lse = make(true, ScalarType::Float), picked = make(true, ScalarType::Float);
+  Tensor peak = make(true, ScalarType::Float), log_sum = make(true, ScalarType::Float);
+  Tensor picked = make(true, ScalarType::Float);
   Tensor weighted = make(smooth, ScalarType::Float), mean = make(entropy, ScalarType::Float);
   Tensor best = make(argmax, ScalarType::Long);
   const float* w = vector("class_weight", class_weight, n.V);
-  const Outputs o{out<float>(lse), out<float>(picked), smooth ? out<float>(weighted) : nullptr,
+  const double weight_sum = smooth && w != nullptr ? std::accumulate(w, w + n.V, 0.0) : double(n.V);
+  const Outputs o{out<float>(peak), out<float>(log_sum), out<float>(picked), smooth ? out<float>(weighted) : nullptr,
                   entropy ? out<float>(mean) : nullptr, argmax ? out<int64_t>(best) : nullptr};
   dispatch(logits, [&](auto t) {
     using T = decltype(t);
     const auto rows = softcap != 0 ? &forward_rows<T, true> : &forward_rows<T, false>;
     torch::stable::parallel_for(0, n.T, grain(n.V), [&](int64_t lo, int64_t hi) {
-      rows(lo, hi, in<T>(logits), in<int64_t>(target), w, cap_of(softcap), n, o);
+      rows(lo, hi, in<T>(logits), in<int64_t>(target), w, weight_sum, cap_of(softcap), n, o);
     });
   });
-  return {lse, picked, weighted, mean, best};
+  return {peak, log_sum, picked, weighted, mean, best};
 }
 
 template <class T, bool CAPPED, bool WEIGHTS>
@@ -219,14 +234,16 @@ auto choose(bool is_capped, bool weights, bool mean) {
 }
 
 void backward_into(const Tensor& dlogits, const Tensor& logits, const Tensor& target,
-                   const std::optional<Tensor>& class_weight, double softcap, const Tensor& lse,
-                   const std::optional<Tensor>& mean, const Tensor& g_lse, const Tensor& g_target,
-                   const std::optional<Tensor>& g_weighted, const std::optional<Tensor>& g_mean) {
+                   const std::optional<Tensor>& class_weight, double softcap, const Tensor& peak,
+                   const Tensor& log_sum, const std::optional<Tensor>& mean, const Tensor& g_log_sum,
+                   const Tensor& g_target, const std::optional<Tensor>& g_weighted,
+                   const std::optional<Tensor>& g_mean) {
   const Rows n = describe(logits, target);
   const float* w = g_weighted.has_value() ? vector("class_weight", class_weight, n.V) : nullptr;
-  const Gradients g{vector("lse", lse, n.T),           vector("mean", mean, n.T),
-                    vector("g_lse", g_lse, n.T),       vector("g_target", g_target, n.T),
-                    vector("g_weighted", g_weighted, n.T), vector("g_mean", g_mean, n.T)};
+  const Gradients g{vector("peak", peak, n.T),           vector("log_sum", log_sum, n.T),
+                    vector("mean", mean, n.T),           vector("g_log_sum", g_log_sum, n.T),
+                    vector("g_target", g_target, n.T),   vector("g_weighted", g_weighted, n.T),
+                    vector("g_mean", g_mean, n.T)};
   STD_TORCH_CHECK(g.g_mean == nullptr || g.mean != nullptr, "tilewright: g_mean needs mean");
   dispatch(logits, [&](auto t) {
     using T = decltype(t);
@@ -238,17 +255,19 @@ void backward_into(const Tensor& dlogits, const Tensor& logits, const Tensor& ta
 }
 
 Tensor softmax_stats_backward(Tensor logits, Tensor target, std::optional<Tensor> class_weight, double softcap,
-                              Tensor lse, std::optional<Tensor> mean, Tensor g_lse, Tensor g_target,
-                              std::optional<Tensor> g_weighted, std::optional<Tensor> g_mean) {
+                              Tensor peak, Tensor log_sum, std::optional<Tensor> mean, Tensor g_log_sum,
+                              Tensor g_target, std::optional<Tensor> g_weighted, std::optional<Tensor> g_mean) {
   Tensor dlogits = huge(torch::stable::new_empty(logits, {logits.size(0), logits.size(1)}));
-  backward_into(dlogits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean);
+  backward_into(dlogits, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target,
+                g_weighted, g_mean);
   return dlogits;
 }
 
 void softmax_stats_backward_(Tensor logits, Tensor target, std::optional<Tensor> class_weight, double softcap,
-                             Tensor lse, std::optional<Tensor> mean, Tensor g_lse, Tensor g_target,
-                             std::optional<Tensor> g_weighted, std::optional<Tensor> g_mean) {
-  backward_into(logits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean);
+                             Tensor peak, Tensor log_sum, std::optional<Tensor> mean, Tensor g_log_sum,
+                             Tensor g_target, std::optional<Tensor> g_weighted, std::optional<Tensor> g_mean) {
+  backward_into(logits, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target,
+                g_weighted, g_mean);
 }
 
 }  // namespace
@@ -256,11 +275,13 @@ void softmax_stats_backward_(Tensor logits, Tensor target, std::optional<Tensor>
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def("softmax_stats_cpp_forward(Tensor logits, Tensor target, Tensor? class_weight, float softcap, bool smooth,"
-        " bool entropy, bool argmax, bool overwrite) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("softmax_stats_cpp_backward(Tensor logits, Tensor target, Tensor? class_weight, float softcap, Tensor lse,"
-        " Tensor? mean, Tensor g_lse, Tensor g_target, Tensor? g_weighted, Tensor? g_mean) -> Tensor");
+        " bool entropy, bool argmax, bool overwrite) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("softmax_stats_cpp_backward(Tensor logits, Tensor target, Tensor? class_weight, float softcap, Tensor peak,"
+        " Tensor log_sum, Tensor? mean, Tensor g_log_sum, Tensor g_target, Tensor? g_weighted, Tensor? g_mean)"
+        " -> Tensor");
   m.def("softmax_stats_cpp_backward_(Tensor(a!) logits, Tensor target, Tensor? class_weight, float softcap,"
-        " Tensor lse, Tensor? mean, Tensor g_lse, Tensor g_target, Tensor? g_weighted, Tensor? g_mean) -> ()");
+        " Tensor peak, Tensor log_sum, Tensor? mean, Tensor g_log_sum, Tensor g_target, Tensor? g_weighted,"
+        " Tensor? g_mean) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {

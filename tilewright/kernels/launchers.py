@@ -40,25 +40,34 @@ def rmsnorm_forwards(launch: Callable) -> tuple[Callable, Callable]:
 # ---- statistics of rows of logits
 
 def statistics(logits: torch.Tensor, smooth: bool, entropy: bool, argmax: bool) -> tuple[torch.Tensor, ...]:
-    """Uninitialised lse, target, weighted, mean and argmax, [T] each. Those that were not asked for are empty."""
+    """Uninitialised peak, log_sum, target, weighted, mean and argmax, [T] each. Those that were not asked for are
+    empty."""
     def new(wanted, dtype=torch.float32):
         return logits.new_empty(logits.shape[0] if wanted else 0, dtype=dtype)
 
-    return new(True), new(True), new(smooth), new(entropy), new(argmax, torch.int64)
+    return new(True), new(True), new(True), new(smooth), new(entropy), new(argmax, torch.int64)
+
+
+def inverse(softcap: float) -> float:
+    """By which kernels multiply instead of dividing by the softcap; 0 where there is none."""
+    return 1.0 / softcap if softcap else 0.0
 
 
 def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
     """backward, and backward_ in place, from launch(dlogits to write, logits, target, ...)."""
     def backward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
-                 lse: torch.Tensor, mean: torch.Tensor | None, g_lse: torch.Tensor, g_target: torch.Tensor,
-                 g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None) -> torch.Tensor:
+                 peak: torch.Tensor, log_sum: torch.Tensor, mean: torch.Tensor | None, g_log_sum: torch.Tensor,
+                 g_target: torch.Tensor, g_weighted: torch.Tensor | None,
+                 g_mean: torch.Tensor | None) -> torch.Tensor:
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        launch(dlogits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean)
+        launch(dlogits, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
+               g_mean)
         return dlogits
 
     def backward_(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
-                  lse: torch.Tensor, mean: torch.Tensor | None, g_lse: torch.Tensor, g_target: torch.Tensor,
-                  g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None) -> None:
-        launch(logits, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean)
+                  peak: torch.Tensor, log_sum: torch.Tensor, mean: torch.Tensor | None, g_log_sum: torch.Tensor,
+                  g_target: torch.Tensor, g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None) -> None:
+        launch(logits, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
+               g_mean)
 
     return backward, backward_

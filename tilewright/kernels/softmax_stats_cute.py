@@ -34,10 +34,11 @@ UNROLL = 4
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-LOWEST = -3.4028234663852886e38
+FLOOR = -1024.0   # stands for what lies further below the peak: see softmax_stats_triton.py
 LAST = 0x7FFFFFFF
 
-TOP, PEAK, S, SZ, SW = range(5)   # of a thread's state: largest logit, its z, and the sums of e, e z and w z
+# Of a thread's state: largest logit, its z, and the sums of e, e (z - PEAK) and w (z - z of the row's first column).
+TOP, PEAK, S, SZ, SW = range(5)
 
 
 @dataclass(frozen=True)
@@ -59,35 +60,44 @@ class Options:
 
 # ---- in both kernels
 
-def _tanh(x: cute.TensorSSA) -> cute.TensorSSA:
-    """tanh to 2 ulp, by the formula of softmax_stats_triton.py: below 0.625 a polynomial, since
-    1 - 2 / (exp(2x) + 1) would lose the low bits of a small x."""
+def _tanh(x: cute.TensorSSA) -> tuple[cute.TensorSSA, cute.TensorSSA]:
+    """tanh to 2 ulp, and its derivative, by the formulas of softmax_stats_triton.py: below 0.625 a polynomial, since
+    1 - 2q / (1 + q), q = exp(-2 |x|), would lose the low bits of a small x."""
     u = x * x
     p = u * -5.704986862838268e-3 + 2.063908614218235e-2
     p = p * u - 5.373971536755762e-2
     p = p * u + 1.3331441581249237e-1
     p = p * u - 3.333328068256378e-1
     near = x + x * u * p
-    far = 1.0 - 2.0 / (cute.math.exp2(x * (2.0 * LOG2E), fastmath=True) + 1.0)
-    return cute.where((x < 0.625) & (x > -0.625), near, far)
+    q = cute.math.exp2(cute.where(x < 0.0, x, -x) * (2.0 * LOG2E), fastmath=True)
+    r = 1.0 / (1.0 + q)
+    h = q * r
+    far = 1.0 - 2.0 * h
+    return cute.where((x < 0.625) & (x > -0.625), near, cute.where(x < 0.0, -far, far)), 4.0 * h * r
 
 
-def _capped(x, softcap: Float32, o: Options):
-    return softcap * _tanh(x / softcap) if o.capped else x
+def _capped(x, cap: tuple, o: Options):
+    """cap: softcap and its inverse."""
+    return cap[0] * _tanh(x * cap[1])[0] if o.capped else x
 
 
-def _cap(x: Float32, softcap: Float32, o: Options) -> Float32:
+def _cap(x: Float32, cap: tuple, o: Options) -> Float32:
     """The same of one number, which `_tanh` wants as a vector."""
     if not o.capped:
         return x
     out = cute.make_rmem_tensor(1, Float32)
     out[0] = x
-    return _capped(out.load(), softcap, o)[0]
+    return _capped(out.load(), cap, o)[0]
 
 
 def _finite(x: Float32) -> Float32:
     """x, or 0 where it is infinite, since inf - inf is NaN."""
-    return cutlass.select_((x == Float32.inf) | (x == -Float32.inf), Float32(0.0), x)
+    return cutlass.select_((x < Float32.inf) & (x > -Float32.inf), x, Float32(0.0))
+
+
+def _lower(old: Float32, new: Float32) -> Float32:
+    """By how much an old peak lies below the new one, made finite by `_finite`."""
+    return cute.arch.fmax(old - new, Float32(FLOOR))
 
 
 def _exp(x):
@@ -127,7 +137,7 @@ def _loose(thread: Int32, head: Int32, body: Int32, V: Int32, o: Options):
 
 @cute.jit
 def _take(chunks: list, columns: list, wanted: cutlass.Constexpr, conditions: list, weight: cute.Pointer | None,
-          state: cute.Tensor, best: cute.Tensor, softcap: Float32, o: cutlass.Constexpr):
+          origin: Float32, state: cute.Tensor, best: cute.Tensor, cap: tuple, o: cutlass.Constexpr):
     """Takes chunks (first columns in `columns`, ascending) into a thread's running maximum and sums. wanted: whether
     only those count whose condition holds; the others are -inf."""
     n = cute.size(chunks[0])
@@ -143,33 +153,36 @@ def _take(chunks: list, columns: list, wanted: cutlass.Constexpr, conditions: li
                     first = cutlass.select_(chunks[i][j].to(Float32) == here, columns[i] + j, first)
             best[0] = first
     state[TOP] = cute.arch.fmax(state[TOP], here)
-    peak = _cap(state[TOP], softcap, o)   # the largest z but for rounding, which does not matter
+    peak = _cap(state[TOP], cap, o)   # the largest z but for rounding, which does not matter
     shift = _finite(peak)
-    shrink = _exp(state[PEAK] - shift)
+    lower = _lower(state[PEAK], shift)
+    shrink = _exp(lower)
     state[PEAK] = peak
+    state[SZ] = (state[SZ] + state[S] * lower) * shrink
     state[S] = state[S] * shrink
-    state[SZ] = state[SZ] * shrink
     for i in cutlass.range_constexpr(len(chunks)):
         # exp(-inf) is 0 and adds nothing, but softcap makes -inf a number and 0 * -inf would be NaN.
         if const_expr(wanted and (o.capped or o.smooth)):
             if conditions[i]:
-                _add(chunks[i], columns[i], weight, state, shift, softcap, o)
+                _add(chunks[i], columns[i], weight, origin, state, shift, cap, o)
         else:
-            _add(chunks[i], columns[i], weight, state, shift, softcap, o)
+            _add(chunks[i], columns[i], weight, origin, state, shift, cap, o)
 
 
 def _sum(values: cute.TensorSSA) -> Float32:
     return values.reduce(cute.ReductionOp.ADD, init_val=0.0, reduction_profile=0)
 
 
-def _add(chunk: cute.Tensor, column: Int32, weight: cute.Pointer | None, state: cute.Tensor, shift: Float32,
-         softcap: Float32, o: Options) -> None:
-    z = _capped(chunk.load().to(Float32), softcap, o)
-    e = _exp(z - shift)   # folded into one FMA, a large shift would cost its rounding
+def _add(chunk: cute.Tensor, column: Int32, weight: cute.Pointer | None, origin: Float32, state: cute.Tensor,
+         shift: Float32, cap: tuple, o: Options) -> None:
+    z = _capped(chunk.load().to(Float32), cap, o)
+    below = z - shift
+    e = _exp(below)   # folded into one FMA, a large shift would cost its rounding
     state[S] = state[S] + _sum(e)
-    if o.mean:   # 0 * -inf is NaN
-        state[SZ] = state[SZ] + _sum(e * cute.where(z > LOWEST, z, LOWEST))
+    if o.mean:
+        state[SZ] = state[SZ] + _sum(e * cute.where(below > FLOOR, below, FLOOR))
     if o.smooth:
+        z = z - origin
         if o.weights:
             z = z * _weights(weight, column, cute.size(chunk))
         state[SW] = state[SW] + _sum(z)
@@ -187,10 +200,12 @@ def _join(a: tuple, b: tuple) -> tuple:
     """Maximum, sums and index of two sets of columns from those of each."""
     top, peak = cute.arch.fmax(a[TOP], b[TOP]), cute.arch.fmax(a[PEAK], b[PEAK])
     shift = _finite(peak)
-    left, right = _exp(a[PEAK] - shift), _exp(b[PEAK] - shift)
+    lower, also = _lower(a[PEAK], shift), _lower(b[PEAK], shift)
+    left, right = _exp(lower), _exp(also)
     first = cutlass.select_(a[-1] < b[-1], a[-1], b[-1])
     first = cutlass.select_(a[TOP] > b[TOP], a[-1], cutlass.select_(a[TOP] < b[TOP], b[-1], first))
-    return (top, peak, a[S] * left + b[S] * right, a[SZ] * left + b[SZ] * right, a[SW] + b[SW], first)
+    return (top, peak, a[S] * left + b[S] * right, (a[SZ] + a[S] * lower) * left + (b[SZ] + b[S] * also) * right,
+            a[SW] + b[SW], first)
 
 
 def _join_warp(values: tuple) -> tuple:
@@ -200,9 +215,10 @@ def _join_warp(values: tuple) -> tuple:
 
 
 @cute.kernel
-def _forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None, lse: cute.Pointer,
-             picked: cute.Pointer, weighted: cute.Pointer | None, mean: cute.Pointer | None,
-             argmax: cute.Pointer | None, V: Int32, stride: Int64, softcap: Float32, o: cutlass.Constexpr):
+def _forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None,
+             weight_sum: cute.Pointer | None, peak: cute.Pointer, log_sum: cute.Pointer, picked: cute.Pointer,
+             weighted: cute.Pointer | None, mean: cute.Pointer | None, argmax: cute.Pointer | None, V: Int32,
+             stride: Int64, softcap: Float32, inverse: Float32, o: cutlass.Constexpr):
     thread = cute.arch.thread_idx()[0]
     block = cute.arch.block_idx()[0]
     rank = block % o.cluster
@@ -212,9 +228,13 @@ def _forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | 
     if const_expr(o.cluster > 1):
         cute.arch.cluster_arrive_relaxed(aligned=True)   # waited for after the walk: all blocks have begun then
 
+    cap = (softcap, inverse)
     start = logits + row * stride
     head, body = _split(start, V, o)
     chunks = _whole_chunks(start, head, o)
+    origin = Float32(0.0)   # of the weighted sum, as long as the row's peak is not known
+    if const_expr(o.smooth):
+        origin = _finite(_cap(start[0].to(Float32), cap, o))
     state = cute.make_rmem_tensor(5, Float32)
     state.fill(0.0)
     state[TOP] = -Float32.inf
@@ -225,17 +245,17 @@ def _forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | 
     if rank == 0:
         column, wanted = _loose(thread, head, body, V, o)
         if wanted:
-            _take([tw.load(start, column, 1)], [column], False, None, weight, state, best, softcap, o)
+            _take([tw.load(start, column, 1)], [column], False, None, weight, origin, state, best, cap, o)
     rounds = body // (THREADS * o.cluster * UNROLL)
     for i in cutlass.range(rounds, unroll=1):
         at = [o.chunk(rank, thread, i * UNROLL + k) for k in range(UNROLL)]
         _take([tw.load(chunks, a * o.vec, o.vec) for a in at], [head + a * o.vec for a in at], False, None, weight,
-              state, best, softcap, o)
+              origin, state, best, cap, o)
     if rounds * (THREADS * o.cluster * UNROLL) < body:
         at = [o.chunk(rank, thread, rounds * UNROLL + k) for k in range(UNROLL)]
         conditions = [a < body for a in at]
         _take([tw.load(chunks, a * o.vec, o.vec, c, -float("inf")) for a, c in zip(at, conditions, strict=True)],
-              [head + a * o.vec for a in at], True, conditions, weight, state, best, softcap, o)
+              [head + a * o.vec for a in at], True, conditions, weight, origin, state, best, cap, o)
 
     mine = _join_warp((state[TOP], state[PEAK], state[S], state[SZ], state[SW], best[0]))
     if const_expr(o.cluster > 1):
@@ -254,13 +274,18 @@ def _forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | 
     whole = _join_warp(whole)
 
     if (thread == 0) & (rank == 0):
-        lse[row] = _finite(whole[PEAK]) + LN2 * cute.math.log2(whole[S])
+        top = _finite(whole[PEAK])
+        peak[row] = top
+        log_sum[row] = LN2 * cute.math.log2(whole[S])
         y = target[row]
         inside = (y >= 0) & (y < V)
         x = tw.load(start, y, 1, inside)
-        picked[row] = _cap(x[0].to(Float32), softcap, o)
+        picked[row] = cutlass.select_(inside, _cap(x[0].to(Float32), cap, o) - top, Float32(0.0))
         if const_expr(o.smooth):
-            weighted[row] = whole[SW]
+            total = Float32(V)
+            if const_expr(o.weights):
+                total = weight_sum[0]
+            weighted[row] = whole[SW] + total * (origin - top)
         if const_expr(o.mean):
             mean[row] = whole[SZ] / whole[S]
         if const_expr(o.argmax):   # with a NaN in the row, no thread may have an index
@@ -268,22 +293,24 @@ def _forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | 
 
 
 @cute.jit
-def _launch_forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None, lse: cute.Pointer,
-                    picked: cute.Pointer, weighted: cute.Pointer | None, mean: cute.Pointer | None,
-                    argmax: cute.Pointer | None, V: Int32, stride: Int64, softcap: Float32, o: cutlass.Constexpr,
-                    blocks: Int32, parts: Int32, stream: cuda.CUstream):
-    _forward(logits, target, weight, lse, picked, weighted, mean, argmax, V, stride, softcap, o).launch(
+def _launch_forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None,
+                    weight_sum: cute.Pointer | None, peak: cute.Pointer, log_sum: cute.Pointer, picked: cute.Pointer,
+                    weighted: cute.Pointer | None, mean: cute.Pointer | None, argmax: cute.Pointer | None, V: Int32,
+                    stride: Int64, softcap: Float32, inverse: Float32, o: cutlass.Constexpr, blocks: Int32,
+                    parts: Int32, stream: cuda.CUstream):
+    _forward(logits, target, weight, weight_sum, peak, log_sum, picked, weighted, mean, argmax, V, stride, softcap,
+             inverse, o).launch(
         grid=(blocks, parts, 1), block=(THREADS, 1, 1), cluster=tw.shape(o.cluster), stream=stream)
 
 
 # ---- backward
 
 @cute.kernel
-def _backward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None, lse: cute.Pointer,
-              mean: cute.Pointer | None, g_lse: cute.Pointer, g_target: cute.Pointer,
+def _backward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None, peak: cute.Pointer,
+              log_sum: cute.Pointer, mean: cute.Pointer | None, g_log_sum: cute.Pointer, g_target: cute.Pointer,
               g_weighted: cute.Pointer | None, g_mean: cute.Pointer | None, out: cute.Pointer, V: Int32,
-              stride: Int64, out_stride: Int64, softcap: Float32, o: cutlass.Constexpr):
-    """dlogits = (p (g_lse + g_mean + g_mean (z - mean)) + g_weighted w + [c = y] g_target) (1 - tanh^2)"""
+              stride: Int64, out_stride: Int64, softcap: Float32, inverse: Float32, o: cutlass.Constexpr):
+    """dlogits = (p (g_log_sum + g_mean + g_mean (z - peak - mean)) + g_weighted w + [c = y] g_target) (1 - tanh^2)"""
     thread = cute.arch.thread_idx()[0]
     row = Int64(cute.arch.block_idx()[0])
     part = cute.arch.block_idx()[1]
@@ -292,36 +319,37 @@ def _backward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer |
     head, body = _split(start, V, o)   # of `out` too: the launcher has seen to it
 
     y = target[row]
-    learn = (g_lse[row] != 0.0) | ((g_target[row] != 0.0) & (y >= 0) & (y < V))
-    numbers = [lse[row], g_lse[row], g_target[row], Float32(0.0), Float32(0.0), Float32(0.0)]
+    learn = (g_log_sum[row] != 0.0) | ((g_target[row] != 0.0) & (y >= 0) & (y < V))
+    numbers = [peak[row], log_sum[row], g_log_sum[row], g_target[row], Float32(0.0), Float32(0.0), Float32(0.0)]
     if const_expr(o.mean):
-        numbers[3] = mean[row]
-        numbers[4] = g_mean[row]
-        learn = learn | (numbers[4] != 0.0)
-    if const_expr(o.smooth):
-        numbers[5] = g_weighted[row]
+        numbers[4] = mean[row]
+        numbers[5] = g_mean[row]
         learn = learn | (numbers[5] != 0.0)
+    if const_expr(o.smooth):
+        numbers[6] = g_weighted[row]
+        learn = learn | (numbers[6] != 0.0)
     y = Int32(cutlass.select_((y >= 0) & (y < V), y, Int64(-1)))
 
+    cap = (softcap, inverse)
     chunks, out_chunks = _whole_chunks(start, head, o), _whole_chunks(out_start, head, o)
     at = [(part * UNROLL + k) * THREADS + thread for k in range(UNROLL)]
     if (part + 1) * (UNROLL * THREADS) <= body:   # no conditions: all reads are under way before the first is used
-        _write(chunks, out_chunks, at, None, head, learn, y, numbers, weight, softcap, o)
+        _write(chunks, out_chunks, at, None, head, learn, y, numbers, weight, cap, o)
     else:
-        _write(chunks, out_chunks, at, [a < body for a in at], head, learn, y, numbers, weight, softcap, o)
+        _write(chunks, out_chunks, at, [a < body for a in at], head, learn, y, numbers, weight, cap, o)
     if part == 0:
         column, wanted = _loose(thread, head, body, V, o)
         if wanted:
             d = cute.make_rmem_tensor(1, Float32)
             d.fill(0.0)
             if learn:
-                _gradient(tw.load(start, column, 1), d, column, y, numbers, weight, softcap, o)
+                _gradient(tw.load(start, column, 1), d, column, y, numbers, weight, cap, o)
             tw.store(tw.rounded(d.load(), out.dtype), out_start, column)
 
 
 @cute.jit
 def _write(chunks: cute.Pointer, out: cute.Pointer, at: list, conditions, head: Int32, learn: cutlass.Boolean,
-           y: Int32, numbers: list, weight: cute.Pointer | None, softcap: Float32, o: cutlass.Constexpr):
+           y: Int32, numbers: list, weight: cute.Pointer | None, cap: tuple, o: cutlass.Constexpr):
     """Gradients of this thread's chunks; zeros, and nothing read, in a row that none is to learn from."""
     ds = [cute.make_rmem_tensor(o.vec, out.dtype) for a in at]
     for k in cutlass.range_constexpr(len(at)):
@@ -334,9 +362,9 @@ def _write(chunks: cute.Pointer, out: cute.Pointer, at: list, conditions, head: 
             d.fill(0.0)
             if const_expr(conditions is not None and o.weights):   # there are no weights beyond the row's end
                 if conditions[k]:
-                    _gradient(xs[k], d, head + at[k] * o.vec, y, numbers, weight, softcap, o)
+                    _gradient(xs[k], d, head + at[k] * o.vec, y, numbers, weight, cap, o)
             else:
-                _gradient(xs[k], d, head + at[k] * o.vec, y, numbers, weight, softcap, o)
+                _gradient(xs[k], d, head + at[k] * o.vec, y, numbers, weight, cap, o)
             ds[k].store(d.load().to(out.dtype))
     for k in cutlass.range_constexpr(len(at)):
         tw.store(ds[k], out, at[k] * o.vec, None if const_expr(conditions is None) else conditions[k])
@@ -344,19 +372,20 @@ def _write(chunks: cute.Pointer, out: cute.Pointer, at: list, conditions, head: 
 
 @cute.jit
 def _gradient(x: cute.Tensor, d: cute.Tensor, column: Int32, y: Int32, numbers: list,
-              weight: cute.Pointer | None, softcap: Float32, o: cutlass.Constexpr):
+              weight: cute.Pointer | None, cap: tuple, o: cutlass.Constexpr):
     """Of the elements x from `column` on, into d."""
     n = const_expr(cute.size(x))
-    lse, g_lse, g_target, mean, g_mean, g_weighted = numbers
+    peak, log_sum, g_log_sum, g_target, mean, g_mean, g_weighted = numbers
     z = x.load().to(Float32)
     if const_expr(o.capped):
-        t = _tanh(z / softcap)
-        z = softcap * t
-    p = _exp(z - lse)
+        t, slope = _tanh(z * cap[1])
+        z = cap[0] * t
+    below = z - peak
+    p = cute.math.exp2(below * LOG2E - log_sum * LOG2E, fastmath=True)   # one FMA an element, and log_sum is small
     if const_expr(o.mean):
-        v = p * (g_lse + g_mean + g_mean * (cute.where(z > LOWEST, z, LOWEST) - mean))
+        v = p * (g_log_sum + g_mean + g_mean * (cute.where(below > FLOOR, below, FLOOR) - mean))
     else:
-        v = p * g_lse
+        v = p * g_log_sum
     if const_expr(o.smooth and o.weights):
         v = v + g_weighted * _weights(weight, column, n)
     elif const_expr(o.smooth):
@@ -366,35 +395,36 @@ def _gradient(x: cute.Tensor, d: cute.Tensor, column: Int32, y: Int32, numbers: 
         for j in cutlass.range_constexpr(n):
             d[j] = d[j] + cutlass.select_(column + j == y, g_target, Float32(0.0))
     if const_expr(o.capped):
-        d.store(d.load() * (1.0 - t * t))
+        d.store(d.load() * slope)
 
 
 @cute.jit
-def _launch_backward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None, lse: cute.Pointer,
-                     mean: cute.Pointer | None, g_lse: cute.Pointer, g_target: cute.Pointer,
+def _launch_backward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None, peak: cute.Pointer,
+                     log_sum: cute.Pointer, mean: cute.Pointer | None, g_log_sum: cute.Pointer, g_target: cute.Pointer,
                      g_weighted: cute.Pointer | None, g_mean: cute.Pointer | None, out: cute.Pointer, V: Int32,
-                     stride: Int64, out_stride: Int64, softcap: Float32, o: cutlass.Constexpr, blocks: Int32,
-                     parts: Int32, stream: cuda.CUstream):
-    _backward(logits, target, weight, lse, mean, g_lse, g_target, g_weighted, g_mean, out, V, stride, out_stride,
-              softcap, o).launch(grid=(blocks, parts, 1), block=(THREADS, 1, 1), stream=stream)
+                     stride: Int64, out_stride: Int64, softcap: Float32, inverse: Float32, o: cutlass.Constexpr,
+                     blocks: Int32, parts: Int32, stream: cuda.CUstream):
+    _backward(logits, target, weight, peak, log_sum, mean, g_log_sum, g_target, g_weighted, g_mean, out, V, stride,
+              out_stride, softcap, inverse, o).launch(grid=(blocks, parts, 1), block=(THREADS, 1, 1), stream=stream)
 
 
 # ---- launchers
 
 def forward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
             smooth: bool, entropy: bool, argmax: bool,
-            overwrite: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+            overwrite: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+                                      torch.Tensor]:
     """overwrite is for the autograd formula. Results that were not asked for are empty."""
     T, V = logits.shape
-    lse, picked, weighted, mean, best = launchers.statistics(logits, smooth, entropy, argmax)
+    peak, log_sum, picked, weighted, mean, best = launchers.statistics(logits, smooth, entropy, argmax)
     if T:
         weights = class_weight if smooth else None
         o = Options(16 // logits.element_size(), tw.cluster_for(V, ONE_BLOCK), softcap != 0, smooth,
                     weights is not None, entropy, argmax)
-        tw.launch(_launch_forward, logits, target, weights, lse, picked, weighted if smooth else None,
-                  mean if entropy else None, best if argmax else None, V, logits.stride(0), softcap, o,
-                  T * o.cluster, 1)
-    return lse, picked, weighted, mean, best
+        tw.launch(_launch_forward, logits, target, weights, None if weights is None else weights.sum(), peak, log_sum,
+                  picked, weighted if smooth else None, mean if entropy else None, best if argmax else None, V,
+                  logits.stride(0), softcap, launchers.inverse(softcap), o, T * o.cluster, 1)
+    return peak, log_sum, picked, weighted, mean, best
 
 
 def _common(logits: torch.Tensor, out: torch.Tensor) -> int:
@@ -404,14 +434,15 @@ def _common(logits: torch.Tensor, out: torch.Tensor) -> int:
     return apart // itemsize
 
 
-def _run_backward(out, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean):
+def _run_backward(out, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
+                  g_mean):
     T, V = logits.shape
     if T == 0:
         return
     weights = class_weight if g_weighted is not None else None
     o = Options(_common(logits, out), 1, softcap != 0, g_weighted is not None, weights is not None, g_mean is not None)
-    tw.launch(_launch_backward, logits, target, weights, lse, mean if o.mean else None, g_lse, g_target, g_weighted,
-              g_mean, out, V, logits.stride(0), out.stride(0), softcap, o, T,
+    tw.launch(_launch_backward, logits, target, weights, peak, log_sum, mean if o.mean else None, g_log_sum, g_target,
+              g_weighted, g_mean, out, V, logits.stride(0), out.stride(0), softcap, launchers.inverse(softcap), o, T,
               max(1, -(-(V // o.vec) // (UNROLL * THREADS))))
 
 
@@ -435,9 +466,9 @@ def specs() -> list[CuteSpec]:
                 x, w = new(4, V, dtype=data), new(V) if everything else None
                 found.append(tw.spec(f"cute forward {label} V={V}", forward, x, y, w, softcap, everything, everything,
                                      everything, False, store=0))
-            found.append(tw.spec(f"cute backward {label}", backward, x, y, w, softcap, rows, more, rows, rows, more,
-                                 more))
+            found.append(tw.spec(f"cute backward {label}", backward, x, y, w, softcap, rows, rows, more, rows, rows,
+                                 more, more))
             apart = new(4, V + 1, dtype=data)[:, :V]   # rows one element further apart than those of the gradient
-            found.append(tw.spec(f"cute backward {label} odd stride", backward, apart, y, w, softcap, rows, more, rows,
-                                 rows, more, more, load=0, store=0))
+            found.append(tw.spec(f"cute backward {label} odd stride", backward, apart, y, w, softcap, rows, rows, more,
+                                 rows, rows, more, more, load=0, store=0))
     return found

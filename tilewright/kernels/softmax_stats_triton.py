@@ -48,14 +48,15 @@ def _backward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3.4028234663852886e38)
+# Stands for what lies further below the peak, -inf too: its exponential is 0 all the same, and 0 * -inf is NaN.
+FLOOR = tl.constexpr(-1024.0)
 
 
 @triton.jit
 def _tanh(x):
-    """tanh to 2 ulp. Below 0.625 an odd polynomial (least maximum relative error, 4e-9, fitted to tanh(x) /
-    x):
-    1 - 2 / (exp(2x) + 1) would lose the low bits of a small x."""
+    """tanh to 2 ulp, and its derivative 1 - tanh^2, which would cancel where tanh is near 1. Below 0.625 an odd
+    polynomial (least maximum relative error, 4e-9, fitted to tanh(x) / x): 1 - 2q / (1 + q), q = exp(-2 |x|), would
+    lose the low bits of a small x."""
     u = x * x
     p = -5.704986862838268e-3
     p = p * u + 2.063908614218235e-2
@@ -63,15 +64,26 @@ def _tanh(x):
     p = p * u + 1.3331441581249237e-1
     p = p * u - 3.333328068256378e-1
     near = x + x * u * p
-    far = 1.0 - 2.0 / (tl.exp2(2.0 * 1.4426950408889634 * x) + 1.0)
-    return tl.where(tl.abs(x) < 0.625, near, far)
+    size = tl.abs(x)
+    q = tl.exp2(-2.0 * 1.4426950408889634 * size)
+    r = 1.0 / (1.0 + q)
+    h = q * r
+    far = 1.0 - 2.0 * h
+    return tl.where(size < 0.625, near, tl.where(x < 0.0, -far, far)), 4.0 * h * r
 
 
 @triton.jit
-def _capped(x, softcap, CAPPED: tl.constexpr):
+def _capped(x, softcap, inverse, CAPPED: tl.constexpr):
     if CAPPED:
-        x = softcap * _tanh(x / softcap)
+        t, _ = _tanh(x * inverse)
+        x = softcap * t
     return x
+
+
+@triton.jit
+def _finite(x):
+    """x, or 0 where it is infinite, since inf - inf is NaN."""
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
@@ -85,9 +97,9 @@ def _row_start(row, stride, UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.c
 
 
 @triton.jit
-def _forward(logits_ptr, target_ptr, weight_ptr, lse_ptr, picked_ptr, weighted_ptr, mean_ptr, argmax_ptr,
-             V, stride, softcap, BLOCK: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
-             V_UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr, CAPPED: tl.constexpr,
+def _forward(logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, peak_ptr, log_sum_ptr, picked_ptr, weighted_ptr,
+             mean_ptr, argmax_ptr, V, stride, softcap, inverse, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+             UNIT: tl.constexpr, V_UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr, CAPPED: tl.constexpr,
              SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr, ARGMAX: tl.constexpr):
     V = V * V_UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -99,6 +111,10 @@ def _forward(logits_ptr, target_ptr, weight_ptr, lse_ptr, picked_ptr, weighted_p
     top = float("-inf")   # largest logit so far; peak is its z
     peak = float("-inf")
     best = 0
+    origin = 0.0   # of the weighted sum, as long as the row's peak is not known
+    if SMOOTH:
+        first = tl.load(logits_ptr + row * stride * UNIT).to(tl.float32)
+        origin = _finite(_capped(first, softcap, inverse, CAPPED))
     s = tl.zeros([BLOCK], tl.float32)
     sz = tl.zeros([BLOCK], tl.float32)
     sw = tl.zeros([BLOCK], tl.float32)
@@ -113,29 +129,33 @@ def _forward(logits_ptr, target_ptr, weight_ptr, lse_ptr, picked_ptr, weighted_p
         c = at + lanes - before
         mask = (c >= 0) & (c < V)
         x = tl.load(x_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
-        top, peak, best, s, sz, sw = _step(x, c, mask, top, peak, best, s, sz, sw, weight_ptr, softcap, True,
-                                           CAPPED, SMOOTH, WEIGHTS, MEAN, ARGMAX)
+        top, peak, best, s, sz, sw = _step(x, c, mask, top, peak, best, s, sz, sw, origin, weight_ptr, softcap,
+                                           inverse, True, CAPPED, SMOOTH, WEIGHTS, MEAN, ARGMAX)
     for at in tl.range(edge, full, BLOCK, num_stages=STAGES):
         c = at + lanes - before
         x = tl.load(x_ptr + at).to(tl.float32)
-        top, peak, best, s, sz, sw = _step(x, c, c >= 0, top, peak, best, s, sz, sw, weight_ptr, softcap,
-                                           False, CAPPED, SMOOTH, WEIGHTS, MEAN, ARGMAX)
+        top, peak, best, s, sz, sw = _step(x, c, c >= 0, top, peak, best, s, sz, sw, origin, weight_ptr, softcap,
+                                           inverse, False, CAPPED, SMOOTH, WEIGHTS, MEAN, ARGMAX)
     for at in range(tl.maximum(full, edge), extent, BLOCK):
         c = at + lanes - before
         mask = c < V
         x = tl.load(x_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
-        top, peak, best, s, sz, sw = _step(x, c, mask, top, peak, best, s, sz, sw, weight_ptr, softcap, True,
-                                           CAPPED, SMOOTH, WEIGHTS, MEAN, ARGMAX)
+        top, peak, best, s, sz, sw = _step(x, c, mask, top, peak, best, s, sz, sw, origin, weight_ptr, softcap,
+                                           inverse, True, CAPPED, SMOOTH, WEIGHTS, MEAN, ARGMAX)
 
     total = tl.sum(s, axis=0)
-    shift = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
-    tl.store(lse_ptr + row, shift + LN2 * tl.log2(total))
+    peak = _finite(peak)
+    tl.store(peak_ptr + row, peak)
+    tl.store(log_sum_ptr + row, tl.log2(total) * LN2)
     y = tl.load(target_ptr + row)
     inside = (y >= 0) & (y < V)
     x = tl.load(logits_ptr + row * stride * UNIT + y, mask=inside, other=0.0).to(tl.float32)
-    tl.store(picked_ptr + row, _capped(x, softcap, CAPPED))
+    tl.store(picked_ptr + row, tl.where(inside, _capped(x, softcap, inverse, CAPPED) - peak, 0.0))
     if SMOOTH:
-        tl.store(weighted_ptr + row, tl.sum(sw, axis=0))
+        weight_sum = V * 1.0
+        if WEIGHTS:
+            weight_sum = tl.load(weight_sum_ptr)
+        tl.store(weighted_ptr + row, tl.sum(sw, axis=0) + weight_sum * (origin - peak))
     if MEAN:
         tl.store(mean_ptr + row, tl.sum(sz, axis=0) / total)
     if ARGMAX:
@@ -143,7 +163,7 @@ def _forward(logits_ptr, target_ptr, weight_ptr, lse_ptr, picked_ptr, weighted_p
 
 
 @triton.jit
-def _step(x, c, mask, top, peak, best, s, sz, sw, weight_ptr, softcap, MASKED: tl.constexpr,
+def _step(x, c, mask, top, peak, best, s, sz, sw, origin, weight_ptr, softcap, inverse, MASKED: tl.constexpr,
           CAPPED: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr,
           ARGMAX: tl.constexpr):
     """Takes one block x (masked lanes: -inf) into the running maximum and sums."""
@@ -152,18 +172,21 @@ def _step(x, c, mask, top, peak, best, s, sz, sw, weight_ptr, softcap, MASKED: t
         first = tl.min(tl.where(x == here, c, 0x7FFFFFFF), axis=0)
         best = tl.where(here > top, first, best)
     top = tl.maximum(top, here)
-    z = _capped(x, softcap, CAPPED)
+    z = _capped(x, softcap, inverse, CAPPED)
     if CAPPED and MASKED:
         z = tl.where(mask, z, float("-inf"))
-    higher = _capped(top, softcap, CAPPED)   # the largest z but for rounding, which does not matter
-    shift = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)   # inf - inf is NaN
-    # Above 1 only once a logit was inf, and then 0 times it could be NaN.
-    shrink = tl.minimum(tl.exp2((peak - shift) * LOG2E), 1.0)
-    e = tl.exp2((z - shift) * LOG2E)   # folded into one FMA, a large shift would cost its rounding
+    higher = _capped(top, softcap, inverse, CAPPED)   # the largest z but for rounding, which does not matter
+    shift = _finite(higher)
+    # Above 0 only once a logit was inf, and then 0 times its exponential could be NaN.
+    lower = tl.minimum(tl.maximum(peak - shift, FLOOR), 0.0)
+    shrink = tl.exp2(lower * LOG2E)
+    below = z - shift
+    e = tl.exp2(below * LOG2E)   # folded into one FMA, a large shift would cost its rounding
+    if MEAN:
+        sz = (sz + s * lower) * shrink + e * tl.maximum(below, FLOOR)
     s = s * shrink + e
-    if MEAN:   # 0 * -inf is NaN
-        sz = sz * shrink + e * tl.maximum(z, LOWEST)
     if SMOOTH:
+        z = z - origin
         if WEIGHTS:
             w = tl.load(weight_ptr + c, mask=mask, other=0.0)
             z = z * w
@@ -172,25 +195,26 @@ def _step(x, c, mask, top, peak, best, s, sz, sw, weight_ptr, softcap, MASKED: t
 
 
 @triton.jit
-def _backward(logits_ptr, target_ptr, weight_ptr, lse_ptr, mean_ptr, g_lse_ptr, g_target_ptr, g_weighted_ptr,
-              g_mean_ptr, out_ptr, V, stride, out_stride, softcap, BLOCK: tl.constexpr, UNIT: tl.constexpr,
-              V_UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr, CAPPED: tl.constexpr,
+def _backward(logits_ptr, target_ptr, weight_ptr, peak_ptr, log_sum_ptr, mean_ptr, g_log_sum_ptr, g_target_ptr,
+              g_weighted_ptr, g_mean_ptr, out_ptr, V, stride, out_stride, softcap, inverse, BLOCK: tl.constexpr,
+              UNIT: tl.constexpr, V_UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr, CAPPED: tl.constexpr,
               SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr):
-    """dlogits = (p (g_lse + g_mean + g_mean (z - mean)) + g_weighted w + [c = y] g_target) (1 - tanh^2)"""
+    """dlogits = (p (g_log_sum + g_mean + g_mean (z - peak - mean)) + g_weighted w + [c = y] g_target) (1 - tanh^2)"""
     V = V * V_UNIT
     row = tl.program_id(0).to(tl.int64)
     start, before = _row_start(row, stride, UNIT, VECTOR, PEEL)
     out_start, _ = _row_start(row, out_stride, UNIT, VECTOR, PEEL)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     c = at - before
-    lse = tl.load(lse_ptr + row)
+    peak = tl.load(peak_ptr + row)
+    log_sum = tl.load(log_sum_ptr + row)
     y = tl.load(target_ptr + row)
-    g_lse = tl.load(g_lse_ptr + row)
+    g_log_sum = tl.load(g_log_sum_ptr + row)
     g_target = tl.load(g_target_ptr + row)
     mean = 0.0
     g_mean = 0.0
     g_weighted = 0.0
-    learn = (g_lse != 0.0) | ((g_target != 0.0) & (y >= 0) & (y < V))
+    learn = (g_log_sum != 0.0) | ((g_target != 0.0) & (y >= 0) & (y < V))
     if MEAN:
         mean = tl.load(mean_ptr + row)
         g_mean = tl.load(g_mean_ptr + row)
@@ -203,32 +227,32 @@ def _backward(logits_ptr, target_ptr, weight_ptr, lse_ptr, mean_ptr, g_lse_ptr, 
     inner = (first >= before) & (first + BLOCK <= V + before)   # needs no mask: loads and stores stay wide
     if learn & inner:
         x = tl.load(logits_ptr + start + at).to(tl.float32)
-        d = _gradient(x, c, c >= 0, y, lse, mean, g_lse, g_target, g_weighted, g_mean, weight_ptr, softcap,
-                      CAPPED, SMOOTH, WEIGHTS, MEAN)
+        d = _gradient(x, c, c >= 0, y, peak, log_sum, mean, g_log_sum, g_target, g_weighted, g_mean, weight_ptr,
+                      softcap, inverse, CAPPED, SMOOTH, WEIGHTS, MEAN)
         tl.store(out_ptr + out_start + at, d.to(out_ptr.dtype.element_ty))
     else:
         mask = (c >= 0) & (c < V)
         d = tl.zeros([BLOCK], tl.float32)
         if learn:
             x = tl.load(logits_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
-            d = _gradient(x, c, mask, y, lse, mean, g_lse, g_target, g_weighted, g_mean, weight_ptr, softcap,
-                          CAPPED, SMOOTH, WEIGHTS, MEAN)
+            d = _gradient(x, c, mask, y, peak, log_sum, mean, g_log_sum, g_target, g_weighted, g_mean, weight_ptr,
+                          softcap, inverse, CAPPED, SMOOTH, WEIGHTS, MEAN)
         tl.store(out_ptr + out_start + at, d.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _gradient(x, c, mask, y, lse, mean, g_lse, g_target, g_weighted, g_mean, weight_ptr, softcap,
-              CAPPED: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr):
-    z = x
-    t = x
+def _gradient(x, c, mask, y, peak, log_sum, mean, g_log_sum, g_target, g_weighted, g_mean, weight_ptr, softcap,
+              inverse, CAPPED: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr):
+    slope = x
     if CAPPED:
-        t = _tanh(x / softcap)
-        z = softcap * t
-    p = tl.exp2((z - lse) * LOG2E)
+        t, slope = _tanh(x * inverse)
+        x = softcap * t
+    below = x - peak
+    p = tl.exp2(below * LOG2E - log_sum * LOG2E)   # one FMA an element, and log_sum is small
     if MEAN:
-        d = p * (g_lse + g_mean + g_mean * (tl.maximum(z, LOWEST) - mean))
+        d = p * (g_log_sum + g_mean + g_mean * (tl.maximum(below, FLOOR) - mean))
     else:
-        d = p * g_lse
+        d = p * g_log_sum
     if SMOOTH:
         if WEIGHTS:
             d += g_weighted * tl.load(weight_ptr + c, mask=mask, other=0.0)
@@ -236,7 +260,7 @@ def _gradient(x, c, mask, y, lse, mean, g_lse, g_target, g_weighted, g_mean, wei
             d += g_weighted
     d += tl.where(c == y, g_target, 0.0)
     if CAPPED:
-        d *= 1.0 - t * t
+        d *= slope
     return d
 
 
@@ -262,22 +286,25 @@ def peels(V: int, *tensors: torch.Tensor) -> bool:
 
 def forward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
             smooth: bool, entropy: bool, argmax: bool,
-            overwrite: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+            overwrite: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+                                      torch.Tensor]:
     """overwrite is for the autograd formula. Results that were not asked for are empty."""
     T, V = logits.shape
-    lse, picked, weighted, mean, best = launchers.statistics(logits, smooth, entropy, argmax)
+    peak, log_sum, picked, weighted, mean, best = launchers.statistics(logits, smooth, entropy, argmax)
     if T:
+        weights = class_weight if smooth else None
         c = FORWARD.config(logits.device, V, logits.element_size(), not (softcap or smooth or entropy or argmax))
         by = units(V, logits)
-        _forward[(T,)](logits, target, class_weight, lse, picked, weighted, mean, best, V // by["V_UNIT"],
-                       logits.stride(0) // by["UNIT"], softcap, **by, VECTOR=vector(logits),
-                       PEEL=peels(V, logits), CAPPED=softcap != 0, SMOOTH=smooth,
-                       WEIGHTS=smooth and class_weight is not None, MEAN=entropy, ARGMAX=argmax, **c)
-    return lse, picked, weighted, mean, best
+        _forward[(T,)](logits, target, weights, None if weights is None else weights.sum(), peak, log_sum, picked,
+                       weighted, mean, best, V // by["V_UNIT"], logits.stride(0) // by["UNIT"], softcap,
+                       launchers.inverse(softcap), **by, VECTOR=vector(logits), PEEL=peels(V, logits),
+                       CAPPED=softcap != 0, SMOOTH=smooth, WEIGHTS=weights is not None, MEAN=entropy,
+                       ARGMAX=argmax, **c)
+    return peak, log_sum, picked, weighted, mean, best
 
 
-def _launch_backward(out, logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted,
-                     g_mean):
+def _launch_backward(out, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target,
+                     g_weighted, g_mean):
     T, V = logits.shape
     if T == 0:
         return
@@ -286,10 +313,10 @@ def _launch_backward(out, logits, target, class_weight, softcap, lse, mean, g_ls
     c = BACKWARD.config(logits.device, V, logits.element_size(), plain)
     blocks = triton.cdiv(V + (vector(logits) - 1 if peel else 0), c["BLOCK"])
     by = units(V, logits, out)
-    _backward[(T, blocks)](logits, target, class_weight, lse, mean, g_lse, g_target, g_weighted, g_mean, out,
-                           V // by["V_UNIT"], logits.stride(0) // by["UNIT"], out.stride(0) // by["UNIT"], softcap,
-                           **by, VECTOR=vector(logits),
-                           PEEL=peel, CAPPED=softcap != 0, SMOOTH=g_weighted is not None,
+    _backward[(T, blocks)](logits, target, class_weight, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
+                           g_mean, out, V // by["V_UNIT"], logits.stride(0) // by["UNIT"],
+                           out.stride(0) // by["UNIT"], softcap, launchers.inverse(softcap), **by,
+                           VECTOR=vector(logits), PEEL=peel, CAPPED=softcap != 0, SMOOTH=g_weighted is not None,
                            WEIGHTS=g_weighted is not None and class_weight is not None,
                            MEAN=g_mean is not None, **c)
 
@@ -301,9 +328,9 @@ def _specs(kernel):
     """No option or all of them, whole and odd row strides. Whole ones are multiples of 16 bytes, and no argument says
     that they are of more."""
     types = {"target_ptr": "*i64", "argmax_ptr": "*i64", "V": "i32", "stride": "i32", "out_stride": "i32",
-             "softcap": "fp32",
-             **{f"{n}_ptr": "*fp32" for n in ("weight", "lse", "picked", "weighted", "mean", "g_lse",
-                                              "g_target", "g_weighted", "g_mean")}}
+             "softcap": "fp32", "inverse": "fp32",
+             **{f"{n}_ptr": "*fp32" for n in ("weight", "weight_sum", "peak", "log_sum", "picked", "weighted", "mean",
+                                              "g_log_sum", "g_target", "g_weighted", "g_mean")}}
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         found = []

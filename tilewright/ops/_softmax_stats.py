@@ -1,23 +1,27 @@
-"""Five statistics of each row of logits, from which every softmax loss here follows. Shared by cross_entropy
-and linear_cross_entropy.
+"""Statistics of each row of logits, from which every softmax loss here follows. Shared by cross_entropy and
+linear_cross_entropy.
 
 T = rows, V = columns, y = target; z = softcap * tanh(logits / softcap), or logits where softcap is 0. For
 each row
 
-    lse      = log sum_c exp z_c
-    target   = z_y, or 0 where y is outside [0, V): an ignored row, or a row of another vocabulary shard
-    weighted = sum_c w_c z_c, w = class weights or ones     (for label smoothing)
-    mean     = sum_c p_c z_c, p = softmax z                 (entropy = lse - mean)
+    peak     = max_c z_c, up to rounding; 0 where that is infinite or NaN
+    log_sum  = log sum_c exp(z_c - peak)
+    target   = z_y - peak, or 0 where y is outside [0, V): an ignored row, or a row of another vocabulary shard
+    weighted = sum_c w_c (z_c - peak), w = class weights or ones     (for label smoothing)
+    mean     = sum_c p_c (z_c - peak), p = softmax z                 (entropy = log_sum - mean)
     argmax   = first index of the largest logit     (of a row with a NaN: any index)
 
-and a loss with gradients g in these has, with respect to the logits,
+Losses are made of differences of logits, and lse = peak + log_sum is rounded at its own size: at logits of 1e6, to
+1/16. So all but the peak are relative to it, and a constant added to a row changes none of them. The peak counts as a
+constant: what depends on it alone has no gradient. A loss with gradients g in the others has, with respect to the
+logits,
 
-    dlogits_c = (g_lse p_c + g_target [c = y] + g_weighted w_c + g_mean p_c (1 + z_c - mean))
-                * (1 - (z_c / softcap)^2)
+    dlogits_c = (g_log_sum p_c + g_target [c = y] + g_weighted w_c + g_mean p_c (1 + z_c - peak - mean))
+                * (1 - (z_c / softcap)^2),         p_c = exp((z_c - peak) - log_sum)
 
 so one kernel that computes the statistics and one that turns their gradients into dlogits serve all losses;
 the rest is arithmetic on [T] vectors, in plain PyTorch. Statistics are float32 (float64 for float64 logits,
-eager only). A class that is masked out by a logit of -inf contributes nothing to lse and mean.
+eager only). A class that is masked out by a logit of -inf contributes nothing to log_sum and mean.
 """
 
 from __future__ import annotations
@@ -35,11 +39,17 @@ from tilewright.ops._library import adopt, define, differentiate
 class Stats(NamedTuple):
     """See the module's docstring. Each is [T]; the last three are None where they were not asked for."""
 
-    lse: torch.Tensor
+    peak: torch.Tensor
+    log_sum: torch.Tensor
     target: torch.Tensor
     weighted: torch.Tensor | None = None
     mean: torch.Tensor | None = None
     argmax: torch.Tensor | None = None
+
+    @property
+    def lse(self) -> torch.Tensor:
+        """log sum_c exp z_c, for those who want its value: losses come from the other statistics."""
+        return self.peak + self.log_sum
 
 
 # ---- the definition
@@ -49,31 +59,54 @@ def stats_eager(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.
     """logits: [T, V].   target: [T] int64.   class_weight: [V] or None, read if `smooth`.
     softcap: 0.0 for none.   smooth, entropy, argmax: whether weighted, mean and argmax are wanted.
     Differentiable in logits."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if softcap:
-        z = softcap * torch.tanh(z / softcap)
-    inside = (target >= 0) & (target < z.shape[-1])
+    z = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
+    peak = _finite(z.detach().amax(-1))
+    z = z - peak[:, None]
+    inside = within(target, z.shape[-1])
     picked = z.gather(-1, target.where(inside, 0)[:, None])[:, 0].where(inside, 0)
     weighted = mean = None
     if smooth:
         weighted = z.sum(-1) if class_weight is None else (z * class_weight.to(z.dtype)).sum(-1)
     if entropy:   # p = 0 where z = -inf, and 0 * -inf would be NaN
         mean = (z.softmax(-1) * z.masked_fill(z == float("-inf"), 0)).sum(-1)
-    return Stats(z.logsumexp(-1), picked, weighted, mean, logits.detach().argmax(-1) if argmax else None)
+    return Stats(peak, z.logsumexp(-1), picked, weighted, mean, logits.detach().argmax(-1) if argmax else None)
+
+
+def capped(z: torch.Tensor, softcap: float) -> torch.Tensor:
+    """softcap * tanh(z / softcap), or z where softcap is 0.
+
+    The derivative of torch.tanh is 1 - tanh^2, which has few digits left where tanh is near 1, and none from 9.1 on (in
+    float32). Here it is that of (1 - q) / (1 + q), which has them all; near 0, where 1 - q has lost its own, tanh's.
+    """
+    if not softcap:
+        return z
+    u = z / softcap
+    size = u.abs()
+    q = torch.exp(-2 * size)
+    return softcap * torch.where(size < 0.5, torch.tanh(u), u.sign() * ((1 - q) / (1 + q)))
+
+
+def within(target: torch.Tensor, V: int) -> torch.Tensor:
+    """Whether each target is one of V columns."""
+    return (target >= 0) & (target < V)
+
+
+def _finite(peak: torch.Tensor) -> torch.Tensor:
+    return torch.nan_to_num(peak, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def shard_stats_eager(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
                       smooth: bool, entropy: bool, argmax: bool) -> Stats:
     """`stats_eager` of a shard of the vocabulary, which in some row may be nothing but -inf although the whole row is
-    not: lse is -inf there, and gradients are 0, where autograd's formulas for logsumexp and softmax give NaN."""
+    not: log_sum is -inf there, and gradients are 0, where autograd's formulas for logsumexp and softmax give NaN."""
     options = softcap, smooth, entropy, argmax
     if softcap:   # of -inf it makes a number
         return stats_eager(logits, target, class_weight, *options)
     low = float("-inf")
     empty = (logits == low).all(-1)
     stats = stats_eager(logits.masked_fill(empty[:, None], 0), target, class_weight, *options)
-    inside = (target >= 0) & (target < logits.shape[-1])
-    return stats._replace(lse=stats.lse.masked_fill(empty, low), target=stats.target.masked_fill(empty & inside, low),
+    return stats._replace(log_sum=stats.log_sum.masked_fill(empty, low),
+                          target=stats.target.masked_fill(empty & within(target, logits.shape[-1]), low),
                           weighted=stats.weighted.masked_fill(empty, low) if smooth else None)
 
 
@@ -92,17 +125,18 @@ def combine(stats: Stats, presence: torch.Tensor, y_weight: torch.Tensor | None,
 
         (1 - e) w_y (lse - z_y) + e / V * sum_c w_c (lse - z_c) + z_loss * lse^2,   e = label_smoothing
 
+    whose differences are those of what is relative to the peak.
     stats: of whole rows, with `weighted` where label_smoothing is not 0.   presence: [T], as `presence` gives
         it.
     y_weight: [T], the class weight of each row's target, or None for ones.   V: size of the whole vocabulary.
     weight_sum: scalar tensor, sum of the class weights; None for V. Differentiable in the statistics.
     """
-    loss = stats.lse - stats.target
+    loss = stats.log_sum - stats.target
     if y_weight is not None:
         loss = loss * y_weight
     if label_smoothing:
         total = V if weight_sum is None else weight_sum
-        loss = (1 - label_smoothing) * loss + (label_smoothing / V) * (total * stats.lse - stats.weighted)
+        loss = (1 - label_smoothing) * loss + (label_smoothing / V) * (total * stats.log_sum - stats.weighted)
     if z_loss:   # where: an ignored row's lse may be infinite or NaN, and the square's gradient 0 times that
         loss = loss + z_loss * torch.where(presence == 0, 0.0, stats.lse).square()
     return torch.where(presence == 0, 0.0, loss * presence)
@@ -110,7 +144,7 @@ def combine(stats: Stats, presence: torch.Tensor, y_weight: torch.Tensor | None,
 
 def entropy(stats: Stats) -> torch.Tensor:
     """Entropy of softmax z in nats, [T]. `stats` must hold `mean`."""
-    return stats.lse - stats.mean
+    return stats.log_sum - stats.mean
 
 
 # ---- targets
@@ -149,57 +183,64 @@ class _Across(torch.autograd.Function):
     communication."""
 
     @staticmethod
-    def forward(ctx, group, lse, target, weighted, mean):
+    def forward(ctx, group, peak, log_sum, target, weighted, mean, inside, total):
         reduce = torch.distributed.all_reduce
         op = torch.distributed.ReduceOp
-        peak = lse.clone()
-        reduce(peak, op.MAX, group)
-        share = torch.where(lse == float("-inf"), 0.0, torch.exp(lse - peak))
-        parts = [share, target]
+        low = float("-inf")
+        whole = torch.where(log_sum == low, low, peak)   # a shard that is masked out has no peak
+        reduce(whole, op.MAX, group)
+        whole = _finite(whole)
+        shift = peak - whole   # what is relative to this shard's peak becomes relative to that of the row
+        share = torch.where(log_sum == low, 0.0, torch.exp(log_sum + shift))
+        parts = [share, torch.where(inside, target + shift, 0.0)]
         if weighted is not None:
-            parts.append(weighted)
-        if mean is not None:   # a shard that is masked out has no mean
+            parts.append(weighted + total * shift)
+        if mean is not None:   # nor a mean
+            mean = mean + shift
             parts.append(torch.where(share == 0, 0.0, share * mean))
         parts = torch.stack(parts)
         reduce(parts, op.SUM, group)
         share = share / parts[0]   # of the whole row's probability
         whole_mean = None if mean is None else parts[-1] / parts[0]
         ctx.save_for_backward(share, mean, whole_mean)
+        ctx.mark_non_differentiable(whole)
         ctx.set_materialize_grads(False)
-        return (peak + parts[0].log(), parts[1].clone(), None if weighted is None else parts[2].clone(),
-                whole_mean)
+        return (whole, parts[0].log(), parts[1].clone(), None if weighted is None else parts[2].clone(), whole_mean)
 
     @staticmethod
-    def backward(ctx, g_lse, g_target, g_weighted, g_mean):
+    def backward(ctx, g_peak, g_log_sum, g_target, g_weighted, g_mean):
         share, mean, whole_mean = ctx.saved_tensors
-        g = None if g_lse is None else g_lse * share
+        g = None if g_log_sum is None else g_log_sum * share
         if g_mean is not None:
             through = g_mean * torch.where(share == 0, 0.0, share * (mean - whole_mean))
             g = through if g is None else g + through
             g_mean = g_mean * share
-        return None, g, g_target, g_weighted, g_mean
+        return None, None, g, g_target, g_weighted, g_mean, None, None
 
 
-def across(stats: Stats, logits: torch.Tensor, group: torch.distributed.ProcessGroup) -> Stats:
+def across(stats: Stats, logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None,
+           group: torch.distributed.ProcessGroup) -> Stats:
     """Statistics of whole rows, on every rank, from those of equal shards of the vocabulary, one a rank of
     `group` in rank order. Two all-reduces of at most [4, T] (four with argmax). Differentiable in this rank's
     statistics.
 
-    stats: of this rank's shard, its targets counted from the shard's first column.   logits: [T, V / world],
-        the shard.
+    stats: of this rank's shard.   logits: [T, V / world], target: [T], counted from the shard's first column, and
+        class_weight: [V / world] or None: what they are of.
     """
-    lse, target, weighted, mean = _Across.apply(group, stats.lse, stats.target, stats.weighted, stats.mean)
-    argmax = None
-    if stats.argmax is not None:
+    columns = logits.shape[-1]
+    total = columns if class_weight is None else class_weight.sum()
+    *found, best = stats
+    found = _Across.apply(group, *found, within(target, columns), total)
+    if best is not None:
         op = torch.distributed.ReduceOp
         with torch.no_grad():
-            value = logits.gather(-1, stats.argmax[:, None])[:, 0].to(stats.lse.dtype)
+            value = logits.gather(-1, best[:, None])[:, 0].to(stats.peak.dtype)
             largest = value.clone()
             torch.distributed.all_reduce(largest, op.MAX, group)
-            first = stats.argmax + torch.distributed.get_rank(group) * logits.shape[-1]
-            argmax = first.where(value == largest, torch.iinfo(torch.int64).max)
-            torch.distributed.all_reduce(argmax, op.MIN, group)
-    return Stats(lse, target, weighted, mean, argmax)
+            first = best + torch.distributed.get_rank(group) * columns
+            best = first.where(value == largest, torch.iinfo(torch.int64).max)
+            torch.distributed.all_reduce(best, op.MIN, group)
+    return Stats(*found, best)
 
 
 # ---- fused implementations: two kernels each, one autograd formula for all
@@ -208,33 +249,34 @@ def _fake_forward(logits, target, class_weight, softcap, smooth, entropy, argmax
     return statistics(logits, smooth, entropy, argmax)
 
 
-def _fake_backward(logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean):
+def _fake_backward(logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted, g_mean):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-def _fake_backward_(logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean):
+def _fake_backward_(logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
+                    g_mean):
     return None
 
 
 def _setup(ctx, inputs, output):
     logits, target, class_weight, softcap, smooth, entropy, _, overwrite = inputs
-    lse, _, _, mean, argmax = output
-    ctx.save_for_backward(logits, target, class_weight if smooth else None, lse, mean if entropy else None)
+    peak, log_sum, _, _, mean, argmax = output
+    ctx.save_for_backward(logits, target, class_weight if smooth else None, peak, log_sum, mean if entropy else None)
     ctx.softcap, ctx.smooth, ctx.entropy, ctx.overwrite = softcap, smooth, entropy, overwrite
-    ctx.mark_non_differentiable(argmax)
+    ctx.mark_non_differentiable(peak, argmax)
     ctx.set_materialize_grads(False)
 
 
 def _register(forward: Callable, backward: Callable, backward_: Callable) -> SimpleNamespace:
-    def raw_backward(logits, target, class_weight, softcap, lse, mean, g_lse, g_target, g_weighted, g_mean,
-                     inplace):
+    def raw_backward(logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
+                     g_mean, inplace):
         """Gradient of the logits from the gradients of the statistics; None stands for zeros. inplace: it
         overwrites the logits' memory, and is returned as a view of it."""
         def vector(g):
-            return torch.zeros_like(lse) if g is None else g.contiguous()
+            return torch.zeros_like(peak) if g is None else g.contiguous()
 
-        args = (logits, target, class_weight if g_weighted is not None else None, softcap, lse,
-                mean if g_mean is not None else None, vector(g_lse), vector(g_target),
+        args = (logits, target, class_weight if g_weighted is not None else None, softcap, peak, log_sum,
+                mean if g_mean is not None else None, vector(g_log_sum), vector(g_target),
                 None if g_weighted is None else g_weighted.contiguous(),
                 None if g_mean is None else g_mean.contiguous())
         if not inplace:
@@ -242,17 +284,17 @@ def _register(forward: Callable, backward: Callable, backward_: Callable) -> Sim
         backward_(*args)
         return logits.detach()
 
-    def formula(ctx, g_lse, g_target, g_weighted, g_mean, g_argmax):
+    def formula(ctx, g_peak, g_log_sum, g_target, g_weighted, g_mean, g_argmax):
         g_weighted, g_mean = g_weighted if ctx.smooth else None, g_mean if ctx.entropy else None
-        if g_lse is None and g_target is None and g_weighted is None and g_mean is None:
+        if g_log_sum is None and g_target is None and g_weighted is None and g_mean is None:
             return (None,) * 8
-        logits, target, class_weight, lse, mean = ctx.saved_tensors
+        logits, target, class_weight, peak, log_sum, mean = ctx.saved_tensors
         if ctx.overwrite and not torch.compiler.is_compiling():
             # Writes by a custom operator are not counted by themselves; counted, they make a second backward
             # an error.
             torch.autograd.graph.increment_version(logits)
-        dlogits = raw_backward(logits, target, class_weight, ctx.softcap, lse, mean,
-                               g_lse, g_target, g_weighted, g_mean, ctx.overwrite)
+        dlogits = raw_backward(logits, target, class_weight, ctx.softcap, peak, log_sum, mean,
+                               g_log_sum, g_target, g_weighted, g_mean, ctx.overwrite)
         return (dlogits, *(None,) * 7)
 
     differentiate(forward, formula, _setup)
@@ -263,9 +305,9 @@ def _register(forward: Callable, backward: Callable, backward_: Callable) -> Sim
         if logits.stride(-1) != 1:
             logits = logits.contiguous()
         class_weight = class_weight.float().contiguous() if smooth and class_weight is not None else None
-        lse, picked, weighted, mean, best = forward(logits, target.contiguous(), class_weight, softcap,
-                                                    smooth, entropy, argmax, overwrite)
-        return Stats(lse, picked, weighted if smooth else None, mean if entropy else None,
+        peak, log_sum, picked, weighted, mean, best = forward(logits, target.contiguous(), class_weight, softcap,
+                                                              smooth, entropy, argmax, overwrite)
+        return Stats(peak, log_sum, picked, weighted if smooth else None, mean if entropy else None,
                      best if argmax else None)
 
     def raw_forward(logits, target, class_weight, softcap, smooth, entropy, argmax) -> Stats:

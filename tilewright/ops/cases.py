@@ -47,6 +47,11 @@ def near_copy(percent: float, *which: str) -> tuple[Goal, ...]:
     return tuple(Goal("H200", w, "roofline_percent", at_least=percent) for w in which)
 
 
+def held(value: float, dtype: torch.dtype) -> float:
+    """value, or half of the largest number of a dtype that holds less."""
+    return min(value, torch.finfo(dtype).max / 2)
+
+
 def generator(device: str, seed: int) -> torch.Generator:
     return torch.Generator(device=device).manual_seed(seed)
 

@@ -21,6 +21,7 @@ from tilewright import platform
 from tilewright.ops import _checks, _softmax_stats, cases
 from tilewright.ops._softmax_stats import (
     across,
+    capped,
     combine,
     entropy,
     presence,
@@ -199,7 +200,7 @@ def _losses(statistics, rows, target, here, class_weight, y_weight, softcap, lab
     stats = statistics(rows, target, shard_weight, softcap, label_smoothing != 0, return_entropy,
                        return_argmax)
     if group is not None:
-        stats = across(stats, rows, group)
+        stats = across(stats, rows, target, shard_weight, group)
     losses = combine(stats, here, y_weight, V=V, label_smoothing=label_smoothing, z_loss=z_loss,
                      weight_sum=None if class_weight is None else class_weight.sum())
     return losses, stats.lse if return_lse else None, entropy(stats) if return_entropy else None, stats.argmax
@@ -239,9 +240,7 @@ def _torch():
         look = not torch.compiler.is_compiling() and not (here.is_cuda and torch.cuda.is_current_stream_capturing())
         if not look or not here.all():
             rows = without_gradient(rows, here == 0)
-        z = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        if softcap:
-            z = softcap * torch.tanh(z / softcap)
+        z = capped(rows.to(torch.promote_types(rows.dtype, torch.float32)), softcap)
         kept = torch.where(here == 1, target, -100)
         losses = torch.nn.functional.cross_entropy(z, kept, class_weight, ignore_index=-100, reduction="none",
                                                    label_smoothing=label_smoothing)
@@ -259,14 +258,20 @@ def _torch():
 
 # ---- cases
 
-def _case(name, shape, *, tags=cases.CONTRACT, ignored="some", token_weight=False, class_weight=False,
-          **options):
+def _case(name, shape, *, tags=cases.CONTRACT, ignored="some", token_weight=False, class_weight=False, offset=0.0,
+          saturated=False, **options):
+    """offset: added to all logits, as far as the dtype holds it.   saturated: logits of 3.5 to 5 softcaps."""
     V, T = shape[-1], math.prod(shape[:-1])
 
     def make(device, dtype, seed):
         g = cases.generator(device, seed)
         kw = {"logits": cases.randn(*shape, device=device, dtype=dtype, gen=g, scale=2.0),
               "target": torch.randint(V, shape[:-1], device=device, generator=g)}
+        logits = kw["logits"].detach()
+        if offset:
+            logits += cases.held(offset, dtype)
+        if saturated:
+            logits.copy_(options["softcap"] * (3.5 + logits.abs() / 4).clamp_max(5.0).copysign(logits))
         index = options.get("ignore_index", -100)
         if ignored == "all":
             kw["target"].fill_(index)
@@ -302,6 +307,7 @@ def _all_cases():
         _case("label_smoothing", (6, 100), label_smoothing=0.1),
         _case("z_loss", (6, 100), z_loss=1e-2),
         _case("softcap", (6, 300), softcap=5.0),
+        _case("softcap_saturated", (6, 300), softcap=5.0, saturated=True),
         _case("class_weight", (6, 100), class_weight=True),
         _case("class_weight_smoothing", (6, 100), class_weight=True, label_smoothing=0.2),
         _case("token_weight", (2, 3, 100), token_weight=True),
@@ -309,6 +315,9 @@ def _all_cases():
         _case("none", (2, 5, 100), reduction="none"),
         _case("num_tokens", (6, 100), num_tokens=17),
         _case("returns", (2, 5, 1003), **returns),
+        _case("offset_1e3", (6, 100), offset=1e3),
+        _case("offset_1e4", (6, 100), offset=1e4, class_weight=True, label_smoothing=0.2),
+        _case("offset_1e6", (2, 5, 1003), offset=1e6, **returns),
         _case("inplace", (6, 100), inplace=True, label_smoothing=0.1),
         _case("everything", (2, 5, 1000), reduction="none", **everything, **returns),
         _case("everything_wide", (3, 9001), num_tokens=3, inplace=True, **everything, **returns),

@@ -37,6 +37,7 @@ from tilewright.ops._library import define, differentiate
 from tilewright.ops._softmax_stats import (
     Stats,
     across,
+    capped,
     combine,
     entropy,
     presence,
@@ -258,15 +259,13 @@ def _total(losses, token_weight, summed, factor):
 
 def linear_logprob_eager(x, weight, bias, target, here, temperature, softcap, fp32, chunk_size):
     logits = without_gradient(_head(x, weight, bias, fp32), here == 0)
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if softcap:
-        z = softcap * torch.tanh(z / softcap)
+    z = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
     return _logprob(stats_eager(z / temperature, target, None, 0.0, False, True, False), here)
 
 
 def _logprob(stats: Stats, here):
-    # Rounding may put z_y an ulp above lse, where p = 1 and the gradient is 0 anyway.
-    return (torch.where(here == 0, 0.0, (stats.target - stats.lse).clamp_max(0.0) * here),
+    # A cap is rounded: z_y may be an ulp above the peak, and lse an ulp below z_y, where p = 1 and the gradient is 0.
+    return (torch.where(here == 0, 0.0, (stats.target - stats.log_sum).clamp_max(0.0) * here),
             torch.where(here == 0, 0.0, entropy(stats).clamp_min(0.0) * here))
 
 
@@ -442,14 +441,14 @@ def _shard(weight, target, class_weight, group: str):
 def _joined(parts: list[Stats], like: torch.Tensor) -> Stats:
     """Statistics of all rows; an empty tensor stands for one that was not asked for."""
     found = []
-    for name, dtype in zip(Stats._fields, (torch.float32,) * 4 + (torch.int64,), strict=True):
+    for name, dtype in zip(Stats._fields, (torch.float32,) * 5 + (torch.int64,), strict=True):
         pieces = [p for part in parts if (p := getattr(part, name)) is not None]
         found.append(torch.cat(pieces) if pieces else like.new_empty(0, dtype=dtype))
     return Stats(*found)
 
 
 def _coefficients(here, y_weight, token_weight, factor, V, label_smoothing, z_loss, weight_sum):
-    """A function of lse and rows: derivatives of `_total` of `combine` in lse, target and weighted."""
+    """A function of lse and rows: derivatives of `_total` of `combine` in log_sum, target and weighted."""
     row = here if token_weight is None else torch.where(here == 0, 0.0, here * token_weight)
     row = row if factor is None else row * factor
     hard = (row if y_weight is None else row * y_weight) * (1 - label_smoothing)
@@ -458,10 +457,10 @@ def _coefficients(here, y_weight, token_weight, factor, V, label_smoothing, z_lo
     g_target, g_weighted = -hard, -soft if label_smoothing else None
 
     def of(lse, rows):
-        g_lse = flat[rows]
+        g_log_sum = flat[rows]
         if z_loss:   # where: lse of an ignored row may be infinite
-            g_lse = g_lse + torch.where(row[rows] == 0, 0.0, 2 * z_loss * row[rows] * lse)
-        return g_lse, g_target[rows], None if g_weighted is None else g_weighted[rows]
+            g_log_sum = g_log_sum + torch.where(row[rows] == 0, 0.0, 2 * z_loss * row[rows] * lse)
+        return g_log_sum, g_target[rows], None if g_weighted is None else g_weighted[rows]
 
     return of
 
@@ -491,19 +490,21 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
     def statistics(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
                    class_weight: torch.Tensor | None, softcap: float, scale: float, smooth: bool,
                    entropy: bool, argmax: bool, fp32: int, chunk_size: int | None, group: str
-                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         process_group, _, target, class_weight = _shard(weight, target, class_weight, group)
         chunk = chunk_rows(x, weight.shape[0], chunk_size, bool(group), fp32)
-        parts = [Stats(x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32))]
+        parts = [Stats(*(x.new_empty(0, dtype=torch.float32) for _ in range(3)))]
         for rows, logits in _chunks(x, weight, bias, chunk, scale, fp32):
             part = kernels.forward(logits, target[rows], class_weight, softcap, smooth, entropy, argmax)
-            parts.append(part if process_group is None else across(part, logits, process_group))
+            if process_group is not None:
+                part = across(part, logits, target[rows], class_weight, process_group)
+            parts.append(part)
         return tuple(_joined(parts, x))
 
     def statistics_backward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
                             target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
-                            scale: float, lse: torch.Tensor, mean: torch.Tensor | None,
-                            g_lse: torch.Tensor | None, g_target: torch.Tensor | None,
+                            scale: float, peak: torch.Tensor, log_sum: torch.Tensor, mean: torch.Tensor | None,
+                            g_log_sum: torch.Tensor | None, g_target: torch.Tensor | None,
                             g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None, fp32: int,
                             need_x: bool, need_w: bool, need_b: bool, chunk_size: int | None, group: str
                             ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -511,9 +512,9 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
         chunk = chunk_rows(x, weight.shape[0], chunk_size, bool(group), fp32)
         grads = _Gradients(x, weight, chunk, fp32, scale, need_x, need_w, need_b)
         for rows, logits in _chunks(x, weight, bias, chunk, scale, fp32):
-            given = [None if t is None else t[rows] for t in (mean, g_lse, g_target, g_weighted, g_mean)]
-            grads.add(rows, kernels.backward(logits, target[rows], class_weight, softcap, lse[rows], *given,
-                                             True))
+            given = [None if t is None else t[rows] for t in (mean, g_log_sum, g_target, g_weighted, g_mean)]
+            grads.add(rows, kernels.backward(logits, target[rows], class_weight, softcap, peak[rows], log_sum[rows],
+                                             *given, True))
         return grads.done(wide=False)
 
     def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
@@ -531,16 +532,16 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
         weight_sum = None if class_weight is None else class_weight.sum()
         coefficients = _coefficients(here, y_weight, token_weight, factor, V, label_smoothing, z_loss,
                                      weight_sum)
-        parts = [Stats(x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32))]
+        parts = [Stats(*(x.new_empty(0, dtype=torch.float32) for _ in range(3)))]
         for rows, logits in _chunks(x, weight, bias, chunk, 1.0, fp32):
             part = kernels.forward(logits, target[rows], shard_weight, softcap, smooth, want_entropy, argmax)
             if process_group is not None:
-                part = across(part, logits, process_group)
+                part = across(part, logits, target[rows], shard_weight, process_group)
             parts.append(part)
             if grads.wanted:
-                g_lse, g_target, g_weighted = coefficients(part.lse, rows)
-                grads.add(rows, kernels.backward(logits, target[rows], shard_weight, softcap, part.lse, None,
-                                                 g_lse, g_target, g_weighted, None, True))
+                g_log_sum, g_target, g_weighted = coefficients(part.lse, rows)
+                grads.add(rows, kernels.backward(logits, target[rows], shard_weight, softcap, part.peak, part.log_sum,
+                                                 None, g_log_sum, g_target, g_weighted, None, True))
         stats = _joined(parts, x)
         losses = combine(stats, here, y_weight, V=V, label_smoothing=label_smoothing, z_loss=z_loss,
                          weight_sum=weight_sum)
@@ -555,9 +556,10 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
 
     def fake_statistics(x, weight, bias, target, class_weight, softcap, scale, smooth, entropy, argmax, fp32,
                         chunk_size, group):
-        return vector(x), vector(x), vector(x, smooth), vector(x, entropy), vector(x, argmax, torch.int64)
+        return (vector(x), vector(x), vector(x), vector(x, smooth), vector(x, entropy),
+                vector(x, argmax, torch.int64))
 
-    def fake_backward(x, weight, bias, target, class_weight, softcap, scale, lse, mean, g_lse, g_target,
+    def fake_backward(x, weight, bias, target, class_weight, softcap, scale, peak, log_sum, mean, g_log_sum, g_target,
                       g_weighted, g_mean, fp32, need_x, need_w, need_b, chunk_size, group):
         return (x.new_empty(x.shape if need_x else (0,)), weight.new_empty(weight.shape if need_w else (0,)),
                 weight.new_empty(weight.shape[:1] if need_b else (0,)))
@@ -577,26 +579,26 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
 
     def setup(ctx, inputs, output):
         x, weight, bias, target, class_weight, softcap, scale, smooth, want_mean, _, *rest = inputs
-        lse, _, _, mean, argmax = output
-        ctx.save_for_backward(x, weight, bias, target, class_weight if smooth else None, lse,
+        peak, log_sum, _, _, mean, argmax = output
+        ctx.save_for_backward(x, weight, bias, target, class_weight if smooth else None, peak, log_sum,
                               mean if want_mean else None)
         ctx.options = softcap, scale
         ctx.asked = smooth, want_mean
         ctx.rest = rest
-        ctx.mark_non_differentiable(argmax)
+        ctx.mark_non_differentiable(peak, argmax)
         ctx.set_materialize_grads(False)
 
-    def formula(ctx, g_lse, g_target, g_weighted, g_mean, g_argmax):
+    def formula(ctx, g_peak, g_log_sum, g_target, g_weighted, g_mean, g_argmax):
         none = (None,) * 10
         # What was not asked for is an empty tensor, and so is its gradient.
         g_weighted, g_mean = (g if on else None for g, on in zip((g_weighted, g_mean), ctx.asked, strict=True))
-        if g_lse is None and g_target is None and g_weighted is None and g_mean is None:
+        if g_log_sum is None and g_target is None and g_weighted is None and g_mean is None:
             return (None, None, None, *none)
-        x, weight, bias, target, class_weight, lse, mean = ctx.saved_tensors
+        x, weight, bias, target, class_weight, peak, log_sum, mean = ctx.saved_tensors
         fp32, chunk_size, group = ctx.rest
         need = ctx.needs_input_grad[:3]
-        given = [None if g is None else g.contiguous() for g in (g_lse, g_target, g_weighted, g_mean)]
-        found = backward_op(x, weight, bias, target, class_weight, *ctx.options, lse, mean, *given, fp32,
+        given = [None if g is None else g.contiguous() for g in (g_log_sum, g_target, g_weighted, g_mean)]
+        found = backward_op(x, weight, bias, target, class_weight, *ctx.options, peak, log_sum, mean, *given, fp32,
                             *need, chunk_size, group)
         return (*(g if n else None for g, n in zip(found, need, strict=True)), *none)
 
@@ -687,7 +689,8 @@ def _logprob_atol(dtype, kwargs):
 
 
 def _case(name, T, H, V, *, tags=cases.CONTRACT, logprob=False, bias=False, ignored="some",
-          token_weight=False, class_weight=False, frozen=False, **options):
+          token_weight=False, class_weight=False, frozen=False, offset=0.0, **options):
+    """offset: of the bias. x and weight are then multiples of 1/4 and 1/2, and few: all sums are exact in float32."""
     shape = T if isinstance(T, tuple) else (T,)
     rows = math.prod(shape)
 
@@ -701,6 +704,10 @@ def _case(name, T, H, V, *, tags=cases.CONTRACT, logprob=False, bias=False, igno
             kw["target"].fill_(-100)
         elif ignored == "some":
             kw["target"].flatten()[1::3] = -100
+        if offset:
+            for t, steps in ((kw["x"], 4), (kw["weight"], 2)):
+                t.detach().mul_(steps).round_().div_(steps)
+            kw["bias"] = torch.full((V,), cases.held(offset, dtype), device=device, dtype=dtype, requires_grad=True)
         if bias:
             kw["bias"] = cases.randn(V, requires_grad=not frozen, **new)
         if token_weight:
@@ -730,6 +737,12 @@ def _timed(logprob=False):
     return found
 
 
+def _offsets(**options):
+    """In float32, whatever x is: rounded to 16 bits, such logits would differ by whole numbers from truth's."""
+    return [_case(f"offset_{offset:.0e}".replace("+0", ""), 11, 8, 100, offset=offset, fp32_logits=True, **options)
+            for offset in (1e3, 1e4, 1e6)]
+
+
 def _all_cases():
     returns = {"return_lse": True, "return_entropy": True, "return_argmax": True}
     everything = {"bias": True, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "token_weight": True,
@@ -751,6 +764,7 @@ def _all_cases():
         _case("everything", (2, 5), 32, 300, **everything),
         _case("fp32_logits", 11, 32, 100, chunk_size=4, bias=True, fp32_logits=True),
         _case("everything_none", (2, 5), 32, 300, reduction="none", **everything),
+        *_offsets(chunk_size=4, label_smoothing=0.1),
         *_timed(),
     )
 
@@ -764,6 +778,7 @@ def _logprob_cases():
         _case("everything", (2, 5), 32, 300, chunk_size=4, bias=True, temperature=0.7, softcap=5.0,
               logprob=True),
         _case("fp32_logits", 11, 32, 100, chunk_size=4, bias=True, temperature=0.7, fp32_logits=True, logprob=True),
+        *_offsets(chunk_size=4, temperature=0.5, logprob=True),
         *_timed(logprob=True),
     )
 
