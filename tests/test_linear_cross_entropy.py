@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from helpers import DEVICE, join_group, skip_unless_usable, two_processes
 
 from tilewright.bench import contract
-from tilewright.ops import OPS, linear_cross_entropy, linear_logprob
+from tilewright.ops import OPS, cross_entropy, linear_cross_entropy, linear_logprob
 from tilewright.registry import short
 
 # Not `from tilewright.ops import`, where the name is the function's.
@@ -497,6 +497,38 @@ def test_num_tokens_gets_no_gradient(name):
     assert grads(linear_cross_entropy(x, w, y, num_tokens=3.0, implementation=name), x)[0].any()
     linear_cross_entropy(x, w, y, num_tokens=n, implementation=name).backward()
     assert n.grad is None
+
+
+# ---- what a module returns
+
+@pytest.mark.filterwarnings("error")
+def test_fsdp2_warns_of_no_view(tmp_path):
+    """It warns of a module that returns a view, on which an in-place operation would lose its hook."""
+    from torch.distributed.fsdp import fully_shard
+
+    class Head(torch.nn.Linear):
+        def forward(self, call, x, y):
+            return call(x, self.weight, y)
+
+    def logits_too(x, w, y, **options):
+        return cross_entropy(F.linear(x, w), y, **options)
+
+    x, y = torch.randn(2, 3, 8), torch.arange(6).view(2, 3)
+    join_group(0, 1, tmp_path)
+    try:
+        head = fully_shard(Head(8, 16), mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        for name in ALL:
+            if LINEAR.implementation(name).why_not("cpu", torch.float32) is None:
+                calls = [functools.partial(fn, reduction=how, implementation=name)
+                         for fn in (linear_cross_entropy, logits_too) for how in ("mean", "none")]
+                if name in LOGPROB.names():
+                    calls.append(functools.partial(linear_logprob, implementation=name))
+                for call in calls:
+                    outs = contract.leaves(head(call, x, y))
+                    assert all(out.requires_grad and out._base is None for out in outs)
+                    sum(out.sum() for out in outs).backward()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # ---- errors

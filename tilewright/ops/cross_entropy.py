@@ -113,7 +113,7 @@ def _reduce(losses, here, y_weight, token_weight, reduction, num_tokens, shape):
     if token_weight is not None:
         losses = losses * token_weight.reshape(-1).to(losses.dtype)
     if reduction == "none":
-        return losses.reshape(shape)
+        return reshaped(losses, shape)
     total = losses.sum()
     if reduction == "sum":
         return total
@@ -124,6 +124,11 @@ def _reduce(losses, here, y_weight, token_weight, reduction, num_tokens, shape):
         count = count.detach()
         return total / torch.where(count == 0, 1, count).to(losses.dtype)
     return total / (count or 1)
+
+
+def reshaped(losses: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """In that shape, and not as a view, which FSDP2 warns of where a module returns one."""
+    return losses if losses.shape == shape else losses.reshape(shape).clone()
 
 
 def check_options(ignore_index, label_smoothing, z_loss, softcap, reduction):

@@ -45,7 +45,7 @@ from tilewright.ops._softmax_stats import (
     stats_eager,
     without_gradient,
 )
-from tilewright.ops.cross_entropy import CrossEntropyOutput, _losses, _reduce
+from tilewright.ops.cross_entropy import CrossEntropyOutput, _losses, _reduce, reshaped
 from tilewright.ops.cross_entropy import _torch as torch_losses
 from tilewright.ops.cross_entropy import _validate as _validate_logits
 from tilewright.registry import Case, Cost, Goal, Implementation, Op
@@ -141,7 +141,7 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
             x.reshape(-1, x.shape[-1]), weight, bias, flat, here, class_weight, y_weight, token_weight, softcap,
             float(label_smoothing), float(z_loss), reduction != "none", factor, return_lse, return_entropy,
             return_argmax, group, SUMS * (accumulate == "fp32") + LOGITS * fp32_logits, chunk_size)
-    loss = loss.reshape(target.shape if reduction == "none" else ())
+    loss = reshaped(loss, target.shape if reduction == "none" else ())
     if not (return_lse or return_entropy or return_argmax):
         return loss
     return CrossEntropyOutput(loss, *(None if t is None else t.detach().reshape(target.shape) for t in extra))
@@ -174,7 +174,7 @@ def linear_logprob(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, 
     with _checks.no_autocast(x):
         found = fn(x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1), here, float(temperature), softcap,
                    SUMS + LOGITS * fp32_logits, chunk_size)
-    return tuple(t.reshape(target.shape) for t in found)
+    return tuple(reshaped(t, target.shape) for t in found)
 
 
 def _check_fp32_logits(fp32_logits):
@@ -466,9 +466,9 @@ def _coefficients(here, y_weight, token_weight, factor, V, label_smoothing, z_lo
 
 
 def _scale(acc: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """acc *= factor [1] float32, in float32. Where acc is bfloat16, a CUDA factor without dimensions would be
+    """acc *= factor [] float32, in float32. Where acc is bfloat16, a CUDA factor without dimensions would be
     rounded to it first; on a CPU one is not, and one with a dimension makes a float32 copy of acc."""
-    return acc.mul_(factor if acc.is_cuda else factor.reshape(()))
+    return acc.mul_(factor.reshape(1) if acc.is_cuda else factor)
 
 
 # Whether this backward may be repeated. PyTorch has no public way to ask; without any, the answer is yes.
@@ -524,7 +524,7 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
               fp32: int, need_x: bool, need_w: bool, need_b: bool, chunk_size: int | None, group: str
               ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
                          torch.Tensor, torch.Tensor]:
-        """`_total` of the losses [1], the losses, lse, entropy and argmax, and the gradients of the total."""
+        """`_total` of the losses [], the losses, lse, entropy and argmax, and the gradients of the total."""
         process_group, V, target, shard_weight = _shard(weight, target, class_weight, group)
         chunk = chunk_rows(x, weight.shape[0], chunk_size, bool(group), fp32)
         grads = _Gradients(x, weight, chunk, fp32, 1.0, need_x, need_w, need_b)
@@ -545,7 +545,7 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
         stats = _joined(parts, x)
         losses = combine(stats, here, y_weight, V=V, label_smoothing=label_smoothing, z_loss=z_loss,
                          weight_sum=weight_sum)
-        total = _total(losses, token_weight, True, factor).reshape(1)
+        total = _total(losses, token_weight, True, factor)
         found = entropy(stats) if want_entropy else stats.mean
         return total, losses, stats.lse, found, stats.argmax, *grads.done(wide=True)
 
@@ -568,7 +568,7 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
                    label_smoothing, z_loss, want_entropy, argmax, fp32, need_x, need_w, need_b, chunk_size,
                    group):
         dtype = summed_dtype(weight.dtype, fp32)
-        return (x.new_empty(1, dtype=torch.float32), vector(x), vector(x), vector(x, want_entropy),
+        return (x.new_empty((), dtype=torch.float32), vector(x), vector(x), vector(x, want_entropy),
                 vector(x, argmax, torch.int64), x.new_empty(x.shape if need_x else (0,)),
                 weight.new_empty(weight.shape if need_w else (0,), dtype=dtype),
                 weight.new_empty(weight.shape[:1] if need_b else (0,), dtype=dtype))
