@@ -178,7 +178,8 @@ void backward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* t
 }
 
 Rows describe(const Tensor& logits, const Tensor& target) {
-  STD_TORCH_CHECK(logits.is_cpu() && logits.dim() == 2 && (logits.stride(1) == 1 || logits.size(1) == 1),
+  STD_TORCH_CHECK(logits.is_cpu() && logits.dim() == 2 &&
+                      (logits.numel() == 0 || logits.stride(1) == 1 || logits.size(1) == 1),
                   "tilewright: logits must be a 2-D CPU tensor with contiguous rows");
   check_row_major("target", target);
   STD_TORCH_CHECK(target.scalar_type() == ScalarType::Long && target.numel() == logits.size(0),

@@ -68,10 +68,7 @@ def differentiate(op: Callable, backward: Callable, setup_context: Callable, *, 
             return None, *(found if isinstance(found, tuple) else (found,))
 
     def guarded(keyset, *args):
-        if forward_ad._current_level >= 0:
-            for arg in args:
-                if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
-                    raise RuntimeError(f"{name} has no forward-mode derivative; {_ADVICE}")
+        refuse_tangents(name, *args)
         if in_transform() and torch.is_grad_enabled() and _C._any_requires_grad(*args):
             with _single_level():
                 return InTransform.apply(keyset, *args)
@@ -79,6 +76,14 @@ def differentiate(op: Callable, backward: Callable, setup_context: Callable, *, 
 
     # What torch.library.register_autograd does, with the guard around its kernel.
     _LIBRARY.impl(name.split("::")[1], guarded, "Autograd", with_keyset=True)
+
+
+def refuse_tangents(name: str, *args: object) -> None:
+    """Raises RuntimeError, in the name of an operator that would drop it, if an argument has a forward-mode tangent."""
+    if forward_ad._current_level >= 0:
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+                raise RuntimeError(f"{name} has no forward-mode derivative; {_ADVICE}")
 
 
 # Whether transforms of torch.func (grad, vjp, vmap) are at work.

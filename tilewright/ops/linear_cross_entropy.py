@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from tilewright import platform
 from tilewright.kernels.tuning import Tunable
 from tilewright.ops import _checks, _softmax_stats, cases
-from tilewright.ops._library import define, differentiate
+from tilewright.ops._library import define, differentiate, refuse_tangents
 from tilewright.ops._softmax_stats import (
     Stats,
     across,
@@ -288,6 +288,7 @@ def _torch():
             losses, *extra = whole(F.linear(x, weight, bias), target, here, class_weight, y_weight, softcap,
                                    label_smoothing, z_loss, lse, want_entropy, argmax, False, None)
             return _total(losses, token_weight, summed, factor), *extra
+        refuse_tangents("linear_cross_entropy[torch]", x, weight, bias)
         options = torch.nn.LinearCrossEntropyOptions(
             batch_chunk_size=chunk_size, chunking_method="auto" if chunk_size is None else None,
             acc_policy="accurate" if fp32 & SUMS else "compact",
