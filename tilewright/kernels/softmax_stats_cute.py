@@ -70,10 +70,9 @@ def _tanh(x: cute.TensorSSA) -> tuple[cute.TensorSSA, cute.TensorSSA]:
     p = p * u - 3.333328068256378e-1
     near = x + x * u * p
     q = cute.math.exp2(cute.where(x < 0.0, x, -x) * (2.0 * LOG2E), fastmath=True)
-    r = 1.0 / (1.0 + q)
-    h = q * r
+    h = q / (1.0 + q)
     far = 1.0 - 2.0 * h
-    return cute.where((x < 0.625) & (x > -0.625), near, cute.where(x < 0.0, -far, far)), 4.0 * h * r
+    return cute.where((x < 0.625) & (x > -0.625), near, cute.where(x < 0.0, -far, far)), 4.0 * h * (1.0 - h)
 
 
 def _capped(x, cap: tuple, o: Options):
@@ -145,8 +144,8 @@ def _take(chunks: list, columns: list, wanted: cutlass.Constexpr, conditions: li
     for i in cutlass.range_constexpr(len(chunks)):
         here = cute.arch.fmax(here, chunks[i].load().to(Float32).reduce(
             cute.ReductionOp.MAX, init_val=-Float32.inf, reduction_profile=0))
-    if const_expr(o.argmax):
-        if here > state[TOP]:
+    if const_expr(o.argmax):   # a thread's loose element, which it takes first, may lie behind its chunks
+        if (here > state[TOP]) | ((here == state[TOP]) & (columns[0] < best[0])):
             first = Int32(LAST)
             for i in cutlass.range_constexpr(len(chunks) - 1, -1, -1):
                 for j in cutlass.range_constexpr(n - 1, -1, -1):
@@ -158,7 +157,8 @@ def _take(chunks: list, columns: list, wanted: cutlass.Constexpr, conditions: li
     lower = _lower(state[PEAK], shift)
     shrink = _exp(lower)
     state[PEAK] = peak
-    state[SZ] = (state[SZ] + state[S] * lower) * shrink
+    if const_expr(o.mean):
+        state[SZ] = (state[SZ] + state[S] * lower) * shrink
     state[S] = state[S] * shrink
     for i in cutlass.range_constexpr(len(chunks)):
         # exp(-inf) is 0 and adds nothing, but softcap makes -inf a number and 0 * -inf would be NaN.

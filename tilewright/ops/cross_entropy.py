@@ -80,8 +80,9 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, *, ignore_index: i
         target and class_weight are of the whole vocabulary and the same on every rank. Every rank returns the
         same loss, and its backward gives the gradient of its own shard, without communication. Costs two
         all-reduces of at most [4, T] (four with return_argmax).
-    Returns loss in fp32 (fp64 for fp64), or a CrossEntropyOutput. Computed in fp32 and rounded once, on
-    storing the gradient. Differentiable in logits and token_weight, once.
+    Returns loss in fp32 (fp64 for fp64), or a CrossEntropyOutput. Computed in fp32, relative to the largest
+    logit of a row, so that a constant added to all of them costs no precision, and rounded once, on storing
+    the gradient. Differentiable in logits and token_weight, once.
     Raises TypeError or ValueError for arguments that do not fit; IndexError for a target that is out of
     range, on every backend (on CUDA the check costs one synchronisation; while a CUDA graph is recorded there
     is no check, and such a target makes the loss NaN); ImplementationUnavailable for a named implementation

@@ -684,7 +684,7 @@ def _atol(dtype, kwargs):
 
 
 def _logprob_atol(dtype, kwargs):
-    """In float32: the entropy is lse - mean, each of which rounds at its own size, a few times the entropy's, and in a
+    """In float32: the entropy's gradient has the factor z - mean, which loses digits where the two are close, and in a
     case of five rows the twin may be lucky."""
     return 8 * torch.finfo(dtype).eps if dtype == torch.float32 else _atol(dtype, kwargs)
 
