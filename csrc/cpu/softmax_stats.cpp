@@ -31,9 +31,9 @@ TW_INLINE Tanh tanh_accurate(float x) {
   p = std::fmaf(p, u, 1.3331441581249237e-1f);
   p = std::fmaf(p, u, -3.333328068256378e-1f);
   float near = std::fmaf(x * u, p, x);
-  float q = exp_(-2.0f * std::fabs(x)), r = 1.0f / (1.0f + q), h = q * r;
+  float q = exp_(-2.0f * std::fabs(x)), h = q / (1.0f + q);
   float far = std::copysign(1.0f - 2.0f * h, x);
-  return {std::fabs(x) < 0.625f ? near : far, 4.0f * h * r};
+  return {std::fabs(x) < 0.625f ? near : far, 4.0f * h * (1.0f - h)};
 }
 
 struct Cap {
