@@ -4,7 +4,8 @@
 
 For every mode that FOLDER/modes.json lists, on the bins of FOLDER/bins.pt: takes one training step, of which rank 0
 writes loss, tokens, norm and full gradients to FOLDER/<mode>.pt, or, where the mode starts with "train", several, of
-which it writes what `several_steps` returns.
+which it writes what `several_steps` returns. A mode that starts with "run" is a whole run, whose arguments are a
+configuration's path and what changes it.
 """
 
 import dataclasses
@@ -101,12 +102,16 @@ STATE = {"run": {}, "ops": {}}
 
 def main(folder):
     folder = pathlib.Path(folder)
-    bins = torch.load(folder / "bins.pt", weights_only=False)
+    bins = torch.load(folder / "bins.pt", weights_only=False) if (folder / "bins.pt").is_file() else None
     world = None
     for name, arguments in json.loads((folder / "modes.json").read_text()).items():
-        config = load(str(folder / "config.yaml"), arguments)
+        whole = name.startswith("run")
+        config = load(arguments[0], arguments[1:]) if whole else load(str(folder / "config.yaml"), arguments)
         world = world or init_distributed(config.train)
         world = dataclasses.replace(world, cp=context_parallel(config.train, world.size, world.device.type))
+        if whole:
+            train.train(config, world)
+            continue
         if name.startswith("train"):
             model, optimizer, found = several_steps(config, world, bins)
             if name == "train_and_save":

@@ -604,8 +604,16 @@ def test_what_is_pushed(make, text, monkeypatch):
         prepared(config, Characters, entries=entries)
     prepared(config, Characters, main=False)
     options = {"token": True, "private": True}
-    # Also from the cache: an upload that failed is made good by the next start.
-    assert pushed == [(3, "a/b", {"split": "train"} | options)] * 2 + [(512, "a/b", {"split": "test"} | options)]
+    first = [(3, "a/b", {"split": "train"} | options), (512, "a/b", {"split": "test"} | options)]
+    assert pushed == first   # not again at every start
+    config = make(text, push_dataset_to_hub="c/d", hf_use_auth_token=True)
+    monkeypatch.setattr(datasets.Dataset, "push_to_hub", lambda *a, **k: (_ for _ in ()).throw(OSError("no network")))
+    with pytest.raises(OSError, match="no network"):
+        prepared(config, Characters)
+    monkeypatch.setattr(datasets.Dataset, "push_to_hub", lambda self, name, **_: pushed.append(name))
+    for _ in range(2):   # from the cache: an upload that failed is made good by the next start
+        prepared(config, Characters)
+    assert pushed == [*first, "c/d"]
 
 
 # ---- validation

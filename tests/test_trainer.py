@@ -1,12 +1,15 @@
 """The training loop: schedules, gradients however they are cut up, checkpoints, what a run writes."""
 
 import contextlib
+import dataclasses
 import gc
 import json
 import math
 import os
 import pathlib
+import pickle
 import re
+import shutil
 import subprocess
 import sys
 
@@ -89,9 +92,9 @@ def test_learning_rate_follows_its_closed_form():
     constant = schedule(lr=1.0)
     assert [optim.lr_at(i, 10, constant) for i in (0, 9)] == [1.0, 1.0]
     warm = schedule(lr=1.0, lr_warmup_ratio=0.4)
-    assert np.allclose([optim.lr_at(i, 10, warm) for i in range(6)], [0.2, 0.4, 0.6, 0.8, 1, 1])
+    assert np.allclose([optim.lr_at(i, 10, warm) for i in range(6)], [0, 0.25, 0.5, 0.75, 1, 1])
     started = schedule(lr=1.0, lr_start=0.5, lr_warmup_ratio=0.4)
-    assert np.allclose([optim.lr_at(i, 10, started) for i in range(5)], [0.6, 0.7, 0.8, 0.9, 1])
+    assert np.allclose([optim.lr_at(i, 10, started) for i in range(5)], [0.5, 0.625, 0.75, 0.875, 1])
     linear = schedule(lr=1.0, lr_min=0.1, lr_decay_style="linear")
     assert np.allclose([optim.lr_at(i, 10, linear) for i in range(10)], np.linspace(1, 0.1, 10))
     cosine = schedule(lr=1.0, lr_min=0.0, lr_warmup_ratio=0.2, lr_decay_style="cosine", lr_decay_ratio=0.7)
@@ -206,7 +209,7 @@ def launch(processes, script, *arguments):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
     return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                            str(processes), *script, *arguments], env=environment, capture_output=True, text=True,
-                          timeout=300)
+                          timeout=1200)
 
 
 MODES = {
@@ -329,20 +332,16 @@ def test_checkpoints_of_spread_experts_move(spread):
     assert sum(".experts.3." in name for name in stored(folder)) == 2 * 3
 
 
-def test_the_trainer_spreads_experts_and_reports_on_routers(tmp_path):
-    path = write_config(tmp_path, MOE, train__max_steps=3, train__enable_gradient_checkpointing=True,
-                        data__pad_to_multiple_of=1, data__val_set_size=6)
-    command = ["-m", "tilewright.trainer.train"], path, *EXPERTS
-    done = launch(2, *command, "--train.moe_checkpoint_method=moe_act", "--train.save_steps=2")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"^ops: .* route=\S+ moe_mlp=\S+$", done.stdout, re.MULTILINE)
-    spread = rows(tmp_path)
-    done = launch(1, *command[:2], "--train.data_parallel_mode=fsdp2", "--train.micro_batch_size=2",
-                  "--train.load_checkpoint_path", str(tmp_path / "out/checkpoints/global_step_2"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    evaluations = [[r["eval_loss"] for r in found if "eval_loss" in r] for found in (spread, rows(tmp_path))]
+def test_the_trainer_spreads_experts_and_reports_on_routers(runs):
+    folder, out = runs
+    folder = folder / "experts"
+    assert re.search(r"^ops: .* route=\S+ moe_mlp=\S+$", out, re.MULTILINE)
+    spread = rows(folder)
+    run(str(folder / "config.yaml"), "--train.data_parallel_mode=fsdp2", "--train.micro_batch_size=2",
+        "--train.load_checkpoint_path", str(folder / "out/checkpoints/global_step_2"))
+    evaluations = [[r["eval_loss"] for r in found if "eval_loss" in r] for found in (spread, rows(folder))]
     assert len(evaluations[0]) == 3 and evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
-    for a, b in zip(*([r for r in found if "loss" in r] for found in (spread, rows(tmp_path))), strict=True):
+    for a, b in zip(*([r for r in found if "loss" in r] for found in (spread, rows(folder))), strict=True):
         for key in ("step", "loss", "grad_norm", "expert_load", "worst_expert_load"):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
         assert 1 <= a["expert_load"] <= a["worst_expert_load"] <= 4 and a["z_loss"] > 0
@@ -402,32 +401,149 @@ def stored(folder):
     return load_file(folder / "hf/model.safetensors")
 
 
-def test_fsdp2_trains_in_one_process_and_a_checkpoint_moves_to_two(tmp_path):
-    path = write_config(tmp_path, train__micro_batch_size=2, train__save_steps=2, train__lr_warmup_ratio=0.5)
-    alone = [sys.executable, "-m", "tilewright.trainer.train", path, "--train.data_parallel_mode=fsdp2"]
-    done = subprocess.run(alone, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    want = [r["loss"] for r in rows(tmp_path) if "loss" in r]
-    final = tensors(tmp_path, 6)
+COUNT = {"train__max_steps": None, "train__num_train_epochs": 2, "train__save_hf_weights": False,
+         "data__sample_packing_sequence_len": 20, "data__pad_to_multiple_of": 4}
+
+
+def ten_samples(folder):
+    """Options of a run over two epochs of ten bins of one sample, of 11 to 20 tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ten.jsonl").write_text("".join(
+        json.dumps({"input_ids": [(s + i) % 97 for i in range(11 + s)]}) + "\n" for s in range(10)))
+    return {**COUNT, "data__datasets": [{"path": str(folder / "ten.jsonl")}]}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Whole runs on two ranks, one after the other in the same processes: the folder, and what they wrote."""
+    folder = tmp_path_factory.mktemp("runs")
+    two, modes = "--train.data_parallel_mode=fsdp2", {}
+
+    def add(name, path, *arguments):
+        modes[f"run_{name}"] = [path, two, *arguments]
+
+    path = write_config(folder / "experts", MOE, train__max_steps=3, train__enable_gradient_checkpointing=True,
+                        data__pad_to_multiple_of=1, data__val_set_size=6)
+    add("experts", path, *EXPERTS, "--train.moe_checkpoint_method=moe_act", "--train.save_steps=2")
+    path = write_config(folder / "moves", train__micro_batch_size=2, train__save_steps=2, train__lr_warmup_ratio=0.5)
+    run(path, two)
+    (folder / "moves/out/metrics.jsonl").rename(folder / "moves/alone.jsonl")
+    (folder / "moves/out/checkpoints/global_step_6").rename(folder / "moves/alone")
     # the same global batch, now one bin a rank, from the second step on
-    done = launch(2, ["-m", "tilewright.trainer.train"], path, "--train.data_parallel_mode=fsdp2",
-                  "--train.micro_batch_size=1", "--train.load_checkpoint_path",
-                  str(tmp_path / "out/checkpoints/global_step_2"), "--train.log_format=structured")
+    add("moves", path, "--train.micro_batch_size=1", "--train.log_format=structured",
+        f"--train.load_checkpoint_path={folder}/moves/out/checkpoints/global_step_2")
+    for name in ("now", "later"):
+        add(name, write_config(folder / name, train__max_steps=30), "--train.save_steps=2",
+            f"--train.save_async={name == 'later'}", "--train.save_hf_weights=false")
+    options = ten_samples(folder)
+    run(write_config(folder / "ten", train__save_steps=4, **options), two)
+    for step in (4, 12):
+        add(f"from_{step}", write_config(folder / f"from_{step}", **options),
+            f"--train.load_checkpoint_path={folder}/ten/out/checkpoints/global_step_{step}")
+    (folder / "modes.json").write_text(json.dumps(modes))
+    done = launch(2, [str(pathlib.Path(__file__).with_name("distributed_worker.py"))], str(folder))
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [r for r in rows(tmp_path) if "loss" in r]
-    assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6]
-    np.testing.assert_allclose([r["loss"] for r in found], want, rtol=1e-5)
-    for name, tensor in tensors(tmp_path, 6).items():
-        torch.testing.assert_close(tensor, final[name], rtol=1e-4, atol=1e-5)
-    line = next(line for line in done.stdout.splitlines() if "step=3 " in line)
+    return folder, done.stdout
+
+
+def test_fsdp2_trains_in_one_process_and_a_checkpoint_moves_to_two(runs):
+    folder, out = runs
+    alone, found = ([json.loads(line) for line in (folder / "moves" / file).read_text().splitlines()]
+                    for file in ("alone.jsonl", "out/metrics.jsonl"))
+    assert [r["step"] for r in found] == [3, 4, 5, 6]
+    np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in alone[2:]], rtol=1e-5)
+    assert [(r["lr"], r["tokens"]) for r in found] == [(r["lr"], r["tokens"]) for r in alone[2:]]
+    for name, tensor in tensors(folder / "moves", 6).items():
+        torch.testing.assert_close(tensor, stored(folder / "moves/alone")[name], rtol=1e-4, atol=1e-5)
+    line = next(line for line in out.splitlines() if "step=3 " in line)
     assert {"loss", "lr", "grad_norm", "tokens", "tokens_per_second"} <= {w.split("=")[0] for w in line.split()}
 
 
-def test_a_number_of_processes_that_does_not_fit_is_refused(tmp_path):
-    path = write_config(tmp_path)
-    done = launch(2, ["-m", "tilewright.trainer.train"], path)
-    assert done.returncode != 0
-    assert "train.data_parallel_mode = none: trains one process, but 2 were started" in done.stderr
+def test_checkpoints_written_while_two_ranks_train_change_nothing(runs):
+    folder, _ = runs
+    now, later = ([(r["step"], r["loss"], r["grad_norm"]) for r in rows(folder / n)] for n in ("now", "later"))
+    assert len(now) == 30 and now == later
+    for name in ("now", "later"):
+        found = checkpoint.complete(str(folder / name / "out"))
+        assert sorted(int(p.name.split("_")[-1]) for p in found) == list(range(2, 31, 2))
+        assert len([*found[0].glob("random_*")]) == 2 and not [*found[0].parent.glob(".*")]
+
+
+def test_an_epoch_is_all_samples_whatever_ranks_and_accumulation_a_run_goes_on_with(runs, tmp_path):
+    folder, _ = runs
+    tokens = 2 * sum(range(11, 21))
+    assert [rows(folder / "ten")[-1][k] for k in ("step", "tokens")] == [20, tokens]
+    for step in (4, 12):
+        found = rows(folder / f"from_{step}")
+        assert [r["step"] for r in found] == list(range(step + 1, step + 1 + (20 - step) // 2))
+        assert found[-1]["tokens"] == tokens
+    options = ten_samples(tmp_path)
+    run(write_config(tmp_path, **options), "--train.gradient_accumulation_steps=2", "--train.lr_decay_style=linear",
+        "--train.data_parallel_mode=fsdp2", "--train.save_epochs=1",
+        f"--train.load_checkpoint_path={folder}/ten/out/checkpoints/global_step_4")
+    found = rows(tmp_path)
+    assert [r["step"] for r in found] == list(range(5, 13)) and found[-1]["tokens"] == tokens
+    plain = schedule(lr=1e-2, lr_decay_style="linear")   # of ten steps of two samples, of which two were done
+    assert [r["lr"] for r in found] == [optim.lr_at(i, 10, plain) for i in range(2, 10)]
+    ends = [p.name for p in checkpoint.complete(str(tmp_path / "out"))]
+    assert ends == ["global_step_12", "global_step_7"]
+
+
+@pytest.mark.parametrize("then, now", [((1, 1), (2, 1)), ((2, 1), (1, 1)), ((1, 2), (1, 3)), ((3, 1), (2, 2))])
+@pytest.mark.parametrize("drop", [True, False])
+def test_no_sample_is_skipped_or_repeated_where_a_run_goes_on_otherwise(then, now, drop, tmp_path):
+    """(ranks, accumulation) of a run of two epochs, before and after each of its steps."""
+    options = {**ten_samples(tmp_path), "data__dataloader_drop_last": drop}
+    config = load(write_config(tmp_path, **options))
+    bins = train.build_data(config, World(), 97)[0].bins
+
+    def batches(ranks, accumulation):
+        changed = load(write_config(tmp_path, **options), [f"--train.gradient_accumulation_steps={accumulation}"])
+        return [data.Batches(bins, changed, rank=r, world_size=ranks) for r in range(ranks)], changed.train
+
+    def take(all_ranks, count):
+        """The first token, which no two samples share, of what all ranks are given in that many steps."""
+        steps = [b.steps() for b in all_ranks]
+        return [int(batch["input_ids"][0, 0]) for _ in range(count) for own in steps for batch in next(own)
+                if (batch["labels"] != data.IGNORE).any()]
+
+    per_step = [ranks * accumulation for ranks, accumulation in (then, now)]
+    for done in range(1, batches(*then)[0][0].steps_per_epoch * 2):
+        before, _ = batches(*then)
+        seen = take(before, done)
+        after, t = batches(*now)
+        for b in after:
+            b.load_state_dict(before[0].state_dict())
+        plan = train.Plan(t, after[0].steps_per_epoch, done - after[0].position)
+        seen += take(after, plan.total - done)
+        assert after[0].position == plan.total - plan.shift
+        counts = np.bincount(seen, minlength=10)
+        if drop:   # at most what does not fill a step is left out, of each epoch
+            assert counts.max() <= 2 and counts.sum() >= 20 - 2 * (max(per_step) - 1)
+        else:
+            assert counts.tolist() == [2] * 10
+
+
+def test_torchrun_names_the_rank_that_failed_first(tmp_path):
+    path = write_config(tmp_path, train__data_parallel_mode="fsdp2")
+    (tmp_path / "fails.py").write_text(
+        "import os, sys\n"
+        "from tilewright.trainer import train\n"
+        "def fails(*_): raise ValueError('only here')\n"
+        "if os.environ['RANK'] == '1': train.choose_ops = fails\n"
+        "sys.exit(train.main(sys.argv[1:]))\n")
+    done = launch(2, [str(tmp_path / "fails.py")], path)
+    assert done.returncode == 1
+    cause = done.stderr.partition("Root Cause")[2]
+    assert re.search(r"rank +: 1 ", cause) and re.search("traceback : only here$", cause, re.MULTILINE)
+    assert "error: only here" in done.stderr and "Traceback (most recent call last):\n  File \"" + str(
+        tmp_path) not in done.stderr
+
+
+def test_a_number_of_processes_that_does_not_fit_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(parallel.platform, "launched", lambda: (0, 2, 0))
+    assert train.main([write_config(tmp_path)]) == 2
+    assert "train.data_parallel_mode = none: trains one process, but 2 were started" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="do not make 4 processes"):
         schedule(data_parallel_shard_size=3).mesh(4)
 
@@ -481,18 +597,8 @@ def resumed_equals_never_stopped(tmp_path, **options):
                "train__lr_decay_style": "cosine", **options}
     run(write_config(tmp_path / "a", **options))
     path = write_config(tmp_path / "b", **options)
-    with pytest.MonkeyPatch.context() as patch:   # stops in the middle of step 5
-        real, calls = train.clip_gradients, []
-
-        def interrupted(*arguments):
-            calls.append(1)
-            if len(calls) == 5:
-                raise KeyboardInterrupt
-            return real(*arguments)
-
-        patch.setattr(train, "clip_gradients", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(path)
+    with stopped(5, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        run(path)
     torch.manual_seed(99)
     run(path, "--train.load_checkpoint_path", "auto")
     a, b = ([{k: r[k] for k in ("step", "loss", "lr", "grad_norm", "tokens")} for r in rows(tmp_path / n)]
@@ -542,6 +648,244 @@ def test_a_checkpoint_of_another_run_is_refused(shape, changes, message, tmp_pat
     path = write_config(tmp_path, shape, **changes)
     with pytest.raises(ValueError, match=message):
         run(path, "--train.load_checkpoint_path", "auto")
+
+
+class Killed(BaseException):
+    """Nothing handles it, as nothing handles SIGKILL."""
+
+
+@contextlib.contextmanager
+def stopped(step, error):
+    """A run ends with that error once the gradients of that step are there."""
+    real, calls = train.clip_gradients, []
+
+    def stops(*arguments):
+        calls.append(1)
+        if len(calls) == step:
+            raise error
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "clip_gradients", stops)
+        yield
+
+
+@contextlib.contextmanager
+def written_at_once():
+    """Asynchronous checkpoints are whole when the next step begins."""
+    real = checkpoint.dcp.async_save
+
+    def save(*arguments, **options):
+        future = real(*arguments, **options)
+        future.result()
+        return future
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.dcp, "async_save", save)
+        yield
+
+
+def test_a_finished_asynchronous_checkpoint_has_its_name_at_the_next_step(tmp_path):
+    path = write_config(tmp_path, train__save_steps=2, train__save_async=True)
+    with written_at_once(), stopped(4, Killed()), pytest.raises(Killed):   # before the next checkpoint
+        run(path)
+    assert checkpoint.find(str(tmp_path / "out"), "auto").name == "global_step_2"
+
+
+def test_what_a_killed_run_left_is_put_in_order(tmp_path, caplog):
+    path = write_config(tmp_path, train__save_steps=2, train__max_steps=4)
+    run(path)
+    folder = tmp_path / "out/checkpoints"
+    (folder / "global_step_4").rename(folder / ".global_step_4.partial")   # whole, but killed before it had its name
+    shutil.copytree(folder / "global_step_2", folder / ".global_step_6.partial")
+    (folder / ".global_step_6.partial/dcp/.metadata").unlink()
+    (folder / "global_step_2/.hf.partial").mkdir()
+    checkpoint.recover(str(tmp_path / "out"), World(), alone=False)
+    assert sum("another run may be writing it" in r.message for r in caplog.records) == 3
+    run(path, "--train.load_checkpoint_path=auto")
+    assert sorted(p.name for p in folder.iterdir()) == ["global_step_2", "global_step_4"]
+    assert not (folder / "global_step_2/.hf.partial").exists()
+    assert ".global_step_6.partial: an unfinished checkpoint of an earlier run, removed" in caplog.text
+
+
+def test_a_second_run_does_not_write_where_one_is_writing(tmp_path):
+    path = write_config(tmp_path, train__max_steps=1, train__save_hf_weights=False)
+    (tmp_path / "out/checkpoints/.global_step_1.partial").mkdir(parents=True)
+    holds = ("import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); "
+             "sys.stdin.read()")
+    with subprocess.Popen([sys.executable, "-c", holds, str(tmp_path / "out/.lock")], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=r"train\.output_dir = .*: another run is writing there"):
+            run(path)
+        assert (tmp_path / "out/checkpoints/.global_step_1.partial").exists()
+        other.stdin.close()
+    run(path)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_interrupt_is_one_sentence_that_names_the_last_checkpoint(asynchronous, tmp_path, capsys):
+    path = write_config(tmp_path, train__save_steps=2, train__save_async=asynchronous)
+    try:   # of an asynchronous one, while the second checkpoint is under way
+        with stopped(5, KeyboardInterrupt()):
+            assert train.main([path]) == 130
+    finally:
+        dist.destroy_process_group()
+    said, last = capsys.readouterr().err, tmp_path / "out/checkpoints/global_step_4"
+    assert said.splitlines()[-1] == f"interrupted after step 4; the last whole checkpoint is {last}"
+    assert "Traceback" not in said
+    assert checkpoint.find(str(tmp_path / "out"), "auto").name == "global_step_4"
+
+
+def test_a_checkpoint_that_an_interrupt_cuts_off_is_said_to_be_given_up(tmp_path):
+    with fake_group(1):
+        saver = checkpoint.Saver(str(tmp_path), World(), False)
+        assert saver.interrupted() == "no checkpoint has been written"
+
+        class Interrupted:
+            def result(self):
+                raise KeyboardInterrupt
+
+        saver.pending = (Interrupted(), tmp_path / "aside", saver.folder(4))
+        assert saver.interrupted() == "no checkpoint has been written; global_step_4 was being written and is given up"
+
+
+def test_a_step_that_is_not_finite_reaches_no_weight_and_no_checkpoint(tmp_path):
+    options = {"train__save_steps": 1, "train__max_steps": 4}
+    run(write_config(tmp_path / "a", **options))
+    path, real, steps = write_config(tmp_path / "b", **options), train.train_step, []
+
+    def overflows(model, *arguments):
+        out = real(model, *arguments)
+        steps.append(1)
+        if len(steps) == 3:
+            next(model.parameters()).grad[0, 0] = math.inf
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "train_step", overflows)
+        with pytest.raises(ValueError, match=r"step 3: the norm of the gradients is inf, .*from .*global_step_2$"):
+            run(path)
+    run(path, "--train.load_checkpoint_path=auto")
+    assert [r["loss"] for r in rows(tmp_path / "a")] == [r["loss"] for r in rows(tmp_path / "b")]
+    a, b = (tensors(tmp_path / name, 4) for name in "ab")
+    assert all(torch.equal(t, b[n]) for n, t in a.items())
+    with pytest.raises(ValueError, match=r"step 1: \S+ or its moments are not finite, so that no checkpoint is"):
+        run(write_config(tmp_path / "c", **options, train__lr=1e39))   # of finite gradients
+    assert not checkpoint.complete(str(tmp_path / "c/out"))
+
+
+class Touch:
+    """What is pickled makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.path,)
+
+
+def test_reading_a_checkpoint_runs_no_code_of_its(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saver = checkpoint.Saver(str(tmp_path), World(), False)
+
+    def save(step):
+        return saver.save(step, model, optimizer, {"data": {}, "run": {}, "ops": {}})
+
+    def load(folder):
+        return checkpoint.restore(folder, model, optimizer, World(), run={}, ops={})
+
+    touched = tmp_path / "touched"
+    whole = save(1)
+    assert load(whole)["step"] == 1
+    optimizer.param_groups[0]["eps"] = Touch(touched)
+    crafted = save(2)
+    optimizer.param_groups[0]["eps"] = 1e-8
+    with pytest.raises(checkpoint.Damaged, match=r"global_step_2: cannot be read .*Weights only load failed"):
+        load(crafted)
+    metadata = pickle.loads((whole / "dcp/.metadata").read_bytes())
+    piece = next(iter(metadata.storage_data.values()))
+    for changed, message in ((Touch(touched), r"it names pathlib\.Path\.touch"),
+                             (dataclasses.replace(piece, relative_path=str(touched)), "is not a file in the folder"),
+                             (dataclasses.replace(piece, relative_path="absent.distcp"), "absent.distcp: is absent")):
+        metadata.storage_data["more"] = changed
+        (whole / "dcp/.metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(checkpoint.Damaged, match=message):
+            load(whole)
+    (whole / "dcp/.metadata").write_bytes(b"no pickle")
+    with pytest.raises(checkpoint.Damaged, match=r"\.metadata: is not the metadata of a checkpoint"):
+        load(whole)
+    assert not touched.exists()
+
+
+def test_auto_goes_to_the_checkpoint_before_one_that_is_damaged(tmp_path, caplog):
+    path = write_config(tmp_path, train__save_steps=1, train__max_steps=4, train__save_hf_weights=False)
+    run(path)
+    folder = tmp_path / "out/checkpoints"
+    [file] = (folder / "global_step_4/dcp").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-100])
+    [file] = (folder / "global_step_3/dcp").glob("*.distcp")
+    file.write_bytes(b"x" * file.stat().st_size)
+    (folder / "global_step_2/random_0.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"global_step_4/dcp/\S+\.distcp: is cut off after \d+ bytes"):
+        run(path, f"--train.load_checkpoint_path={folder}/global_step_4")
+    run(path, "--train.load_checkpoint_path=auto")
+    said = [r.message for r in caplog.records if "going on from the one before it" in r.message]
+    assert [re.search(r"global_step_\d", line).group() for line in said] == [f"global_step_{n}" for n in (4, 3, 2)]
+    assert [r["step"] for r in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_other_data_of_the_same_lengths_are_not_gone_on_with(tmp_path):
+    options = ten_samples(tmp_path)
+    path = write_config(tmp_path, train__save_steps=4, **options)
+    run(path)
+    file = tmp_path / "ten.jsonl"
+    file.write_text(file.read_text().replace("96, 0", "96, 1").replace("[9, 10", "[9, 11"))
+    with pytest.raises(ValueError, match=r"another data: \{'contents'"):
+        run(path, "--train.load_checkpoint_path=auto")
+
+
+def test_seconds_and_tokens_are_those_of_the_steps(tmp_path, monkeypatch):
+    """Without what writing a checkpoint takes; of every token, trained on or not; through a run in two folders."""
+    options = ten_samples(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "ten.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["labels"] = [-100] * 8 + line["input_ids"][8:]
+    (tmp_path / "ten.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    clock, save = [0.0], checkpoint.Saver.save
+
+    def now():
+        clock[0] += 1
+        return clock[0]
+
+    def slow(*arguments):
+        clock[0] += 1000
+        return save(*arguments)
+
+    monkeypatch.setattr(train.Metrics.__init__.__globals__["time"], "perf_counter", now)
+    monkeypatch.setattr(checkpoint.Saver, "save", slow)
+    run(write_config(tmp_path / "a", train__save_steps=4, **options))
+    found = rows(tmp_path / "a")
+    assert max(r["seconds"] for r in found) < 1000
+    lengths = [r["tokens"] - before["tokens"] for before, r in zip([{"tokens": 0}, *found], found, strict=False)]
+    assert sorted(lengths) == sorted([*range(11, 21)] * 2)
+    assert [r["tokens_per_second"] for r in found] == [n / r["seconds"] for n, r in zip(lengths, found, strict=True)]
+    run(write_config(tmp_path / "b", **options),
+        f"--train.load_checkpoint_path={tmp_path}/a/out/checkpoints/global_step_8")
+    assert [r["tokens"] for r in rows(tmp_path / "b")] == [r["tokens"] for r in found[8:]]
+
+
+def test_determinism_ends_with_the_run(tmp_path):
+    seen, real = [], train.train_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "train_step", lambda *a: seen.append(torch.are_deterministic_algorithms_enabled())
+                      or real(*a))
+        run(write_config(tmp_path, train__enable_full_determinism=True, train__allow_cuda_launch_blocking=True,
+                         train__max_steps=1))
+    assert seen == [True] and not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_missing_or_broken_checkpoint_is_one_sentence(tmp_path):
@@ -713,7 +1057,7 @@ def test_the_defaults_train(tmp_path):
 
 @pytest.mark.parametrize("change, message", [
     ({"train__output_dir": "FILE"}, "File exists|Not a directory"),
-    ({"train__lr": 1e30}, r"step \d: the loss is (nan|inf)"),
+    ({"train__lr": 1e30}, r"step 2: the (loss|norm of the gradients) is (nan|inf), so that the step is not taken"),
     ({"train__no_decay_modules": ["nosuch"]}, "no_decay_modules: 'nosuch' matches no name"),
     ({"train__enable_profiling": True, "train__profile_start_step": 50, "train__profile_end_step": 51},
      "profile_start_step = 50: the run has 6 steps"),
@@ -899,8 +1243,8 @@ def test_a_run_merges_when_it_is_told_to(tmp_path):
             "lora__merge_lora_interval": 2, "lora__reset_optimizer_on_merge": True}}.items():
         run(write_config(tmp_path / name, **LORA, **changes))
     a, b, c = ([r["loss"] for r in rows(tmp_path / n)] for n in "abc")
-    assert a[:3] == b[:3] == c[:3]   # a merge after step 2 does not show in the loss of step 3
-    np.testing.assert_allclose(b[:3], a[:3], rtol=1e-6)
+    assert a[:2] == b[:2] == c[:2] and b[2] == c[2]
+    assert b[2] == pytest.approx(a[2], rel=1e-6)   # a merge after step 2 is a rounding error in the loss of step 3
     assert a[3] != b[3] and b[3:] != c[3:]
 
 

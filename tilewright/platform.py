@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import json
 import math
 import os
 import pathlib
 import re
 import select
 import sys
+import time
 from collections.abc import Callable
 
 import torch
@@ -211,3 +213,14 @@ def launched() -> tuple[int, int, int] | None:
         return tuple(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     except KeyError:
         return None
+
+
+def report_failure(message: str, *, later: bool) -> None:
+    """Tells torchrun, if it started this process, why it fails.
+
+    torchrun names the earliest failure as the cause, of those of one second any of them. later: another process failed
+    before, and made this one fail.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"message": message, "extraInfo": {"timestamp": str(int(time.time()) + later)}}
+        pathlib.Path(file).write_text(json.dumps({"message": told}))

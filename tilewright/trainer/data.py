@@ -296,10 +296,13 @@ def prepare(entries: list[Dataset], config: Config, tokenizer: Callable[[], Any]
             shutil.rmtree(aside, ignore_errors=True)
             built.save_to_disk(str(aside), num_shards=min(data.num_dataset_shards_to_save or 1, len(built)))
             aside.rename(folder)
-        if data.push_dataset_to_hub:
+        told = folder / "pushed.txt"   # where to: it is the same at every start
+        pushed = told.read_text().splitlines() if told.is_file() else []
+        if data.push_dataset_to_hub and data.push_dataset_to_hub not in pushed:
             split = "test" if entries is data.test_datasets else "train"
             prepared = datasets.load_from_disk(str(folder))
             prepared.push_to_hub(data.push_dataset_to_hub, split=split, token=True, private=True)
+            told.write_text("".join(f"{name}\n" for name in (*pushed, data.push_dataset_to_hub)))
     barrier()
     return datasets.load_from_disk(str(folder))
 
@@ -338,13 +341,25 @@ class Bins(torch.utils.data.Dataset):
 
     def __init__(self, dataset, data: Data, *, packed: bool = True):
         self.dataset = dataset.with_format("numpy")
-        lengths = np.array([len(x) for x in dataset["input_ids"]], dtype=np.int64)
+        self.lengths = lengths = np.array([len(x) for x in dataset["input_ids"]], dtype=np.int64)
         self.tokens = int(lengths.sum())
         if packed:
             method = "sequential" if data.sample_packing_sequentially else data.sample_packing_method
             self.bins = packing.pack(lengths, data.sample_packing_sequence_len, method, data.sample_packing_group_size)
         else:
             self.bins = [np.array([i]) for i in range(len(lengths))]
+        self.sizes = np.array([lengths[b].sum() for b in self.bins], dtype=np.int64)   # tokens
+
+    def fingerprint(self) -> str:
+        """Of the length of every sample, and of the contents of samples from all over the data: all of them, or as many
+        as make four million tokens."""
+        few = max(2, min(len(self.lengths), (1 << 22) * len(self.lengths) // max(1, self.tokens)))
+        rows = self.dataset[np.unique(np.linspace(0, len(self.lengths) - 1, few).astype(np.int64))]
+        digest = hashlib.sha256(self.lengths.tobytes())
+        for name in ("input_ids", "labels"):
+            for sample in rows[name]:
+                digest.update(np.asarray(sample, dtype=np.int64).tobytes())
+        return digest.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self.bins)
@@ -392,12 +407,20 @@ class Batches:
         self.bins, self.rank, self.world, self.pin = bins, rank, world_size, pin
         self.micro, self.accumulation, self.seed = train.micro_batch_size, train.gradient_accumulation_steps, train.seed
         self.per_step = world_size * self.micro * self.accumulation
-        whole, rest = divmod(len(bins), self.per_step)
-        self.steps_per_epoch = whole + (rest > 0 and not self.data.dataloader_drop_last)
+        self.steps_per_epoch = self._steps_in(len(bins))
         if self.steps_per_epoch == 0:
             raise ValueError(f"an optimizer step takes {self.per_step} bins (ranks x micro_batch_size x "
                              f"gradient_accumulation_steps) and the data fill {len(bins)}; use smaller bins or steps")
-        self.epoch, self.used = 0, 0
+        self.epoch, self.used, self.tokens = 0, 0, 0   # tokens: handed out so far, to all ranks together
+
+    def _steps_in(self, bins: int) -> int:
+        whole, rest = divmod(bins, self.per_step)
+        return whole + (rest > 0 and not self.data.dataloader_drop_last)
+
+    @property
+    def position(self) -> int:
+        """Optimizer steps of this size that would have come as far in the data."""
+        return (self.epoch + 1) * self.steps_per_epoch - self._steps_in(len(self.bins) - self.used)
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "used": self.used}
@@ -427,12 +450,13 @@ class Batches:
         """The micro-batches of each following step, epoch after epoch, for ever."""
         while True:
             loader = _loader(self.bins, list(self._mine()), self.data, self.pin, self.cp)
-            step = []
+            step, sizes = [], self.bins.sizes[self._order()]
             for batch in loader:
                 step.append(batch)
                 if len(step) == self.accumulation:
                     # Where training stands once this step is done: set before it is handed out, since a checkpoint
                     # is written after the step, before the next is asked for.
+                    self.tokens += int(sizes[self.used:self.used + self.per_step].sum())
                     self.used = min(self.used + self.per_step, len(self.bins))
                     yield step
                     step = []

@@ -34,9 +34,11 @@ def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
 class Metrics:
     """Rank 0 writes; the other ranks' calls do nothing."""
 
-    def __init__(self, config: Config, main: bool, total: int, start: int, flops_per_token: float, world_size: int):
+    def __init__(self, config: Config, main: bool, total: int, start: int, tokens: int, flops_per_token: float,
+                 world_size: int):
+        """tokens: those that the run has taken in before step `start`."""
         self.train, self.main, self.flops, self.world = config.train, main, flops_per_token, world_size
-        self.last, self.tokens = time.perf_counter(), 0
+        self.last, self.tokens = time.perf_counter(), tokens
         if not main:
             return
         folder = pathlib.Path(self.train.output_dir)
@@ -45,7 +47,6 @@ class Metrics:
         rows = _rows(path) if start and path.is_file() else []
         kept = [r for r in rows if r["step"] <= start]   # what a resumed run will do again is not told twice
         path.write_text("".join(json.dumps(r) + "\n" for r in kept))
-        self.tokens = max((r.get("tokens", 0) for r in kept), default=0)
         self.file = path.open("a", buffering=1)
         bar = self.train.log_format == "progress_bar"
         self.bar = tqdm(total=total, initial=start, unit="step", disable=not (bar and sys.stderr.isatty()))
@@ -58,7 +59,7 @@ class Metrics:
                                     tags=self.train.wandb_tags, config=config.model_dump(mode="json"))
 
     def step(self, step: int, tokens: int, **values: float) -> None:
-        """After optimizer step `step` (from 1), which trained on `tokens` labels over all ranks."""
+        """After optimizer step `step` (from 1), for which all ranks together took in `tokens`, trained on or not."""
         if not self.main:
             return
         now = time.perf_counter()
@@ -77,8 +78,12 @@ class Metrics:
         elif self.train.log_format == "structured" or step % self.every == 0 or step == 1:
             self.say(" ".join(f"{k}={_show(v)}" for k, v in row.items()))
 
+    def restart_clock(self) -> None:
+        """The next step is not charged with what was done since the last: evaluation, a checkpoint."""
+        self.last = time.perf_counter()
+
     def evaluation(self, step: int, loss: float) -> None:
-        self.last = time.perf_counter()   # the next step is not charged with it
+        self.restart_clock()
         if self.main:
             self.write({"step": step, "eval_loss": loss})
             self.say(f"step={step} eval_loss={loss:.5g}")

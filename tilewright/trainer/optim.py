@@ -13,12 +13,12 @@ from tilewright.trainer.config import Train
 def lr_at(step: int, total: int, train: Train) -> float:
     """Learning rate of optimizer step `step` (from 0) of `total`.
 
-    lr_start rises linearly to lr over the first lr_warmup_ratio of the steps; then it stays, or falls to lr_min,
-    linearly or along half a cosine, until lr_decay_ratio of the steps, and stays there.
+    It rises linearly from lr_start, at step 0, to lr over the first lr_warmup_ratio of the steps; then it stays, or
+    falls to lr_min, linearly or along half a cosine, until lr_decay_ratio of the steps, and stays there.
     """
     warm = round(train.lr_warmup_ratio * total)
     if step < warm:
-        return train.lr_start + (train.lr - train.lr_start) * (step + 1) / (warm + 1)
+        return train.lr_start + (train.lr - train.lr_start) * step / warm
     if train.lr_decay_style == "constant":
         return train.lr
     end = max(round(train.lr_decay_ratio * total), warm + 1)

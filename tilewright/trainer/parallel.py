@@ -54,6 +54,15 @@ class World:
         if dist.is_initialized():
             dist.barrier()
 
+    def agree(self, problem: Exception | None) -> None:
+        """Raises on every rank what the first that has a problem gives here: the others would wait for it for ever."""
+        found = [problem] * self.size
+        if dist.is_initialized():
+            dist.all_gather_object(found, problem)
+        for one in found:
+            if one is not None:
+                raise one
+
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all ranks, in float64."""
         return self.total(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()

@@ -17,7 +17,9 @@ import logging
 import math
 import os
 import pathlib
+import re
 import sys
+import traceback
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from tilewright import adapt, platform
 from tilewright.ops.attention import Request
 from tilewright.registry import ImplementationUnavailable
 from tilewright.trainer import adapters, checkpoint, hf
-from tilewright.trainer.config import Config, ConfigError, from_command_line, resolved
+from tilewright.trainer.config import Config, ConfigError, Train, from_command_line, resolved
 from tilewright.trainer.data import (
     IGNORE,
     Batches,
@@ -55,11 +57,22 @@ from tilewright.trainer.parallel import (
 log = logging.getLogger("tilewright")
 
 
-def seed_everything(config: Config, world: World) -> None:
+@contextlib.contextmanager
+def seeded(config: Config, world: World):
+    """Seeds this rank, and with enable_full_determinism lets only deterministic algorithms run, until the run ends."""
     torch.manual_seed(config.train.seed + world.rank)
-    if config.train.enable_full_determinism:
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+    if not config.train.enable_full_determinism:
+        yield
+        return
+    was_on, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned)
+        torch.backends.cudnn.benchmark = benchmark
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -205,6 +218,38 @@ def profiler(config: Config, world: World):
         record_shapes=t.profile_record_shapes, profile_memory=t.profile_profile_memory, with_stack=t.profile_with_stack)
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which optimizer steps a run takes, and what is due after which.
+
+    Steps are numbered through a run, but what a step takes of the data depends on the ranks and on what each
+    accumulates, which may change when a run goes on. Epochs, and with them the learning rate of a run that is counted
+    in epochs, follow the data: `shift` is how many more steps were taken than of the present size would have been.
+    """
+
+    train: Train
+    steps_per_epoch: int
+    shift: int = 0
+
+    @property
+    def total(self) -> int:
+        """The number of the last step."""
+        return self.train.max_steps or self.train.num_train_epochs * self.steps_per_epoch + self.shift
+
+    def lr(self, step: int) -> float:
+        """step: from 0."""
+        shift = 0 if self.train.max_steps else self.shift
+        return lr_at(step - shift, self.total - shift, self.train)
+
+    def saves(self, done: int) -> bool:
+        t = self.train
+        every = max(1, round(t.save_epochs * self.steps_per_epoch)) if t.save_epochs else 0
+        return bool((t.save_steps and done % t.save_steps == 0) or (every and (done - self.shift) % every == 0))
+
+    def ends_epoch(self, done: int) -> bool:
+        return (done - self.shift) % self.steps_per_epoch == 0
+
+
 @contextlib.contextmanager
 def garbage_collection_as_before():
     was_on = gc.isenabled()
@@ -215,14 +260,15 @@ def garbage_collection_as_before():
             gc.enable()
 
 
-@garbage_collection_as_before()
 def train(config: Config, world: World) -> None:
+    """Raises KeyboardInterrupt with a sentence where the run is interrupted."""
+    with seeded(config, world), garbage_collection_as_before(), checkpoint.claim(config.train.output_dir, world):
+        _train(config, world)
+
+
+def _train(config: Config, world: World) -> None:
     t = config.train
-    seed_everything(config, world)
-    if world.main:
-        pathlib.Path(t.output_dir).mkdir(parents=True, exist_ok=True)   # fails before anything is computed
-    checkpoint.recover(t.output_dir, world)
-    resume = checkpoint.find(t.output_dir, t.load_checkpoint_path)
+    found = checkpoint.candidates(t.output_dir, t.load_checkpoint_path)
     if t.load_checkpoint_path is None and (earlier := checkpoint.complete(t.output_dir)):
         raise ValueError(f"train.output_dir = {t.output_dir}: holds {earlier[-1].name} of an earlier run; set "
                          "train.load_checkpoint_path to auto to go on with it, or choose another folder")
@@ -238,122 +284,143 @@ def train(config: Config, world: World) -> None:
     model = build_model(config, shape, world, ops)
     parameters = list(model.parameters())
     optimizer = build_optimizer(unwrap(model), t)
-    total = t.max_steps or t.num_train_epochs * batches.steps_per_epoch
-    save_every = max(1, round(t.save_epochs * batches.steps_per_epoch)) if t.save_epochs else 0
-
-    if t.enable_profiling and t.profile_start_step >= total:
-        raise ValueError(f"train.profile_start_step = {t.profile_start_step}: the run has {total} steps")
     # What a checkpoint is tied to: its position counts bins of these data, its moments belong to these groups.
     tied = {
         "model": {**dataclasses.asdict(shape), "merge_qkv": config.model.merge_qkv, "lora": adapters.tied(config)},
         "optimizer": {k: getattr(t, k) for k in ("optimizer", "no_decay_modules", "no_decay_params", "freeze_router")},
-        "data": {"bins": len(batches.bins), "tokens": batches.bins.tokens, "seed": t.seed,
-                 "shuffle": config.data.shuffle_merged_datasets},
+        "data": {"bins": len(batches.bins), "tokens": batches.bins.tokens, "contents": batches.bins.fingerprint(),
+                 "seed": t.seed, "shuffle": config.data.shuffle_merged_datasets},
     }
     chosen = ops.names() | adapters.operations(unwrap(model), world.device, compute_dtype(config))
-    start = 0
-    if resume is not None:
-        state = checkpoint.restore(resume, unwrap(model), optimizer, world, run=tied, ops=chosen)
+    start, resumed = 0, None
+    if found:
+        resumed, state = checkpoint.resume(found, unwrap(model), optimizer, world, run=tied, ops=chosen)
         start = state["step"]
-        if start > total:
-            raise ValueError(f"{resume} is at step {start}, and the run ends at step {total}")
         batches.load_state_dict(state["data"])
+        batches.tokens = state.get("tokens", 0)
+    plan = Plan(t, batches.steps_per_epoch, start - batches.position)
+    if start > plan.total:
+        raise ValueError(f"{resumed} is at step {start}, and the run ends at step {plan.total}")
+    if t.enable_profiling and t.profile_start_step >= plan.total:
+        raise ValueError(f"train.profile_start_step = {t.profile_start_step}: the run has {plan.total} steps")
     if world.main:
         pathlib.Path(t.output_dir, "resolved_config.yaml").write_text(resolved(config))
     sequence = config.data.sample_packing_sequence_len
-    metrics = Metrics(config, world.main, total, start, unwrap(model).flops_per_token(sequence), world.size)
+    metrics = Metrics(config, world.main, plan.total, start, batches.tokens, unwrap(model).flops_per_token(sequence),
+                      world.size)
     metrics.say(f"{adapters.size(unwrap(model))} on {world.size} x {world.device.type}, "
-                f"{total} steps, {batches.steps_per_epoch} an epoch, {batches.bins.tokens} tokens of data")
+                f"{plan.total} steps, {batches.steps_per_epoch} an epoch, {batches.bins.tokens} tokens of data")
     if world.cp.size > 1:
         metrics.say(f"a sequence on {world.cp.ring_size} ring x {world.cp.ulysses_size} Ulysses ranks, padded to a "
                     f"multiple of {padding(config.data, world.cp)} tokens")
     metrics.say("ops: " + " ".join(f"{k}={v}" for k, v in chosen.items()))
     metrics.say("numerics: " + " ".join(f"{k}={v}" for k, v in dataclasses.asdict(ops.numerics).items()))
-    saver = checkpoint.Saver(t.output_dir, world, t.save_async)
-
-    def save(step):
-        saver.save(step, unwrap(model), optimizer,
-                   {"data": batches.state_dict(), "run": tied, "ops": chosen})
+    saver, done = checkpoint.Saver(t.output_dir, world, t.save_async, last=resumed), start
 
     def report(step):
         if held is not None:
             metrics.evaluation(step, evaluate(model, held, config, world))
 
-    if start == 0:
-        report(0)
-    if t.gc_steps:
-        gc.collect()
-        gc.disable()   # collected between steps instead, at the same time on all ranks
     profile = profiler(config, world)
-    if profile:
-        profile.start()
-    steps = batches.steps()
-    for step in range(start, total):
-        adapters.before_step(unwrap(model), config, step)
-        loss, tokens, router = train_step(model, next(steps), config, world)
-        if not math.isfinite(loss):   # the same on every rank
-            raise ValueError(f"step {step + 1}: the loss is {loss}. Training cannot go on from there; lower train.lr "
-                             "or look at the data, and resume from the last checkpoint")
-        norm = clip_gradients(parameters, t.max_grad_norm)
-        lr = lr_at(step, total, t)
-        set_lr(optimizer, lr)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        done = step + 1
-        adapters.after_step(unwrap(model), optimizer, config, done)
-        metrics.step(done, tokens, loss=loss, lr=lr, grad_norm=norm, **router)
-        if profile:
-            profile.step()
-        if t.gc_steps and done % t.gc_steps == 0:
+    try:
+        if start == 0:
+            report(0)
+        if t.gc_steps:
             gc.collect()
-        if t.empty_cache_steps and done % t.empty_cache_steps == 0 and world.device.type == "cuda":
-            torch.cuda.empty_cache()
-        due = (t.save_steps and done % t.save_steps == 0) or (save_every and done % save_every == 0)
-        if done == total or due or done % batches.steps_per_epoch == 0:
-            report(done)
-        if due and done < total:
-            save(done)
-    if profile:
-        profile.stop()
-    if start < total:
-        save(total)
-    saver.finish()
-    if t.save_hf_weights:
-        target = saver.folder(total) / "hf"
-        if config.lora.save_lora_only:
-            adapt.save_adapter(unwrap(model), target, base_model=config.model.model_path,
-                              files=hf.tokenizer_files(tokenizer))
-        else:
-            hf.save_weights(unwrap(model), target, tokenizer_path=tokenizer, dtype=exported)
+            gc.disable()   # collected between steps instead, at the same time on all ranks
+        if profile:
+            profile.start()
+        steps = batches.steps()
+        for step in range(start, plan.total):
+            adapters.before_step(unwrap(model), config, step)
+            before, batch = batches.tokens, next(steps)
+            loss, _, router = train_step(model, batch, config, world)
+            norm = clip_gradients(parameters, t.max_grad_norm)
+            if not (math.isfinite(loss) and math.isfinite(norm)):   # the same on every rank
+                saver.finish()
+                wrong = f"norm of the gradients is {norm}" if math.isfinite(loss) else f"loss is {loss}"
+                raise ValueError(f"step {step + 1}: the {wrong}, so that the step is not taken; {saver.go_on()}")
+            lr = plan.lr(step)
+            set_lr(optimizer, lr)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            done = step + 1
+            adapters.after_step(unwrap(model), optimizer, config, done)
+            saver.poll()
+            metrics.step(done, batches.tokens - before, loss=loss, lr=lr, grad_norm=norm, **router)
+            if profile:
+                profile.step()
+            if t.gc_steps and done % t.gc_steps == 0:
+                gc.collect()
+            if t.empty_cache_steps and done % t.empty_cache_steps == 0 and world.device.type == "cuda":
+                torch.cuda.empty_cache()
+            saves = done == plan.total or plan.saves(done)
+            if saves or plan.ends_epoch(done):
+                report(done)
+            if saves:
+                saver.save(done, unwrap(model), optimizer, {"data": batches.state_dict(), "tokens": batches.tokens,
+                                                            "run": tied, "ops": chosen})
+                metrics.restart_clock()
+        if profile:
+            profile.stop()
+        saver.finish()
+        if t.save_hf_weights:
+            target = saver.folder(plan.total) / "hf"
+            if config.lora.save_lora_only:
+                adapt.save_adapter(unwrap(model), target, base_model=config.model.model_path,
+                                  files=hf.tokenizer_files(tokenizer))
+            else:
+                hf.save_weights(unwrap(model), target, tokenizer_path=tokenizer, dtype=exported)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted after step {done}; {saver.interrupted()}") from None
     metrics.close()
+
+
+# What backends say of a process that is no longer there; they have no exception for it.
+GONE = re.compile("(closed|reset) by peer|likely closed|remote process exited")
 
 
 @platform.command
 def main(argv: list[str] | None = None) -> int:
+    """The exit code: 0; 1 and one sentence for what a user can mend; 2 for the configuration; 130 if interrupted."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     config = from_command_line(argv)   # exits with 2 and every error, or with 0 after --help
+    world, interrupted = World(), False
     try:
         world = init_distributed(config.train)
         train(config, world)
     except ConfigError as error:   # sizes that do not fit the number of processes
         print(error, file=sys.stderr)
         return 2
-    except (ImplementationUnavailable, OSError, ValueError) as error:
+    except KeyboardInterrupt as interrupt:
+        interrupted = True
+        if world.main:
+            last = checkpoint.find(config.train.output_dir, "auto")
+            print(str(interrupt) or f"interrupted; the last whole checkpoint of this folder is {last}", file=sys.stderr)
+        return 130
+    except Exception as error:
         # What a user can mend is one sentence; anything else keeps its traceback.
+        mendable = isinstance(error, ImplementationUnavailable | OSError | ValueError)
+        if victim := isinstance(error, RuntimeError) and GONE.search(str(error)) is not None:
+            error = f"rank {world.rank}: another process has ended, and says why: {error}"
+        platform.report_failure(str(error) if mendable or victim else traceback.format_exc(), later=victim)
+        if not (mendable or victim):
+            raise
         print(f"error: {error}", file=sys.stderr)
         log.debug("", exc_info=True)
         return 1
     finally:
-        if dist.is_initialized():
+        # Not after an interrupt: other processes, and a thread that writes a checkpoint, may be in its midst.
+        if dist.is_initialized() and not interrupted:
             dist.destroy_process_group()
     return 0
 
 
 if __name__ == "__main__":
-    if code := main():
-        sys.exit(code)
+    code = main()
     sys.stdout.flush()
     sys.stderr.flush()
     # All is written. Threads of communication and data libraries can outlive the interpreter's end, and the process
-    # then aborts ("terminate called without an active exception"): torchrun takes that for a failed run.
-    os._exit(0)
+    # then aborts ("terminate called without an active exception"): torchrun takes that for a failed run. After an error
+    # or an interrupt they may wait for processes that are gone.
+    os._exit(code)
