@@ -1007,6 +1007,87 @@ def test_compiled_layers_give_the_same_gradients(tmp_path):
     same(compiled, plain, 1e-4)
 
 
+PARTS = {"AddRMSNorm.forward": 24, "Attention.project": 12, "Attention.output": 12, "SwiGLU.forward": 12}
+MIXED = {**MOE, "mlp_only_layers": [0, 5]}
+COMPILED = {
+    "sdpa": (QWEN3, {"model__attn_implementation": "sdpa"}, PARTS),
+    "whole": (QWEN3, {"model__attn_implementation": "eager", "train__enable_gradient_checkpointing": True,
+                      "train__data_parallel_mode": "fsdp2"}, {"Block._layer": 12}),
+    "mixed": (MIXED, {"model__attn_implementation": "eager"}, {"Block._layer": 12}),
+    "moe_act": (MIXED, {"train__enable_gradient_checkpointing": True, "train__moe_checkpoint_method": "moe_act",
+                        "train__data_parallel_mode": "fsdp2"}, {**PARTS, "SwiGLU.forward": 2}),
+}
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """torch.compile without a compiler: what is seen here is which code becomes a graph, and how often."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter, real = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: real(*args, **options, backend=counter))
+    torch._dynamo.reset()
+    yield counter
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_every_layer_is_compiled_and_stays_so(case, tmp_path, backend, capsys):
+    shape, options, parts = COMPILED[case]
+    path = write_config(tmp_path, {**shape, "num_hidden_layers": 12}, **{
+        "train__save_hf_weights": False, "data__val_set_size": 2, "train__max_steps": 6, "train__micro_batch_size": 2,
+        **options})
+    ran, real, counts = set(), parallel.Compiled.__call__, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel.Compiled, "__call__", lambda self, *a: ran.add(self) or real(self, *a))
+        patch.setattr(train.Metrics, "step", lambda *a, **k: counts.append(backend.frame_count))
+        run(path, "--train.enable_compile=true")
+    assert "compiled: " + ", ".join(f"{n} x {name}" for name, n in parts.items()) + "\n" in capsys.readouterr().out
+    assert len(ran) == len(parts) + (case == "mixed") and all(c.run is not c.plain for c in ran)
+    # With gradients and without, of the first layer and of the others, of one length of documents and then of any:
+    # not for each layer, batch or number of documents.
+    assert counts[0] > 0 and counts[-1] <= 6 * len(ran)
+
+
+@pytest.mark.parametrize("shape, arguments, parts", [
+    (QWEN3, [RECOMPUTE, '--train.recompute_modules=["self_attn"]'], PARTS),
+    (MOE, EXPERTS, {k: n for k, n in PARTS.items() if k != "SwiGLU.forward"}),
+    (QWEN3, ["--train.data_parallel_mode=fsdp2", "--model.basic_modules=[\"o_proj\"]"], "o_proj would be gathered in"),
+])
+def test_what_of_a_layer_is_compiled_is_chosen_by_what_can_be(shape, arguments, parts, tmp_path, backend):
+    config = load(write_config(tmp_path, {**shape, "num_hidden_layers": 12}), ["--train.enable_compile=true", *arguments])
+    model = Transformer(shape_of(config), Ops.resolve("eager"))
+    model.recompute_activations(config.train.recompute_modules)
+    if isinstance(parts, str):
+        with pytest.raises(ValueError, match=parts):
+            parallel._compile(model, config)
+    else:
+        parallel._compile(model, config)
+        assert parallel.compiled_parts(model) == parts
+
+
+def test_what_is_no_longer_compiled_says_so(caplog, backend):
+    grows = parallel.Compiled(Grows.call)
+    for n in range(12):
+        assert grows(Grows(n), torch.ones(2)).tolist() == [1 + n] * 2
+    [said] = [r.message for r in caplog.records if "train.enable_compile" in r.message]
+    assert said.startswith("train.enable_compile: Grows.call has been compiled 8 times and runs uncompiled")
+    with pytest.raises(ValueError, match=r"train\.enable_compile = True: Grows\.breaks cannot be compiled: "):
+        parallel.Compiled(Grows.breaks)(Grows(1), torch.ones(2))
+
+
+class Grows:
+    def __init__(self, n):
+        self.text = str(n)
+
+    def call(self, x):
+        return x + len("x" * int(self.text))
+
+    def breaks(self, x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+
 def test_a_profile_is_written_when_asked_for(tmp_path):
     path = write_config(tmp_path, train__max_steps=3, train__enable_profiling=True,
                         train__profile_trace_dir=str(tmp_path / "trace"))

@@ -313,7 +313,17 @@ class Attention(nn.Module):
         self.cp = ContextParallel()
 
     def forward(self, x, cos, sin, position_ids, cu_seqlens, ends):
-        B, S, _ = x.shape
+        attend = self._attend_uncompiled if self.breaks and cu_seqlens is not None else self._attend
+        return self.output(attend(*self.project(x, cos, sin, position_ids), cu_seqlens, ends))
+
+    @property
+    def breaks(self) -> bool:
+        """Whether attention to packed documents is no part of a graph: code for a loop over documents would be made
+        anew for each number of them, and ranks that share a sequence wait for each other."""
+        return self.ops.attention == "sdpa" or self.cp.size > 1
+
+    def project(self, x, cos, sin, position_ids):
+        """q, k and v of x [B, S, H]: [B, heads, S, D]."""
         if self.merge_qkv and self.apart:
             q, k, v = self._heads(*self.qkv_proj(x).split(self.widths, -1), cos, sin, position_ids)
         elif self.merge_qkv:
@@ -322,10 +332,11 @@ class Attention(nn.Module):
             q, k, v = self._heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), cos, sin, position_ids)
         if self.ops.numerics.attention_cast_bf16:   # and back: attention takes one dtype
             q, k = (t.bfloat16().to(t.dtype) for t in (q, k))
-        # Code for a loop over documents would be made anew for each number of them.
-        by_document = self.ops.attention == "sdpa" and cu_seqlens is not None
-        attend = self._attend_uncompiled if by_document or self.cp.size > 1 else self._attend
-        return self.o_proj(attend(q, k, v, cu_seqlens, ends).transpose(1, 2).reshape(B, S, -1))
+        return q, k, v
+
+    def output(self, attended):
+        """[B, S, H] of attention's [B, heads, S, D]."""
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def _attend(self, q, k, v, cu_seqlens, ends: OnHost | None):
         if self.cp.size > 1:
@@ -439,7 +450,8 @@ class MoE(nn.Module):
         routing = tw.route(self.gate(x_TH), self.top_k, renormalize=self.renormalise, implementation=self.ops.route)
         index_TK, weight_TK, tokens_E, *losses = routing
         report = torch.cat((tokens_E.float(), torch.stack(losses))).detach()
-        return self.experts(x_TH, index_TK, weight_TK, kept).view_as(x), report
+        # As F.linear's result is no view either: FSDP2 warns of one, since operations in place would pass its hooks by.
+        return torch.ops.aten._unsafe_view(self.experts(x_TH, index_TK, weight_TK, kept), x.shape), report
 
 
 class Block(nn.Module):

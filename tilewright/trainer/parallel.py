@@ -8,9 +8,15 @@ neighbours, those of one Ulysses group the nearest.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import logging
 import math
+import types
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +32,8 @@ from tilewright.ops.context_parallel import ContextParallel
 from tilewright.ops.expert_parallel import DeepEP
 from tilewright.trainer.config import Config, Model, Train
 from tilewright.trainer.model import Experts, MoE, Transformer
+
+log = logging.getLogger("tilewright")
 
 
 @dataclass(frozen=True)
@@ -128,23 +136,73 @@ def parallelize(model: Transformer, config: Config, world: World) -> nn.Module:
         model.recompute_activations(train.recompute_modules, train.enable_reentrant,
                                     train.moe_checkpoint_method == "moe_act")
     if train.enable_compile:
-        for block in model.model.layers:
-            _compile(block)
+        _compile(model, config)
     if train.data_parallel_mode == "fsdp2":
         return _fsdp2(model, train, config.model, world)
     return model
 
 
-def _compile(block: nn.Module) -> None:
-    """Inside what is recomputed: a graph break within a checkpointed function would leave all of it uncompiled."""
-    if not block.recompute:
-        block.compile()
-    for name in block.recompute:
-        part = getattr(block, name)
-        if isinstance(part, nn.Module):
-            part.compile()
+def _compile(model: Transformer, config: Config) -> None:
+    """Whole layers, each one graph, or, where attention or experts cannot be part of one, what surrounds them.
+
+    Inside what is recomputed: a graph break within a checkpointed function would leave all of it uncompiled.
+    """
+    names = {name for path, module in model.model.layers[0].named_modules() if path
+             for name in (path.rpartition(".")[2], type(module).__name__)}
+    if inside := names & {*config.model.basic_modules}:
+        raise ValueError(f"model.basic_modules, train.enable_compile = True: {', '.join(sorted(inside))} would be "
+                         "gathered in the midst of a layer's compiled code; leave one of them out")
+    made: dict[tuple[type, str], Compiled] = {}
+    for block in model.model.layers:
+        attention, mlp = block.self_attn, block.mlp
+        # Tokens that travel wait for other ranks, and experts that are recomputed alone have a checkpoint of their own.
+        apart = isinstance(mlp, MoE) and (config.train.expert_parallel_size > 1 or mlp.experts.recompute)
+        if attention.breaks or apart or block.recompute not in ((), ("_layer",)):
+            parts = [(block.input_layernorm, "forward"), (attention, "project"), (attention, "output"),
+                     (block.post_attention_layernorm, "forward"), *([] if apart else [(mlp, "forward")])]
         else:
-            setattr(block, name, torch.compile(part))
+            parts = [(block, "_layer")]
+        for module, name in parts:
+            kind = (type(mlp if module is block else module), name)
+            if kind not in made:
+                made[kind] = Compiled(getattr(type(module), name))
+            setattr(module, name, functools.partial(made[kind], module))
+
+
+class Compiled:
+    """A method that is compiled for all modules of a kind together.
+
+    What dynamo makes of a function it keeps with the function's code, up to a limit for all that share it: this one has
+    a copy of the code to itself.
+    """
+
+    def __init__(self, method: Callable):
+        self.name, code = method.__qualname__, method.__code__.replace()
+        self.plain = types.FunctionType(code, method.__globals__, method.__name__, method.__defaults__,
+                                        method.__closure__)
+        self.run = torch.compile(self.plain, fullgraph=True)
+
+    def __call__(self, *args: Any) -> Any:
+        for t in args:   # no two batches have the same length: a size that code is made for at once
+            if torch.is_tensor(t):   # x [B, S, H], cos [S, D], attended [B, heads, S, D]; position_ids [B, S]
+                torch._dynamo.maybe_mark_dynamic(t, t.dim() - (2 if t.is_floating_point() else 1))
+        try:
+            return self.run(*args)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            log.warning("train.enable_compile: %s has been compiled %d times and runs uncompiled from here on; "
+                        "TORCH_LOGS=recompiles says why", self.name, torch._dynamo.config.recompile_limit)
+            log.debug("", exc_info=error)
+            self.run = self.plain
+        except torch._dynamo.exc.Unsupported as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"train.enable_compile = True: {self.name} cannot be compiled: {reason}") from error
+        return self.run(*args)
+
+
+def compiled_parts(model: Transformer) -> dict[str, int]:
+    """Which methods are compiled, and of how many modules."""
+    return dict(Counter(value.func.name for module in model.model.layers.modules() for value in vars(module).values()
+                        if isinstance(value, functools.partial) and isinstance(value.func, Compiled)))
 
 
 def _expert_mesh(train: Train, world: World) -> DeviceMesh:

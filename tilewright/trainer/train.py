@@ -46,6 +46,7 @@ from tilewright.trainer.optim import build_optimizer, lr_at, set_lr
 from tilewright.trainer.parallel import (
     World,
     clip_gradients,
+    compiled_parts,
     init_distributed,
     parallelize,
     precision,
@@ -313,6 +314,8 @@ def _train(config: Config, world: World) -> None:
     if world.cp.size > 1:
         metrics.say(f"a sequence on {world.cp.ring_size} ring x {world.cp.ulysses_size} Ulysses ranks, padded to a "
                     f"multiple of {padding(config.data, world.cp)} tokens")
+    if t.enable_compile:
+        metrics.say("compiled: " + ", ".join(f"{n} x {part}" for part, n in compiled_parts(unwrap(model)).items()))
     metrics.say("ops: " + " ".join(f"{k}={v}" for k, v in chosen.items()))
     metrics.say("numerics: " + " ".join(f"{k}={v}" for k, v in dataclasses.asdict(ops.numerics).items()))
     saver, done = checkpoint.Saver(t.output_dir, world, t.save_async, last=resumed), start
