@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 def run(*args, cwd, code=0, **variables):
     """Runs Python; returns what it printed."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH", "PYTEST_ADDOPTS")}
     done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**environment, **variables},
                           capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]

@@ -512,7 +512,7 @@ def test_float8_is_checked_where_an_op_takes_it():
 # ---- end to end
 
 def suite_command(tmp_path, *more):
-    return main(["suite", "--minutes", "3", "--out", str(tmp_path), "--device", "cpu", "--op", "rmsnorm", "--dtype",
+    return main(["suite", "--minutes", "50", "--out", str(tmp_path), "--device", "cpu", "--op", "rmsnorm", "--dtype",
                  "float32", "--stage", "parity", *more])
 
 
@@ -539,7 +539,7 @@ def test_other_options_are_another_question(tmp_path):
     assert suite_command(tmp_path, "--case", "ragged") == 0
     path = tmp_path / "parity/rmsnorm.ragged.json"
     before = path.stat().st_mtime_ns
-    argv = ["suite", "--minutes", "3", "--out", str(tmp_path), "--device", "cpu", "--op", "rmsnorm", "--stage",
+    argv = ["suite", "--minutes", "50", "--out", str(tmp_path), "--device", "cpu", "--op", "rmsnorm", "--stage",
             "parity", "--case", "ragged", "--dtype", "bfloat16,float32"]
     assert main(argv) == 0 and path.stat().st_mtime_ns != before
     assert {r["dtype"] for r in value(tmp_path, "parity/rmsnorm.ragged")["results"]} == {"bfloat16", "float32"}
@@ -871,7 +871,7 @@ def test_recording_sees_every_launch_and_key_in_order():
 
 
 def test_the_search_end_to_end(tmp_path):
-    argv = ["tune", "--minutes", "5", "--device", "cpu", "--op", "linear_cross_entropy", "--case", "cpu-small",
+    argv = ["tune", "--minutes", "50", "--device", "cpu", "--op", "linear_cross_entropy", "--case", "cpu-small",
             "--dtype", "bfloat16", "--tables", str(tmp_path / "tables"), "--work", str(tmp_path / "work")]
     assert main(argv) == 0
     (path,) = (tmp_path / "tables").glob("*/linear_cross_entropy.json")
@@ -977,7 +977,7 @@ def test_luck_is_not_taken_for_speed(tables, monkeypatch):
 
 
 def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(tmp_path, monkeypatch):
-    argv = ["suite", "--minutes", "3", "--out", str(tmp_path), "--device", "cpu", "--op", "rmsnorm", "--dtype",
+    argv = ["suite", "--minutes", "50", "--out", str(tmp_path), "--device", "cpu", "--op", "rmsnorm", "--dtype",
             "float32", "--stage", "time", "--case", "gemma-3-4b", "--rounds", "1"]
     meta = run.metadata("cpu", run.Settings(), [])
     failed = {"meta": meta, "options": dict(suite.roofline_unit("cpu").options), "roofline": None,

@@ -1171,8 +1171,8 @@ def test_what_a_user_can_mend_is_one_sentence(change, message, tmp_path):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"vocab_size": "64"}, "vocab_size must be an integer of at least 1, got '64'"),
-    ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1, got 0"),
+    ({"vocab_size": "64"}, "vocab_size must be an integer of at least 1 and at most 16777216, got '64'"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1 and at most 16777216, got 0"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope type 'llama3' needs low_freq_factor"),
 ])
 def test_a_model_configuration_that_cannot_be_is_refused_by_name(change, message):

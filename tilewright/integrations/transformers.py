@@ -499,12 +499,12 @@ def _traced_rows(q, k, v, kept, position_ids, options):
 
 
 def _off_host(implementation: str, device_type: str, dtype: torch.dtype) -> str:
-    """The implementation for boundaries that are not to be read on the host."""
+    """The implementation for boundaries that are not to be read on the host: in compiled code eager does not."""
     if implementation != "auto":
         return implementation
     usable = ATTENTION.usable(device_type, dtype)
     return next(i.name for i in ATTENTION.implementations if device_type in i.devices and i.name in usable
-                and i.name not in ATTENTION.on_host)
+                and (i.name == "eager" or i.name not in ATTENTION.on_host))
 
 
 _off_host._dynamo_marked_constant = True   # see registry._resolve_constant

@@ -64,10 +64,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: 
     max_seqlen: the longest document, or a bound of it, where the host knows it; used with cu_seqlens only.
     Returns [B, Hq, S, D] in q's dtype. The softmax is in float32. Differentiable in q, k, v and sinks. Under
     torch.autocast q, k and v are cast to its dtype. None but eager makes a tensor of S x Sk.
-    NaN and infinity in one document change nothing in another one, nor in its gradients, with eager, sdpa and triton
-    (native and flash-attn: as their kernels have it). Within a document, or a sequence, they may spread to positions
-    that do not see them, since what is not seen is multiplied by 0: with eager and sdpa to all, with triton to those
-    that share a block of keys.
+    NaN and infinity in one document change nothing in another one, nor in its gradients, with eager (but where it is
+    compiled), sdpa and triton (native and flash-attn: as their kernels have it). Within a document, or a sequence, they
+    may spread to positions that do not see them, since what is not seen is multiplied by 0: with eager and sdpa to all,
+    with triton to those that share a block of keys.
     Deterministic, forward and backward, but for PyTorch's and flash-attn's backward on CUDA, which are where
     torch.use_deterministic_algorithms asks for it.
     Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
@@ -214,8 +214,9 @@ def check_options(causal, window, softcap, scale):
 
 # ---- the definition
 
-def _logits(q, k, causal, window, softcap, scale, offset):
-    """[B, Hq, S, Sk], -inf where a query does not see a key."""
+def _logits(q, k, together, causal, window, softcap, scale, offset):
+    """[B, Hq, S, Sk], -inf where a query does not see a key.   together: boundaries of documents that are masked, of
+    whole rows; None: all of one document."""
     acc = torch.promote_types(q.dtype, torch.float32)
     S, Sk = q.shape[2], k.shape[2]
     s = q.to(acc) @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).to(acc).transpose(-1, -2) * scale
@@ -226,6 +227,9 @@ def _logits(q, k, causal, window, softcap, scale, offset):
     seen = row >= column if causal else torch.ones(S, Sk, dtype=torch.bool, device=q.device)
     if window:
         seen = seen & (row - column < window)
+    if together is not None:
+        document = torch.searchsorted(together.to(torch.int64), column[0], right=True)
+        seen = seen & (document[:, None] == document[None, :])
     return s.masked_fill(~seen, float("-inf"))
 
 
@@ -246,26 +250,33 @@ def _by_document(fn, tensors, cu_seqlens):
     return tuple(torch.cat(parts, 2) for parts in zip(*found, strict=True))
 
 
+def _apart(fn, tensors, cu_seqlens):
+    """`_by_document` of fn(*tensors, None); in compiled code fn(*tensors, cu_seqlens), which masks: a graph holds no
+    loop over what the host would have to read."""
+    if torch.compiler.is_compiling():
+        return fn(*tensors, cu_seqlens)
+    return _by_document(lambda *own: fn(*own, None), tensors, cu_seqlens)
+
+
 def attention_eager(q, k, v, cu_seqlens=None, causal=True, window=0, softcap=0.0, sinks=None, scale=1.0,
                     max_seqlen=None):
-    def of_document(q, k, v):
+    def of_document(q, k, v, together):
         Sk = k.shape[2]
-        s = _logits(q, k, causal, window, softcap, scale, Sk - q.shape[2])
+        s = _logits(q, k, together, causal, window, softcap, scale, Sk - q.shape[2])
         if sinks is not None:
             s = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)), -1)
         p = s.softmax(-1)[..., :Sk]
         return ((p @ v.repeat_interleave(q.shape[1] // k.shape[1], 1).to(p.dtype)).to(q.dtype),)
 
-    return _by_document(of_document, (q, k, v), cu_seqlens)[0]
+    return _apart(of_document, (q, k, v), cu_seqlens)[0]
 
 
 def _eager_part(q, k, v, cu_seqlens, causal, window, softcap, scale, offset):
-    return _by_document(lambda *own: _part_of_document(*own, causal, window, softcap, scale, offset), (q, k, v),
-                        cu_seqlens)
+    return _apart(lambda *own: _part_of_document(*own, causal, window, softcap, scale, offset), (q, k, v), cu_seqlens)
 
 
-def _part_of_document(q, k, v, causal, window, softcap, scale, offset):
-    s = _logits(q, k, causal, window, softcap, scale, offset)
+def _part_of_document(q, k, v, together, causal, window, softcap, scale, offset):
+    s = _logits(q, k, together, causal, window, softcap, scale, offset)
     lse = s.logsumexp(-1) if k.shape[2] else s.new_full(s.shape[:3], float("-inf"))
     p = _probabilities(s, lse)
     return (p @ v.repeat_interleave(q.shape[1] // k.shape[1], 1).to(p.dtype)).to(q.dtype), lse
@@ -276,12 +287,12 @@ def _probabilities(s, lse):
 
 
 def _eager_part_backward(dout, q, k, v, out, lse, cu_seqlens, causal, window, softcap, scale, offset):
-    return _by_document(lambda *own: _gradients_of_document(*own, causal, window, softcap, scale, offset),
-                        (dout, q, k, v, out, lse), cu_seqlens)
+    return _apart(lambda *own: _gradients_of_document(*own, causal, window, softcap, scale, offset),
+                  (dout, q, k, v, out, lse), cu_seqlens)
 
 
-def _gradients_of_document(dout, q, k, v, out, lse, causal, window, softcap, scale, offset):
-    s = _logits(q, k, causal, window, softcap, scale, offset)
+def _gradients_of_document(dout, q, k, v, out, lse, together, causal, window, softcap, scale, offset):
+    s = _logits(q, k, together, causal, window, softcap, scale, offset)
     groups = q.shape[1] // k.shape[1]
     p = _probabilities(s, lse)
     dout, out, wide = (t.to(p.dtype) for t in (dout, out, q))

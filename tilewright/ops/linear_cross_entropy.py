@@ -685,8 +685,8 @@ def _atol(dtype, kwargs):
 
 def _logprob_atol(dtype, kwargs):
     """In float32: the entropy's gradient has the factor z - mean, which loses digits where the two are close, and in a
-    case of five rows the twin may be lucky."""
-    return 8 * torch.finfo(dtype).eps if dtype == torch.float32 else _atol(dtype, kwargs)
+    case of five rows the twin may be lucky: the others are beyond twice its error by up to 13 eps (AVX2)."""
+    return 16 * torch.finfo(dtype).eps if dtype == torch.float32 else _atol(dtype, kwargs)
 
 
 def _case(name, T, H, V, *, tags=cases.CONTRACT, logprob=False, bias=False, ignored="some",

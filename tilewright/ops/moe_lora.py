@@ -449,6 +449,7 @@ MOE_LORA = Op(
     _CASES,
     # Root mean squares of errors are the twin's (0.9 to 1.1 times, by tensor, over 6 seeds and all cases). But a
     # factor's gradient is a sum over few rows of what has been rounded nine times or so, in another order here, and its
-    # largest error is that of a few rows: beyond twice the twin's it reached 5 eps in float32, 6 in bfloat16.
-    atol={t: 8 * torch.finfo(t).eps for t in FLOATS},
+    # largest error is that of a few rows: beyond twice the twin's it reached 5 eps in float32, 6 in bfloat16
+    # with AVX-512, and 8.1 in float32 with AVX2 (12 seeds, every layout of gradients).
+    atol={t: (16 if t == torch.float32 else 8) * torch.finfo(t).eps for t in FLOATS},
     on_host=("eager",))

@@ -323,6 +323,17 @@ def _all_cases():
     return (*small, *timed)
 
 
+def _atol(dtype, kwargs):
+    """A logit's gradient is a difference of sums over a row that nearly cancel, so that in float32 either side may lose
+    12 eps; in the smallest cases the twin is lucky at times, and the other beyond twice its error by up to 4.3 (40
+    seeds). With ties whole rows cancel: C++ is beyond it by up to 39 there (12 seeds, every layout of gradients, AVX2).
+    """
+    if dtype != torch.float32:
+        return 0.5 * torch.finfo(dtype).eps
+    row = kwargs["logits"][:1]
+    return (64 if row.numel() and row.equal(row.round()) else 8) * torch.finfo(dtype).eps
+
+
 ROUTE = Op(
     "route", route, route_eager,
     (
@@ -332,7 +343,5 @@ ROUTE = Op(
                        batch_invariant=("cpu",)),
     ),
     _all_cases(),
-    # A logit's gradient is a difference of sums over a row that nearly cancel, so that either side may lose 12 eps; in
-    # the smallest cases the twin is lucky at times, and the other beyond twice its error by up to 4.3 (40 seeds).
-    atol={torch.float32: 8 * torch.finfo(torch.float32).eps},
+    atol=_atol,
 )

@@ -74,6 +74,7 @@ class ModelConfig:
                              ("attention_dropout", 0.0), ("hidden_act", "silu")):
             if hf.get(key, neutral) not in (neutral, None):
                 raise ValueError(f"config.json: {key} = {hf[key]!r} is not supported; accepted: {neutral!r}")
+
         def number(name, default, kind=int, source=hf):
             """A number that is there must be one; absent and null mean the default."""
             value = default if source.get(name) is None else source[name]
