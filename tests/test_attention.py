@@ -266,6 +266,22 @@ def test_compiled_code_takes_other_lengths(name):
         torch.testing.assert_close(compiled(*tensors), attention(*tensors, implementation="eager"), **CLOSE)
 
 
+def test_documents_are_one_graph_of_the_eager_twin():
+    """Whose values, other boundaries of the same number too, are not read on the host."""
+    torch._dynamo.reset()
+    options = {"window": 4, "softcap": 3.0, "sinks": heads(1, 1).flatten()[0].expand(HQ)}
+    tensors, grad = qkv(17), heads(HQ, 17)
+    compiled = torch.compile(lambda q, k, v, cu: attention(q, k, v, cu_seqlens=cu, implementation="eager", **options),
+                             fullgraph=True, backend="eager")
+    for cu in (ends(0, 5, 5, 17), ends(0, 0, 11, 17)):
+        expected = step(tensors, grad, "eager", cu_seqlens=cu, **options)
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out = compiled(*leaves, cu)
+        for f, e in zip((out, *torch.autograd.grad(out, leaves, grad)), expected, strict=True):
+            torch.testing.assert_close(f, e, **CLOSE)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("name", ["eager", "sdpa", "triton", "auto"])
 @pytest.mark.parametrize("how", ["dynamic", "marked"])
 def test_one_graph_serves_other_batches_and_lengths(name, how):

@@ -775,6 +775,27 @@ def test_a_step_that_is_not_finite_reaches_no_weight_and_no_checkpoint(tmp_path)
     assert not checkpoint.complete(str(tmp_path / "c/out"))
 
 
+def test_moments_that_are_not_finite_reach_no_checkpoint(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.bias]["exp_avg_sq"][1] = math.nan
+    with pytest.raises(ValueError, match=r"step 1: bias or its moments are not finite"):
+        checkpoint.Saver(str(tmp_path), World(), False).save(1, model, optimizer, {"data": {}, "run": {}, "ops": {}})
+    assert not checkpoint.complete(str(tmp_path))
+
+
+class Calls:
+    """What is pickled is a call when it is unpickled."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
 class Touch:
     """What is pickled makes a file when it is unpickled."""
 
@@ -809,6 +830,8 @@ def test_reading_a_checkpoint_runs_no_code_of_its(tmp_path):
     metadata = pickle.loads((whole / "dcp/.metadata").read_bytes())
     piece = next(iter(metadata.storage_data.values()))
     for changed, message in ((Touch(touched), r"it names pathlib\.Path\.touch"),
+                             (Calls(exec, f"open({str(touched)!r}, 'w')"), r"it names builtins\.exec"),
+                             (Calls(torch.save, 1, str(touched)), r"it names torch\.serialization\.save"),
                              (dataclasses.replace(piece, relative_path=str(touched)), "is not a file in the folder"),
                              (dataclasses.replace(piece, relative_path="absent.distcp"), "absent.distcp: is absent")):
         metadata.storage_data["more"] = changed
