@@ -88,7 +88,8 @@ def test_versions_name_the_distribution_that_is_installed(monkeypatch):
                                 "torchao": "not installed"}
     assert peers._no_flash("cpu") is not None
     have.clear()
-    assert peers._no_flash("cuda") == ("none of the packages flash-attn-4, flash-attn-3, flash-attn is installed")
+    assert peers._no_flash("cuda") == ("none of the packages flash-attn-4, flash-attn-3, flash-attn is installed "
+                                       "(pip install --pre flash-attn-4)")
     assert peers.versions()["flash-attn-4"] == "not installed"
     assert "flash-attn-4" in run.metadata("cpu", run.Settings(), [])["versions"]
 
