@@ -115,7 +115,8 @@ def test_one_of_the_two_gradients(name):
 
 @EVERY
 def test_same_bits_again_and_whatever_the_neighbours(name):
-    """An expert's results do not depend on how many rows the others have, nor on the number of threads."""
+    """An expert's results do not depend on how many rows the others have, nor, where the products are this library's
+    own, on the number of threads."""
     skip_unless_usable(GROUPED_GEMM, name, torch.float32)
     x, weight, offsets, dy = made((7, 60, 3), 0, 12, 20)
     whole = step(name, x, weight, offsets, dy)
@@ -125,8 +126,9 @@ def test_same_bits_again_and_whatever_the_neighbours(name):
     torch.set_num_threads(threads)
     alone = step(name, x[7:67], weight[1:2], torch.tensor([60], dtype=torch.int32, device=DEVICE), dy[7:67])
     if name in ("triton", "cpp"):
+        own = name == "triton" or torch.backends.cpu.get_cpu_capability() == "AVX512"   # else ATen's
         for a, b in zip(whole, again, strict=True):
-            assert torch.equal(a, b)
+            assert torch.equal(a, b) if own else torch.allclose(a, b, rtol=1e-5, atol=1e-5)
         assert torch.equal(whole[0][7:67], alone[0]) and torch.equal(whole[2][1:2], alone[2])
     else:
         close([whole[0][7:67], whole[2][1:2]], [alone[0].double(), alone[2].double()], 1e-5)

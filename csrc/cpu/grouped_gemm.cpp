@@ -1,7 +1,8 @@
 // One product an expert on the CPU. The definition is tilewright/ops/grouped_gemm.py.
 //
 // R = rows, E = experts, x [R, K], weight [E, N, K], dy and y [R, N]. Every result element is one thread's work, and
-// summed in an order that depends on shapes alone: the same bits on any number of threads.
+// summed in an order that depends on shapes alone: the same bits on any number of threads, where the product is made
+// here. ATen's sums (see below) may depend on it.
 //
 // With AVX-512 the products are made here, for bfloat16 with its dot-product instruction. Two kernels, both of 24 sums
 // in registers, which is more than hides the latency of two multiply-adds a cycle:
