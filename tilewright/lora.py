@@ -180,7 +180,7 @@ class QuantizedLinear(nn.Module):
             dataclasses.replace(noise, layer=noise.layer + i) for i in range(len(self._layout)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled(x.device.type):   # custom operators are not autocast, matrix products are
+        if torch.is_autocast_enabled(x.device.type):   # as quantized_linear would, so that the bias gets its dtype too
             x = x.to(torch.get_autocast_dtype(x.device.type))
         noise = self.noise if self.training else None
         weights = self.weights()

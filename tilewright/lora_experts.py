@@ -229,7 +229,7 @@ class LoRAExperts(nn.Module):
         return self._compute(*arguments)
 
     def _compute(self, x, index, weight):
-        if torch.is_autocast_enabled(x.device.type):   # custom operators are not autocast, matrix products are
+        if torch.is_autocast_enabled(x.device.type):   # as moe_lora would, before weights are given x's dtype
             x = x.to(torch.get_autocast_dtype(x.device.type))
         base = [w.weight() if isinstance(w, QuantizedExperts) else _local(w).to(x.dtype)
                 for w in (self.gate_up_proj, self.down_proj)]

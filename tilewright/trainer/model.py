@@ -411,13 +411,8 @@ class Experts(nn.Module):
     def _compute(self, x_TH, index_TK, weight_TK):
         gate_up, down = self.gate_up_proj, self.down_proj
         if isinstance(down, QuantizedExperts):
-            if torch.is_autocast_enabled(x_TH.device.type):
-                x_TH = x_TH.to(torch.get_autocast_dtype(x_TH.device.type))
             return tw.moe_mlp(x_TH, gate_up.weight(), down.weight(), index_TK, weight_TK,
                               noise=self.noise if self.training else None, implementation=self.ops.moe_mlp)
-        if torch.is_autocast_enabled(x_TH.device.type):   # custom operators are not autocast, matrix products are
-            dtype = torch.get_autocast_dtype(x_TH.device.type)
-            x_TH, gate_up, down = x_TH.to(dtype), gate_up.to(dtype), down.to(dtype)
         return tw.moe_mlp(x_TH, gate_up, down, index_TK, weight_TK, implementation=self.ops.moe_mlp)
 
 
@@ -611,7 +606,7 @@ class Transformer(nn.Module):
         """
         hidden = self.model(input_ids, position_ids, cu_seqlens, ends)
         weight, numerics = self.lm_head.weight, self.ops.numerics
-        if torch.is_autocast_enabled(hidden.device.type):   # custom operators are not autocast, matrix products are
+        if torch.is_autocast_enabled(hidden.device.type):   # which is off around the products below
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         if labels is None or numerics.batch_invariant:
