@@ -51,6 +51,7 @@ def test_an_unknown_implementation_is_refused_with_the_names_there_are(op):
 @EVERY_OP
 @pytest.mark.parametrize("name", [[], {}, 3, None], ids=repr)
 def test_an_implementation_that_is_no_name_is_refused_with_the_names_there_are(op, name):
+    op.unpinned(torch.ones(1))   # what a call that named nothing leaves behind is no name either
     for ask in (lambda: op.resolve(name, "cpu"), lambda: op.pick(name, torch.ones(1))):
         with pytest.raises(TypeError, match=r"implementation must be one of \['auto', .*, got") as caught:
             ask()
@@ -105,6 +106,7 @@ def called(op, implementation):
 def test_a_call_refuses_as_resolve_does(op, impl, monkeypatch):
     for every in OPS.values():   # what earlier calls remembered, and later ones must not: cases call ops
         monkeypatch.setattr(every, "_table", {})
+        monkeypatch.setattr(every, "_unpinned", {})
     monkeypatch.setattr(platform, "interpreting", lambda: False)
     monkeypatch.setattr(platform, "no_extension", lambda: "the extension is hidden by this test")
     reason = impl.why_not("cpu", torch.float32)

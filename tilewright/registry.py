@@ -158,7 +158,8 @@ class Op:
                               dtypes=(*FLOATS, torch.float64))
         self.implementations = (*self.implementations, twin)
         self._by_name = {name: impl for impl in self.implementations for name in (impl.name, *impl.aliases)}
-        self._table: dict[tuple[str | None, str, torch.dtype, Any], Any] = {}   # of `pick`, and of `unpinned`
+        self._table: dict[tuple[str, str, torch.dtype, Any], Callable] = {}   # of `pick`
+        self._unpinned: dict[tuple[str, torch.dtype], str] = {}
         self._by_key = types.SimpleNamespace()   # of what is added to a dictionary while it traces Dynamo sees nothing
 
     @property
@@ -208,10 +209,10 @@ class Op:
 
         For implementations that are composed of other ops: a name that was asked for fixes its parts too.
         """
-        key = (None, tensor.device.type, tensor.dtype, None)
-        name = self._table.get(key)
+        key = (tensor.device.type, tensor.dtype)
+        name = self._unpinned.get(key)
         if name is None:
-            name = self._table[key] = self.choose(tensor.device.type, tensor.dtype)
+            name = self._unpinned[key] = self.choose(*key)
         return name
 
     def part(self, tensor: torch.Tensor | On) -> Callable:
