@@ -6,7 +6,9 @@ import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable
 
-from tilewright.ops import moe_mlp, permute, route
+from tilewright import platform
+from tilewright.bench import contract
+from tilewright.ops import OPS, moe_mlp, permute, route
 from tilewright.ops.moe import MOE_MLP, saved_bytes
 
 NAMES = [i.name for i in MOE_MLP.implementations]
@@ -37,6 +39,17 @@ def test_the_definition_is_what_a_reader_would_write():
             gate, up = (gate_up[index[t, k]] @ x[t]).chunk(2)
             expected[t] += weight[t, k] * (down[index[t, k]] @ (gate / (1 + torch.exp(-gate)) * up))
     torch.testing.assert_close(moe_mlp(x, gate_up, down, index, weight, implementation="eager"), expected)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the parts of the CPU's implementations")
+def test_parts_that_are_no_kernels_round_as_the_twin_does(monkeypatch):
+    """Without the extension, F.silu(gate) * up as a part, rounded twice, took the whole beyond the contract."""
+    for op in OPS.values():
+        monkeypatch.setattr(op, "_unpinned", {})
+    monkeypatch.setattr(platform, "no_extension", lambda: "the extension is hidden by this test")
+    case = next(c for c in MOE_MLP.cases if c.name == "frozen_block_fp8")
+    for seed in range(3):
+        assert not contract.check(MOE_MLP, "native", case, "cpu", torch.bfloat16, seed=seed)
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -53,6 +53,8 @@ class Implementation:
     gate: for compiled GPU kernels, returns the `KernelSpec`s that the compile gate compiles.
     tunables: returns the launches whose constants `bench tune` may search (kernels.tuning.Tunable).
     aliases: further names that a user may write; nothing lists or returns them.
+    rounds_between: rounds to the dtype between steps that the eager twin takes in a wider one. It is within the
+        contract of its own op, but `auto` makes no such part of an op that is composed of several.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Implementation:
     gate: Callable[[], Any] = no_kernels
     tunables: Callable[[], Any] = no_kernels
     aliases: tuple[str, ...] = ()
+    rounds_between: bool = False
 
     def why_not(self, device_type: str, dtype: torch.dtype | None = None, request: Any = None) -> str | None:
         """None if usable for such tensors here, else the reason."""
@@ -205,14 +208,17 @@ class Op:
                                         f"do not depend on the batch ({short(dtype)} on {device_type})")
 
     def unpinned(self, tensor: torch.Tensor | On) -> str:
-        """The name that `auto` stands for, whatever `use` pins, remembered.
+        """The name that `auto` stands for as a part of another op, whatever `use` pins, remembered.
 
-        For implementations that are composed of other ops: a name that was asked for fixes its parts too.
+        For implementations that are composed of other ops: a name that was asked for fixes its parts too, and parts
+        that round where the twin does not would take the whole beyond its contract.
         """
         key = (tensor.device.type, tensor.dtype)
         name = self._unpinned.get(key)
         if name is None:
-            name = self._unpinned[key] = self.choose(*key)
+            name = self._unpinned[key] = next(
+                (i.name for i in self.implementations
+                 if key[0] in i.devices and not i.rounds_between and i.why_not(*key) is None), "eager")
         return name
 
     def part(self, tensor: torch.Tensor | On) -> Callable:

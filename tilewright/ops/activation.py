@@ -216,7 +216,7 @@ def _implementations(op):
                        tunables=lambda: _tunables(op)),
         Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16),
                        batch_invariant=("cpu",)),
-        Implementation("torch", _torch, devices=("cuda", "cpu"),
+        Implementation("torch", _torch, devices=("cuda", "cpu"), rounds_between=True,
                        dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)),
     )
 
