@@ -201,13 +201,13 @@ def test_the_section_that_was_named_comes_before_other_libraries_names():
     (f"seed: 0x{'f' * 5000}", ["numbers of more than 100 characters are not read"]),
     ("a: 2020-02-31", ["'2020-02-31' is no timestamp"]), ("a: !!bool x", ["'x' is no bool"]),
     ("a: !!timestamp x", ["'x' is no timestamp"]), ("a: !!int x", ["'x' is no int"]),
-    ("a: " + "[" * 5000, ["more than 50 levels of nesting are not read"]),
-    ("- " * 2000, ["more than 50 levels of nesting are not read"]),
-    ("".join(" " * i + "a:\n" for i in range(2000)), ["more than 50 levels of nesting are not read"]),
+    ("a: " + "[" * 5000, ["the file has more than 50 levels of nesting"]),
+    ("- " * 2000, ["the file has more than 50 levels of nesting"]),
+    ("".join(" " * i + "a:\n" for i in range(2000)), ["the file has more than 50 levels of nesting"]),
     ("a: &a [1, *a]", ["alias *a is within what it stands for"]),
     ("a: &a {b: {<<: *a}}", ["alias *a is within what it stands for"]),
     *(("\n".join([f"a0: &a0 {first}", *(f"a{i}: &a{i} {f(', '.join([f'*a{i - 1}'] * 9))}" for i in range(1, 8))]),
-       ["more than 100000 values, each alias counted as what it stands for, are not read"])
+       ["the file has more than 100,000 values (an alias counts as everything it stands for)"])
       for first, f in (("[x]", "[{}]".format), ("{x: 1}", "{{<<: [{}]}}".format))),
 ])
 def test_malformed_files(write, text, expected):

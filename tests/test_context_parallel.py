@@ -368,7 +368,6 @@ def _triton(where):
         close(a, b, "triton")
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_a_spread_sequence_equals_one_process(world):
     if DEVICE == "cuda":

@@ -425,7 +425,6 @@ def _rank(rank, world, folder, name, kwargs, results):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["eager", *FUSED])
 def test_two_shards_of_the_vocabulary_equal_one(name):
     if DEVICE == "cuda":

@@ -229,8 +229,8 @@ print((peak() - before) / 1024)
 def test_logits_are_never_whole_in_memory(name, hows, least, most):
     if reason := LINEAR.implementation(name).why_not("cpu", torch.float32):
         pytest.skip(reason)
-    run = subprocess.run([sys.executable, "-c", PEAK, name, *hows], capture_output=True, text=True, timeout=120,
-                         check=False, cwd=ROOT)
+    run = subprocess.run([sys.executable, "-c", PEAK, name, *hows], capture_output=True, text=True, check=False,
+                         cwd=ROOT)
     assert run.returncode == 0, run.stderr[-2000:]
     assert least <= float(run.stdout) <= most
 
@@ -440,7 +440,6 @@ def _rank(rank, world, folder, name, problems):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["eager", *CHUNKED])
 def test_two_shards_of_the_vocabulary_equal_one(name):
     if DEVICE == "cuda":

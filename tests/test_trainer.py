@@ -208,8 +208,7 @@ def launch(processes, script, *arguments):
     """Runs a script under torchrun on gloo; its output is shown if it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
     return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                           str(processes), *script, *arguments], env=environment, capture_output=True, text=True,
-                          timeout=1200)
+                           str(processes), *script, *arguments], env=environment, capture_output=True, text=True)
 
 
 MODES = {
@@ -700,12 +699,15 @@ def test_what_a_killed_run_left_is_put_in_order(tmp_path, caplog):
     shutil.copytree(folder / "global_step_2", folder / ".global_step_6.partial")
     (folder / ".global_step_6.partial/dcp/.metadata").unlink()
     (folder / "global_step_2/.hf.partial").mkdir()
+    shutil.copytree(folder / "global_step_2", folder / ".global_step_8.partial")   # whole, but of another step
     checkpoint.recover(str(tmp_path / "out"), World(), alone=False)
-    assert sum("another run may be writing it" in r.message for r in caplog.records) == 3
+    assert sum("another run may be writing it" in r.message for r in caplog.records) == 4
     run(path, "--train.load_checkpoint_path=auto")
     assert sorted(p.name for p in folder.iterdir()) == ["global_step_2", "global_step_4"]
     assert not (folder / "global_step_2/.hf.partial").exists()
     assert ".global_step_6.partial: an unfinished checkpoint of an earlier run, removed" in caplog.text
+    assert ".global_step_8.partial: an unfinished checkpoint of an earlier run, removed (its state is of step 2)" \
+        in caplog.text
 
 
 def test_a_second_run_does_not_write_where_one_is_writing(tmp_path):
@@ -868,6 +870,12 @@ def test_other_data_of_the_same_lengths_are_not_gone_on_with(tmp_path):
     file = tmp_path / "ten.jsonl"
     file.write_text(file.read_text().replace("96, 0", "96, 1").replace("[9, 10", "[9, 11"))
     with pytest.raises(ValueError, match=r"another data: \{'contents'"):
+        run(path, "--train.load_checkpoint_path=auto")
+    state = checkpoint.find(str(tmp_path / "out"), "auto") / "state.json"
+    then = json.loads(state.read_text())
+    del then["run"]["data"]["contents"]
+    state.write_text(json.dumps(then))
+    with pytest.raises(ValueError, match="written by a version that did not record data: contents"):
         run(path, "--train.load_checkpoint_path=auto")
 
 
@@ -1162,7 +1170,7 @@ def test_the_defaults_train(tmp_path):
 
 @pytest.mark.parametrize("change, message", [
     ({"train__output_dir": "FILE"}, "File exists|Not a directory"),
-    ({"train__lr": 1e30}, r"step 2: the (loss|norm of the gradients) is (nan|inf), so that the step is not taken"),
+    ({"train__lr": 1e30}, r"step 2: the (loss|norm of the gradients) is (nan|inf), so the step was not taken"),
     ({"train__no_decay_modules": ["nosuch"]}, "no_decay_modules: 'nosuch' matches no name"),
     ({"train__enable_profiling": True, "train__profile_start_step": 50, "train__profile_end_step": 51},
      "profile_start_step = 50: the run has 6 steps"),

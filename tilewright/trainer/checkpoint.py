@@ -133,7 +133,8 @@ def recover(output_dir: str, world: World, *, alone: bool = True) -> None:
         try:
             if not alone:
                 raise Damaged("another run may be writing it")
-            read_state(aside)
+            if aside.name != f".global_step_{(step := read_state(aside)['step'])}.partial":
+                raise Damaged(f"its state is of step {step}")
             read_metadata(aside / "dcp")   # which is written when all else is
         except (OSError, Damaged) as problem:
             if alone:
@@ -399,9 +400,14 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
     return state
 
 
+_ANEW = "To start anew from its weights, set model.model_path to its hf folder"
+
+
 def _check(folder: pathlib.Path, state: dict[str, Any], run: dict[str, dict[str, Any]]) -> None:
     for kind, now in json.loads(json.dumps(run)).items():   # tuples as lists
         then = state["run"].get(kind, {})
+        if absent := now.keys() - then.keys():
+            raise ValueError(f"{folder} was written by a version that did not record {kind}: "
+                             f"{', '.join(sorted(absent))}, so nothing shows that they are this run's. {_ANEW}")
         if differ := {k: (then.get(k), v) for k, v in now.items() if then.get(k) != v}:
-            raise ValueError(f"{folder} was written with another {kind}: {differ} (checkpoint, configuration). To "
-                             "start anew from its weights, set model.model_path to its hf folder")
+            raise ValueError(f"{folder} was written with another {kind}: {differ} (checkpoint, configuration). {_ANEW}")

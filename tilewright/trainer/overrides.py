@@ -146,8 +146,8 @@ class _Loader(yaml.SafeLoader):
         self.depth += 1
         if self.values > MOST_VALUES or self.depth > DEEPEST:
             most = f"{DEEPEST} levels of nesting" if self.depth > DEEPEST else (
-                f"{MOST_VALUES} values, each alias counted as what it stands for,")
-            raise yaml.composer.ComposerError(None, None, f"more than {most} are not read", event.start_mark)
+                f"{MOST_VALUES:,} values (an alias counts as everything it stands for)")
+            raise yaml.composer.ComposerError(None, None, f"the file has more than {most}", event.start_mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
         if not alias and event.anchor is not None:

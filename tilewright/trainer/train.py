@@ -342,7 +342,7 @@ def _train(config: Config, world: World) -> None:
             if not (math.isfinite(loss) and math.isfinite(norm)):   # the same on every rank
                 saver.finish()
                 wrong = f"norm of the gradients is {norm}" if math.isfinite(loss) else f"loss is {loss}"
-                raise ValueError(f"step {step + 1}: the {wrong}, so that the step is not taken; {saver.go_on()}")
+                raise ValueError(f"step {step + 1}: the {wrong}, so the step was not taken; {saver.go_on()}")
             lr = plan.lr(step)
             set_lr(optimizer, lr)
             optimizer.step()
