@@ -80,7 +80,7 @@ def test_compiles_as_one_graph_and_gives_the_same(op, name):
     """The graph is traced whole and split into forward and backward, then run as it is: equal bits."""
     skip_unless_usable(op, name, torch.float32)
     fn = functools.partial(op.public, implementation=name)
-    for case in small_cases(op)[:2]:
+    for case in small_cases(op)[:1 if name == "eager" else 2]:   # what Dynamo traces of a twin is PyTorch's
         torch._dynamo.reset()
         compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
         assert_same(differentiate(compiled, inputs(case)), differentiate(fn, inputs(case)))
@@ -324,7 +324,7 @@ def test_recomputes_the_same_under_checkpointing(op, name):
     def checkpointed(**kwargs):
         return checkpoint(twice, use_reentrant=False, **kwargs)
 
-    for case in small_cases(op)[:2]:
+    for case in small_cases(op)[:1 if name == "triton" else 2]:   # the interpreter is slow
         assert_same(differentiate(checkpointed, inputs(case)), differentiate(twice, inputs(case)))
 
 
