@@ -106,6 +106,16 @@ def _to_e2m1(x):
     return np.where(np.isnan(x), 7, code | np.signbit(x).astype(np.uint8) << 3).astype(np.uint8)
 
 
+def _to_e4m3(x):
+    """Codes of the nearest numbers, ties to even; what is too large becomes the largest; NaN 127."""
+    t = torch.from_numpy(np.clip(x, -448, 448)).to(torch.float8_e4m3fn)
+    return np.where(np.isnan(x), 127, t.view(torch.uint8).numpy()).astype(np.uint8)
+
+
+def _from_e4m3(code):
+    return torch.from_numpy(code).view(torch.float8_e4m3fn).to(torch.float16).numpy()
+
+
 class TensorMap:
     """What a TMA descriptor says: of a matrix or more dimensions, the last one contiguous. swizzle: within how many
     bytes, or 0."""
@@ -676,10 +686,13 @@ class _Cluster:
         elif name == "redux":
             self.whole_warps(who, text)
             given = self.get(args[1], 32).view({"s32": np.int32, "u32": np.uint32, "f32": np.float32}[kind])
-            if set(op) - {"redux", "sync", "min", "max", "add", kind} or (kind == "f32" and op[2] == "add"):
+            if set(op) - {"redux", "sync", "min", "max", "add", kind} - (
+                    {"abs", "NaN"} if kind == "f32" else set()) or (kind == "f32" and op[2] == "add"):
                 raise KeyError(text)
             one, either = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum), "add": (None, np.add)}[op[2]]
-            found = (one if kind == "f32" else either).reduce(given.reshape(-1, 32), axis=1, dtype=given.dtype)
+            given = np.abs(given) if "abs" in op else given
+            number = kind == "f32" and "NaN" not in op   # of a number and a NaN, the number
+            found = (one if number else either).reduce(given.reshape(-1, 32), axis=1, dtype=given.dtype)
             self.put(args[0], np.repeat(found, 32).view(np.uint32), who)
         elif name == "mapa":
             self.put(args[0], ((self.get(args[2], 32) + 1) * WINDOW + self.get(args[1], 32)).astype(np.uint32), who)
@@ -839,6 +852,13 @@ class _Cluster:
         if op[1:] == ["rn", "satfinite", "e2m1x2", "f32"]:   # the first source is the upper half
             high, low = (_to_e2m1(_f32(self.get(a, 32))) for a in args[1:3])
             return high << 4 | low
+        if op[1:] == ["rn", "satfinite", "e4m3x2", "f32"]:
+            high, low = (_to_e4m3(_f32(self.get(a, 32))) for a in args[1:3])
+            return high.astype(np.uint16) << 8 | low
+        if op[1:] == ["rn", "f16x2", "e4m3x2"]:
+            code = self.get(args[1], 16)
+            high, low = (_from_e4m3(c.astype(np.uint8)).view(np.uint16) for c in (code >> 8, code & 255))
+            return high.astype(np.uint32) << 16 | low
         if op[1:] == ["rn", "f16x2", "e2m1x2"]:
             code = self.get(args[1], 8)
             high, low = (E2M1[c].astype(np.float16).view(np.uint16) for c in (code >> 4, code & 15))

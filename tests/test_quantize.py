@@ -419,16 +419,16 @@ def test_e2m1_is_rounded_to_the_nearest_and_ties_to_even():
     assert torch.equal(quantize.to_e2m1(-v), codes | 8)
 
 
-def test_e2m1_is_converted_by_gpus_that_can(monkeypatch):
+def test_codes_are_converted_by_gpus_that_can(monkeypatch):
     """What they give is tested in test_triton_ptx.py."""
     pytest.importorskip("triton")
     from tilewright.kernels import quantize_triton
 
-    has = quantize_triton.has_e2m1.__wrapped__
-    for capability, expected in (((8, 0), False), ((9, 0), False), ((10, 0), True), ((10, 3), True), ((12, 1), True)):
+    has = quantize_triton.conversions.__wrapped__
+    for capability, expected in (((8, 0), 0), ((8, 9), 1), ((9, 0), 1), ((10, 0), 2), ((10, 3), 2), ((12, 1), 2)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert has(torch.device("cuda", 0)) == expected
-    assert not has(torch.device("cpu"))
+    assert has(torch.device("cpu")) == 0
 
 
 def test_nvfp4_codes_make_up_for_the_rounding_of_the_scale():

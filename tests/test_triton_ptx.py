@@ -24,7 +24,13 @@ import torch
 
 from tilewright import platform
 from tilewright.bench import contract
-from tilewright.ops import dequantize_nvfp4, quantize_nvfp4
+from tilewright.ops import (
+    BlockFP8,
+    dequantize_block_fp8,
+    dequantize_nvfp4,
+    quantize_block_fp8,
+    quantize_nvfp4,
+)
 from tilewright.registry import operations, short
 
 pytest.importorskip("triton")
@@ -37,7 +43,7 @@ def multiplies(op):
     """Whether its kernels use tensor cores, of which ptx.py has those of sm_80 and sm_90."""
     impl = op.implementation("triton")
     searched = (s for t in impl.tunables() for key in map(t.named, t.keys) for s in t.specs(key, t.heuristic(**key)))
-    return any(set(uses) - {"e2m1"} for spec in (*impl.gate(), *searched) for uses in spec.uses.values())
+    return any(set(uses) - {"e2m1", "e4m3"} for spec in (*impl.gate(), *searched) for uses in spec.uses.values())
 
 
 OPS = [op for op in operations().values() if "triton" in op.names() and not multiplies(op)]
@@ -194,13 +200,13 @@ def rounds_to_nearest(driver):
             assert (found == truth.to(dtype)).double().mean() > 0.99   # float32 may lie on the other side of a tie
 
 
-def converts(driver, hardware, run):
-    """What run() returns, made with or without the GPU's conversions of e2m1."""
+def converts(driver, hardware, run, instruction="e2m1x2"):
+    """What run() returns, made with or without an instruction."""
     texts, change = [], driver.change
     driver.change = lambda text: texts.append(text) or (change(text) if change else text)
     found = run()
     driver.change = change
-    assert texts and all(("e2m1x2" in text) == hardware for text in texts)
+    assert texts and all((instruction in text) == hardware for text in texts)
     return found
 
 
@@ -240,6 +246,32 @@ def from_e2m1(driver, hardware):
         q = NVFP4(data, scale, total, (4, 128), F32)
         found = converts(driver, hardware, lambda q=q: dequantize_nvfp4(q, implementation="triton"))
         assert torch.equal(found.view(torch.int32), dequantize_nvfp4(q, implementation="eager").view(torch.int32))
+
+
+def to_e4m3(driver, hardware):
+    """Numbers that have codes, ties, what is next to both, and the ends, of both signs: codes of the twin and C++."""
+    every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    marks = torch.cat([every, (every[1:] + every[:-1]) / 2])
+    inf = torch.tensor(float("inf"))
+    v = torch.cat([marks, marks.nextafter(inf), marks.nextafter(-inf), torch.tensor([1e-45, 2.0**-126, 1e-10])])
+    v = torch.cat([v, -v]).clamp(-448, 448)
+    v = torch.nn.functional.pad(v, (0, -len(v) % 127)).view(-1, 127)
+    v = torch.nn.functional.pad(v, (0, 1), value=448.0)   # the scale is 1
+    found = converts(driver, hardware, lambda: quantize_block_fp8(v, block=(1, 128), implementation="triton"), "e4m3x2")
+    for name in ("eager", "cpp"):
+        expected = quantize_block_fp8(v, block=(1, 128), implementation=name)
+        assert (expected.scale_inv == 1).all()
+        assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8)), name
+
+
+def from_e4m3(driver, hardware):
+    """Each byte there is, in products whose last bits show."""
+    data = torch.arange(256, dtype=torch.uint8).repeat(3, 1).view(torch.float8_e4m3fn)
+    q = BlockFP8(data, torch.tensor([[1.0, 0.1], [3e-30, 1e30], [-0.7, 0.3]]), (1, 128), F32)
+    found = converts(driver, hardware, lambda: dequantize_block_fp8(q, implementation="triton"), "e4m3x2")
+    expected = dequantize_block_fp8(q, implementation="eager")
+    assert expected.isnan().sum() == 6 and torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(7.0).view(torch.int32), expected.nan_to_num(7.0).view(torch.int32))
 
 
 def planted(driver, old, new, test, *arguments):
@@ -292,6 +324,9 @@ def runs():
     for arch in (90, 100, 120):
         found[f"sm_{arch}-to_e2m1"] = arch, to_e2m1, arch >= 100
         found[f"sm_{arch}-from_e2m1"] = arch, from_e2m1, arch >= 100
+    for arch in (80, 90, 100):
+        found[f"sm_{arch}-to_e4m3"] = arch, to_e4m3, arch >= 90
+        found[f"sm_{arch}-from_e4m3"] = arch, from_e4m3, arch >= 90
     # Without tensor cores, and with those of sm_120, which are sm_80's.
     nvfp4_linear = {c.name: c for c in operations()["quantized_linear"].cases if "contract" in c.tags}
     for name in ("aligned", "two_scales", "three_dimensions"):
@@ -310,6 +345,11 @@ def runs():
             ("from_halves", r"(mov\.b32 \{)half_a, half_b", r"\1half_b, half_a", from_e2m1),
             ("from_bytes", r"(mov\.b32 \{)e2m1_a, e2m1_b", r"\1e2m1_b, e2m1_a", from_e2m1)):
         found[f"planted-e2m1-{name}"] = 100, planted, old, new, test, True
+    for name, old, new, test in (
+            ("halves", r"(e4m3x2\.f32\s+\S+, )(%\w+), (%\w+);", r"\1\3, \2;", to_e4m3),
+            ("from_halves", r"(cvt\.rn\.f16x2\.e4m3x2\s+%\w+, )%\w+;", r"\g<1>0;", from_e4m3),
+            ("by_e4m3", r"0x1c1c1c1c", "0x0c0c0c0c", from_e2m1)):
+        found[f"planted-e4m3-{name}"] = 90, planted, old, new, test, test is not from_e2m1
     # In a product, most in every instruction of a kind. product: only in the first of a kernel.
     for arch, name, old, new in (
             (80, "product", r"(?s)\A(.*?)mma\.sync[^;]*;", r"\1"),
@@ -346,7 +386,12 @@ def main(names):
     from triton import knobs
     from triton.runtime import driver as triton_driver
 
-    from tilewright.kernels import grouped_gemm_triton, quantize_triton
+    from tilewright.kernels import (
+        fused_quantize_triton,
+        grouped_gemm_triton,
+        quantize_triton,
+        quantized_linear_triton,
+    )
 
     knobs.runtime.add_stages_inspection_hook = without_machine_code
     knobs.compilation.disable_line_info = True   # nobody debugs them: a fifth of the time of compiling
@@ -356,7 +401,8 @@ def main(names):
     # Tensors are of the CPU here, so the launchers are told what the device has.
     grouped_gemm_triton._has_tma = lambda device: driver.arch >= 90
     grouped_gemm_triton._large = lambda device: driver.arch // 10 in (9, 10)
-    quantize_triton.has_e2m1 = lambda device: driver.arch >= 100
+    for module in (quantize_triton, fused_quantize_triton, quantized_linear_triton):   # those that name it
+        module.conversions = lambda device: (driver.arch >= 90) + (driver.arch >= 100)
     known = runs()
     for name in names:
         driver.arch, test, *arguments = known[name]

@@ -4,10 +4,10 @@ The launches of each implementation (`tunables`, `gate`) give specs: for their h
 constants in the committed tables. Each spec is compiled for every architecture. Red are: a
 kernel that does not compile; spilled registers or any local memory; more shared memory than the GPU has;
 what a spec needs (wide loads and stores, matrix or copy instructions) and PTX or machine code does not have;
-and anything worse than the committed budget: more registers or shared memory, narrower global loads or
-stores, a smaller share of wide ones, a matrix or copy instruction no longer used, a kernel without a budget, a
-budget without a kernel. A budget belongs to one version of one compiler (budgets/triton-3.9.0.json); with a
-version that has no such file, only the rules that need none are checked.
+and anything worse than the committed budget: more registers or shared memory, more instructions an element in a
+streaming kernel, narrower global loads or stores, a smaller share of wide ones, a matrix or copy instruction no longer
+used, a kernel without a budget, a budget without a kernel. A budget belongs to one version of one compiler
+(budgets/triton-3.9.0.json); with a version that has no such file, only the rules that need none are checked.
 
     python -m tilewright.bench compile-gate [--op OP] [--arch 90] [--update] [--space] [--json]
 """
@@ -53,6 +53,7 @@ class Facts:
     registers: a thread.   spill, local: bytes a thread spills, and bytes of stack and local memory it has.
     shared: bytes a block.   load, store, uses: as `machine_code.ptx_facts` reads them from PTX.
     The rest: as `machine_code.sass_facts` reads it from machine code; None where nothing can disassemble it.
+    per_element: instructions a thread divided by its elements, of specs that say how many elements a program takes.
     """
 
     registers: int
@@ -68,6 +69,8 @@ class Facts:
     wide_stores: int | None = None
     local_instructions: int | None = None
     sass_uses: tuple[str, ...] | None = None
+    instructions: int | None = None
+    per_element: float | None = None
 
 
 @dataclass(frozen=True)
@@ -260,6 +263,11 @@ def _read(task: tuple[int, list[bytes]]) -> list[dict[str, Any]]:
     return [machine_code.sass_facts(text) for text in machine_code.disassemble(cubins, arch)]
 
 
+def _per_element(spec: Any, instructions: int) -> float | None:
+    elements = getattr(spec, "elements", 0)
+    return round(instructions * 32 * spec.num_warps / elements, 1) if elements else None
+
+
 def compile_all(specs: dict[str, Any], archs: Sequence[int], jobs: int) -> list[Result]:
     """Compiles every spec for every architecture that launches it, in `jobs` processes."""
     tasks = [(name, arch) for name, spec in specs.items() for arch in archs
@@ -277,7 +285,8 @@ def compile_all(specs: dict[str, Any], archs: Sequence[int], jobs: int) -> list[
             results = [r for r, _ in compiled]
             for mine, read in zip(by_arch.values(), listings, strict=True):
                 for i, sass in zip(mine, read, strict=True):
-                    results[i] = replace(results[i], facts=replace(results[i].facts, **sass))
+                    count = _per_element(specs[results[i].name], sass["instructions"])
+                    results[i] = replace(results[i], facts=replace(results[i].facts, **sass, per_element=count))
             return results
     except BrokenProcessPool:
         raise SystemExit("compile-gate: a compiler crashed and took its process with it; "
@@ -287,7 +296,7 @@ def compile_all(specs: dict[str, Any], archs: Sequence[int], jobs: int) -> list[
 # ---- the verdict
 
 BUDGETED = ("registers", "shared", "load", "store", "uses",
-            "sass_load", "sass_store", "wide_loads", "wide_stores", "sass_uses")
+            "sass_load", "sass_store", "wide_loads", "wide_stores", "sass_uses", "per_element")
 
 
 def problems(result: Result) -> list[str]:
@@ -337,6 +346,9 @@ def over_budget(result: Result, budget: dict[str, Any] | None) -> list[str]:
     found = [f"{what}: {getattr(f, key)}, budget {budget[key]}"
              for key, what in (("registers", "registers a thread"), ("shared", "bytes of shared memory"))
              if getattr(f, key) > budget[key]]
+    # Budgets of kernels that do not stream, and those written before there was this one, have none.
+    if f.per_element is not None and f.per_element > (budget.get("per_element") or float("inf")):
+        found.append(f"instructions an element: {f.per_element}, budget {budget['per_element']}")
     least = (("load", "widest global load", " bits"), ("store", "widest global store", " bits"),
              ("sass_load", "widest global load in SASS", " bits"),
              ("sass_store", "widest global store in SASS", " bits"),
@@ -376,10 +388,10 @@ def table(results: Sequence[Result], archs: Sequence[int]) -> str:
     for r in results:
         by_name.setdefault(r.name, []).append(r)
     width = max(map(len, by_name))
-    row = f"{{:<{width}}}  {{:<12}}{{:<13}}{{:<20}}{{:<17}}{{:<13}}{{:<22}}{{}}"
+    row = f"{{:<{width}}}  {{:<12}}{{:<13}}{{:<20}}{{:<17}}{{:<13}}{{:<22}}{{:<18}}{{}}"
     heads = "for " + ", ".join(f"sm_{a}" for a in archs)
     lines = [row.format(heads, "registers", "spill+local", "shared", "load/store bits", "in SASS", "wide bytes, %",
-                        "uses")]
+                        "an element", "uses")]
     for name, found in by_name.items():
         def each(show, found=found):
             values = [show(r.facts) if r.facts else "-" for r in found]
@@ -390,6 +402,7 @@ def table(results: Sequence[Result], archs: Sequence[int]) -> str:
             each(lambda f: str(f.shared)), each(lambda f: f"{f.load}/{f.store}"),
             each(lambda f: "-" if f.sass_load is None else f"{f.sass_load}/{f.sass_store}"),
             each(lambda f: "-" if f.sass_load is None else f"{f.wide_loads}/{f.wide_stores}"),
+            each(lambda f: "-" if f.per_element is None else str(f.per_element)),
             each(lambda f: "+".join(f.uses) or "-")))
     return "\n".join(lines)
 
@@ -444,7 +457,8 @@ def main(argv: list[str] | None = None) -> int:
         budgets = json.loads(path.read_text()) if path.exists() else None
         if args.update:
             budgets = {key: b for key, b in (budgets or {}).items() if not in_scope(key)}
-            budgets |= {r.key: {k: asdict(r.facts)[k] for k in BUDGETED} for r in mine if r.facts and budgeted(r.name)}
+            budgets |= {r.key: {k: v for k, v in asdict(r.facts).items() if k in BUDGETED and (
+                k != "per_element" or v is not None)} for r in mine if r.facts and budgeted(r.name)}
             write_budgets(path, budgets)
             notes.append(f"wrote {path.name}: {len(budgets)} budgets")
         elif budgets is None:

@@ -28,6 +28,7 @@ FAMILIES = {
             r"UTMA(?:LDG|STG|REDG)\b|UBLK(?:CP|RED)\b"),
     "cp.async": (r"cp\.async\.c[ag]\.", r"LDGSTS\b"),
     "cluster": (r"barrier\.cluster\.|st\.async\.|red\.async\.", r"UCGABAR_|STAS\b|REDAS\b"),
+    "e4m3": (r"cvt\.rn\.(?:satfinite\.e4m3x2\.f32|f16x2\.e4m3x2)\b", r"F2FP\.[\w.]*\bE4M3\b"),
     "e2m1": (r"cvt\.rn\.(?:satfinite\.e2m1x2\.f32|f16x2\.e2m1x2)\b", r"F2FP\.[\w.]*\bE2M1\b"),
 }
 
@@ -74,10 +75,12 @@ def sass_facts(text: str) -> dict[str, Any]:
     """sass_load, sass_store: bits of the widest access to global memory.   sass_uses: keys of FAMILIES.
     wide_loads, wide_stores: of the bytes that the listing loads or stores once through, per cent by instructions of 128
     bits or more; 100 if threads load or store none. A budget for it: one stray wide access hides no narrow loop.
-    local_instructions: loads and stores of local memory.
+    local_instructions: loads and stores of local memory.   instructions: up to the last EXIT, behind which are the slow
+    paths of division and the like: what a thread runs where nothing loops.
     """
     names = INSTRUCTION.findall(text)
     found: dict[str, Any] = {"local_instructions": sum(re.match(r"(?:LDL|STL)\b", n) is not None for n in names)}
+    found["instructions"] = 1 + max((i for i, n in enumerate(names) if n.startswith("EXIT")), default=-1)
     for kind, start in GLOBAL.items():
         widths = [_width(n) for n in names if start.match(n)]
         wide = sum(w for w in widths if w >= 128)

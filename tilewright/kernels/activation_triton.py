@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.instructions_triton import exp_or_zero, reciprocal, sigmoid
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -32,8 +33,8 @@ def _space(columns: int, itemsize: int) -> list[dict]:
 @triton.jit
 def _sigmoid_pair(x):
     """sigmoid(x) and sigmoid(-x), each to a few ulp: 1 - sigmoid(x) would cancel for large x."""
-    e = tl.exp(-tl.abs(x))
-    near = 1.0 / (1.0 + e)
+    e = exp_or_zero(-tl.abs(x))
+    near = reciprocal(1.0 + e)
     far = e * near
     return tl.where(x < 0, far, near), tl.where(x < 0, near, far)
 
@@ -53,7 +54,7 @@ def _normal(x):
     lost = tl.fma(square, 0.7213475108146667, -power) + 0.7213475108146667 * tl.fma(z, z, -square)
     lost += square * 9.629815e-09
     e = tl.exp2(-power) * (1.0 - 0.6931471805599453 * lost)
-    t = 1.0 / (1.0 + 0.345 * z)
+    t = reciprocal(1.0 + 0.345 * z)
     q = 0.144233868 - 0.0281518623 * t
     q = q * t - 0.269154072
     q = q * t + 0.185055152
@@ -64,6 +65,16 @@ def _normal(x):
     q = q * t + 0.137620106
     tail = e * t * q
     return tl.where(x < 0, tail, 1.0 - tail), 0.3989422804014327 * e
+
+
+@triton.jit
+def activation(g, KIND: tl.constexpr):
+    """act(g)."""
+    if KIND == 0:
+        a = g * sigmoid(g)
+    else:
+        a, _ = _activate(g, KIND)
+    return a
 
 
 @triton.jit
@@ -95,7 +106,7 @@ def _forward(gate_ptr, up_ptr, y_ptr, columns, BLOCKS, gate_stride, up_stride, y
     mask = c < columns * UNIT
     g = tl.load(gate_ptr + row * gate_stride * UNIT + c, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up_ptr + row * up_stride * UNIT + c, mask=mask, other=0.0).to(tl.float32)
-    a, _ = _activate(g, KIND)
+    a = activation(g, KIND)
     tl.store(y_ptr + row * y_stride * UNIT + c, (a * u).to(y_ptr.dtype.element_ty), mask=mask)
 
 

@@ -11,12 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels import activation_triton, launchers, quantize_triton, rmsnorm_triton
+from tilewright.kernels import activation_triton, launchers, rmsnorm_triton
 from tilewright.kernels.hadamard_triton import TILE, butterflies, sign_mask, signed
+from tilewright.kernels.instructions_triton import largest_magnitude, reciprocal, rounded_to, widened
 from tilewright.kernels.quantize_triton import (
+    E2M1,
+    E4M3,
     block_fp8_quantize,
+    conversions,
     fp8_tile,
-    magnitude,
     nvfp4_tile,
     random_bits,
 )
@@ -29,12 +32,12 @@ BLOCK = 128   # columns that share a scale in FP8
 
 @triton.jit
 def _largest_transformed(x_ptr, most_ptr, n, signs, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The largest magnitude of a program's elements after the transform, as bits: a NaN is above all numbers."""
+    """The largest magnitude of a program's elements after the transform; NaN if there is one."""
     i = tl.arange(0, TILE)
     at = tl.program_id(0).to(tl.int64) * TILE + i
     v = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     v = butterflies(signed(v, i, signs, SIZE), SIZE)
-    tl.store(most_ptr + tl.program_id(0), tl.max(magnitude(v), axis=0))
+    tl.store(most_ptr + tl.program_id(0), largest_magnitude(v, 0))
 
 
 def nvfp4_largest(x: torch.Tensor, hadamard: int, signs: int | None) -> torch.Tensor:
@@ -42,9 +45,9 @@ def nvfp4_largest(x: torch.Tensor, hadamard: int, signs: int | None) -> torch.Te
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
     programs = triton.cdiv(x.numel(), TILE)
-    most = x.new_empty(programs, dtype=torch.int32)
+    most = x.new_empty(programs, dtype=torch.float32)
     _largest_transformed[(programs,)](x, most, x.numel(), sign_mask(signs), SIZE=hadamard, TILE=TILE, num_warps=4)
-    return most.amax().view(torch.float32)
+    return most.amax()
 
 
 @triton.jit
@@ -112,7 +115,7 @@ def nvfp4_quantize_both(
         _nvfp4_both[(B * bands * tiles,)](x, global_scale, data, scale, turned, turned_scale, R, C, data.shape[2],
                                           turned.shape[2], bands, tiles, seed or 0, TALL=16 if square else 1,
                                           HIGH=high, WIDE=wide, RANDOM=seed is not None,
-                                          HARDWARE=seed is None and quantize_triton.has_e2m1(x.device),
+                                          HARDWARE=conversions(x.device),
                                           num_warps=_nvfp4_warps(seed is not None))
     return data, scale, turned, turned_scale
 
@@ -121,9 +124,9 @@ def nvfp4_quantize_both(
 
 @triton.jit
 def _block_fp8_put(x, at, inside, data_ptr, inverse_ptr, first, rows, row0, column0, columns, ROWS: tl.constexpr,
-                   COLUMNS: tl.constexpr):
+                   COLUMNS: tl.constexpr, HARDWARE: tl.constexpr):
     """Quantises the tile x at (row0, column0) of a matrix whose first row of blocks is number `first` of all."""
-    code, inverse = fp8_tile(x.to(tl.float32), 0, ROWS, COLUMNS, False)
+    code, inverse = fp8_tile(x.to(tl.float32), 0, ROWS, COLUMNS, False, HARDWARE)
     tl.store(data_ptr + at, code, mask=inside)
     r = row0 // ROWS + tl.arange(0, x.shape[0] // ROWS)
     g = column0 // COLUMNS + tl.arange(0, x.shape[1] // COLUMNS)
@@ -134,7 +137,8 @@ def _block_fp8_put(x, at, inside, data_ptr, inverse_ptr, first, rows, row0, colu
 
 @triton.jit
 def _block_fp8_both(x_ptr, data_ptr, inverse_ptr, turned_ptr, turned_inverse_ptr, R, C, bands, tiles,
-                    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr, STRIP: tl.constexpr):
+                    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr, STRIP: tl.constexpr,
+                    HARDWARE: tl.constexpr):
     """A tile of SIDE x SIDE of x, and the same of its transpose, each in strips. The second time x comes from a cache:
     a tile that is held in registers for both leaves too few of them (ptxas spills 24 bytes for sm_100)."""
     band = (tl.program_id(0) // tiles).to(tl.int64)
@@ -150,7 +154,7 @@ def _block_fp8_both(x_ptr, data_ptr, inverse_ptr, turned_ptr, turned_inverse_ptr
         at = (b * R + r)[:, None] * C + c[None, :]
         x = tl.load(x_ptr + at, mask=inside, other=0.0)
         _block_fp8_put(x, at, inside, data_ptr, inverse_ptr, b * ((R + ROWS - 1) // ROWS), R, row0 + start, column0, C,
-                       ROWS, COLUMNS)
+                       ROWS, COLUMNS, HARDWARE)
     for start in range(0, SIDE, STRIP):
         r = row0 + side
         c = column0 + start + strip
@@ -158,7 +162,7 @@ def _block_fp8_both(x_ptr, data_ptr, inverse_ptr, turned_ptr, turned_inverse_ptr
         at = (b * C + c)[:, None] * R + r[None, :]
         inside = (c < C)[:, None] & (r < R)[None, :]
         _block_fp8_put(tl.trans(x), at, inside, turned_ptr, turned_inverse_ptr, b * ((C + ROWS - 1) // ROWS), C,
-                       column0 + start, row0, R, ROWS, COLUMNS)
+                       column0 + start, row0, R, ROWS, COLUMNS, HARDWARE)
 
 
 def _strips(rows: int, columns: int) -> dict:
@@ -183,7 +187,7 @@ def block_fp8_quantize_both(
     turned_inverse = x.new_empty((B, triton.cdiv(C, rows), triton.cdiv(R, columns)), dtype=torch.float32)
     bands, tiles = triton.cdiv(R, side), triton.cdiv(C, side)
     _block_fp8_both[(B * bands * tiles,)](x, data, inverse, turned, turned_inverse, R, C, bands, tiles,
-                                          **_strips(rows, columns))
+                                          HARDWARE=conversions(x.device), **_strips(rows, columns))
     return data, inverse, turned, turned_inverse
 
 
@@ -191,7 +195,8 @@ def block_fp8_quantize_both(
 
 @triton.jit
 def _silu_mul_quantize(gate_ptr, up_ptr, data_ptr, inverse_ptr, columns, tiles, gate_stride, up_stride, key,
-                       UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, RANDOM: tl.constexpr):
+                       UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, RANDOM: tl.constexpr,
+                       HARDWARE: tl.constexpr):
     """GROUPS blocks of one row. Strides and columns in units of UNIT elements: see activation_triton."""
     row = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
@@ -199,22 +204,21 @@ def _silu_mul_quantize(gate_ptr, up_ptr, data_ptr, inverse_ptr, columns, tiles, 
     c = tile * (GROUPS * BLOCK) + tl.arange(0, GROUPS * BLOCK)
     mask = c < n
     gate = tl.load(gate_ptr + row * gate_stride * UNIT + c, mask=mask, other=0.0)
-    up = tl.load(up_ptr + row * up_stride * UNIT + c, mask=mask, other=0.0).to(tl.float32)
-    a, _ = activation_triton._activate(gate.to(tl.float32), 0)
-    y = (a * up).to(gate.dtype).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride * UNIT + c, mask=mask, other=0.0)
+    y = rounded_to(activation_triton.activation(widened(gate), 0) * widened(up), gate.dtype)
     at = row * n + c
     if RANDOM:
         random = random_bits(at, key)
     else:
         random = 0
-    code, inverse = fp8_tile(tl.reshape(y, (1, GROUPS * BLOCK)), random, 1, BLOCK, RANDOM)
+    code, inverse = fp8_tile(tl.reshape(y, (1, GROUPS * BLOCK)), random, 1, BLOCK, RANDOM, HARDWARE)
     tl.store(data_ptr + at, tl.reshape(code, (GROUPS * BLOCK,)), mask=mask)
     g = tile * GROUPS + tl.arange(0, GROUPS)
     across = (n + BLOCK - 1) // BLOCK
     tl.store(inverse_ptr + row * across + g, tl.reshape(inverse, (GROUPS,)), mask=g < across)
 
 
-SILU_TILE = 1024   # elements of a program: with 4 warps, one 128-bit load of each bf16 operand a thread
+SILU_TILE = 1024   # elements of a program: with 2 warps, two 128-bit loads of each bf16 operand a thread
 
 
 def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,7 +233,8 @@ def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, seed: int | None) ->
         by = activation_triton._unit(columns, gate, up)
         _silu_mul_quantize[(rows * tiles,)](gate, up, data, inverse, columns // by, tiles, gate.stride(0) // by,
                                             up.stride(0) // by, seed or 0, UNIT=by, BLOCK=BLOCK, GROUPS=groups,
-                                            RANDOM=seed is not None, num_warps=max(1, groups * BLOCK // 256))
+                                            RANDOM=seed is not None, HARDWARE=conversions(gate.device),
+                                            num_warps=max(1, groups * BLOCK // 512))
     return data, inverse
 
 
@@ -237,13 +242,13 @@ def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, seed: int | None) ->
 
 @triton.jit
 def _quantise_rows(y, at, mask, data_ptr, inverse_ptr, row, in_t, column0, D, key, BLOCK: tl.constexpr,
-                   RANDOM: tl.constexpr):
+                   RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
     """y [rows, columns] float32, from column column0 on; `at` in all of x."""
     if RANDOM:
         random = random_bits(at, key)
     else:
         random = 0
-    code, inverse = fp8_tile(y, random, 1, BLOCK, RANDOM)
+    code, inverse = fp8_tile(y, random, 1, BLOCK, RANDOM, HARDWARE)
     tl.store(data_ptr + at, code, mask=mask)
     g = column0 // BLOCK + tl.arange(0, y.shape[1] // BLOCK)
     across = (D + BLOCK - 1) // BLOCK
@@ -251,26 +256,38 @@ def _quantise_rows(y, at, mask, data_ptr, inverse_ptr, row, in_t, column0, D, ke
 
 
 @triton.jit
-def _normalised(x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, c, offset, D, DTYPE: tl.constexpr, BIAS: tl.constexpr,
-                ROUND_XHAT: tl.constexpr, KEEP: tl.constexpr):
-    w = tl.load(w_ptr + h * D + c, mask=c < D, other=0.0).to(tl.float32) + offset
-    y = x * rstd[:, None]
-    if ROUND_XHAT:
-        y = y.to(DTYPE).to(tl.float32)
-    y = y * w[None, :]
-    if BIAS:
-        y += tl.load(b_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
-    y = y.to(DTYPE)
-    if KEEP:
-        tl.store(y_ptr + at, y, mask=mask)
-    return tl.where(mask, y.to(tl.float32), 0.0)
+def _columns(ptr, c, D, ROWS: tl.constexpr):
+    """ptr[c] [1, columns] as float32, 0 from D on. For a tile of one row, loaded in the tile's own layout."""
+    if ROWS == 1:
+        v = widened(tl.load(ptr + c[None, :], mask=(c < D)[None, :], other=0.0))
+    else:
+        v = tl.load(ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    return v
 
 
 @triton.jit
-def _rmsnorm_quantize(x_ptr, w_ptr, b_ptr, y_ptr, data_ptr, inverse_ptr, T, eps, offset, key, H: tl.constexpr,
-                      D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WALK: tl.constexpr,
-                      BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr, BLOCK: tl.constexpr, RANDOM: tl.constexpr,
-                      KEEP: tl.constexpr):
+def _normalised(x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, c, D, DTYPE: tl.constexpr, OFFSET: tl.constexpr,
+                BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr, KEEP: tl.constexpr):
+    w = _columns(w_ptr + h * D, c, D, x.shape[0])
+    if OFFSET != 0.0:
+        w += OFFSET
+    y = x * rstd[:, None]
+    if ROUND_XHAT:
+        y = rounded_to(y, DTYPE)
+    y = y * w
+    if BIAS:
+        y += _columns(b_ptr, c, D, x.shape[0])
+    y = rounded_to(y, DTYPE)
+    if KEEP:
+        tl.store(y_ptr + at, y.to(DTYPE), mask=mask)
+    return y   # behind the end of a row it is 0, as x and b are there
+
+
+@triton.jit
+def _rmsnorm_quantize(x_ptr, w_ptr, b_ptr, y_ptr, data_ptr, inverse_ptr, T, eps, key, H: tl.constexpr,
+                      D: tl.constexpr, OFFSET: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+                      WALK: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr, BLOCK: tl.constexpr,
+                      RANDOM: tl.constexpr, KEEP: tl.constexpr, HARDWARE: tl.constexpr):
     """rmsnorm_triton._forward, whose sums and order of operations it keeps, and the quantisation of its rows."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = tl.program_id(1)
@@ -281,25 +298,25 @@ def _rmsnorm_quantize(x_ptr, w_ptr, b_ptr, y_ptr, data_ptr, inverse_ptr, T, eps,
     if not WALK:
         mask = in_t[:, None] & (cols < D)[None, :]
         at = row[:, None] * D + cols[None, :]
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + eps)
-        y = _normalised(x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, cols, offset, D, DTYPE, BIAS, ROUND_XHAT, KEEP)
-        _quantise_rows(y, at, mask, data_ptr, inverse_ptr, row, in_t, 0, D, key, BLOCK, RANDOM)
+        x = widened(tl.load(x_ptr + at, mask=mask, other=0.0))
+        rstd = reciprocal(tl.sqrt(tl.sum(x * x, axis=1) / D + eps))
+        y = _normalised(x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, cols, D, DTYPE, OFFSET, BIAS, ROUND_XHAT, KEEP)
+        _quantise_rows(y, at, mask, data_ptr, inverse_ptr, row, in_t, 0, D, key, BLOCK, RANDOM, HARDWARE)
     else:
         ss = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
         for start in range(0, D, BLOCK_D):
             c = start + cols
             mask = in_t[:, None] & (c < D)[None, :]
-            x = tl.load(x_ptr + row[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            x = widened(tl.load(x_ptr + row[:, None] * D + c[None, :], mask=mask, other=0.0))
             ss += x * x
-        rstd = 1.0 / tl.sqrt(tl.sum(ss, axis=1) / D + eps)
+        rstd = reciprocal(tl.sqrt(tl.sum(ss, axis=1) / D + eps))
         for start in range(0, D, BLOCK_D):
             c = start + cols
             mask = in_t[:, None] & (c < D)[None, :]
             at = row[:, None] * D + c[None, :]
-            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            y = _normalised(x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, c, offset, D, DTYPE, BIAS, ROUND_XHAT, KEEP)
-            _quantise_rows(y, at, mask, data_ptr, inverse_ptr, row, in_t, start, D, key, BLOCK, RANDOM)
+            x = widened(tl.load(x_ptr + at, mask=mask, other=0.0))
+            y = _normalised(x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, c, D, DTYPE, OFFSET, BIAS, ROUND_XHAT, KEEP)
+            _quantise_rows(y, at, mask, data_ptr, inverse_ptr, row, in_t, start, D, key, BLOCK, RANDOM, HARDWARE)
 
 
 def rmsnorm_quantize(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float,
@@ -315,9 +332,9 @@ def rmsnorm_quantize(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     if T:
         c = rmsnorm_triton.FORWARD.config(x.device, D, x.element_size(), False)
         _rmsnorm_quantize[(triton.cdiv(T, c["BLOCK_T"]), H)](
-            x, weight, bias, y, data, inverse, T, eps, offset, seed or 0, H=H, D=D, WALK=c["BLOCK_D"] < D,
+            x, weight, bias, y, data, inverse, T, eps, seed or 0, H=H, D=D, OFFSET=offset, WALK=c["BLOCK_D"] < D,
             BIAS=bias is not None, ROUND_XHAT=round_xhat, BLOCK=min(BLOCK, c["BLOCK_D"]), RANDOM=seed is not None,
-            KEEP=keep, **c)
+            KEEP=keep, HARDWARE=conversions(x.device), **c)
     return data, inverse, y
 
 
@@ -333,15 +350,16 @@ def nvfp4_gate() -> list[KernelSpec]:
     for d in ("bf16", "fp32"):
         types = {"x_ptr": f"*{d}", "total_ptr": "*fp32", "data_ptr": "*u8", "scale_ptr": "*u8", "R": "i32", "C": "i32",
                  "width": "i32", "bands": "i32", "tiles": "i32", "key": "i64", "turned_ptr": "*u8",
-                 "turned_scale_ptr": "*u8", "turned_width": "i32", "most_ptr": "*i32", "n": "i32", "signs": "i32"}
+                 "turned_scale_ptr": "*u8", "turned_width": "i32", "most_ptr": "*fp32", "n": "i32", "signs": "i32"}
         for tall in (1, 16):
             for random in (False, True):
                 label = f"nvfp4 quantize both {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
-                for hardware, (name, archs) in ((False, ("", {})),) if random else quantize_triton.E2M1.items():
+                for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
                     found.append(_spec(_nvfp4_both, f"{label}{name}", types,
                                        {"TALL": tall, "HIGH": HIGH, "WIDE": WIDE, "RANDOM": random,
                                         "HARDWARE": hardware}, _nvfp4_warps(random), store=0,
-                                       divisible=("R", "C", "width", "turned_width"), **archs))
+                                       divisible=("R", "C", "width", "turned_width"), elements=2 * HIGH * WIDE,
+                                       **archs))
         for size in (16, 32):   # a program writes one number
             found.append(_spec(_largest_transformed, f"nvfp4 largest {d} hadamard {size}", types,
                                {"SIZE": size, "TILE": TILE}, 4, store=0, divisible=("n",)))
@@ -352,12 +370,13 @@ def block_fp8_gate() -> list[KernelSpec]:
     found = []
     for d in ("bf16", "fp32"):
         for rows in (1, 128):
-            constexprs = _strips(rows, 128)
+            constexprs = {"HARDWARE": 1, **_strips(rows, 128)}
             num_warps = constexprs.pop("num_warps")
             found.append(_spec(_block_fp8_both, f"block_fp8 quantize both {d} {rows}x128",
                                {"x_ptr": f"*{d}", "data_ptr": "*u8", "inverse_ptr": "*fp32", "turned_ptr": "*u8",
                                 "turned_inverse_ptr": "*fp32", "R": "i32", "C": "i32", "bands": "i32",
-                                "tiles": "i32"}, constexprs, num_warps, divisible=("R", "C")))
+                                "tiles": "i32"}, constexprs, num_warps, divisible=("R", "C"),
+                               elements=2 * constexprs["SIDE"] * constexprs["STRIP"], **E4M3))
     return found
 
 
@@ -370,8 +389,9 @@ def silu_mul_gate() -> list[KernelSpec]:
                  "tiles": "i32", "gate_stride": "i32", "up_stride": "i32", "key": "i64"}
         label = f"silu_mul quantize {d}{' random' if random else ''}{' odd' if unit == 1 else ''}"
         found.append(_spec(_silu_mul_quantize, label, types,
-                           {"UNIT": unit, "BLOCK": BLOCK, "GROUPS": SILU_TILE // BLOCK, "RANDOM": random}, 4,
-                           load=0 if unit == 1 else 128, store=0))
+                           {"UNIT": unit, "BLOCK": BLOCK, "GROUPS": SILU_TILE // BLOCK, "RANDOM": random,
+                            "HARDWARE": 1}, SILU_TILE // 512, load=0 if unit == 1 else 128, store=0, elements=SILU_TILE,
+                           **{} if random else E4M3))
     return found
 
 
@@ -383,13 +403,15 @@ def rmsnorm_gate() -> list[KernelSpec]:
                                                 ("fp32", "fp32", True, False, False, True)):
         for D in (128, 4096, 8192, 16384, 65536):
             types = {"x_ptr": f"*{d}", "w_ptr": f"*{weight}", "b_ptr": f"*{weight}", "y_ptr": f"*{d}",
-                     "data_ptr": "*u8", "inverse_ptr": "*fp32", "T": "i32", "eps": "fp32", "offset": "fp32",
+                     "data_ptr": "*u8", "inverse_ptr": "*fp32", "T": "i32", "eps": "fp32",
                      "key": "i64"}
             c = dict(rmsnorm_triton.FORWARD.heuristic(D=D, itemsize=2 if d == "bf16" else 4, add=False))
             num_warps = c.pop("num_warps")
             label = f"rmsnorm quantize {d} weight={weight}{' bias' if bias else ''}{' random' if random else ''} D={D}"
             found.append(_spec(_rmsnorm_quantize, label, types,
-                               {"H": 8 if D == 128 else 1, "D": D, "WALK": c["BLOCK_D"] < D, "BIAS": bias,
-                                "ROUND_XHAT": cast, "BLOCK": BLOCK, "RANDOM": random, "KEEP": keep, **c}, num_warps,
-                               store=128 if keep else 0))
+                               {"H": 8 if D == 128 else 1, "D": D, "OFFSET": 1.0 if bias else 0.0,
+                                "WALK": c["BLOCK_D"] < D, "BIAS": bias,
+                                "ROUND_XHAT": cast, "BLOCK": BLOCK, "RANDOM": random, "KEEP": keep, "HARDWARE": 1,
+                                **c}, num_warps, store=128 if keep else 0,
+                               elements=c["BLOCK_T"] * c["BLOCK_D"], **{} if random else E4M3))
     return found

@@ -1,12 +1,18 @@
 """NF4, NVFP4 and block-scaled FP8 in Triton. The definitions are in tilewright/ops/{nf4,nvfp4,block_fp8}.py, and the
 rounding in tilewright/ops/quantize.py; what is quantised has the same bytes there and here.
 
-Codes are made and read with integer operations on the bits of float32: no cast to or from an 8-bit float, which not
-every GPU has and the interpreter rounds in its own way. Divisions are `div_rn`, which are correctly rounded. HARDWARE:
-the GPU has instructions for e2m1 (compute capability 10.0 and up), which give the same bits.
+HARDWARE says which conversions the GPU has (see `conversions`): those of e4m3 from compute capability 8.9 on, those of
+e2m1 from 10.0 on. They give the same bits as the integer operations on float32 that stand in for them elsewhere: on
+older GPUs, in the interpreter, whose casts round in their own way, and wherever rounding is random. NaN is the
+exception: its code is unspecified, and it comes only from a block whose scale shows it. Divisions are `div_rn`, which
+are correctly rounded.
 
-Each kernel reads its input once: a program holds whole blocks in registers, takes their largest magnitudes (as bits,
-so that a NaN stays the largest), rounds and packs.
+What is read or written element by element is held to few instructions an element, since at the speed of memory a GPU
+has time for ten to twenty. A scale is loaded once for the elements that share it, and a thread of a dequantization
+takes eight elements at a time: what it reads is then laid out as what it stores, and needs no shared memory.
+
+Each kernel reads its input once: a program holds whole blocks in registers, takes their largest magnitudes (a
+NaN is the largest), rounds and packs.
 """
 
 from __future__ import annotations
@@ -19,10 +25,12 @@ import triton.language as tl
 
 from tilewright.kernels import aqn_triton
 from tilewright.kernels.hadamard_triton import butterflies, sign_mask, signed
+from tilewright.kernels.instructions_triton import largest_magnitude, widened
 from tilewright.kernels.spec import KernelSpec
 
 TILE = 2048     # elements of a program that quantises
-CODES = 1024    # bytes of a program that reads 4-bit codes
+OUT = 512       # elements that a program of dequantization stores at a time: eight a thread of two warps
+PARTS = 4       # how many times: their loads are all issued first
 
 
 # ---- rounding
@@ -30,34 +38,48 @@ CODES = 1024    # bytes of a program that reads 4-bit codes
 @triton.jit
 def _encode(v, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, random, RANDOM: tl.constexpr):
     """Codes without signs of float32 |v|: see `encode` in tilewright/ops/quantize.py."""
-    v = tl.abs(v)
-    v = tl.where(v > LARGEST, LARGEST, v)
-    e = (v.to(tl.int32, bitcast=True) >> 23) - 127
-    e = tl.where(e < LOWEST, LOWEST, e)
-    units = v * ((MANTISSA - e + 127) << 23).to(tl.float32, bitcast=True)
+    v = tl.minimum(tl.abs(v), LARGEST)
     if RANDOM:
+        e = (v.to(tl.int32, bitcast=True) >> 23) - 127
+        e = tl.where(e < LOWEST, LOWEST, e)
+        units = v * ((MANTISSA - e + 127) << 23).to(tl.float32, bitcast=True)
         n = ((units * 16777216.0).to(tl.int32) + (random >> 8).to(tl.int32)) >> 24
+        code = ((e - LOWEST) << MANTISSA) + n
     else:
-        # Adding 2^23 rounds to an integer, ties to even, and subtracting it is exact: units are 16 at most.
-        n = ((units + 8388608.0) - 8388608.0).to(tl.int32)
-    return ((e - LOWEST) << MANTISSA) + n
+        # 2^e times UNIT has v's unit, 2^(e - MANTISSA), in its last place: adding it rounds v to units, ties to even,
+        # and the sum's bits are their count, at most 16, above those of the product.
+        SHIFT: tl.constexpr = 23 - MANTISSA
+        LEAST: tl.constexpr = (LOWEST + 127) << 23
+        UNIT: tl.constexpr = 2.0**SHIFT
+        e = tl.maximum(v.to(tl.int32, bitcast=True), LEAST) & 0x7F800000
+        units = tl.fma(e.to(tl.float32, bitcast=True), UNIT, v).to(tl.int32, bitcast=True)
+        code = units - (e - (e >> SHIFT)) - ((SHIFT << 23) + (LEAST >> SHIFT))
+    return code
 
 
 @triton.jit
-def _to_e4m3(v, random, RANDOM: tl.constexpr):
-    sign = (v.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return (_encode(v, 448.0, 3, -6, random, RANDOM) | sign).to(tl.uint8)
+def _to_e4m3(v, random, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
+    if HARDWARE and not RANDOM:
+        code = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        sign = (v.to(tl.int32, bitcast=True) >> 24) & 0x80
+        code = (_encode(v, 448.0, 3, -6, random, RANDOM) | sign).to(tl.uint8)
+    return code
 
 
 @triton.jit
-def _from_e4m3(code):
-    """Subnormal numbers too, without subnormal float32 on the way."""
-    c = code.to(tl.int32)
-    u = c & 0x7F
-    small = u < 8
-    v = ((u << 20) + (tl.where(small, 121, 120) << 23)).to(tl.float32, bitcast=True) - tl.where(small, 0.015625, 0.0)
-    v = tl.where(u == 0x7F, float("nan"), v)
-    return (v.to(tl.int32, bitcast=True) | ((c & 0x80) << 24)).to(tl.float32, bitcast=True)
+def from_e4m3(code, HARDWARE: tl.constexpr):
+    """float32 of bytes. Exact either way."""
+    if HARDWARE:
+        v = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:   # subnormal numbers too, without subnormal float32 on the way
+        c = code.to(tl.int32)
+        u = c & 0x7F
+        small = u < 8
+        v = ((u << 20) + (tl.where(small, 121, 120) << 23)).to(tl.float32, bitcast=True)
+        v = tl.where(u == 0x7F, float("nan"), v - tl.where(small, 0.015625, 0.0))
+        v = (v.to(tl.int32, bitcast=True) | ((c & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return v
 
 
 @triton.jit
@@ -106,6 +128,46 @@ cvt.f32.f16 $3, half_a;
 cvt.f32.f16 $7, half_b;
 }
 """)
+# The reverse on GPUs that convert e4m3 alone: the three bits of a magnitude, two places up, are e4m3's for a 64th of
+# it, subnormal numbers included.
+_FROM_E2M1_BY_E4M3: tl.constexpr = tl.constexpr("""
+{
+.reg .b32 sign, code, both, by;
+.reg .b16 first, second, half_a, half_b;
+mov.b32 by, 0x54005400;
+shl.b32 sign, $8, 4;
+and.b32 sign, sign, 0x80808080;
+shl.b32 code, $8, 2;
+and.b32 code, code, 0x1c1c1c1c;
+or.b32 code, code, sign;
+mov.b32 {first, second}, code;
+cvt.rn.f16x2.e4m3x2 both, first;
+mul.rn.f16x2 both, both, by;
+mov.b32 {half_a, half_b}, both;
+cvt.f32.f16 $0, half_a;
+cvt.f32.f16 $1, half_b;
+cvt.rn.f16x2.e4m3x2 both, second;
+mul.rn.f16x2 both, both, by;
+mov.b32 {half_a, half_b}, both;
+cvt.f32.f16 $2, half_a;
+cvt.f32.f16 $3, half_b;
+and.b32 sign, $8, 0x80808080;
+shr.u32 code, $8, 2;
+and.b32 code, code, 0x1c1c1c1c;
+or.b32 code, code, sign;
+mov.b32 {first, second}, code;
+cvt.rn.f16x2.e4m3x2 both, first;
+mul.rn.f16x2 both, both, by;
+mov.b32 {half_a, half_b}, both;
+cvt.f32.f16 $4, half_a;
+cvt.f32.f16 $5, half_b;
+cvt.rn.f16x2.e4m3x2 both, second;
+mul.rn.f16x2 both, both, by;
+mov.b32 {half_a, half_b}, both;
+cvt.f32.f16 $6, half_a;
+cvt.f32.f16 $7, half_b;
+}
+""")
 
 
 @triton.jit
@@ -132,7 +194,8 @@ def _to_e2m1(v, random, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
 def from_e2m1(both, HARDWARE: tl.constexpr):
     """The numbers (float32) of the low and of the high halves of bytes. Each is exact either way."""
     if HARDWARE:
-        low, high = tl.inline_asm_elementwise(_FROM_E2M1, "=f,=f,=f,=f,=f,=f,=f,=f,r", [both],
+        ASM: tl.constexpr = _FROM_E2M1 if HARDWARE == 2 else _FROM_E2M1_BY_E4M3
+        low, high = tl.inline_asm_elementwise(ASM, "=f,=f,=f,=f,=f,=f,=f,=f,r", [both],
                                               dtype=(tl.float32, tl.float32), is_pure=True, pack=4)
     else:
         code = both.to(tl.int32)
@@ -141,9 +204,13 @@ def from_e2m1(both, HARDWARE: tl.constexpr):
 
 
 @functools.cache
-def has_e2m1(device: torch.device) -> bool:
-    """Whether the GPU converts to and from e2m1. The interpreter runs no PTX."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
+def conversions(device: torch.device) -> int:
+    """What the GPU converts to and from by an instruction: 0 nothing, 1 e4m3, 2 e4m3 and e2m1. The interpreter runs no
+    PTX."""
+    if device.type != "cuda":
+        return 0
+    capability = torch.cuda.get_device_capability(device)
+    return 2 if capability >= (10, 0) else 1 if capability >= (8, 9) else 0
 
 
 @triton.jit
@@ -159,8 +226,17 @@ def random_bits(element, key):
 
 
 @triton.jit
-def magnitude(v):
-    return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def _spread(scale, N: tl.constexpr):
+    """The scales of N elements, from those of their groups."""
+    GROUPS: tl.constexpr = scale.shape[0]
+    return tl.reshape(tl.broadcast_to(scale[:, None], (GROUPS, N // GROUPS)), (N,))
+
+
+@triton.jit
+def _scaled(v, scale, N: tl.constexpr):
+    """v [N] times the scales of its groups."""
+    GROUPS: tl.constexpr = scale.shape[0]
+    return tl.reshape(tl.reshape(v, (GROUPS, N // GROUPS)) * scale[:, None], (N,))
 
 
 @triton.jit
@@ -179,7 +255,7 @@ def _nf4_quantize(x_ptr, bound_ptr, data_ptr, absmax_ptr, n, BLOCK: tl.constexpr
     at = pid * (GROUPS * BLOCK) + tl.arange(0, GROUPS * BLOCK)
     v = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     v = tl.reshape(v, (GROUPS, BLOCK // 2, 2))   # after the load: one of pairs would be of pairs in machine code too
-    most = tl.max(tl.max(magnitude(v), axis=2), axis=1).to(tl.float32, bitcast=True)
+    most = largest_magnitude(largest_magnitude(v, 2), 1)
     least = tl.where(most < 1e-38, 1e-38, most)
     scaled = v * tl.div_rn(1.0, least)[:, None, None]
     whole = (g + 1) * BLOCK <= n
@@ -196,28 +272,35 @@ def _nf4_quantize(x_ptr, bound_ptr, data_ptr, absmax_ptr, n, BLOCK: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["seed", "step", "layer"])
-def _nf4_dequantize(data_ptr, value_ptr, absmax_ptr, nested_ptr, map_ptr, offset_ptr, out_ptr, n, alpha,
+def _nf4_dequantize(data_ptr, pair_ptr, absmax_ptr, nested_ptr, map_ptr, offset_ptr, out_ptr, n, alpha,
                     seed: tl.int64, step: tl.int64, layer: tl.int64, BLOCK: tl.constexpr, NESTED: tl.constexpr,
-                    TILE: tl.constexpr, NOISE: tl.constexpr):
-    byte = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    both = tl.load(data_ptr + byte, mask=byte * 2 < n, other=0).to(tl.int32)
-    block = byte // (BLOCK // 2)   # both of a byte's elements are in it
-    inside = byte * 2 < n
-    if NESTED:
-        code = tl.load(absmax_ptr + block, mask=inside, other=0).to(tl.int32)
-        scale = tl.load(map_ptr + code) * tl.load(nested_ptr + block // 256, mask=inside, other=0.0)
-        scale = scale + tl.load(offset_ptr)
-    else:
-        scale = tl.load(absmax_ptr + block, mask=inside, other=0.0)
-    first = tl.load(value_ptr + (both >> 4)) * scale
-    second = tl.load(value_ptr + (both & 15)) * scale
-    v = tl.interleave(first, second)
-    start = tl.program_id(0).to(tl.int64) * (2 * TILE)
-    if NOISE:   # half the narrowest gap between codes
-        size = 0.03979014977812767 * alpha * scale
-        v = _with_noise(v, tl.interleave(size, size), start, seed, step, layer, 2 * TILE, NOISE)
-    at = start + tl.arange(0, 2 * TILE)
-    tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask=at < n)
+                    OUT: tl.constexpr, PARTS: tl.constexpr, NOISE: tl.constexpr):
+    """pair: of each byte the two numbers, side by side in 64 bits."""
+    start = tl.program_id(0).to(tl.int64) * (OUT * PARTS)
+    left = n - start
+    i = tl.arange(0, OUT)
+    byte = tl.arange(0, OUT // 2)
+    group = tl.arange(0, OUT // BLOCK)
+    held, scales = (), ()
+    for part in tl.static_range(PARTS):
+        held += (tl.load(data_ptr + start // 2 + part * (OUT // 2) + byte, mask=byte * 2 < left - part * OUT,
+                         other=0).to(tl.int32),)
+        at = start // BLOCK + part * (OUT // BLOCK) + group
+        known = group * BLOCK < left - part * OUT
+        scale = tl.load(absmax_ptr + at, mask=known, other=0)
+        if NESTED:
+            scale = tl.load(map_ptr + scale.to(tl.int32)) * tl.load(nested_ptr + at // 256, mask=known, other=0.0)
+            scale = scale + tl.load(offset_ptr)
+        scales += (scale,)
+    for part in tl.static_range(PARTS):
+        pair = tl.load(pair_ptr + held[part])
+        v = tl.interleave(pair.to(tl.int32).to(tl.float32, bitcast=True),
+                          (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+        v = _scaled(v, scales[part], OUT)
+        if NOISE:   # half the narrowest gap between codes
+            size = _spread(0.03979014977812767 * alpha * scales[part], OUT)
+            v = _with_noise(v, size, start + part * OUT, seed, step, layer, OUT, NOISE)
+        tl.store(out_ptr + start + part * OUT + i, v.to(out_ptr.dtype.element_ty), mask=i < left - part * OUT)
 
 
 def nf4_quantize(x: torch.Tensor, bounds: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,19 +315,33 @@ def nf4_quantize(x: torch.Tensor, bounds: torch.Tensor, block: int) -> tuple[tor
     return data, absmax
 
 
-def nf4_dequantize(data: torch.Tensor, values: torch.Tensor, absmax: torch.Tensor, nested_absmax: torch.Tensor | None,
+def nf4_dequantize(data: torch.Tensor, pairs: torch.Tensor, absmax: torch.Tensor, nested_absmax: torch.Tensor | None,
                    table: torch.Tensor | None, offset: torch.Tensor | None, n: int, block: int, dtype: torch.dtype,
                    alpha: float, seed: int, step: int, layer: int) -> torch.Tensor:
-    """values: of the 16 codes.   table: of the 256 codes of scales.   alpha and what follows: of the noise."""
+    """pairs: float32 [512], the two numbers of each byte.   table: of the 256 codes of scales.   alpha and what
+    follows: of the noise."""
     out = data.new_empty(n, dtype=dtype)
     if n:
-        _nf4_dequantize[(triton.cdiv(n, 2 * CODES),)](
-            data, values, absmax, nested_absmax, table, offset, out, n, alpha, seed, step, layer, BLOCK=block,
-            NESTED=offset is not None, TILE=CODES, NOISE=2 if alpha else 0, num_warps=4)
+        # A block of scales is whole within what is stored at a time.
+        _nf4_dequantize[(triton.cdiv(n, max(OUT, block) * PARTS),)](
+            data, pairs.view(torch.int64), absmax, nested_absmax, table, offset, out, n, alpha, seed, step, layer,
+            BLOCK=block, NESTED=offset is not None, OUT=max(OUT, block), PARTS=PARTS, NOISE=2 if alpha else 0,
+            num_warps=max(OUT, block) // 256)
     return out
 
 
 # ---- NVFP4
+
+@triton.jit
+def _nvfp4_scales(most, total, HARDWARE: tl.constexpr):
+    """Bytes of the scales of groups with these largest magnitudes, and what their elements are multiplied by."""
+    wanted = tl.div_rn(tl.div_rn(most, 6.0), total)
+    wanted = tl.where(wanted < 0.001953125, 0.001953125, wanted)
+    scale = tl.where(most == 0.0, 0, _to_e4m3(wanted, 0, False, HARDWARE).to(tl.int32)).to(tl.uint8)
+    stored = from_e4m3(scale, HARDWARE)
+    inverse = tl.where(scale == 0, 0.0, tl.div_rn(tl.div_rn(1.0, total), tl.where(scale == 0, 1.0, stored)))
+    return scale, inverse
+
 
 @triton.jit
 def nvfp4_tile(v, total, random, TALL: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
@@ -253,18 +350,43 @@ def nvfp4_tile(v, total, random, TALL: tl.constexpr, RANDOM: tl.constexpr, HARDW
     ROWS: tl.constexpr = v.shape[0]
     GROUPS: tl.constexpr = v.shape[1] // 16
     v = tl.reshape(v, (ROWS // TALL, TALL, GROUPS, 8, 2))
-    most = tl.max(tl.max(tl.max(magnitude(v), axis=4), axis=3), axis=1).to(tl.float32, bitcast=True)
-    wanted = tl.div_rn(tl.div_rn(most, 6.0), total)
-    wanted = tl.where(wanted < 0.001953125, 0.001953125, wanted)
-    scale = tl.where(most == 0.0, 0, _to_e4m3(wanted, 0, False).to(tl.int32)).to(tl.uint8)
-    stored = _from_e4m3(scale)
-    inverse = tl.where(scale == 0, 0.0, tl.div_rn(tl.div_rn(1.0, total), tl.where(scale == 0, 1.0, stored)))
+    most = largest_magnitude(largest_magnitude(largest_magnitude(v, 4), 3), 1)
+    scale, inverse = _nvfp4_scales(most, total, HARDWARE)
     v = v * inverse[:, None, :, None, None]
     if RANDOM:
         random = tl.reshape(random, (ROWS // TALL, TALL, GROUPS, 8, 2))
-    code = _to_e2m1(v, random, RANDOM, HARDWARE)   # behind the end of x there are zeros, whose codes are 0
+    code = _to_e2m1(v, random, RANDOM, HARDWARE == 2 and not RANDOM)   # behind the end of x there are zeros: codes 0
     scale = tl.broadcast_to(scale[:, None, :], (ROWS // TALL, TALL, GROUPS))
     return tl.reshape(code, (ROWS, GROUPS * 8)), tl.reshape(scale, (ROWS, GROUPS))
+
+
+@triton.jit
+def _nvfp4_rows(x_ptr, total_ptr, data_ptr, scale_ptr, C, width, tiles, key, GROUPS: tl.constexpr,
+                RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
+    """GROUPS groups of one row. Each is one thread's, in loads of 16 bytes: their largest magnitudes need no exchange,
+    and no other thread computes their scales."""
+    VEC: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    PARTS: tl.constexpr = 16 // VEC
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    g0 = (tl.program_id(0) % tiles) * GROUPS
+    g = tl.arange(0, GROUPS)
+    part = tl.arange(0, PARTS)
+    at = part[:, None, None] * VEC + g[None, :, None] * 16 + tl.arange(0, VEC)[None, None, :]
+    first = row * C + g0 * 16
+    v = widened(tl.load(x_ptr + first + at, mask=at < C - g0 * 16, other=0.0))
+    most = largest_magnitude(largest_magnitude(v, 2), 0)
+    scale, inverse = _nvfp4_scales(most, tl.load(total_ptr), HARDWARE)
+    v = tl.reshape(v * inverse[None, :, None], (PARTS, GROUPS, VEC // 2, 2))
+    if RANDOM:
+        random = tl.reshape(random_bits(first + at, key), (PARTS, GROUPS, VEC // 2, 2))
+    else:
+        random = 0
+    code = _to_e2m1(v, random, RANDOM, HARDWARE == 2 and not RANDOM)
+    code = tl.reshape(tl.permute(code, (1, 0, 2)), (GROUPS, 8))
+    byte = g[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(data_ptr + row * width + g0 * 8 + byte, code, mask=byte < width - g0 * 8)
+    groups = (C + 15) // 16
+    tl.store(scale_ptr + row * groups + g0 + g, scale, mask=g < groups - g0)
 
 
 @triton.jit
@@ -298,24 +420,39 @@ def _nvfp4_quantize(x_ptr, total_ptr, data_ptr, scale_ptr, R, C, width, bands, t
 
 @triton.jit(do_not_specialize=["seed", "step", "layer"])
 def _nvfp4_dequantize(data_ptr, scale_ptr, total_ptr, out_ptr, C, width, tiles, alpha, seed: tl.int64, step: tl.int64,
-                      layer: tl.int64, TILE: tl.constexpr, NOISE: tl.constexpr, HARDWARE: tl.constexpr):
+                      layer: tl.int64, OUT: tl.constexpr, PARTS: tl.constexpr, NOISE: tl.constexpr,
+                      HARDWARE: tl.constexpr):
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    first = (tl.program_id(0) % tiles) * TILE
-    byte = first + tl.arange(0, TILE)
-    low, high = from_e2m1(tl.load(data_ptr + row * width + byte, mask=byte < width, other=0), HARDWARE)
-    scale = tl.load(scale_ptr + row * ((C + 15) // 16) + byte // 8, mask=byte < width, other=0)
-    factor = _from_e4m3(scale) * tl.load(total_ptr)
-    v = tl.interleave(low * factor, high * factor)
-    if NOISE:
-        size = 0.5 * alpha * factor
-        v = _with_noise(v, tl.interleave(size, size), row * C + first * 2, seed, step, layer, 2 * TILE, NOISE)
-    column = first * 2 + tl.arange(0, 2 * TILE)
-    tl.store(out_ptr + row * C + column, v.to(out_ptr.dtype.element_ty), mask=column < C)
+    start = (tl.program_id(0) % tiles) * (OUT * PARTS)
+    data_ptr += row * width + start // 2
+    scale_ptr += row * ((C + 15) // 16) + start // 16
+    i = tl.arange(0, OUT)
+    byte = tl.arange(0, OUT // 2)
+    group = tl.arange(0, OUT // 16)
+    total = tl.load(total_ptr)
+    held, scales = (), ()
+    for part in tl.static_range(PARTS):
+        left = C - start - part * OUT
+        held += (tl.load(data_ptr + part * (OUT // 2) + byte, mask=byte < width - (start + part * OUT) // 2, other=0),)
+        scales += (tl.load(scale_ptr + part * (OUT // 16) + group, mask=group * 16 < left, other=0),)
+    for part in tl.static_range(PARTS):
+        factor = from_e4m3(scales[part], HARDWARE) * total
+        low, high = from_e2m1(held[part], HARDWARE)
+        v = _scaled(tl.interleave(low, high), factor, OUT)
+        first = row * C + start + part * OUT
+        if NOISE:
+            v = _with_noise(v, _spread(0.5 * alpha * factor, OUT), first, seed, step, layer, OUT, NOISE)
+        tl.store(out_ptr + first + i, v.to(out_ptr.dtype.element_ty), mask=i < C - start - part * OUT)
 
 
 def _noise_kind(alpha: float, C: int) -> int:
     """NOISE of a kernel whose programs begin at multiples of C."""
     return 0 if alpha == 0 else 2 if C % 4 == 0 else 1
+
+
+def _parts(C: int) -> int:
+    """How many times a program of a row of C elements stores: no more than the row has."""
+    return min(PARTS, triton.next_power_of_2(triton.cdiv(C, OUT)))
 
 
 def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, square: bool, seed: int | None, hadamard: int,
@@ -330,11 +467,20 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, square: bool, se
         tall = 16 if square else 1
         across = min(TILE // (16 * tall), triton.next_power_of_2(groups))
         bands, tiles = triton.cdiv(R, tall), triton.cdiv(groups, across)
-        _nvfp4_quantize[(B * bands * tiles,)](x, global_scale, data, scale, R, C, data.shape[2], bands, tiles,
-                                              seed or 0, sign_mask(signs), TALL=tall, GROUPS=across,
-                                              RANDOM=seed is not None, HARDWARE=seed is None and has_e2m1(x.device),
-                                              HADAMARD=hadamard, num_warps=4)
+        options = {"GROUPS": across, "RANDOM": seed is not None, "HARDWARE": conversions(x.device)}
+        if square or hadamard:
+            _nvfp4_quantize[(B * bands * tiles,)](x, global_scale, data, scale, R, C, data.shape[2], bands, tiles,
+                                                  seed or 0, sign_mask(signs), TALL=tall, HADAMARD=hadamard,
+                                                  num_warps=4, **options)
+        else:
+            _nvfp4_rows[(B * R * tiles,)](x, global_scale, data, scale, C, data.shape[2], tiles, seed or 0,
+                                          num_warps=_nvfp4_warps(across, seed is not None), **options)
     return data, scale
+
+
+def _nvfp4_warps(groups: int, random: bool) -> int:
+    """Two groups a thread, one where each element has random bits."""
+    return max(1, groups // (32 if random else 64))
 
 
 def nvfp4_dequantize(data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, C: int, dtype: torch.dtype,
@@ -342,11 +488,12 @@ def nvfp4_dequantize(data: torch.Tensor, scale: torch.Tensor, global_scale: torc
     """data [R, ceil(C / 2)], scale [R, ceil(C / 16)], bytes -> [R, C]."""
     out = data.new_empty((data.shape[0], C), dtype=dtype)
     if out.numel():
-        tile = min(CODES, triton.next_power_of_2(data.shape[1]))
-        tiles = triton.cdiv(data.shape[1], tile)
+        parts = _parts(C)
+        tiles = triton.cdiv(C, OUT * parts)
         _nvfp4_dequantize[(data.shape[0] * tiles,)](data, scale, global_scale, out, C, data.shape[1], tiles, alpha,
-                                                    seed, step, layer, TILE=tile, NOISE=_noise_kind(alpha, C),
-                                                    HARDWARE=has_e2m1(data.device), num_warps=4)
+                                                    seed, step, layer, OUT=OUT, PARTS=parts,
+                                                    NOISE=_noise_kind(alpha, C), HARDWARE=conversions(data.device),
+                                                    num_warps=OUT // 256)
     return out
 
 
@@ -361,59 +508,73 @@ def _fp8_scales(most):
 
 
 @triton.jit
-def fp8_tile(v, random, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANDOM: tl.constexpr):
+def fp8_tile(v, random, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
     """Codes of float32 v [rows, columns] and the inverse scales of its blocks, which are ROWS x COLUMNS."""
     HIGH: tl.constexpr = v.shape[0]
     WIDE: tl.constexpr = v.shape[1]
     v = tl.reshape(v, (HIGH // ROWS, ROWS, WIDE // COLUMNS, COLUMNS))
-    most = tl.max(tl.max(magnitude(v), axis=3), axis=1).to(tl.float32, bitcast=True)
-    scale, inverse = _fp8_scales(most)
+    scale, inverse = _fp8_scales(largest_magnitude(largest_magnitude(v, 3), 1))
     if RANDOM:
         random = tl.reshape(random, (HIGH // ROWS, ROWS, WIDE // COLUMNS, COLUMNS))
-    return tl.reshape(_to_e4m3(v * scale[:, None, :, None], random, RANDOM), (HIGH, WIDE)), inverse
+    scaled = v * scale[:, None, :, None]
+    return tl.reshape(_to_e4m3(scaled, random, RANDOM, HARDWARE), (HIGH, WIDE)), inverse
 
 
 @triton.jit
 def _block_fp8_quantize(x_ptr, data_ptr, inverse_ptr, R, C, bands, tiles, key, ROWS: tl.constexpr,
                         COLUMNS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr,
-                        RANDOM: tl.constexpr):
+                        RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
     """GROUPS blocks across, of ROWS x COLUMNS elements in a tile of TALL x WIDE."""
-    band = (tl.program_id(0) // tiles).to(tl.int64)
+    band = tl.program_id(0) // tiles
+    g0 = (tl.program_id(0) % tiles) * GROUPS
+    row = (band // bands).to(tl.int64) * R + (band % bands) * ROWS
+    first = row * C + g0 * COLUMNS
     i = tl.arange(0, TALL)
-    r = (band % bands) * ROWS + i
-    row = (band // bands) * R + r
-    g = (tl.program_id(0) % tiles) * GROUPS + tl.arange(0, GROUPS)
+    g = tl.arange(0, GROUPS)
     j = tl.arange(0, WIDE)
     column = g[:, None] * COLUMNS + j[None, :]
-    at = row[:, None, None] * C + column[None, :, :]
-    inside = ((i < ROWS) & (r < R))[:, None, None] & ((j < COLUMNS)[None, :] & (column < C))[None, :, :]
-    v = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    most = tl.max(tl.max(magnitude(v), axis=2), axis=0).to(tl.float32, bitcast=True)
-    scale, inverse = _fp8_scales(most)
+    at = first + (i.to(tl.int64)[:, None, None] * C + column[None, :, :])
+    inside = (column < C - g0 * COLUMNS)[None, :, :]
+    if WIDE != COLUMNS:
+        inside &= (j < COLUMNS)[None, None, :]
+    if TALL > 1:
+        inside &= ((i < ROWS) & (i < R - (band % bands) * ROWS))[:, None, None]
+    v = widened(tl.load(x_ptr + at, mask=inside, other=0.0))
+    scale, inverse = _fp8_scales(largest_magnitude(largest_magnitude(v, 2), 0))
     across = (C + COLUMNS - 1) // COLUMNS
-    tl.store(inverse_ptr + band * across + g, inverse, mask=g < across)
+    tl.store(inverse_ptr + band.to(tl.int64) * across + g0 + g, inverse, mask=g < across - g0)
     if RANDOM:
         random = random_bits(at, key)
     else:
         random = 0
-    tl.store(data_ptr + at, _to_e4m3(v * scale[None, :, None], random, RANDOM), mask=inside)
+    code = _to_e4m3(v * scale[None, :, None], random, RANDOM, HARDWARE)
+    tl.store(data_ptr + at, code, mask=inside)
 
 
 @triton.jit(do_not_specialize=["seed", "step", "layer"])
 def _block_fp8_dequantize(data_ptr, inverse_ptr, out_ptr, R, C, tiles, alpha, seed: tl.int64, step: tl.int64,
-                          layer: tl.int64, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
-                          NOISE: tl.constexpr):
-    row = (tl.program_id(0) // tiles).to(tl.int64)
-    first = (tl.program_id(0) % tiles) * TILE
-    c = first + tl.arange(0, TILE)
-    across = (C + COLUMNS - 1) // COLUMNS
-    bands = (R + ROWS - 1) // ROWS
-    own = ((row // R) * bands + (row % R) // ROWS) * across
-    scale = tl.load(inverse_ptr + own + c // COLUMNS, mask=c < C, other=0.0)
-    v = _from_e4m3(tl.load(data_ptr + row * C + c, mask=c < C, other=0)) * scale
-    if NOISE:
-        v = _with_noise(v, 0.125 * alpha * scale, row * C + first, seed, step, layer, TILE, NOISE)
-    tl.store(out_ptr + row * C + c, v.to(out_ptr.dtype.element_ty), mask=c < C)
+                          layer: tl.int64, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
+                          OUT: tl.constexpr, PARTS: tl.constexpr, NOISE: tl.constexpr, HARDWARE: tl.constexpr):
+    """SPAN: columns that share a scale wherever a multiple of them begins: no more than OUT, and a power of two."""
+    row = tl.program_id(0) // tiles
+    start = (tl.program_id(0) % tiles) * (OUT * PARTS)
+    inverse_ptr += ((row // R) * ((R + ROWS - 1) // ROWS) + (row % R) // ROWS).to(tl.int64) * (
+        (C + COLUMNS - 1) // COLUMNS)
+    first = row.to(tl.int64) * C + start
+    i = tl.arange(0, OUT)
+    span = tl.arange(0, OUT // SPAN) * SPAN
+    held, scales = (), ()
+    for part in tl.static_range(PARTS):
+        left = C - start - part * OUT
+        held += (tl.load(data_ptr + first + part * OUT + i, mask=i < left, other=0),)
+        scales += (tl.load(inverse_ptr + (start + part * OUT + span) // COLUMNS, mask=span < left, other=0.0),)
+    for part in tl.static_range(PARTS):
+        v = _scaled(from_e4m3(held[part], HARDWARE), scales[part], OUT)
+        if NOISE:
+            v = _with_noise(v, _spread(0.125 * alpha * scales[part], OUT), first + part * OUT, seed, step, layer, OUT,
+                            NOISE)
+        tl.store(out_ptr + first + part * OUT + i, v.to(out_ptr.dtype.element_ty),
+                 mask=i < C - start - part * OUT)
 
 
 def block_fp8_quantize(x: torch.Tensor, rows: int, columns: int,
@@ -429,15 +590,16 @@ def block_fp8_quantize(x: torch.Tensor, rows: int, columns: int,
         tiles = triton.cdiv(across, groups)
         _block_fp8_quantize[(B * bands * tiles,)](x, data, inverse, R, C, bands, tiles, seed or 0, ROWS=rows,
                                                   COLUMNS=columns, TALL=tall, WIDE=wide, GROUPS=groups,
-                                                  RANDOM=seed is not None, num_warps=_warps(tall * wide * groups))
+                                                  RANDOM=seed is not None, HARDWARE=conversions(x.device),
+                                                  num_warps=_warps(tall * wide * groups, seed is not None))
     else:
         inverse.fill_(1.0)
     return data, inverse
 
 
-def _warps(elements: int) -> int:
-    """16 elements a thread, and 32 in the largest tiles."""
-    return max(1, min(16, elements // 512))
+def _warps(elements: int, random: bool) -> int:
+    """32 elements a thread; 16 where each has random bits, but in the largest tiles."""
+    return max(1, min(16, elements // (512 if random else 1024)))
 
 
 def block_fp8_dequantize(data: torch.Tensor, inverse: torch.Tensor, rows: int, columns: int, dtype: torch.dtype,
@@ -446,22 +608,27 @@ def block_fp8_dequantize(data: torch.Tensor, inverse: torch.Tensor, rows: int, c
     B, R, C = data.shape
     out = data.new_empty(data.shape, dtype=dtype)
     if out.numel():
-        tile = min(2 * CODES, triton.next_power_of_2(C))
-        tiles = triton.cdiv(C, tile)
-        _block_fp8_dequantize[(B * R * tiles,)](data, inverse, out, R, C, tiles, alpha, seed, step, layer, ROWS=rows,
-                                                COLUMNS=columns, TILE=tile, NOISE=_noise_kind(alpha, C), num_warps=4)
+        parts = _parts(C)
+        tiles = triton.cdiv(C, OUT * parts)
+        _block_fp8_dequantize[(B * R * tiles,)](
+            data, inverse, out, R, C, tiles, alpha, seed, step, layer, ROWS=rows, COLUMNS=columns,
+            SPAN=min(OUT, columns & -columns), OUT=OUT, PARTS=parts, NOISE=_noise_kind(alpha, C),
+            HARDWARE=conversions(data.device), num_warps=OUT // 256)
     return out
 
 
 # ---- for the compile gate
 
 NOISES = ((0, ""), (2, " noise"))
-# HARDWARE -> what says it in a label, and what a spec says of the GPUs that launch it.
-E2M1 = {False: ("", {"max_arch": 99}), True: (" e2m1", {"min_arch": 100, "uses": {100: ("e2m1",), 120: ("e2m1",)}})}
+# HARDWARE -> what says it in a label, and what a spec says of the GPUs that launch it. Where only e4m3 counts, 1 and 2
+# compile to the same.
+E4M3 = {"min_arch": 89, "uses": {90: ("e4m3",), 100: ("e4m3",), 120: ("e4m3",)}}
+E2M1 = {1: ("", {"min_arch": 89, "max_arch": 99}),
+        2: (" e2m1", {"min_arch": 100, "uses": {100: ("e2m1",), 120: ("e2m1",)}})}
 
 
-def _spec(kernel, label, types, constexprs, warps=4, load=128, store=128, divisible=(), **archs):
-    return KernelSpec(kernel, label, types, constexprs, warps, load=load, store=store, divisible=divisible, **archs)
+def _spec(kernel, label, types, constexprs, warps=4, load=128, store=128, divisible=(), **more):
+    return KernelSpec(kernel, label, types, constexprs, warps, load=load, store=store, divisible=divisible, **more)
 
 
 def nf4_quantize_gate() -> list[KernelSpec]:
@@ -471,7 +638,7 @@ def nf4_quantize_gate() -> list[KernelSpec]:
 
 
 def nf4_dequantize_gate() -> list[KernelSpec]:
-    types = {"data_ptr": "*u8", "value_ptr": "*fp32", "nested_ptr": "*fp32", "map_ptr": "*fp32", "offset_ptr": "*fp32"}
+    types = {"data_ptr": "*u8", "pair_ptr": "*i64", "nested_ptr": "*fp32", "map_ptr": "*fp32", "offset_ptr": "*fp32"}
     found = []
     for d in ("bf16", "fp32"):
         for nested in (False, True):
@@ -481,7 +648,8 @@ def nf4_dequantize_gate() -> list[KernelSpec]:
                 found.append(_spec(
                     _nf4_dequantize, f"nf4 dequantize {d}{' nested' if nested else ''}{kind}",
                     {n: own[n] for n in _nf4_dequantize.arg_names if n in own},
-                    {"BLOCK": 64, "NESTED": nested, "TILE": CODES, "NOISE": noise}, load=0, divisible=("n",)))
+                    {"BLOCK": 64, "NESTED": nested, "OUT": OUT, "PARTS": PARTS, "NOISE": noise}, OUT // 256, load=0,
+                    divisible=("n",), elements=OUT * PARTS))
     return found
 
 
@@ -493,12 +661,15 @@ def nvfp4_quantize_gate() -> list[KernelSpec]:
         for tall, random, size in ((1, False, 0), (1, True, 0), (16, False, 0), (16, True, 0), (1, False, 16),
                                    (1, True, 16), (1, False, 32), (16, True, 32)):
             label = f"nvfp4 quantize {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
-            for hardware, (name, archs) in ((False, ("", {})),) if random else E2M1.items():
-                found.append(_spec(_nvfp4_quantize, f"{label}{f' hadamard {size}' if size else ''}{name}",
-                                   {"x_ptr": f"*{d}", **types},
-                                   {"TALL": tall, "GROUPS": TILE // 16 // tall, "RANDOM": random,
-                                    "HARDWARE": hardware, "HADAMARD": size},
-                                   divisible=("C", "width"), store=0, **archs))
+            groups = TILE // 16 // tall
+            kernel, warps, own = _nvfp4_rows, _nvfp4_warps(groups, random), {}
+            if tall == 16 or size:
+                kernel, warps, own = _nvfp4_quantize, 4, {"TALL": tall, "HADAMARD": size}
+            for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
+                found.append(_spec(kernel, f"{label}{f' hadamard {size}' if size else ''}{name}",
+                                   {n: t for n, t in {"x_ptr": f"*{d}", **types}.items() if n in kernel.arg_names},
+                                   {"GROUPS": groups, "RANDOM": random, "HARDWARE": hardware, **own}, warps,
+                                   divisible=("C", "width"), store=0, elements=TILE, **archs))
     return found
 
 
@@ -506,7 +677,8 @@ def nvfp4_dequantize_gate() -> list[KernelSpec]:
     return [_spec(_nvfp4_dequantize, f"nvfp4 dequantize {d}{kind}{name}",
                   {"data_ptr": "*u8", "scale_ptr": "*u8", "total_ptr": "*fp32", "out_ptr": f"*{d}", "C": "i32",
                    "width": "i32", "tiles": "i32", **aqn_triton.TYPES},
-                  {"TILE": CODES, "NOISE": noise, "HARDWARE": hardware}, load=0, divisible=("C", "width"), **archs)
+                  {"OUT": OUT, "PARTS": PARTS, "NOISE": noise, "HARDWARE": hardware}, OUT // 256, load=0,
+                  divisible=("C", "width"), elements=OUT * PARTS, **archs)
             for d in ("bf16", "fp32") for noise, kind in NOISES for hardware, (name, archs) in E2M1.items()]
 
 
@@ -519,8 +691,9 @@ def block_fp8_quantize_gate() -> list[KernelSpec]:
                     _block_fp8_quantize, f"block_fp8 quantize {d} {rows}x128{' random' if random else ''}",
                     {"x_ptr": f"*{d}", "data_ptr": "*u8", "inverse_ptr": "*fp32", "R": "i32", "C": "i32",
                      "bands": "i32", "tiles": "i32", "key": "i64"},
-                    {"ROWS": rows, "COLUMNS": 128, "TALL": rows, "WIDE": 128, "GROUPS": groups, "RANDOM": random},
-                    _warps(rows * 128 * groups), store=0, divisible=("C",)))
+                    {"ROWS": rows, "COLUMNS": 128, "TALL": rows, "WIDE": 128, "GROUPS": groups, "RANDOM": random,
+                     "HARDWARE": 1}, _warps(rows * 128 * groups, random), divisible=("C",),
+                    elements=rows * 128 * groups, **{} if random else E4M3))
     return found
 
 
@@ -528,5 +701,6 @@ def block_fp8_dequantize_gate() -> list[KernelSpec]:
     return [_spec(_block_fp8_dequantize, f"block_fp8 dequantize {d}{kind}",
                   {"data_ptr": "*u8", "inverse_ptr": "*fp32", "out_ptr": f"*{d}", "R": "i32", "C": "i32",
                    "tiles": "i32", **aqn_triton.TYPES},
-                  {"ROWS": 128, "COLUMNS": 128, "TILE": 2 * CODES, "NOISE": noise}, load=0, divisible=("C",))
+                  {"ROWS": 128, "COLUMNS": 128, "SPAN": 128, "OUT": OUT, "PARTS": PARTS, "NOISE": noise,
+                   "HARDWARE": 1}, OUT // 256, load=0, divisible=("C",), elements=OUT * PARTS, **E4M3)
             for d in ("bf16", "fp32") for noise, kind in NOISES]

@@ -16,8 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels import quantize_triton
-from tilewright.kernels.quantize_triton import _from_e4m3, from_e2m1
+from tilewright.kernels.quantize_triton import E2M1, E4M3, conversions, from_e2m1, from_e4m3
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -34,13 +33,13 @@ def _tile(data_ptr, scale_ptr, nested_ptr, map_ptr, extra_ptr, value_ptr, n, liv
 
     width: bytes of a row.   across: scales of a row.   GROUP: columns of the tile that share a scale, of the SPAN that
     a scale is for.   ROWS: rows that share one (block FP8).   extra: the offset of nested scales, or the global scale.
-    HARDWARE: see `from_e2m1`.
+    HARDWARE: see quantize_triton.
     """
     if FORMAT == 2:
         ks = k + tl.arange(0, BLOCK_K)
         code = tl.load(data_ptr + n[:, None] * width + ks[None, :], mask=live[:, None] & (ks < K)[None, :], other=0)
         scale = tl.load(scale_ptr + n // ROWS * across + k // SPAN, mask=live, other=0.0)
-        w = _from_e4m3(code) * scale[:, None]
+        w = from_e4m3(code, HARDWARE) * scale[:, None]
     else:
         byte = k // 2 + tl.arange(0, BLOCK_K // 2)
         inside = live[:, None] & (byte < width)[None, :]
@@ -50,7 +49,7 @@ def _tile(data_ptr, scale_ptr, nested_ptr, map_ptr, extra_ptr, value_ptr, n, liv
         known = live[:, None] & (first < K)[None, :]   # past the edge a scale is 0, and so is what it scales
         at = n[:, None] * across + (first // SPAN)[None, :]
         if FORMAT == 1:
-            scale = _from_e4m3(tl.load(scale_ptr + at, mask=known, other=0)) * tl.load(extra_ptr)
+            scale = from_e4m3(tl.load(scale_ptr + at, mask=known, other=0), HARDWARE) * tl.load(extra_ptr)
             even, odd = from_e2m1(both, HARDWARE)
         else:
             if NESTED:
@@ -140,7 +139,7 @@ def few_rows(x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, sca
     grid = (triton.cdiv(N, c["BLOCK_N"]), triton.cdiv(T, tall), split)
     _few_rows[grid](x, data, scale, nested, table, extra, values, bias, sums, T, N, K, x.stride(0), width,
                     triton.cdiv(K, span), piece, FORMAT=kind, NESTED=table is not None,
-                    HARDWARE=kind == NVFP4 and quantize_triton.has_e2m1(x.device),
+                    HARDWARE=0 if kind == NF4 else conversions(x.device),
                     BIAS=bias is not None and split == 1, ROWS=rows, GROUP=min(span, c["BLOCK_K"]), SPAN=span,
                     PRECISION=_precision(x), BLOCK_T=tall, **c)
     if split > 1:
@@ -195,8 +194,8 @@ def _few_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
     span = {NF4: 64, NVFP4: 16, BLOCK_FP8: 128}[kind]
     tall, split = min(MOST_ROWS, max(16, key["rows"])), config["SPLIT"] > 1
     found = []
-    variants = {NF4: ((False, False), (True, False)), NVFP4: ((False, False), (False, True)),
-                BLOCK_FP8: ((False, False),)}[kind]
+    variants = {NF4: ((False, 0), (True, 0)), NVFP4: ((False, 1), (False, 2)),
+                BLOCK_FP8: ((False, 1),)}[kind]
     for nested, hardware in variants:
         used = {"x_ptr": f"*{t}", "data_ptr": "*u8",
                 "scale_ptr": "*u8" if nested or kind == NVFP4 else "*fp32",
@@ -209,7 +208,7 @@ def _few_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
         if nested or kind == NVFP4:
             used["extra_ptr"] = "*fp32"
         absent = dict.fromkeys(n for n in ("nested_ptr", "map_ptr", "extra_ptr", "value_ptr") if n not in used)
-        suffix, archs = quantize_triton.E2M1[hardware] if kind == NVFP4 else ("", {})
+        suffix, archs = E2M1[hardware] if kind == NVFP4 else ("", E4M3 if kind == BLOCK_FP8 else {})
         matrix = {} if t == "fp32" else {90: ("wgmma",), 100: ("tcgen05",)}
         uses = {arch: (*matrix.get(arch, ()), *archs.get("uses", {}).get(arch, ())) for arch in (90, 100, 120)}
         found.append(KernelSpec(

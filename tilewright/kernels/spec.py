@@ -22,6 +22,7 @@ class KernelSpec:
     load, store: bits of the widest access to global memory; 0 for a kernel that is narrow by nature, with the
         reason beside it.   uses: compute capability -> families of instructions, keys of
         `bench.machine_code.FAMILIES`, e.g. {90: ("wgmma", "tma"), 100: ("tcgen05", "tma")}.
+    elements: of a streaming kernel, how many elements a program takes: instructions an element are then budgeted.
     """
 
     kernel: Any
@@ -37,6 +38,7 @@ class KernelSpec:
     load: int = 128
     store: int = 128
     uses: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    elements: int = 0
 
 
 @dataclass(frozen=True)

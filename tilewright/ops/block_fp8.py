@@ -77,8 +77,8 @@ def quantize_block_fp8(x: torch.Tensor, *, block: tuple[int, int] = (128, 128), 
     of x * (1 / m * 448); scale_inv is 1 for a block of zeros.
     Not differentiable: x is detached. Deterministic, and the same in every implementation.
     Raises TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite (on CUDA, where
-    looking would wait for the device, such a block's scale_inv is not finite), ImplementationUnavailable for a named
-    implementation that cannot run here.
+    looking would wait for the device, such a block's scale_inv is not finite and its codes are unspecified),
+    ImplementationUnavailable for a named implementation that cannot run here.
     """
     quantize.source(x)
     quantize.seed(seed)

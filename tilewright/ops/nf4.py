@@ -49,8 +49,14 @@ def dynamic_map() -> torch.Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32)
 
 
-_codes, _bounds, _map = (quantize.constant(f"nf4_{name}", make, n) for name, make, n in (
-    ("codes", codes_of, 16), ("bounds", bounds_of, 15), ("map", dynamic_map, 256)))
+def pairs_of() -> torch.Tensor:
+    """float32 [512]: the two numbers of each byte, the even element's first."""
+    codes = codes_of()
+    return torch.stack((codes.repeat_interleave(16), codes.repeat(16)), -1).view(-1)
+
+
+_codes, _pairs, _bounds, _map = (quantize.constant(f"nf4_{name}", make, n) for name, make, n in (
+    ("codes", codes_of, 16), ("pairs", pairs_of, 512), ("bounds", bounds_of, 15), ("map", dynamic_map, 256)))
 
 
 @dataclass(frozen=True)
@@ -288,13 +294,13 @@ def _triton():
 
         high = define("nf4_triton_quantize", k.nf4_quantize, lambda x, bounds, block: _fake_quantize(x, block))
         low = define("nf4_triton_dequantize", k.nf4_dequantize,
-                     lambda data, codes, *rest: _fake_dequantize(data, *rest))
+                     lambda data, pairs, *rest: _fake_dequantize(data, *rest))
 
         def quantize_triton(x, block):
             return high(x, _bounds(x), block)
 
         def dequantize_triton(data, *rest):
-            return low(data, _codes(data), *rest)
+            return low(data, _pairs(data), *rest)
 
         _loaded["triton"] = (quantize_triton, dequantize_triton)
     return _loaded["triton"]
