@@ -65,7 +65,7 @@ def emulator(request, monkeypatch):
               "cross_entropy": cross_entropy._fused(_softmax_stats.cute)}
     for name, fn in loaded.items():
         for dtype in (F32, BF16, F16):
-            monkeypatch.setitem(operations()[name]._table, ("cute", "cpu", dtype, None), fn)
+            monkeypatch.setitem(operations()[name]._table, ("cute", torch.device("cpu"), dtype, None), fn)
     return emulator
 
 
@@ -211,7 +211,6 @@ def test_refuses_tensors_of_a_cpu():
 
 def test_says_why_it_cannot_run(monkeypatch):
     monkeypatch.setattr(platform.torch.cuda, "is_available", lambda: False)
-    platform.no_cuda.cache_clear()
     assert platform.no_cute("cuda") == "no CUDA device"
     monkeypatch.setattr(platform, "no_cuda", lambda capability=0: None)
     for capability, reason in (((9, 0), None), ((10, 0), None), ((10, 3), None),

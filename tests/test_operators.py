@@ -3,8 +3,10 @@ torch.library.opcheck."""
 
 import contextlib
 import functools
+import importlib
 import pathlib
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tilewright import ImplementationUnavailable
+from tilewright import ImplementationUnavailable, platform
 from tilewright.bench import contract
-from tilewright.ops import OPS, _checks
+from tilewright.ops import OPS, _checks, _library
 from tilewright.ops.quantize import Quantized
-from tilewright.registry import Implementation, Op, short, use
+from tilewright.registry import Implementation, On, Op, short, use
 
 EVERY_IMPLEMENTATION = pytest.mark.parametrize(
     "op, name", [pytest.param(op, i.name, id=f"{op.name}-{i.name}")
@@ -257,6 +259,100 @@ def test_autocast_makes_one_dtype_of_several():
         assert OPS["attention"].public(q.double(), q.double(), q.double()).dtype == torch.float64
     with pytest.raises(TypeError, match="v must have q's dtype"):
         OPS["attention"].public(q, q, q.bfloat16())
+
+
+# ---- several devices
+
+def module(op):
+    return importlib.import_module(f"tilewright.ops.{op}")
+
+
+class OfDevice(torch.Tensor):
+    """Stands for a tensor on a CUDA device that need not be there. Operators get it as that device's tensors."""
+
+    @staticmethod
+    def __new__(cls, data, index):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype, device=f"cuda:{index}")
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args)
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """Two CUDA devices, of which the first, an H100, is current and the second is an A100. entered: the devices that
+    were made current."""
+    state = SimpleNamespace(current=0, entered=[])
+
+    @contextlib.contextmanager
+    def enter(device):
+        index = getattr(device, "index", device)
+        before, state.current = state.current, index
+        state.entered.append(index)
+        yield
+        state.current = before
+
+    def capability(device=None):
+        return ((9, 0), (8, 0))[state.current if device is None else torch.device(device).index]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: state.current)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    return state
+
+
+@pytest.fixture
+def own_library(monkeypatch):
+    """Operators that a test defines go with it."""
+    with torch.library._scoped_library("tilewright", "FRAGMENT") as library:
+        monkeypatch.setattr(_library, "_LIBRARY", library)
+        yield
+
+
+def test_launchers_run_with_their_tensors_device_current(devices, own_library):
+    """Every operator is made by `define`. The first argument may be absent."""
+    ran = []
+
+    def launcher(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        ran.append(devices.current)
+        return torch.empty(0)
+
+    op = _library.define("on_a_device", launcher, lambda bias, x: x.new_empty(0))
+    for index in (0, 1, 0):
+        op(None, OfDevice(torch.ones(3), index))
+    assert ran == [0, 1, 0] and devices.current == 0
+    assert devices.entered == [1], "a device that was current already was entered"
+    op(None, torch.ones(3))
+    assert ran.pop() == 0 and devices.entered == [1]
+
+
+def test_what_writes_in_place_runs_with_its_tensors_device_current(devices, own_library, monkeypatch):
+    """It is called without an operator around it."""
+    ran = []
+
+    def launcher(*args):
+        ran.append(devices.current)
+
+    x, table = OfDevice(torch.ones(1, 2, 4), 1), torch.ones(2, 2)
+    module("rope")._register("probe", launcher).rotate(x, None, x, None, table, table, None, False, False)
+    monkeypatch.setattr(module("qk_norm_rope"), "_slices", lambda qkv, hq, hk: [qkv] * 3)
+    module("qk_norm_rope")._register("probe", launcher, launcher).overwrite(x, None, None, table, table, None, 1, 1,
+                                                                            1e-6, 0.0, False)
+    assert ran == [1, 1] and devices.current == 0
+
+
+def test_an_implementation_is_chosen_by_what_the_tensors_device_can_do(devices):
+    found = []
+    op = Op("probe", None, lambda x: x, (
+        Implementation("hopper", lambda: "hopper", lambda kind: platform.no_cuda(90)),
+        Implementation("ampere", lambda: "ampere", lambda kind: platform.no_cuda(80))))
+    for index in (0, 1, 0, 1):
+        found.append(op.pick("auto", On(torch.device("cuda", index))))
+    assert found == ["hopper", "ampere"] * 2
+    assert [op.unpinned(On(torch.device("cuda", index))) for index in (1, 0)] == ["ampere", "hopper"]
+    assert devices.entered.count(1) == 2, "an answer that was kept was looked for again"
 
 
 # ---- an implementation's parts

@@ -1,4 +1,4 @@
-"""What this machine can run. The only module that reads environment variables.
+"""What this machine, and the current CUDA device, can run. The only module that reads environment variables.
 
 Every probe returns None when the thing is usable, or a sentence that says why it is not. That sentence is shown
 unchanged by the exception, by `tilewright explain`, by a skipped test and by a benchmark listing.
@@ -104,9 +104,11 @@ def _order(version: str) -> list[float]:
     return numbers if re.search("[a-z]", public) else [*numbers, math.inf]
 
 
-@functools.cache
 def no_cuda(min_capability: int = 0) -> str | None:
-    """None if a CUDA device of at least `min_capability` (80, 90, 100, ...) is present."""
+    """None if the current CUDA device has at least `min_capability` (80, 90, 100, ...).
+
+    Probes ask the current device; `Op.pick` makes that of the tensor current. So no answer may be kept here.
+    """
     if not torch.cuda.is_available():
         return "no CUDA device"
     major, minor = torch.cuda.get_device_capability()

@@ -4,7 +4,7 @@ An `Op` is a public function, its eager twin (the definition) and a tuple of `Im
 benchmarks, the compile gate, `tilewright explain` and the trainer all read these objects; nothing else lists
 implementation names.
 
-Selection depends on the name asked for, the device type, the dtype and, of ops whose implementations differ in what
+Selection depends on the name asked for, the device, the dtype and, of ops whose implementations differ in what
 they can compute, on the options of the call (`request`); on nothing else. It is made once for each such key and kept,
 so a call pays one dictionary look-up.
 """
@@ -161,8 +161,8 @@ class Op:
                               dtypes=(*FLOATS, torch.float64))
         self.implementations = (*self.implementations, twin)
         self._by_name = {name: impl for impl in self.implementations for name in (impl.name, *impl.aliases)}
-        self._table: dict[tuple[str, str, torch.dtype, Any], Callable] = {}   # of `pick`
-        self._unpinned: dict[tuple[str, torch.dtype], str] = {}
+        self._table: dict[tuple[str, torch.device, torch.dtype, Any], Callable] = {}   # of `pick`
+        self._unpinned: dict[tuple[torch.device, torch.dtype], str] = {}
         self._by_key = types.SimpleNamespace()   # of what is added to a dictionary while it traces Dynamo sees nothing
 
     @property
@@ -213,12 +213,14 @@ class Op:
         For implementations that are composed of other ops: a name that was asked for fixes its parts too, and parts
         that round where the twin does not would take the whole beyond its contract.
         """
-        key = (tensor.device.type, tensor.dtype)
+        key = (tensor.device, tensor.dtype)
         name = self._unpinned.get(key)
         if name is None:
-            name = self._unpinned[key] = next(
-                (i.name for i in self.implementations
-                 if key[0] in i.devices and not i.rounds_between and i.why_not(*key) is None), "eager")
+            kind = tensor.device.type
+            with _current(tensor.device):
+                name = self._unpinned[key] = next(
+                    (i.name for i in self.implementations if kind in i.devices and not i.rounds_between
+                     and i.why_not(kind, tensor.dtype) is None), "eager")
         return name
 
     def part(self, tensor: torch.Tensor | On) -> Callable:
@@ -246,7 +248,7 @@ class Op:
             raise ImplementationUnavailable(f"{self.name}[{impl.name}]: does not import: {error}") from error
 
     def pick(self, name: str, tensor: torch.Tensor, request: Any = None) -> Callable:
-        """`resolve` for a call: by the tensor's device type and dtype, remembered.
+        """`resolve` for a call: by the tensor's device and dtype, remembered.
 
         request: what the call asks for that not every implementation has: a NamedTuple of constants of the op's own.
         """
@@ -255,26 +257,33 @@ class Op:
         if torch.compiler.is_dynamo_compiling():
             # In parts: Dynamo hands a NamedTuple over without its values.
             asked = () if request is None else (type(request), tuple(request))
-            return getattr(self._by_key, _resolve_constant(self, name, tensor.device.type, tensor.dtype, *asked))
-        key = (name, tensor.device.type, tensor.dtype, request)
+            return getattr(self._by_key, _resolve_constant(self, name, tensor.device, tensor.dtype, *asked))
+        key = (name, tensor.device, tensor.dtype, request)
         try:
             found = self._table.get(key)
         except TypeError:   # a name that cannot be a key
             self.implementation(name)
             raise
         if found is None:
-            found = self._table[key] = self.resolve(*key)
+            with _current(tensor.device):
+                found = self._table[key] = self.resolve(name, tensor.device.type, tensor.dtype, request)
         return found
 
 
-def _resolve_constant(op: Op, name: str, device_type: str, dtype: torch.dtype, kind: type | None = None,
+def _current(device: torch.device) -> contextlib.AbstractContextManager:
+    """The device as the current one, which probes ask."""
+    return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.is_available() else contextlib.nullcontext()
+
+
+def _resolve_constant(op: Op, name: str, device: torch.device, dtype: torch.dtype, kind: type | None = None,
                       values: tuple = ()) -> str:
     # torch.compile runs this once while it traces, instead of tracing imports and probes. It must return a constant,
     # so the callable is left in a namespace, under a key that is written once and never changes.
     request = None if kind is None else kind(*values)
-    key = f"{name} {device_type} {short(dtype)} {request}"
+    key = f"{name} {device} {short(dtype)} {request}"
     if not hasattr(op._by_key, key):
-        setattr(op._by_key, key, op.resolve(name, device_type, dtype, request))
+        with _current(device):
+            setattr(op._by_key, key, op.resolve(name, device.type, dtype, request))
     return key
 
 

@@ -26,10 +26,26 @@ def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = 
     """
     _LIBRARY.define(name + torch.library.infer_schema(fn, mutates_args=mutates),
                     tags=(torch.Tag.pt2_compliant_tag,))
-    for backend in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, fn, backend)
+    _LIBRARY.impl(name, fn, "CPU")
+    _LIBRARY.impl(name, on_its_device(fn), "CUDA")
     torch.library.register_fake(f"tilewright::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.tilewright, name).default
+
+
+def on_its_device(fn: Callable) -> Callable:
+    """fn(*args), run with the device of its first CUDA tensor current, on whose stream kernels are launched. A device
+    that is current already is left alone."""
+    @functools.wraps(fn)
+    def guarded(*args):
+        for t in args:
+            if isinstance(t, torch.Tensor) and t.is_cuda:
+                if t.get_device() == torch.cuda.current_device():
+                    break
+                with torch.cuda.device(t.get_device()):
+                    return fn(*args)
+        return fn(*args)
+
+    return guarded
 
 
 def adopt(name: str, fake: Callable) -> Callable:

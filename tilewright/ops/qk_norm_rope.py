@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from tilewright import platform
 from tilewright.ops import _checks, cases
-from tilewright.ops._library import define, differentiate, in_transform, once
+from tilewright.ops._library import define, differentiate, in_transform, on_its_device, once
 from tilewright.ops.rmsnorm import check_options, rmsnorm_eager
 from tilewright.ops.rope import check_overwritable, check_tables, last_contiguous, prepare_tables, rope_eager
 from tilewright.registry import Case, Cost, Implementation, Op
@@ -237,7 +237,7 @@ def _register(name, write, gradients, dtypes=_checks.ACCEPTED):
         return backward_op(*_slices(d, hq, hk), None, None, None, None, *tables(cos, sin), positions, hq, hk, 0.0,
                            interleaved)[0]
 
-    fused.overwrite, fused.turned_back = overwrite, once(title, turned_back)   # for inplace=True
+    fused.overwrite, fused.turned_back = on_its_device(overwrite), once(title, turned_back)   # for inplace=True
     return fused
 
 

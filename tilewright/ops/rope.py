@@ -12,7 +12,7 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, cases
-from tilewright.ops._library import define, differentiate
+from tilewright.ops._library import define, differentiate, on_its_device
 from tilewright.registry import Case, Cost, Implementation, Op, short
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -237,7 +237,8 @@ def _register(name, rotate):
         q_out, k_out = op(q, k, cos.float().contiguous(), sin.float().contiguous(), position_ids, interleaved, False)
         return q_out, None if k is None else k_out
 
-    rope_fused.rotate, rope_fused.op = rotate, op   # for inplace=True: what writes, and what its backward calls
+    # For inplace=True: what writes, and what its backward calls.
+    rope_fused.rotate, rope_fused.op = on_its_device(rotate), op
     return rope_fused
 
 
