@@ -7,11 +7,12 @@ import importlib
 import pathlib
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, OperatorNames, skip_unless_usable
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -575,6 +576,85 @@ def test_a_tensor_without_elements_may_have_any_strides(op, name):
         odd = {n: strided(v) for n, v in kwargs.items()}
         if any(odd[n] is not v for n, v in kwargs.items()):
             assert_same(differentiate(fn, odd), differentiate(fn, kwargs))
+
+
+# ---- past the dispatcher
+
+@pytest.fixture
+def probe(own_library):
+    """y = x * factor. ran: what each launch was given.   overload: counts its calls."""
+    def launcher(x: torch.Tensor, factor: float, bias: torch.Tensor | None, dtype: torch.dtype,
+                 sizes: list[int]) -> torch.Tensor:
+        ran.append((factor, sizes))
+        return x * factor
+
+    def keep(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+        ctx.factor = inputs[1]
+
+    ran = []
+    op = _library.define("past_the_dispatcher", launcher, lambda x, *_: torch.empty_like(x))
+    _library.differentiate(op, lambda ctx, dy: (dy * ctx.factor, None, None, None, None), keep)
+    op.ran, op.overload = ran, mock.Mock(wraps=op.overload, _schema=op.overload._schema)
+    return op
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_an_operator_is_called_past_the_dispatcher_where_nothing_needs_it(probe):
+    x = torch.ones(3)
+    rest = 2.0, None, torch.float32, [1]
+    for given in (x, torch.nn.Parameter(x), x.clone().requires_grad_()):
+        y = probe(given, *rest)
+        assert y.requires_grad == given.requires_grad
+        if y.requires_grad:
+            assert type(y.grad_fn).__name__ == "tilewright_past_the_dispatcherBackward"
+            assert torch.autograd.grad(y.sum(), given)[0].tolist() == [2.0] * 3
+            with torch.no_grad():
+                assert not probe(given, *rest).requires_grad
+    assert probe.ran == [(2.0, [1])] * 5 and not probe.overload.called
+
+
+def test_what_looks_at_operators_sees_them(probe):
+    """Modes, transforms, subclasses, fakes, tangents, the profiler, torch.jit.trace; and what has to be converted."""
+    x, rest = torch.ones(3, requires_grad=True), (2.0, None, torch.float32, [1])
+
+    def through(run):
+        del probe.ran[:]
+        probe.overload.reset_mock()
+        run()
+        assert probe.overload.called
+        return probe.ran
+
+    with OperatorNames() as mode:
+        assert through(lambda: probe(x, *rest))
+    assert "tilewright::past_the_dispatcher" in mode.names
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert through(lambda: probe(x, *rest))
+    assert "tilewright::past_the_dispatcher" in {e.name for e in profile.events()}
+    assert through(lambda: probe(x.as_subclass(Subclass), *rest))
+    through(lambda: torch.func.grad(lambda t: probe(t, *rest).sum())(x.detach()))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert not through(lambda: probe(mode.from_tensor(x), *rest)), "a launcher ran on a fake tensor"
+    assert not through(lambda: probe(x.to("meta"), *rest))
+    assert "tilewright::past_the_dispatcher" in str(torch.jit.trace(
+        lambda t: probe(t, *rest), x.detach(), check_trace=False).graph)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda t: probe(t, *rest), (x.detach(),), (x.detach(),))
+    # An int for a float, and a tuple for a list: a kernel would be specialized for them.
+    (factor, sizes), = through(lambda: probe(x, 2, None, torch.float32, (1,)))
+    assert type(factor) is float and type(sizes) is list
+
+
+def test_an_operator_without_a_derivative_says_so(own_library):
+    def launcher(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    op = _library.define("without_a_derivative", launcher, torch.empty_like)
+    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+        op(torch.ones(3, requires_grad=True)).sum().backward()
 
 
 # ---- torch.library.opcheck

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import pathlib
 import sys
@@ -55,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
 
     q = command("overhead", "host time of dispatch above an op's kernel, in microseconds", "float32")
     q.add_argument("--rounds", type=at_least(1, int), default=30, help="default %(default)s")
+    q.add_argument("--not-launched", action="store_true",
+                   help="of Triton's implementations on CPU tensors: compiled, bound and specialized as for a GPU of "
+                        "compute capability 9.0, but not launched")
     q.add_argument("--out", type=pathlib.Path, metavar="DIR", help="write overhead.json there")
     for each, length in ((p, 8.0), (q, 4.0)):
         each.add_argument("--threads", type=at_least(1, int), metavar="N", help="default: torch's")
@@ -113,10 +117,14 @@ def main(argv: list[str] | None = None, begun: float | None = None) -> int:
     if args.command == "overhead":
         from tilewright.bench import overhead
 
+        if args.not_launched and (reason := overhead.no_compiling()):
+            parser.error(f"--not-launched: {reason}")
         settings = run.Settings(rounds=args.rounds, sample_seconds=args.sample_ms / 1e3)
-        rows = [r for dtype in dtypes
-                for r in overhead.overhead(ops, args.device, dtype, rounds=args.rounds,
-                                           sample_seconds=settings.sample_seconds)]
+        device, of = ("cpu", "triton") if args.not_launched else (args.device, None)
+        with overhead.not_launched() if args.not_launched else contextlib.nullcontext():
+            rows = [r for dtype in dtypes
+                    for r in overhead.overhead(ops, device, dtype, rounds=args.rounds, implementation=of,
+                                               sample_seconds=settings.sample_seconds)]
         print(overhead.table(rows))
         if args.out:
             meta = run.metadata(args.device, settings, argv)

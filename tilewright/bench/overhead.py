@@ -5,12 +5,15 @@ launch: Triton's own launch of the first kernel, where it is Triton that runs; t
 resolved: what `Op.resolve` returns, with the arguments that the public function passes on.
 operator: the first registered torch operator that it calls, alone.
 pick: `Op.pick` alone, the look-up between public and resolved.
+
+`not_launched` measures Triton's implementations without a GPU: all that the host does but the driver's call.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright import platform
 from tilewright.bench import timing
-from tilewright.registry import Op, short
+from tilewright.registry import Op, operations, short
 
 LEVELS = ("public", "resolved", "operator", "launch", "pick")
 
@@ -33,6 +36,54 @@ class _FirstOperator(TorchDispatchMode):
         if self.found is None and func.namespace == "tilewright":
             self.found = func, args, kwargs or {}
         return func(*args, **(kwargs or {}))
+
+
+class _NoDriver:
+    """Triton's driver of a GPU that is not there: it loads and launches nothing."""
+
+    utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
+                            load_binary=lambda name, cubin, shared, device: (name, name, 0, 0, 1024),
+                            unload_module=lambda name: None)
+
+    def __init__(self, arch: int):
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_device(self):
+        return -1   # Triton keeps by device what it compiled
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return self._target
+
+    def launcher_cls(self, source, metadata):
+        return lambda *arguments: None
+
+
+def no_compiling() -> str | None:
+    """None if `not_launched` can be used in this process, else the reason."""
+    if platform.interpreting():
+        return "Triton's interpreter, which TRITON_INTERPRET asks for, compiles nothing"
+    return platform.no_module("triton")
+
+
+@contextlib.contextmanager
+def not_launched(arch: int = 90) -> Iterator[None]:
+    """Inside, Triton's implementations take tensors of a CPU. Kernels are compiled for compute capability `arch` (90:
+    9.0), and each call binds and specializes its arguments as for a GPU, but launches nothing: results are what was in
+    memory."""
+    from triton.runtime import driver
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(driver, "_active", _NoDriver(arch)))
+        stack.enter_context(mock.patch.object(platform, "interpreting", lambda: True))
+        for op in operations().values():   # what is chosen inside may not be chosen outside
+            stack.enter_context(mock.patch.object(op, "_table", {}))
+            stack.enter_context(mock.patch.object(op, "_unpinned", {}))
+        yield
 
 
 @contextlib.contextmanager
@@ -90,9 +141,11 @@ def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], 
     return found
 
 
-def overhead(ops: Iterable[Op], device: str, dtype: torch.dtype, *, rounds: int = 30,
-             sample_seconds: float = 0.004) -> list[dict[str, Any]]:
-    """A row for each op, with and without a graph being recorded: interleaved medians in microseconds.
+def overhead(ops: Iterable[Op], device: str, dtype: torch.dtype, *, rounds: int = 30, sample_seconds: float = 0.004,
+             implementation: str | None = None) -> list[dict[str, Any]]:
+    """A row for each op, with and without a graph being recorded: interleaved medians in microseconds, and the least.
+
+    implementation: of ops that have it; default what `auto` takes.
 
     The input is the op's first contract case, tiny, so that the kernel itself takes next to nothing. This is
     host time on both device types: on CUDA the calls are queued and not waited for.
@@ -101,9 +154,9 @@ def overhead(ops: Iterable[Op], device: str, dtype: torch.dtype, *, rounds: int 
     timer = timing.CpuClock(sample_seconds)
     for op in ops:
         case = next((c for c in op.cases if "contract" in c.tags), None)
-        if case is None:
+        if case is None or (implementation is not None and implementation not in op.names()):
             continue
-        name = op.choose(device, dtype)
+        name = implementation or op.choose(device, dtype)
         made = case.make(device, dtype, 0)
         for grad in (False, True):
             kwargs = {k: v.detach().requires_grad_(grad and v.requires_grad)
@@ -113,11 +166,13 @@ def overhead(ops: Iterable[Op], device: str, dtype: torch.dtype, *, rounds: int 
                    "grad": grad, "errors": errors, "us": {}}
             for level in LEVELS:
                 t = timings.get(level)
-                row["us"][level] = t and {"median": t.median * 1e6, "p20": t.p20 * 1e6,
-                                          "p80": t.p80 * 1e6}
+                row["us"][level] = t and {"median": t.median * 1e6, "p20": t.p20 * 1e6, "p80": t.p80 * 1e6,
+                                          "least": min(t.samples) * 1e6}
             public, operator, launch = (row["us"][n] for n in ("public", "operator", "launch"))
             row["overhead_us"] = public["median"] - operator["median"] if public and operator else None
             row["over_launch_us"] = public["median"] - launch["median"] if public and launch else None
+            # What is left where other processes take the CPU away.
+            row["least_over_launch_us"] = public["least"] - launch["least"] if public and launch else None
             rows.append(row)
     return rows
 
@@ -125,11 +180,11 @@ def overhead(ops: Iterable[Op], device: str, dtype: torch.dtype, *, rounds: int 
 def table(rows: Iterable[dict[str, Any]]) -> str:
     out = [f"{'op':<22} {'implementation':<14} {'grad':<5} "
            + " ".join(f"{level + ' us':>12}" for level in LEVELS)
-           + f" {'public - operator':>18} {'public - launch':>16}"]
+           + f" {'public - operator':>18} {'public - launch':>16} {'of least times':>15}"]
     for r in rows:
         cells = [f"{r['us'][level]['median']:12.2f}" if r["us"][level] else f"{'-':>12}" for level in LEVELS]
         over = [f"{'-' if r[n] is None else f'{r[n]:.2f} us':>{width}}"
-                for n, width in (("overhead_us", 18), ("over_launch_us", 16))]
+                for n, width in (("overhead_us", 18), ("over_launch_us", 16), ("least_over_launch_us", 15))]
         out.append(f"{r['op']:<22} {r['implementation']:<14} {'yes' if r['grad'] else 'no':<5} "
                    + " ".join((*cells, *over)))
         out += [f"  {level}: {reason}" for level, reason in r["errors"].items()]

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.grouped_gemm_triton import _large, _precision, tile_map
+from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -321,7 +322,7 @@ def _backward_kv(g_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
 def _tiles(cu_seqlens, batch, rows, block):
     """The map of tiles, its capacity, and how many tiles to launch."""
     if cu_seqlens is None:
-        return None, 0, batch * triton.cdiv(rows, block)
+        return None, 0, batch * cdiv(rows, block)
     tiles = tile_map(cu_seqlens[1:].to(torch.int32), rows, block)
     return tiles, tiles.shape[0] // 3, tiles.shape[0] // 3
 
@@ -333,7 +334,7 @@ def empty_rows(t: torch.Tensor) -> torch.Tensor:
 
 
 def _key(t, softcap):
-    return triton.next_power_of_2(max(16, t.shape[-1])), t.element_size(), _large(t.device), softcap > 0
+    return next_power_of_2(max(16, t.shape[-1])), t.element_size(), _large(t.device), softcap > 0
 
 
 def _reach(window, q, k, offset):
@@ -342,7 +343,7 @@ def _reach(window, q, k, offset):
 
 
 def _options(q, k, cu_seqlens, causal, window, softcap):
-    return {"GROUP": q.shape[1] // k.shape[1], "D": q.shape[-1], "WIDTH": triton.next_power_of_2(max(16, q.shape[-1])),
+    return {"GROUP": q.shape[1] // k.shape[1], "D": q.shape[-1], "WIDTH": next_power_of_2(max(16, q.shape[-1])),
             "PACKED": cu_seqlens is not None, "CAUSAL": causal, "WINDOW": window > 0, "SOFTCAP": softcap > 0,
             "PRECISION": _precision(q)}
 

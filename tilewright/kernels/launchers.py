@@ -7,6 +7,17 @@ from collections.abc import Callable
 
 import torch
 
+# Triton's own of these names, which kernels may call too, take microseconds on the host.
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of 2 that is at least n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
 # ---- rmsnorm and add_rmsnorm
 
 def sizes(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:
@@ -19,7 +30,7 @@ def sizes(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:
 def normalised(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Uninitialised y, x + residual (None without one) and rstd."""
     total = None if residual is None else torch.empty_like(residual)
-    return torch.empty_like(x), total, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    return torch.empty_like(x), total, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def rmsnorm_forwards(launch: Callable) -> tuple[Callable, Callable]:

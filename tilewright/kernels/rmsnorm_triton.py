@@ -282,7 +282,7 @@ def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat, alpha, s
     y, total, rstd = launchers.normalised(x, residual)
     if T:
         c = FORWARD.config(x.device, D, x.element_size(), residual is not None)
-        walk, blocks = c["BLOCK_D"] < D, triton.cdiv(T, c["BLOCK_T"])
+        walk, blocks = c["BLOCK_D"] < D, launchers.cdiv(T, c["BLOCK_T"])
         if alpha and not walk:
             blocks = min(blocks, max(1, programs(x, NOISE_PROGRAMS) // H))
         _forward[(blocks, H)](x, residual, weight, bias, y, total, rstd, T, eps, offset, alpha, seed, step, layer,
@@ -312,13 +312,13 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
         return dx, torch.zeros_like(weight), weight.new_zeros(D if has_bias else 0)
     c = BACKWARD.config(x.device, D, x.element_size())
     block_t, block_d, warps = c["BLOCK_T"], c["BLOCK_D"], c["num_warps"]
-    P = min(programs(x, c["PROGRAMS"]), triton.cdiv(T, block_t))
+    P = min(programs(x, c["PROGRAMS"]), launchers.cdiv(T, block_t))
     dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
     db = torch.empty((P, H, D) if has_bias else (0,), dtype=torch.float32, device=x.device)
     if block_d < D:
         _backward_walk[(T, H)](dy, dsum, x, rstd, weight, dx, T, offset, alpha, seed, step, layer, H=H, D=D,
                                BLOCK_D=block_d, DSUM=dsum is not None, NOISE=alpha != 0, num_warps=warps)
-        _weight_walk[(P, H, triton.cdiv(D, 1024))](dy, x, rstd, dw, db, T, H=H, D=D, BLOCK_D=1024,
+        _weight_walk[(P, H, launchers.cdiv(D, 1024))](dy, x, rstd, dw, db, T, H=H, D=D, BLOCK_D=1024,
                                                    BIAS=has_bias, ROUND_XHAT=round_xhat, num_warps=4)
     else:
         _backward[(P, H)](dy, dsum, x, rstd, weight, dx, dw, db, T, offset, alpha, seed, step, layer, H=H, D=D,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.launchers import next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -96,7 +97,7 @@ def rotate(q: torch.Tensor, k: torch.Tensor | None, q_out: torch.Tensor, k_out: 
     _rotate[(B * S,)](q, kk, q_out, ko, cos, sin, positions, S, cos.shape[0],
                       *q.stride()[:3], *kk.stride()[:3], *q_out.stride()[:3], *ko.stride()[:3],
                       HQ=HQ, HK=0 if k is None else k.shape[1], D=D, HALF=half,
-                      BLOCK_R=triton.next_power_of_2(half), BLOCK_D=triton.next_power_of_2(rest) if rest else 1,
+                      BLOCK_R=next_power_of_2(half), BLOCK_D=next_power_of_2(rest) if rest else 1,
                       INTERLEAVED=interleaved, INVERSE=inverse, HAS_POS=positions is not None,
                       COPY=rest > 0 and q.data_ptr() != q_out.data_ptr(), **c)
 

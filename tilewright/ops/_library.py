@@ -15,7 +15,72 @@ _LIBRARY = torch.library.Library("tilewright", "FRAGMENT")
 _ADVICE = "use implementation='eager'"
 
 
-def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = ()) -> Callable:
+# Asked in each call of an operator. The first is a constant where Dynamo traces, so that it sees no other.
+_tracing, _modes, _function_modes = (torch.compiler.is_dynamo_compiling, _C._len_torch_dispatch_stack,
+                                     _C._len_torch_function_stack)
+_profiled, _traced = _C._autograd._profiler_enabled, _C._is_tracing
+_recording, _any_requires_grad = torch.is_grad_enabled, _C._any_requires_grad
+# Whether transforms of torch.func (grad, vjp, vmap) are at work.
+in_transform = _C._are_functorch_transforms_active
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Types, by those of a schema, that launchers take as they are. The dispatcher converts others, or refuses them.
+_TYPES = {"Tensor": _PLAIN, "float": (float,), "int": (int,), "SymInt": (int,), "bool": (bool,), "str": (str,),
+          "ScalarType": (torch.dtype,), "List[int]": (list,), "List[SymInt]": (list,)}
+
+
+class Operator:
+    """A `torch.library` operator, which is called past the dispatcher where nothing needs it.
+
+    A call through the dispatcher converts its arguments three times, which takes longer than a launch. So plain tensors
+    on a CPU or a CUDA device go straight to the launcher; where a graph is recorded, by an autograd.Function. Whatever
+    traces, transforms or watches operators (torch.compile, other tensors, modes, torch.func, forward-mode derivatives,
+    torch.jit.trace, the profiler) gets the operator itself: `overload`.
+    """
+
+    def __init__(self, overload: Callable, launch: Callable, devices: Sequence[str]):
+        self.overload, self._launch, self._devices = overload, launch, devices
+        self._apply: Callable | None = None   # of the launcher with its derivative
+        self._first: dict[tuple[type, ...], int] = {}   # types of arguments -> `_first_tensor`
+
+    def name(self) -> str:
+        return self.overload.name()
+
+    def __call__(self, *args):
+        if (_tracing() or _modes() or _function_modes() or in_transform() or forward_ad._current_level >= 0
+                or _profiled() or _traced()):
+            return self.overload(*args)
+        types = tuple(map(type, args))
+        first = self._first.get(types)
+        if first is None:
+            first = self._first[types] = self._first_tensor(types)
+        if first < 0:
+            return self.overload(*args)
+        tensor = args[first]
+        if not tensor.is_cpu:
+            if tensor.device.type not in self._devices:
+                return self.overload(*args)
+            if tensor.get_device() != torch.cuda.current_device():
+                with torch.cuda.device(tensor.get_device()):
+                    return self(*args)
+        if not (_recording() and _any_requires_grad(*args)):
+            return self._launch(*args)
+        return (self._apply or self.overload)(*args)
+
+    def _first_tensor(self, types: tuple[type, ...]) -> int:
+        """Its place in arguments of these types; -1 where not all of them are such that the launcher takes them."""
+        schema = self.overload._schema
+        if schema.is_mutable or len(types) != len(schema.arguments):
+            return -1
+        for found, argument in zip(types, schema.arguments, strict=True):
+            kind = str(argument.real_type)
+            wanted = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
+            if found not in _TYPES.get(wanted, ()) and not (wanted != kind and found is type(None)):
+                return -1
+        return next((i for i, found in enumerate(types) if found in _PLAIN), -1)
+
+
+def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = ()) -> Operator:
     """Registers `tilewright::name` for CPU and CUDA tensors and returns the operator.
 
     fn: the launcher; its annotations give the schema (see torch.library.infer_schema).
@@ -29,7 +94,7 @@ def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = 
     _LIBRARY.impl(name, fn, "CPU")
     _LIBRARY.impl(name, on_its_device(fn), "CUDA")
     torch.library.register_fake(f"tilewright::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.tilewright, name).default
+    return Operator(getattr(torch.ops.tilewright, name).default, fn, ("cpu", "cuda"))
 
 
 def on_its_device(fn: Callable) -> Callable:
@@ -48,13 +113,14 @@ def on_its_device(fn: Callable) -> Callable:
     return guarded
 
 
-def adopt(name: str, fake: Callable) -> Callable:
+def adopt(name: str, fake: Callable) -> Operator:
     """The same for an operator that the C++ extension has defined: adds its fake and returns it."""
     torch.library.register_fake(f"tilewright::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.tilewright, name).default
+    overload = getattr(torch.ops.tilewright, name).default
+    return Operator(overload, functools.partial(overload.redispatch, _C.DispatchKeySet(_C.DispatchKey.CPU)), ("cpu",))
 
 
-def differentiate(op: Callable, backward: Callable, setup_context: Callable, *, twice: bool = False) -> None:
+def differentiate(op: Operator, backward: Callable, setup_context: Callable, *, twice: bool = False) -> None:
     """Gives an operator its autograd formula, and refuses derivatives that it does not have.
 
     Kernels have no formulas of their own, so autograd would take what a formula returns for a constant: a second
@@ -63,7 +129,18 @@ def differentiate(op: Callable, backward: Callable, setup_context: Callable, *, 
     """
     name = op.name().split(".")[0]
     formula = backward if twice else once(name, backward)
-    kernel = _autograd.make_autograd_impl(op, _autograd.Info(formula, setup_context))
+    kernel = _autograd.make_autograd_impl(op.overload, _autograd.Info(formula, setup_context))
+    launch = op._launch
+
+    def forward(ctx, *args):
+        result = launch(*args)
+        setup_context(ctx, args, result)
+        return result
+
+    # The same, past the dispatcher.
+    direct = type(name.replace("::", "_"), (torch.autograd.Function,),
+                  {"forward": staticmethod(forward), "backward": staticmethod(formula)})
+    op._apply = super(torch.autograd.Function, direct).apply   # without Function's own, which prepares for torch.func
 
     class InTransform(torch.autograd.function._SingleLevelFunction):
         """What `kernel` applies, for one level of torch.func's transforms, which the operator's dispatch is at."""
@@ -72,7 +149,7 @@ def differentiate(op: Callable, backward: Callable, setup_context: Callable, *, 
         def forward(ctx, keyset, *args):
             _refuse_beneath(name, args)
             with _C._AutoDispatchBelowAutograd():
-                result = op.redispatch(keyset & _C._after_autograd_keyset, *args)
+                result = op.overload.redispatch(keyset & _C._after_autograd_keyset, *args)
             setup_context(ctx, args, result)
             return result
 
@@ -100,10 +177,6 @@ def refuse_tangents(name: str, *args: object) -> None:
         for arg in args:
             if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
                 raise RuntimeError(f"{name} has no forward-mode derivative; {_ADVICE}")
-
-
-# Whether transforms of torch.func (grad, vjp, vmap) are at work.
-in_transform = _C._are_functorch_transforms_active
 
 
 @contextlib.contextmanager
