@@ -272,7 +272,8 @@ class Op:
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager:
     """The device as the current one, which probes ask."""
-    return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.is_available() else contextlib.nullcontext()
+    there = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.device(device) if there else contextlib.nullcontext()
 
 
 def _resolve_constant(op: Op, name: str, device: torch.device, dtype: torch.dtype, kind: type | None = None,

@@ -154,7 +154,7 @@ def _attend(acc, top, total, q, k_at, v_at, k_row, v_row, rows, d, low, high, ke
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
 def _forward(q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr, tiles_ptr, cu_ptr, capacity, S, Sk, offset,
              window, scale, cap, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch,
              o_head, o_row, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
@@ -227,7 +227,7 @@ def _walk_keys(dq, q, g, power, delta, k_at, v_at, k_row, v_row, rows, d, low, h
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
 def _backward_q(g_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dq_ptr, delta_ptr, tiles_ptr, cu_ptr, capacity, S,
                 Sk, offset, window, scale, cap, g_batch, g_head, g_row, q_batch, q_head, q_row, k_batch, k_head, k_row,
                 v_batch, v_head, v_row, o_batch, o_head, o_row, dq_batch, dq_head, dq_row, GROUP: tl.constexpr,
@@ -265,7 +265,7 @@ def _backward_q(g_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dq_ptr, delta_ptr,
         tl.store(to, (dq * scale).to(dq_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
 def _backward_kv(g_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, cu_ptr, capacity, S,
                  Sk, offset, window, scale, cap, g_batch, g_head, g_row, q_batch, q_head, q_row, k_batch, k_head, k_row,
                  v_batch, v_head, v_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, GROUP: tl.constexpr,

@@ -33,7 +33,7 @@ PLAIN, SWIGLU, DSWIGLU = 0, 1, 2
 _TILE_BLOCK = 128   # tiles that a program of _map_tiles writes at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "capacity"])
 def _map_tiles(offsets_ptr, tiles_ptr, E, R, capacity, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
                EXPERTS: tl.constexpr):
     """Program e writes expert e's tiles, program E the tail's and the number of all.
@@ -135,7 +135,7 @@ def _dsilu_four(da, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n, N, scale, STOR
     return dot + _dsilu_two(right, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n + HALF, N, scale, STORE_H, ROWS, HALF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, weight_ptr, E, capacity, N, K, x_stride,
           w_expert_stride, w_stride, TOP_K, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr,
           STORE_PRE: tl.constexpr, STORE_H: tl.constexpr, TMA_X: tl.constexpr, TMA_W: tl.constexpr,
@@ -245,7 +245,7 @@ def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, wei
             tl.store(partial_ptr + r * n_tiles + n_tile, dot, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _dweight(dy, x, out_ptr, offsets_ptr, slots_ptr, R, N, K, dy_stride, x_stride, TOP_K, GATHER_DY: tl.constexpr,
              GATHER_X: tl.constexpr, TMA_DY: tl.constexpr, TMA_X: tl.constexpr, PRECISION: tl.constexpr,
              BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr):
@@ -299,7 +299,7 @@ def _dweight(dy, x, out_ptr, offsets_ptr, slots_ptr, R, N, K, dy_stride, x_strid
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(ns < N)[:, None] & (ks < K)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SLOTS"])
 def _router_gradient(partial_ptr, position_ptr, out_ptr, SLOTS, tiles, BLOCK: tl.constexpr, TILES: tl.constexpr):
     """out[s] = the sum of row position[s] of partial [rows, tiles]; 0 where position[s] < 0."""
     s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

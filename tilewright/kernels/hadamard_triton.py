@@ -51,7 +51,7 @@ def butterflies(v, SIZE: tl.constexpr):
     return v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["mask"])
 def _hadamard(x_ptr, y_ptr, n, mask, SIZE: tl.constexpr, SIGNS: tl.constexpr, INVERSE: tl.constexpr,
               TILE: tl.constexpr):
     i = tl.arange(0, TILE)

@@ -29,7 +29,7 @@ COUNTS = 64     # programs that count used rows
 
 # ---- sorting
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def _histogram(index_ptr, tile_ptr, run_ptr, R, E, steps, TILE: tl.constexpr, EXPERTS: tl.constexpr):
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     total = tl.zeros([EXPERTS], tl.int32)
@@ -44,7 +44,7 @@ def _histogram(index_ptr, tile_ptr, run_ptr, R, E, steps, TILE: tl.constexpr, EX
     tl.store(run_ptr + tl.program_id(0) * E + expert, total, mask=expert < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps", "runs"])
 def _place(index_ptr, tile_ptr, run_ptr, offsets_ptr, slots_ptr, position_ptr, R, E, steps, runs,
            TILE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     run = tl.program_id(0)
@@ -122,7 +122,7 @@ def _backward_space(columns: int, itemsize: int) -> list[dict]:
     return [c for c in _space(columns, itemsize) if c["BLOCK"] // (32 * c["num_warps"]) <= 8]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def _count(position_ptr, used_ptr, R, steps, BLOCK: tl.constexpr):
     """How many slots of a run have a row."""
     found = tl.zeros([BLOCK], tl.int32)
@@ -143,7 +143,7 @@ def _clear(out_ptr, used_ptr, t, c, mask, columns, K, UNIT: tl.constexpr, COUNTS
             tl.store(out_ptr + row * columns * UNIT + c, zero, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _spread(x_ptr, position_ptr, used_ptr, out_ptr, columns, BLOCKS, x_stride, R, K: tl.constexpr,
             COUNTS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
     t = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -159,7 +159,7 @@ def _spread(x_ptr, position_ptr, used_ptr, out_ptr, columns, BLOCKS, x_stride, R
     _clear(out_ptr, used_ptr, t, c, mask, columns, K, UNIT, COUNTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _collect(rows_ptr, weight_ptr, position_ptr, y_ptr, columns, BLOCKS, rows_stride, R, WEIGHTED: tl.constexpr,
              K: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
     t = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -181,7 +181,7 @@ def _collect(rows_ptr, weight_ptr, position_ptr, y_ptr, columns, BLOCKS, rows_st
     tl.store(y_ptr + t * columns * UNIT + c, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _backward(dy_ptr, rows_ptr, weight_ptr, position_ptr, used_ptr, drows_ptr, dweight_ptr, columns, dy_stride,
               rows_stride, R, DOTS: tl.constexpr, K: tl.constexpr, COUNTS: tl.constexpr, UNIT: tl.constexpr,
               BLOCK: tl.constexpr, UNROLL: tl.constexpr):

@@ -110,7 +110,7 @@ def _write_heads(x_ptr, y_ptr, w_ptr, rstd_ptr, cos, sin, eps, offset, H: tl.con
         _store_pairs(y, rows, a * cos - b * sin, b * cos + a * sin, HALF, BLOCK_H, BLOCK_R, INTERLEAVED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "P"])
 def _forward(x_ptr, q_ptr, k_ptr, rstd_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, pos_ptr, S, P, eps, offset,
              x_b, x_s, q_b, q_s, k_b, k_s, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
              BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -196,7 +196,7 @@ def _store_weights(at, dw_a, dw_b, dw_rest, D: tl.constexpr, HALF: tl.constexpr,
         tl.store(at + d, tl.sum(dw_rest, axis=0), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "S", "P"])
 def _backward(dq_ptr, dk_ptr, dv_ptr, x_ptr, rstd_ptr, qw_ptr, kw_ptr, dx_ptr, dw_ptr, cos_ptr, sin_ptr, pos_ptr,
               tokens, S, P, offset, dq_b, dq_h, dq_s, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s, x_b, x_s,
               HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,

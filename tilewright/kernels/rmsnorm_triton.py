@@ -118,7 +118,7 @@ def _rows(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, block, h,
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["seed", "step", "layer"])
+@triton.jit(do_not_specialize=["T", "seed", "step", "layer"])
 def _forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, T, eps, offset, alpha, seed: tl.int64,
              step: tl.int64, layer: tl.int64, H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr,
              BLOCK_D: tl.constexpr, WALK: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
@@ -173,7 +173,7 @@ def _forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, T, eps
             tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["seed", "step", "layer"])
+@triton.jit(do_not_specialize=["T", "seed", "step", "layer"])
 def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, T, offset, alpha, seed: tl.int64,
               step: tl.int64, layer: tl.int64, H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr,
               BLOCK_D: tl.constexpr, DSUM: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr,
@@ -221,7 +221,7 @@ def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, 
         tl.store(db_ptr + (p * H + h).to(tl.int64) * D + cols, db, mask=in_d)
 
 
-@triton.jit(do_not_specialize=["seed", "step", "layer"])
+@triton.jit(do_not_specialize=["T", "seed", "step", "layer"])
 def _backward_walk(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, T, offset, alpha, seed: tl.int64, step: tl.int64,
                    layer: tl.int64, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DSUM: tl.constexpr,
                    NOISE: tl.constexpr):
@@ -249,7 +249,7 @@ def _backward_walk(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, T, offset, 
         tl.store(dx_ptr + row * D + c, dx.to(dx_ptr.dtype.element_ty), mask=c < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _weight_walk(dy_ptr, x_ptr, rstd_ptr, dw_ptr, db_ptr, T, H: tl.constexpr, D: tl.constexpr,
                  BLOCK_D: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr):
     """dw and db of one column block over rows p, p + P, ...: for rows too wide for `_backward`."""

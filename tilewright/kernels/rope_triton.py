@@ -44,7 +44,7 @@ def _heads(x_ptr, y_ptr, x_head, y_head, cos, sin, H: tl.constexpr, D: tl.conste
             tl.store(y + d[None, :], tl.load(x + d[None, :], mask=rest), mask=rest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "P"])
 def _rotate(q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, pos_ptr, S, P,
             q_b, q_h, q_s, k_b, k_h, k_s, qo_b, qo_h, qo_s, ko_b, ko_h, ko_s,
             HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,

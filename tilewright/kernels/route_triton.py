@@ -88,7 +88,7 @@ def _allowed(value, valid, BEST_TWO: tl.constexpr, GROUPS: tl.constexpr, TOP: tl
     return tl.reshape(whole, [ROWS, GP * SP]) != 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "steps"])
 def _forward(logits_ptr, bias_ptr, index_ptr, weight_ptr, probability_ptr, count_ptr, square_ptr, T, stride, steps,
              scale, E: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr,
              BIASED: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr,
@@ -148,7 +148,7 @@ def _forward(logits_ptr, bias_ptr, index_ptr, weight_ptr, probability_ptr, count
     tl.store(square_ptr + tl.program_id(0), tl.sum(square, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "programs"])
 def _finish(probability_ptr, count_ptr, square_ptr, total_ptr, balance_ptr, z_ptr, T, programs, E: tl.constexpr,
             WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Adds the programs' sums: counts of choices, and the two losses."""
@@ -172,7 +172,7 @@ def _finish(probability_ptr, count_ptr, square_ptr, total_ptr, balance_ptr, z_pt
     tl.store(z_ptr, tl.sum(square, axis=0) / tokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _backward(g_weight_ptr, g_balance_ptr, g_z_ptr, logits_ptr, index_ptr, count_ptr, out_ptr, T, stride, scale,
               E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
               WIDTH: tl.constexpr, ROWS: tl.constexpr):
