@@ -385,6 +385,33 @@ def test_every_implementation_declares_what_it_lacks():
     }
 
 
+@pytest.mark.parametrize("installed, capability, expected", [
+    (("flash-attn-4", "flash-attn-3"), (9, 0), {"plain": "flash_attention_4", "softcap": "flash_attention_4",
+                                                "sinks": "flash_attention_4", "D=256": "flash_attention_4"}),
+    (("flash-attn-4", "flash-attn-3"), (10, 0), {"plain": "flash_attention_4", "D=256": "native"}),
+    (("flash-attn-3",), (9, 0), {"plain": "flash_attention_3", "softcap": "flash_attention_3", "sinks": "triton"}),
+    (("flash-attn-3",), (10, 0), {"plain": "native", "softcap": "triton", "sinks": "triton"}),
+    ((), (9, 0), {"plain": "native", "packed": "native", "softcap": "triton", "sinks": "triton"}),
+])
+def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
+    """FlashAttention, then PyTorch's, then ours for what those refuse."""
+    monkeypatch.setattr(platform, "no_cuda", lambda least=0: None)
+    monkeypatch.setattr(platform, "no_distribution", lambda name, *oldest: None if name in installed else "not here")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    monkeypatch.setattr(OP, "_varlen", lambda: (None, True))
+    asks = {"plain": Request(128), "packed": Request(128, packed=True, window=True, gradient=True),
+            "softcap": Request(128, softcap=True), "sinks": Request(128, sinks=True), "D=256": Request(256)}
+    for ask, name in expected.items():
+        assert ATTENTION.choose("cuda", torch.bfloat16, asks[ask]) == name, ask
+    # A ring's parts, odd widths and a cache's queries; float32; and what none of them takes.
+    for request in (Request(128, part=True), Request(100), Request(128, shorter=True, softcap=True, sinks=True, part=True)):
+        assert ATTENTION.choose("cuda", torch.bfloat16, request) == "triton"
+    assert ATTENTION.choose("cuda", torch.float32, Request(128)) == "triton"
+    assert ATTENTION.choose("cuda", torch.bfloat16, Request(512)) == "sdpa"
+    assert ATTENTION.choose("cuda", torch.bfloat16, Request(512, sinks=True)) == "eager"
+
+
 @pytest.mark.parametrize("version", ["flash_attention_3", "flash_attention_4"])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("longest", [None, 7], ids=["read", "told"])

@@ -42,7 +42,7 @@ def steps(tokens):
     def heads(n):
         return new(1, tokens, n, 64).transpose(1, 2)
 
-    T, H, E, K, f32, i32, i64 = tokens, 128, 8, 2, torch.float32, torch.int32, torch.int64
+    T, H, E, K, f32, i64 = tokens, 128, 8, 2, torch.float32, torch.int64
     x, w, table = new(T, H), new(H), new(8192, 32, dtype=f32)
     y, rstd = rmsnorm_triton.forward(x, w, None, 1e-6, 0.0, True, 0.0, 0, 0, 0)
     rmsnorm_triton.add_forward(x, x, w, None, 1e-6, 0.0, True, 0.0, 0, 0, 0)

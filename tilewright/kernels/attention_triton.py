@@ -287,12 +287,11 @@ def _backward_kv(g_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
         dk = tl.zeros((BLOCK_N, WIDTH), tl.float32)
         dv = tl.zeros((BLOCK_N, WIDTH), tl.float32)
         low, high = _rows_of(n, n + BLOCK_N - 1, queries, offset, window, BLOCK_M, CAUSAL, WINDOW)
-        blocks = tl.cdiv(high - low, BLOCK_M)
         # One loop over the heads of the group and their rows: several, or a part without masks, need more registers for
-        # addresses than the two sums leave.
-        for step in range(GROUP * blocks):
-            h = head * GROUP + step // blocks
-            m = low + step % blocks * BLOCK_M
+        # addresses than the two sums leave. So h and m are counted on, and what needs a mask is asked.
+        h = head * GROUP
+        m = low
+        for _ in range(GROUP * tl.cdiv(high - low, BLOCK_M)):
             live = m + i < queries
             at = start + m
             q = _load(q_ptr + b * q_batch + h * q_head + at * q_row, q_row, i, d, live, D, True, EVEN)
@@ -303,13 +302,21 @@ def _backward_kv(g_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
             # Products are transposed: [keys, rows].
             s, slope = _logits(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, cap, SOFTCAP)
             p = tl.exp2(s - power[None, :])
-            if CAUSAL:
-                p = tl.where(_seen(m + i[None, :] + offset, n + j[:, None], keys, window, CAUSAL, WINDOW), p, 0.0)
+            if CAUSAL:   # rows that see all of these keys need no mask; what keys there are not is not stored
+                edge = m + offset < n + BLOCK_N - 1
+                if WINDOW:
+                    edge = edge | (m + offset + BLOCK_M - 1 - n >= window)
+                if edge:
+                    p = tl.where(_seen(m + i[None, :] + offset, n + j[:, None], keys, window, CAUSAL, WINDOW), p, 0.0)
             dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)
             ds = p * (tl.dot(v, tl.trans(g), input_precision=PRECISION) - delta[None, :])
             if SOFTCAP:
                 ds = ds * slope
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            m += BLOCK_M
+            last = m >= high
+            h += last.to(tl.int64)
+            m = tl.where(last, low, m)
         mask = (n + j < keys)[:, None] & (d < D)[None, :]
         to = dk_ptr + b * dk_batch + head * dk_head + (start + n) * dk_row + j[:, None] * dk_row + d[None, :]
         tl.store(to, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)

@@ -619,9 +619,10 @@ ATTENTION = Op(
     (
         *(Implementation(name, flash.load, flash.missing, dtypes=HALVES, refuses=flash.refuses,
                          aliases=(f"fa{name[-1]}",)) for name, flash in _FLASH.items()),
+        # PyTorch's before ours, which is for what it and flash-attn refuse, until ours has been measured to be faster.
+        Implementation("native", _native, _no_native, dtypes=HALVES, refuses=_native_refuses),
         Implementation("triton", _triton, platform.no_triton, batch_invariant=cases.ANYWHERE, refuses=_triton_refuses,
                        tunables=_tunables),
-        Implementation("native", _native, _no_native, dtypes=HALVES, refuses=_native_refuses),
         # On a CPU a head of a document is computed by itself; on CUDA a kernel may split by how full the device is.
         Implementation("sdpa", lambda: _attention_sdpa, devices=("cuda", "cpu"), dtypes=_checks.ACCEPTED,
                        batch_invariant=("cpu",), refuses=_sdpa_refuses, aliases=("torch",)),
