@@ -405,7 +405,7 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
     for ask, name in expected.items():
         assert ATTENTION.choose("cuda", torch.bfloat16, asks[ask]) == name, ask
     # A ring's parts, odd widths and a cache's queries; float32; and what none of them takes.
-    for request in (Request(128, part=True), Request(100), Request(128, shorter=True, softcap=True, sinks=True, part=True)):
+    for request in (Request(128, part=True), Request(100), Request(128, shorter=True, softcap=True, part=True)):
         assert ATTENTION.choose("cuda", torch.bfloat16, request) == "triton"
     assert ATTENTION.choose("cuda", torch.float32, Request(128)) == "triton"
     assert ATTENTION.choose("cuda", torch.bfloat16, Request(512)) == "sdpa"

@@ -312,9 +312,14 @@ def own_library(monkeypatch):
         yield
 
 
-def test_launchers_run_with_their_tensors_device_current(devices, own_library):
+@pytest.mark.parametrize("past", [False, True], ids=["dispatched", "past_the_dispatcher"])
+def test_launchers_run_with_their_tensors_device_current(devices, own_library, monkeypatch, past):
     """Every operator is made by `define`. The first argument may be absent."""
     ran = []
+    if past:
+        monkeypatch.setattr(_library, "_PLAIN", (OfDevice, torch.Tensor))
+        monkeypatch.setitem(_library._TYPES, "Tensor", _library._PLAIN)
+        monkeypatch.setattr(OfDevice, "__torch_dispatch__", None)
 
     def launcher(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
         ran.append(devices.current)
@@ -325,7 +330,7 @@ def test_launchers_run_with_their_tensors_device_current(devices, own_library):
         op(None, OfDevice(torch.ones(3), index))
     assert ran == [0, 1, 0] and devices.current == 0
     assert devices.entered == [1], "a device that was current already was entered"
-    op(None, torch.ones(3))
+    op(None, torch.ones(3))   # on a CPU, which has no current device
     assert ran.pop() == 0 and devices.entered == [1]
 
 

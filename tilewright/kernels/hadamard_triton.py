@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.launchers import cdiv
 from tilewright.kernels.spec import KernelSpec
 
 TILE = 2048   # elements of a program: with 4 warps, two 128-bit loads of bf16 a thread
@@ -84,7 +85,7 @@ def hadamard(x: torch.Tensor, size: int, seed: int | None, inverse: bool) -> tor
     """x: contiguous, its last dimension divides by size."""
     y = torch.empty_like(x)
     if x.numel():
-        _hadamard[(triton.cdiv(x.numel(), TILE),)](x, y, x.numel(), sign_mask(seed), SIZE=size,
+        _hadamard[(cdiv(x.numel(), TILE),)](x, y, x.numel(), sign_mask(seed), SIZE=size,
                                                    SIGNS=seed is not None, INVERSE=inverse, TILE=TILE, num_warps=4)
     return y
 

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -84,14 +85,14 @@ def sort(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
     R = expert_index.numel()
     offsets, slots = (expert_index.new_empty(n, dtype=torch.int32) for n in (num_experts, R))
     position = expert_index.new_empty(expert_index.shape, dtype=torch.int32)
-    tiles = triton.cdiv(R, TILE)
-    steps = max(1, triton.cdiv(tiles, RUNS))
-    runs = max(1, triton.cdiv(tiles, steps))
+    tiles = cdiv(R, TILE)
+    steps = max(1, cdiv(tiles, RUNS))
+    runs = max(1, cdiv(tiles, steps))
     by_tile = expert_index.new_empty((runs * steps, num_experts), dtype=torch.int32)
     by_run = expert_index.new_empty((runs, num_experts), dtype=torch.int32)
-    _histogram[(runs, triton.cdiv(num_experts, EXPERTS))](expert_index, by_tile, by_run, R, num_experts, steps,
+    _histogram[(runs, cdiv(num_experts, EXPERTS))](expert_index, by_tile, by_run, R, num_experts, steps,
                                                           TILE=TILE, EXPERTS=EXPERTS, num_warps=8)
-    width = max(16, triton.next_power_of_2(num_experts))
+    width = max(16, next_power_of_2(num_experts))
     _place[(runs,)](expert_index, by_tile, by_run, offsets, slots, position, R, num_experts, steps, runs, TILE=TILE,
                     WIDTH=width, ROWS=max(1, 4096 // width), num_warps=8)
     return offsets, slots, position
@@ -101,20 +102,20 @@ def sort(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
 
 def _spread_heuristic(columns: int, itemsize: int) -> dict:
     """16 elements a thread: two 128-bit loads of 16-bit elements, and as many stores for each expert."""
-    block = 2048 if columns % 2048 == 0 else min(1024, triton.next_power_of_2(columns))
+    block = 2048 if columns % 2048 == 0 else min(1024, next_power_of_2(columns))
     return {"BLOCK": block, "num_warps": max(1, block // 512)}
 
 
 def _collect_heuristic(columns: int, itemsize: int) -> dict:
     """8 elements a thread: one 128-bit load of each of up to 8 rows of 16-bit elements in flight, 128 bytes."""
-    block = min(1024, triton.next_power_of_2(columns))
+    block = min(1024, next_power_of_2(columns))
     return {"BLOCK": block, "num_warps": max(1, block // 256)}
 
 
 def _space(columns: int, itemsize: int) -> list[dict]:
     """One to four 128-bit accesses of each row a thread, 16 elements at most."""
     return [{"BLOCK": block, "num_warps": warps} for block in (512, 1024, 2048, 4096) for warps in (1, 2, 4, 8)
-            if 16 // itemsize <= block // (32 * warps) <= 16 and block <= triton.next_power_of_2(columns)]
+            if 16 // itemsize <= block // (32 * warps) <= 16 and block <= next_power_of_2(columns)]
 
 
 def _backward_space(columns: int, itemsize: int) -> list[dict]:
@@ -218,13 +219,13 @@ def _unit(columns: int, *tensors: torch.Tensor) -> int:
 
 
 def _unroll(K: int) -> int:
-    return min(8, triton.next_power_of_2(K))
+    return min(8, next_power_of_2(K))
 
 
 def _used(position: torch.Tensor) -> torch.Tensor:
     """COUNTS parts of the number of rows in use."""
     used = position.new_empty(COUNTS)
-    steps = max(1, triton.cdiv(position.numel(), COUNTS * 1024))
+    steps = max(1, cdiv(position.numel(), COUNTS * 1024))
     _count[(COUNTS,)](position, used, position.numel(), steps, BLOCK=1024, num_warps=4)
     return used
 
@@ -237,7 +238,7 @@ def spread(x: torch.Tensor, position: torch.Tensor, offsets: torch.Tensor | None
     if rows.numel():
         used = _used(position) if offsets is None else offsets[-1:]
         c = SPREAD.config(x.device, columns, x.element_size())
-        blocks = triton.cdiv(columns, c["BLOCK"])
+        blocks = cdiv(columns, c["BLOCK"])
         by = _unit(columns, x)
         _spread[(x.shape[0] * blocks,)](x, position, used, rows, columns // by, blocks, x.stride(0) // by,
                                         rows.shape[0], K=K, COUNTS=used.shape[0], UNIT=by, UNROLL=_unroll(K), **c)
@@ -250,7 +251,7 @@ def collect(rows: torch.Tensor, weight: torch.Tensor | None, position: torch.Ten
     y = rows.new_empty((T, columns))
     if y.numel():
         c = COLLECT.config(rows.device, columns, rows.element_size())
-        blocks = triton.cdiv(columns, c["BLOCK"])
+        blocks = cdiv(columns, c["BLOCK"])
         by = _unit(columns, rows)
         _collect[(T * blocks,)](rows, weight, position, y, columns // by, blocks, rows.stride(0) // by, rows.shape[0],
                                 WEIGHTED=weight is not None, K=K, UNIT=by, UNROLL=_unroll(K), **c)

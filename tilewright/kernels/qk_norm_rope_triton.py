@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.launchers import next_power_of_2
 from tilewright.kernels.rmsnorm_triton import programs
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -255,7 +256,7 @@ def _backward(dq_ptr, dk_ptr, dv_ptr, x_ptr, rstd_ptr, qw_ptr, kw_ptr, dx_ptr, d
 
 def _blocks(D: int, half: int) -> dict:
     rest = D - 2 * half
-    return {"BLOCK_R": triton.next_power_of_2(half), "BLOCK_D": triton.next_power_of_2(rest) if rest else 1}
+    return {"BLOCK_R": next_power_of_2(half), "BLOCK_D": next_power_of_2(rest) if rest else 1}
 
 
 def _pairs(D: int, half: int) -> int:
@@ -266,7 +267,7 @@ def _pairs(D: int, half: int) -> int:
 
 def _heuristic(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> dict:
     """About 1,024 pairs in flight a program: 8 a thread, a 128-bit load of 16-bit elements."""
-    most = triton.next_power_of_2(max(HQ, HK))   # wide enough for all heads
+    most = next_power_of_2(max(HQ, HK))   # wide enough for all heads
     return {"BLOCK_H": max(1, min(most, 1024 // _pairs(D, half))), "num_warps": 4}
 
 
@@ -325,7 +326,7 @@ def backward(dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor 
     strides = [s for d in (dq, dk, dv) for s in (d.stride()[:3] if d is not None else (0, 0, 0))]
     _backward[(P,)](dq, dk, dv, qkv, rstd, q_weight, k_weight, dqkv, dw, cos, sin, positions, B * S, S, cos.shape[0],
                     offset, *strides, *(qkv.stride()[:2] if norm else (0, 0)), HQ=HQ, HK=HK, D=D, HALF=half,
-                    **_blocks(D, half), BLOCK_V=triton.next_power_of_2(D), INTERLEAVED=interleaved, NORM=norm,
+                    **_blocks(D, half), BLOCK_V=next_power_of_2(D), INTERLEAVED=interleaved, NORM=norm,
                     HAS_POS=positions is not None, DQ=dq is not None, DK=dk is not None, DV=dv is not None, **c)
     return None if dw is None else dw.sum(0)
 
@@ -365,7 +366,7 @@ def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
     found = _specs(_backward, "backward", key, config,
                    {"dq": None, "dk": None, "dv": None, "x": None, "rstd": "fp32", "qw": None, "kw": None, "dx": None,
                     "dw": "fp32"}, strides,
-                   {"BLOCK_V": triton.next_power_of_2(key["D"]), "DQ": True, "DK": True, "DV": True})
+                   {"BLOCK_V": next_power_of_2(key["D"]), "DQ": True, "DK": True, "DV": True})
     for spec in found:
         spec.signature["tokens"] = "i32"
     return found

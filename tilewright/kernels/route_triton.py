@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -228,7 +229,7 @@ def results(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
 
 def _rows(constants: dict, T: int) -> int:
     """Rows a program, fewer for a few tokens."""
-    return min(constants["ROWS"], triton.next_power_of_2(max(1, T)))
+    return min(constants["ROWS"], next_power_of_2(max(1, T)))
 
 
 def forward(logits: torch.Tensor, bias: torch.Tensor | None, k: int, sigmoid: bool, renormalize: bool, groups: int,
@@ -238,12 +239,12 @@ def forward(logits: torch.Tensor, bias: torch.Tensor | None, k: int, sigmoid: bo
     T, E = logits.shape
     weight, index, counts, balance, z = found = results(logits, k)
     size = E // groups
-    GP, SP = triton.next_power_of_2(groups), triton.next_power_of_2(size)
+    GP, SP = next_power_of_2(groups), next_power_of_2(size)
     c = FORWARD.config(logits.device, GP * SP)
     rows = _rows(c, T)
-    blocks = triton.cdiv(T, rows)
-    steps = max(1, triton.cdiv(blocks, PROGRAMS))
-    programs = triton.cdiv(blocks, steps)
+    blocks = cdiv(T, rows)
+    steps = max(1, cdiv(blocks, PROGRAMS))
+    programs = cdiv(blocks, steps)
     probability = logits.new_empty((programs, E), dtype=torch.float32)
     count = logits.new_empty((programs, E), dtype=torch.int32)
     square = logits.new_empty(programs, dtype=torch.float32)
@@ -252,7 +253,7 @@ def forward(logits: torch.Tensor, bias: torch.Tensor | None, k: int, sigmoid: bo
                               scale, E=E, K=k, SIZE=size, GROUPS=groups, TOP=topk_groups, BIASED=bias is not None,
                               SIGMOID=sigmoid, RENORMALIZE=renormalize, GP=GP, SP=SP, ROWS=rows,
                               num_warps=c["num_warps"])
-    width = triton.next_power_of_2(E)
+    width = next_power_of_2(E)
     _finish[(1,)](probability, count, square, counts, balance, z, T, programs, E=E, WIDTH=width,
                   ROWS=max(1, 4096 // width), num_warps=8)
     return found
@@ -265,10 +266,10 @@ def backward(g_weight: torch.Tensor, g_balance: torch.Tensor, g_z: torch.Tensor,
     T, E = logits.shape
     out = logits.new_empty((T, E))
     if T:
-        width = triton.next_power_of_2(E)
+        width = next_power_of_2(E)
         c = BACKWARD.config(logits.device, width)
         rows = _rows(c, T)
-        _backward[(triton.cdiv(T, rows),)](g_weight, g_balance, g_z, logits, index, counts, out, T, logits.stride(0),
+        _backward[(cdiv(T, rows),)](g_weight, g_balance, g_z, logits, index, counts, out, T, logits.stride(0),
                                            scale, E=E, K=index.shape[1], SIGMOID=sigmoid, RENORMALIZE=renormalize,
                                            WIDTH=width, ROWS=rows, num_warps=c["num_warps"])
     return out

@@ -126,12 +126,16 @@ def no_autocast(t: torch.Tensor) -> contextlib.AbstractContextManager:
 
 
 def same_device(**tensors: torch.Tensor | None) -> None:
-    (first, t0), *_ = given = [(n, t) for n, t in tensors.items() if t is not None]
-    for name, t in given:
+    first = device = None
+    for name, t in tensors.items():
+        if t is None:
+            continue
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
-        if t.device != t0.device:
-            raise ValueError(f"{name} is on {t.device}, {first} on {t0.device}; they must be on one device")
+        if first is None:
+            first, device = name, t.device
+        elif t.device != device:
+            raise ValueError(f"{name} is on {t.device}, {first} on {device}; they must be on one device")
 
 
 def shape(name: str, t: torch.Tensor, expected: tuple[int, ...], why: str) -> None:

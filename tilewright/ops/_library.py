@@ -38,8 +38,8 @@ class Operator:
     torch.jit.trace, the profiler) gets the operator itself: `overload`.
     """
 
-    def __init__(self, overload: Callable, launch: Callable, devices: Sequence[str]):
-        self.overload, self._launch, self._devices = overload, launch, devices
+    def __init__(self, overload: Callable, launch: Callable, *, cuda: bool):
+        self.overload, self._launch, self._cuda = overload, launch, cuda
         self._apply: Callable | None = None   # of the launcher with its derivative
         self._first: dict[tuple[type, ...], int] = {}   # types of arguments -> `_first_tensor`
 
@@ -57,12 +57,12 @@ class Operator:
         if first < 0:
             return self.overload(*args)
         tensor = args[first]
-        if not tensor.is_cpu:
-            if tensor.device.type not in self._devices:
-                return self.overload(*args)
+        if tensor.is_cuda and self._cuda:
             if tensor.get_device() != torch.cuda.current_device():
                 with torch.cuda.device(tensor.get_device()):
                     return self(*args)
+        elif not tensor.is_cpu:
+            return self.overload(*args)
         if not (_recording() and _any_requires_grad(*args)):
             return self._launch(*args)
         return (self._apply or self.overload)(*args)
@@ -94,7 +94,7 @@ def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = 
     _LIBRARY.impl(name, fn, "CPU")
     _LIBRARY.impl(name, on_its_device(fn), "CUDA")
     torch.library.register_fake(f"tilewright::{name}", fake, lib=_LIBRARY)
-    return Operator(getattr(torch.ops.tilewright, name).default, fn, ("cpu", "cuda"))
+    return Operator(getattr(torch.ops.tilewright, name).default, fn, cuda=True)
 
 
 def on_its_device(fn: Callable) -> Callable:
@@ -117,7 +117,8 @@ def adopt(name: str, fake: Callable) -> Operator:
     """The same for an operator that the C++ extension has defined: adds its fake and returns it."""
     torch.library.register_fake(f"tilewright::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.tilewright, name).default
-    return Operator(overload, functools.partial(overload.redispatch, _C.DispatchKeySet(_C.DispatchKey.CPU)), ("cpu",))
+    on_cpu = functools.partial(overload.redispatch, _C.DispatchKeySet(_C.DispatchKey.CPU))
+    return Operator(overload, on_cpu, cuda=False)
 
 
 def differentiate(op: Operator, backward: Callable, setup_context: Callable, *, twice: bool = False) -> None:
