@@ -70,3 +70,49 @@ def processes(number, fn, *arguments):
 
 def two_processes(fn, *arguments):
     processes(2, fn, *arguments)
+
+
+# ---- losses, as they run on a GPU
+
+def as_on_a_gpu(monkeypatch):
+    """Targets are not looked at, as those of CUDA tensors are not."""
+    monkeypatch.setattr("tilewright.ops._softmax_stats._may_look", lambda target: False)
+
+
+# What PyTorch does without a launch: memory and views, and names of what would be followed by a copy if one were made.
+WITHOUT_A_LAUNCH = {f"aten::{name}" for name in (
+    "empty", "empty_like", "empty_strided", "new_empty", "view", "view_as", "reshape", "_reshape_alias", "as_strided",
+    "detach", "alias", "slice", "select", "t", "transpose", "expand", "contiguous", "to", "unsqueeze", "result_type",
+    "resolve_conj", "resolve_neg")}
+
+
+def launches(monkeypatch, run):
+    """What run() would launch on a GPU, in order: kernels of softmax_stats_triton by name, which are not run, and
+    PyTorch's operators that compute something, or wait for a value."""
+    from tilewright.kernels import softmax_stats_triton as kernels
+
+    as_on_a_gpu(monkeypatch)
+
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return self
+
+        def __call__(self, *args, **kwargs):
+            with torch.profiler.record_function(f"kernel {self.name}"):
+                pass
+
+    for name in ("_forward", "_losses", "_backward", "_scale"):
+        monkeypatch.setattr(kernels, name, Kernel(name))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    found, end = [], 0
+    for event in sorted(profile.events(), key=lambda e: (e.time_range.start, -e.time_range.end)):
+        if event.name.startswith("kernel "):
+            found.append(event.name.removeprefix("kernel "))
+        elif event.name.startswith("aten::") and event.name not in WITHOUT_A_LAUNCH and event.time_range.start >= end:
+            found.append(event.name)
+            end = event.time_range.end   # what an operator is made of is part of it
+    return found

@@ -1,17 +1,23 @@
 """What is special to cross_entropy; parity with the eager twin is in test_contract.py."""
 
+import importlib
 import math
 import re
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, join_group, skip_unless_usable, two_processes
+from helpers import DEVICE, as_on_a_gpu, join_group, launches, skip_unless_usable, two_processes
 
 from tilewright.bench import contract
-from tilewright.ops import _softmax_stats, cross_entropy
+from tilewright.kernels.launchers import Asked, Found, Stats
+from tilewright.ops import _softmax_stats, checked_targets, cross_entropy
 from tilewright.ops.cross_entropy import CROSS_ENTROPY
+
+# Not `from tilewright.ops import`, where the name is the function's.
+module = importlib.import_module("tilewright.ops.cross_entropy")
 
 FUSED = ("triton", "cpp")
 ALL = CROSS_ENTROPY.names()
@@ -115,6 +121,37 @@ def test_a_constant_added_to_the_logits_costs_no_precision(name, smoothing):
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_the_z_loss_of_large_logits_has_the_gradient_of_its_lse(name):
+    """lse is rounded at the logits' size, here to 1/128, but no probability may be made of it."""
+    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
+    x, y = problem(T=8, V=1000)
+    y, x = y.clamp_min(0), (x.detach() + 1e5).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    truth = F.cross_entropy(exact, y, reduction="none") + 1e-5 * exact.logsumexp(-1).square()
+    loss = cross_entropy(x, y, z_loss=1e-5, reduction="none", implementation=name)
+    torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=0)
+    wanted, found = (torch.autograd.grad(t.sum(), leaf)[0] for t, leaf in ((truth, exact), (loss, x)))
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_logit_of_infinity_shows(name):
+    """As the docstring says: lse is what it is, the gradient NaN there, the loss infinite or NaN; a cap makes a number."""
+    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
+    x, _ = problem(T=3)
+    with torch.no_grad():
+        x[:2, 5] = math.inf
+    y = torch.tensor([0, 5, 5], device=DEVICE)
+    out = cross_entropy(x, y, reduction="none", return_lse=True, implementation=name)
+    grad, = torch.autograd.grad(out.loss.sum(), x)
+    assert out.loss[0] == math.inf or name == "torch"
+    assert not out.loss[:2].isfinite().any() and out.loss[1].isnan() and out.loss[2].isfinite()
+    assert (out.lse[:2] == math.inf).all() and grad[:2, 5].isnan().all() and grad[2].isfinite().all()
+    capped = cross_entropy(x, y, softcap=5.0, reduction="none", implementation=name)
+    assert capped.isfinite().all() and torch.autograd.grad(capped.sum(), x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0, 6.0, 12.0])
 def test_a_saturated_cap_costs_no_precision(name, scale):
     """1 - tanh^2 of a tanh near 1 would: the gradient would have no digit left at 9 times the cap. What is left is the
@@ -205,20 +242,92 @@ def test_num_tokens_gets_no_gradient(name):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_gradient_of_every_statistic(name):
-    """The public op never differentiates the mean; other users of the statistics may."""
+    """The public op never differentiates the mean; other users of the statistics may. Upstream gradients are one number,
+    or one a row, and one that is infinite leaves a row without gradients 0."""
     kernels = fused(name)
     x, y = problem(T=4, V=300)
     w = torch.rand(300, device=DEVICE)
     for weights, softcap in ((None, 0.0), (w, 5.0)):
+        g = [torch.randn(4, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(4)]
+        for t in g:
+            t[2] = 0
+        leaf = x.detach().double().requires_grad_()
+        stats = _softmax_stats.stats_eager(leaf, y, weights, softcap, True, True, False)
+        truth, = torch.autograd.grad(stats[1:5], leaf, [t.double() for t in g])   # all but the peak, and argmax
+        found = kernels.forward(x.detach(), y, weights, softcap, True, True, False)
+        for scale in (None, torch.tensor(3.0, device=DEVICE), torch.tensor([2.0, 0.0, math.inf, -1.0], device=DEVICE)):
+            gradient = kernels.backward(x.detach(), y, weights, softcap, found.peak, found.log_sum, found.mean, *g, scale,
+                                        False)
+            by = 1 if scale is None else scale.expand(4).clone().nan_to_num_(posinf=1)[:, None]
+            assert contract.error(gradient, truth * by)[0] < 3e-6, scale
+
+
+# ---- losses and their derivatives from the statistics
+
+OPTIONS = {"plain": {}, "smoothing": {"label_smoothing": 0.2}, "z_loss": {"z_loss": 0.1},
+           "weights": {"class_weight": torch.rand(37) + 0.5}, "tokens": {"token_weight": torch.randn(5000)},
+           "number": {"num_tokens": 17.0, "divide": True}, "tensor": {"num_tokens": torch.tensor(17), "divide": True},
+           "zero": {"num_tokens": 0.0, "divide": True}, "later": {"divisor": True}, "count": {"divide": True}}
+OPTIONS["everything"] = {**OPTIONS["smoothing"], **OPTIONS["z_loss"], **OPTIONS["weights"], **OPTIONS["tokens"],
+                         **OPTIONS["count"]}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_losses_in_one_kernel_equal_those_in_torch(options):
+    """More rows than a block holds, in one piece and in several; ignored rows whose statistics are what they like, and
+    targets that are out of range."""
+    kernels = fused("triton")
+    options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[options].items()}
+    T, V = 5000, 37
+    g = torch.Generator().manual_seed(0)
+    stats = [torch.randn(T, generator=g).to(DEVICE) for _ in range(4)]
+    y = torch.randint(V, (T,), generator=g).to(DEVICE)
+    y[::3] = -100
+    stats[0][:9:3] = math.nan
+    stats[1][3], stats[1][6] = math.inf, math.nan
+    wide = options.pop("divisor", False) or options.get("divide", False)
+    for bad in (False, True):
+        if bad:
+            y[[1, 4097]] = torch.tensor([V, -1], device=DEVICE)
+        asked = Asked(y, V, -100, weight_sum=options["class_weight"].sum() if "class_weight" in options else None,
+                      **options)
         results = []
-        for f, dtype in ((_softmax_stats.stats_eager, torch.float64), (kernels.differentiable,
-                                                                       torch.float32)):
-            leaf = x.detach().to(dtype).requires_grad_()
-            stats = f(leaf, y, weights, softcap, True, True, False)
-            g = [torch.randn(4, generator=torch.Generator().manual_seed(i)).to(DEVICE,
-                                                                               dtype) for i in range(4)]
-            results.append(torch.autograd.grad(stats[1:5], leaf, g)[0])   # all but the peak, and argmax
-        assert contract.error(results[1], results[0])[0] < 3e-6
+        for losses, sizes in ((_softmax_stats.losses_in_torch, (T,)), (kernels.losses, (T,)),
+                              (kernels.losses, (128, 4096, T))):
+            found = Found(*(torch.full(n, 7.0, device=DEVICE) for n in ((), (T,))),
+                          torch.full((), 7.0, device=DEVICE) if wide else None)
+            parts, start = [], 0
+            for end in sizes:
+                rows = slice(start, end)
+                part = losses(Stats(*(t[rows].contiguous() for t in stats)), rows, asked, found)
+                parts.append(part)
+                start = end
+            results.append([*found, *(None if p[0] is None else torch.cat(p) for p in zip(*parts, strict=True))])
+        for other in results[1:]:
+            for a, b in zip(other, results[0], strict=True):
+                assert (a is None) == (b is None)
+                if a is not None:
+                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+        total, losses, by, *gradients = results[0]
+        assert bool(total.isnan()) == bad and losses.isnan().nonzero().flatten().tolist() == ([1, 4097] if bad else [])
+        assert by is None or by.isfinite()
+        assert all(t is None or t.isnan().any() == bad for t in gradients)
+
+
+# ---- launches
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"reduction": "none"}, {"num_tokens": 5},
+                                     {"num_tokens": torch.tensor(5.0)}, {"z_loss": 0.1}, {"softcap": 5.0},
+                                     {"inplace": True}, {"label_smoothing": 0.1}], ids=str)
+def test_three_launches_and_no_wait(options, monkeypatch):
+    """Forward and backward, as on a GPU, where each computation of PyTorch's own would be a launch, and a look at a
+    value a wait."""
+    fused("triton")
+    x, y = problem()
+    upstream = torch.ones(9 if options.get("reduction") == "none" else (), device=DEVICE)
+    found = launches(monkeypatch, lambda: torch.autograd.grad(
+        cross_entropy(x, y, **options, implementation="triton"), x, upstream))
+    assert found == ["_forward", "_losses", "_backward"]
 
 
 # ---- targets
@@ -234,6 +343,54 @@ def test_target_out_of_range(name, bad):
         cross_entropy(x.reshape(2, 3, 37), y, implementation=name)
 
 
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"label_smoothing": 0.1, "z_loss": 0.1, "weights": True}],
+                         ids=["mean", "none", "all"])
+def test_a_bad_target_makes_its_row_nan_where_there_is_no_look(name, options, monkeypatch):
+    """In the loss and in the gradient, and nowhere else: the divisor does not count it."""
+    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
+    as_on_a_gpu(monkeypatch)
+    x, y = problem()
+    options = dict(options)
+    if options.pop("weights", False):
+        options |= {"class_weight": torch.rand(37, device=DEVICE), "token_weight": torch.rand(9, device=DEVICE)}
+    rows = torch.tensor([2, 6], device=DEVICE)
+    expected = cross_entropy(x, y.index_fill(0, rows, -100), implementation="eager", **options)
+    y[2], y[6] = 37, -1
+    loss = cross_entropy(x, y, implementation=name, **options)
+    wanted, found = (torch.autograd.grad(t.sum(), x)[0] for t in (expected, loss))
+    assert loss.sum().isnan()
+    if loss.dim():
+        torch.testing.assert_close(loss, expected.index_fill(0, rows, math.nan), equal_nan=True)
+    torch.testing.assert_close(found, wanted.index_fill(0, rows, math.nan), equal_nan=True, rtol=1e-5, atol=1e-7)
+
+
+def test_targets_on_a_gpu_are_looked_at_only_when_they_are_to_be(monkeypatch):
+    """Code that was compiled outside follows too: the look is made when it runs."""
+    on_a_gpu = SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert not _softmax_stats._may_look(on_a_gpu) and _softmax_stats._may_look(torch.zeros(1))
+    with checked_targets():
+        assert _softmax_stats._may_look(on_a_gpu)
+        with monkeypatch.context() as recording:
+            recording.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            assert not _softmax_stats._may_look(on_a_gpu)
+    assert not _softmax_stats._may_look(on_a_gpu)
+    real = _softmax_stats._may_look
+    monkeypatch.setattr(_softmax_stats, "_may_look", lambda target: real(on_a_gpu))
+    x, y = problem(T=6)
+    y = y.view(2, 3).masked_fill(y.view(2, 3) == -100, 37)
+    for name in CROSS_ENTROPY.usable(DEVICE, torch.float32):
+        def loss(x, y, name=name):
+            return cross_entropy(x.view(2, 3, 37), y, implementation=name)
+
+        for call in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+            assert call(x, y).isnan()
+            with checked_targets(), pytest.raises(IndexError, match=r"target\[0, 1\] is 37; accepted are 0 to 36"):
+                call(x, y)
+            assert call(x, y).isnan()
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_kernels_read_and_write_nothing_outside_for_bad_targets(name):
     kernels = fused(name)
@@ -242,7 +399,7 @@ def test_kernels_read_and_write_nothing_outside_for_bad_targets(name):
     stats = kernels.forward(x.detach(), y, None, 0.0, False, False, False)
     assert not stats.target.any()
     g = torch.ones(3, device=DEVICE)
-    d = kernels.backward(x.detach(), y, None, 0.0, stats.peak, stats.log_sum, None, g, g, None, None, False)
+    d = kernels.backward(x.detach(), y, None, 0.0, stats.peak, stats.log_sum, None, g, g, None, None, None, False)
     torch.testing.assert_close(d, x.detach().softmax(-1))
 
 
@@ -343,16 +500,19 @@ def test_compiles_whole(name):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_opcheck(name):
-    forward, backward, backward_ = fused(name).operators
+    kernels = fused(name)
+    forward, backward, backward_ = module._fused(name).operators
     x, y = problem()
-    w = torch.rand(37, device=DEVICE)
-    for options in ((None, 0.0, False, False, False, False), (w, 5.0, True, True, True, False)):
+    w, u = torch.rand(37, device=DEVICE), torch.rand(9, device=DEVICE, requires_grad=True)
+    for options in ((None, None, None, None, -100, 0.0, 0.0, 0.0, False, False, False, False, ""),
+                    (w, u, torch.tensor(7, device=DEVICE), None, -100, 5.0, 0.1, 0.1, True, True, True, False, "")):
         torch.library.opcheck(forward, (x, y, *options))
     x = x.detach()
-    peak, log_sum, _, _, mean, _ = forward(x, y, w, 5.0, True, True, False, False)
+    peak, log_sum, _, _, mean, _ = kernels.forward(x, y, w, 5.0, True, True, False)
     g = [torch.randn(9, device=DEVICE) for _ in range(4)]
-    torch.library.opcheck(backward, (x, y, w, 5.0, peak, log_sum, mean, *g))
-    torch.library.opcheck(backward_, (x.clone(), y, w, 5.0, peak, log_sum, mean, *g))
+    for scale in (None, torch.tensor(3.0, device=DEVICE), g[0]):
+        torch.library.opcheck(backward, (x, y, w, 5.0, peak, log_sum, mean, *g, scale))
+        torch.library.opcheck(backward_, (x.clone(), y, w, 5.0, peak, log_sum, mean, *g, scale))
     torch.library.opcheck(_softmax_stats.presence, (y, 37, -100))
 
 

@@ -62,7 +62,7 @@ def emulator(request, monkeypatch):
     emulator = Emulator(request.param)
     monkeypatch.setattr(tw, "launch", emulator)
     loaded = {"rmsnorm": rmsnorm._cute()[0], "add_rmsnorm": rmsnorm._cute()[1],
-              "cross_entropy": cross_entropy._fused(_softmax_stats.cute)}
+              "cross_entropy": cross_entropy._fused("cute").cross_entropy}
     for name, fn in loaded.items():
         for dtype in (F32, BF16, F16):
             monkeypatch.setitem(operations()[name]._table, ("cute", torch.device("cpu"), dtype, None), fn)
@@ -116,7 +116,7 @@ def test_any_row_of_logits(V, stride, offset, emulator):
         x[1], x[2, V // 2], x[3, 5], x[4, :V // 2] = -inf, inf, float("nan"), -inf
         target = torch.tensor([0, 1, 2, 3, V - 1, -100, V, 7])
         options = 0.0, True, True, True
-        found = softmax_stats_cute.forward(x, target, None, *options, False)
+        found = softmax_stats_cute.forward(x, target, None, *options)
         truth = _softmax_stats.stats_eager(x.double(), target, None, *options)
         inside = (target >= 0) & (target < V)
         for name, a, t in zip(truth._fields, found, truth, strict=True):
@@ -130,7 +130,7 @@ def test_any_row_of_logits(V, stride, offset, emulator):
         g_lse[[1, 2, 3, 5]] = 0   # rows 1 to 3 have a target to learn from, row 5 has not
         g_target[[1, 2, 3]] = 0
         before, peak, log_sum = x.clone(), *found[:2]
-        args = x, target, None, 0.0, peak, log_sum, None, g_lse, g_target, None, None
+        args = x, target, None, 0.0, peak, log_sum, None, g_lse, g_target, None, None, None
         expected = torch.exp(x.double() - (peak.double() + log_sum.double())[:, None]) * g_lse.double()[:, None]
         expected[inside.nonzero()[:, 0], target[inside]] += g_target.double()[inside]
         expected[[1, 2, 3, 5]] = 0
@@ -247,7 +247,7 @@ def test_arguments_reach_a_compiled_function(monkeypatch):
     monkeypatch.setattr(tw, "_compiled", {})
     x, w = torch.ones(3, 1024), torch.ones(1024)
     rmsnorm_cute.forward(x, w, None, 1e-6, 0.0, True)
-    softmax_stats_cute.forward(x, torch.zeros(3, dtype=torch.int64), None, 0.0, False, False, False, False)
+    softmax_stats_cute.forward(x, torch.zeros(3, dtype=torch.int64), None, 0.0, False, False, False)
     assert len(seen) == 2
 
 

@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, join_group, skip_unless_usable, two_processes
+from helpers import DEVICE, as_on_a_gpu, join_group, launches, skip_unless_usable, two_processes
 
 from tilewright.bench import contract
 from tilewright.ops import OPS, cross_entropy, linear_cross_entropy, linear_logprob
@@ -249,11 +249,49 @@ def test_logits_are_never_whole_in_gpu_memory():
     assert torch.cuda.max_memory_allocated() - before < 1.5 * 1024 * MiB < T * V * 2
 
 
+# ---- launches
+
+@pytest.mark.parametrize("chunk_size, reduction", [(None, "mean"), (None, "sum"), (4, "mean")])
+def test_launches_of_forward_and_backward(chunk_size, reduction, monkeypatch):
+    """As on a GPU: of each chunk its three kernels and three products, and what the upstream gradient costs."""
+    skip_unless_usable(LINEAR, "triton", torch.float32)
+    x, w, _, y = problem()
+    upstream = torch.ones((), device=DEVICE)
+    found = launches(monkeypatch, lambda: torch.autograd.grad(
+        linear_cross_entropy(x, w, y, reduction=reduction, chunk_size=chunk_size, implementation="triton"), (x, w),
+        upstream))
+    products = {"aten::mm": "product", "aten::addmm": "product"}
+    chunk = ["product", "_forward", "_losses", "_backward", "product", "product"]
+    assert [products.get(n, n) for n in found] == chunk * (1 if chunk_size is None else 3) + ["_scale", "_scale"]
+
+
+def test_an_upstream_gradient_of_one_reads_and_writes_nothing():
+    """And any other multiplies whole blocks and what is left of one."""
+    skip_unless_usable(LINEAR, "triton", torch.float32)
+    from tilewright.kernels import softmax_stats_triton as kernels
+
+    for n in (1, 4096, 3 * 4096 + 5):
+        memory = torch.randn(n + 8, device=DEVICE)
+        before, out = memory.clone(), memory[:n]
+        for factor in (1.0, 3.0, math.nan):
+            kernels.scale_(out, torch.tensor(factor, device=DEVICE))
+            expected = torch.cat([before[:n] * factor, before[n:]])
+            torch.testing.assert_close(memory, expected, rtol=0, atol=0, equal_nan=True)
+            before = memory.clone()
+    out = torch.ones(3, device=DEVICE)
+    version = out._version
+    for name in ("triton", "cpp"):
+        if LINEAR.implementation(name).why_not(DEVICE, torch.float32) is None:
+            getattr(module._softmax_stats, name)().scale_(out, torch.ones((), device=DEVICE))
+            assert out._version == version
+
+
 # ---- the rule for chunks
 
-def rows(T, V, itemsize=4, device="cpu", chunk_size=None, group=False):
-    x = types.SimpleNamespace(shape=(T, 64), device=torch.device(device), element_size=lambda: itemsize)
-    return module.chunk_rows(x, V, chunk_size, group)
+def rows(T, V, itemsize=4, device="cpu", chunk_size=None, H=64, fp32=module.SUMS | module.LEARNS):
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    x = types.SimpleNamespace(shape=(T, H), device=torch.device(device), element_size=lambda: itemsize, dtype=dtype)
+    return module.chunk_rows(x, types.SimpleNamespace(shape=(V, H), dtype=dtype), chunk_size, fp32)
 
 
 @pytest.mark.parametrize("T, V, itemsize, expected", [
@@ -270,25 +308,72 @@ def test_rows_in_a_chunk_as_asked_for():
     assert rows(0, 100, chunk_size=3) == 1
 
 
-@pytest.mark.parametrize("free, cached, budget", [
-    (80 * 1024, 0, 1024), (4 * 1024, 0, 512), (4 * 1024 - 1, 0, 256), (3 * 1024, 1024, 512), (100, 0, 64),
+GPU = {"itemsize": 2, "device": "cuda"}
+LLAMA = {"H": 4096, "V": 128256, **GPU}
+
+
+@pytest.mark.parametrize("T, options, chunks", [
+    (8192, LLAMA, 1), (8192, {**LLAMA, "itemsize": 4}, 4),     # a float32 gradient is its own sum
+    (8192, {**LLAMA, "fp32": module.SUMS}, 2),                 # without a gradient of the weight there is no sum
+    (8192, {**LLAMA, "fp32": module.LEARNS}, 2),               # accumulate="bf16"
+    (8192, {**LLAMA, "fp32": module.SUMS | module.LEARNS | module.LOGITS}, 7),   # 6,012 MiB, or 859 and 2,004
+    (12288, LLAMA, 1), (12289, LLAMA, 4), (16384, LLAMA, 4), (32768, LLAMA, 8),
+    (8192, {**LLAMA, "H": 2048, "V": 151936}, 3), (8192, {**LLAMA, "H": 2560, "V": 262144}, 4), (64, LLAMA, 1),
+    (1024, {"H": 576, "V": 49152, "itemsize": 2}, 1), (1024, {"H": 576, "V": 49152, "itemsize": 4}, 4),
 ])
-def test_rows_in_a_chunk_follow_free_memory(free, cached, budget, monkeypatch):
-    """An eighth of it, down to a power of two; memory that the allocator holds and does not use counts."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: (free * MiB, 80 * 1024 * MiB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda d: (cached + 10) * MiB)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda d: 10 * MiB)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+def test_chunks_follow_from_shapes(T, options, chunks, monkeypatch):
+    """The least memory of the two: all logits at once, or chunks of the budget and a float32 sum. Nothing else is
+    asked, so it is the same while a graph is recorded and on every rank."""
+    for name in ("mem_get_info", "memory_reserved", "memory_allocated", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda *a, name=name: pytest.fail(f"{name} was asked for"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "one that nobody tuned")
-    T, V = 2**20, 2**15
-    found = rows(T, V, 2, "cuda")
-    most = budget * MiB // (V * 2)
-    assert found % 128 == 0 and most / 2 < found <= most
-    assert -(-T // found) == -(-T // most), "no more chunks than the budget needs"
-    fixed = 256 * MiB // (V * 2)
-    assert rows(T, V, 2, "cuda", group=True) == fixed, "ranks must agree, whatever each has free"
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert rows(T, V, 2, "cuda") == fixed, "a recorded graph is replayed with other memory free"
+    monkeypatch.setattr(module.CHUNK, "config", lambda device, H, V, size, cuda: module.CHUNK.heuristic(H, V, size, cuda))
+    found = rows(T, **options)
+    assert -(-T // found) == chunks and (chunks == 1 or found % (128 if options.get("device") else 32) == 0)
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_forward_and_backward_choose_the_same_chunks(name, monkeypatch):
+    """The logits that backward makes again are those of the statistics."""
+    skip_unless_usable(LINEAR, name, torch.float32)
+    seen, real = [], module.chunk_rows
+    monkeypatch.setattr(module, "chunk_rows", lambda x, w, size, fp32: seen.append((size, fp32)) or real(x, w, size, fp32))
+    x, w, _, y = problem()
+    for frozen in (False, True):
+        weight = w.detach() if frozen else w
+        grads(linear_cross_entropy(x, weight, y, reduction="none", implementation=name).sum(), x)
+        grads(linear_logprob(x, weight, y, implementation=name)[0].sum(), x)
+    wide = module.SUMS | module.LEARNS
+    assert seen == [(None, wide)] * 4 + [(None, module.SUMS)] * 4
+
+
+# ---- targets that are out of range, where there is no look
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("fn, options", [(linear_cross_entropy, {}), (linear_cross_entropy, {"reduction": "none"}),
+                                         (linear_cross_entropy, {"label_smoothing": 0.1, "z_loss": 0.1}),
+                                         (linear_logprob, {})], ids=["mean", "none", "all", "logprob"])
+def test_a_bad_target_makes_its_row_nan_where_there_is_no_look(name, fn, options, monkeypatch):
+    skip_unless_usable(LINEAR, name, torch.float32)
+    if fn is linear_logprob and name not in LOGPROB.names():
+        pytest.skip("linear_logprob has no such implementation")
+    as_on_a_gpu(monkeypatch)
+    x, w, b, y = problem()
+    rows = torch.tensor([2, 6], device=DEVICE)
+    first = contract.leaves(fn(x, w, y.index_fill(0, rows, -100), bias=b, implementation="eager", **options))
+    y[2], y[6] = 37, -1
+    found = contract.leaves(fn(x, w, y, bias=b, chunk_size=4, implementation=name, **options))
+    for f, e in zip(found, first, strict=True):
+        assert f.isnan().any()
+        if f.dim():
+            torch.testing.assert_close(f, e.detach().index_fill(0, rows, math.nan), equal_nan=True, rtol=1e-5, atol=1e-6)
+    dx, dw = grads(sum(f.sum() for f in found), x, w)
+    wanted, _ = grads(sum(f.sum() for f in first), x, w)
+    assert dw.isnan().all()
+    if name == "torch":   # whose sum is of all rows
+        assert dx[rows].isnan().all()
+    else:
+        torch.testing.assert_close(dx, wanted.index_fill(0, rows, math.nan), equal_nan=True, rtol=1e-4, atol=1e-6)
 
 
 # ---- in what logits are kept

@@ -887,12 +887,12 @@ def test_the_search_end_to_end(tmp_path):
 def test_the_chunk_of_rows_follows_its_table(monkeypatch):
     from tilewright.ops.linear_cross_entropy import CHUNK, chunk_rows
 
-    x, V = torch.empty(4096, 64, dtype=torch.bfloat16), 32768
-    key = (64, V, 2, False)
+    x, weight = torch.empty(4096, 64, dtype=torch.bfloat16), torch.empty(32768, 64, dtype=torch.bfloat16)
+    key = (64, 32768, 2, False)
     with CHUNK.override(x.device, key, {"budget_mib": 16}):
-        assert chunk_rows(x, V) == 256
+        assert chunk_rows(x, weight) == 256
     with CHUNK.override(x.device, key, {"budget_mib": 32}):
-        assert chunk_rows(x, V) == 512
+        assert chunk_rows(x, weight) == 512
 
 
 def test_contract_of_an_op_holds_with_every_candidate():

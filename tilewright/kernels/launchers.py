@@ -4,6 +4,7 @@ they fill, and signatures, which become the operators' schemas."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -48,7 +49,57 @@ def rmsnorm_forwards(launch: Callable) -> tuple[Callable, Callable]:
     return forward, add_forward
 
 
-# ---- statistics of rows of logits
+# ---- statistics of rows of logits, and losses made of them
+
+class Stats(NamedTuple):
+    """Statistics of rows of logits, as tilewright/ops/_softmax_stats.py defines them. Each is [T]; the last three are
+    None where they were not asked for."""
+
+    peak: torch.Tensor
+    log_sum: torch.Tensor
+    target: torch.Tensor
+    weighted: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
+
+    @property
+    def lse(self) -> torch.Tensor:
+        """log sum_c exp z_c, for those who want its value: losses come from the other statistics."""
+        return self.peak + self.log_sum
+
+
+class Asked(NamedTuple):
+    """What a loss is made of beside the statistics. Tensors are contiguous, on one device, and of all rows.
+
+    target: [T] int64, of the whole vocabulary.   V: its size.   class_weight: [V] float32, or None.
+    weight_sum: [] float32, their sum, or None for V.   token_weight: [T] float, or None.
+    num_tokens: what "mean" divides by; None: the weights of the targets to learn from.   divide: whether the total and
+        the derivatives are divided.
+    """
+
+    target: torch.Tensor
+    V: int
+    ignore_index: int
+    class_weight: torch.Tensor | None = None
+    weight_sum: torch.Tensor | None = None
+    token_weight: torch.Tensor | None = None
+    num_tokens: torch.Tensor | float | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    divide: bool = False
+
+
+class Found(NamedTuple):
+    """What the losses of rows are written to, float32.
+
+    total: [], the sum of all losses times their token weights.   losses: [T], before token weights.
+    divisor: [], of "mean"; None where nothing is to be divided.
+    """
+
+    total: torch.Tensor
+    losses: torch.Tensor
+    divisor: torch.Tensor | None
+
 
 def statistics(logits: torch.Tensor, smooth: bool, entropy: bool, argmax: bool) -> tuple[torch.Tensor, ...]:
     """Uninitialised peak, log_sum, target, weighted, mean and argmax, [T] each. Those that were not asked for are
@@ -68,17 +119,18 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
     """backward, and backward_ in place, from launch(dlogits to write, logits, target, ...)."""
     def backward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
                  peak: torch.Tensor, log_sum: torch.Tensor, mean: torch.Tensor | None, g_log_sum: torch.Tensor,
-                 g_target: torch.Tensor, g_weighted: torch.Tensor | None,
-                 g_mean: torch.Tensor | None) -> torch.Tensor:
+                 g_target: torch.Tensor, g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None,
+                 scale: torch.Tensor | None) -> torch.Tensor:
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         launch(dlogits, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
-               g_mean)
+               g_mean, scale)
         return dlogits
 
     def backward_(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
                   peak: torch.Tensor, log_sum: torch.Tensor, mean: torch.Tensor | None, g_log_sum: torch.Tensor,
-                  g_target: torch.Tensor, g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None) -> None:
+                  g_target: torch.Tensor, g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None,
+                  scale: torch.Tensor | None) -> None:
         launch(logits, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
-               g_mean)
+               g_mean, scale)
 
     return backward, backward_

@@ -39,11 +39,12 @@ LAST = 0x7FFFFFFF
 
 # Of a thread's state: largest logit, its z, and the sums of e, e (z - PEAK) and w (z - z of the row's first column).
 TOP, PEAK, S, SZ, SW = range(5)
+SCALED = (2, 3, 5, 6)   # of what backward knows of a row: the gradients of its statistics
 
 
 @dataclass(frozen=True)
 class Options:
-    """vec: elements in a chunk.   cluster: blocks a row."""
+    """vec: elements in a chunk.   cluster: blocks a row.   scale: 0 for none, 1 for one number, 2 for one a row."""
 
     vec: int
     cluster: int
@@ -52,6 +53,7 @@ class Options:
     weights: bool
     mean: bool
     argmax: bool = False
+    scale: int = 0
 
     def chunk(self, rank, thread, k):
         """The k-th chunk that a thread of block `rank` takes."""
@@ -308,9 +310,11 @@ def _launch_forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Poi
 @cute.kernel
 def _backward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None, peak: cute.Pointer,
               log_sum: cute.Pointer, mean: cute.Pointer | None, g_log_sum: cute.Pointer, g_target: cute.Pointer,
-              g_weighted: cute.Pointer | None, g_mean: cute.Pointer | None, out: cute.Pointer, V: Int32,
-              stride: Int64, out_stride: Int64, softcap: Float32, inverse: Float32, o: cutlass.Constexpr):
-    """dlogits = (p (g_log_sum + g_mean + g_mean (z - peak - mean)) + g_weighted w + [c = y] g_target) (1 - tanh^2)"""
+              g_weighted: cute.Pointer | None, g_mean: cute.Pointer | None, scale: cute.Pointer | None,
+              out: cute.Pointer, V: Int32, stride: Int64, out_stride: Int64, softcap: Float32, inverse: Float32,
+              o: cutlass.Constexpr):
+    """dlogits = (p (g_log_sum + g_mean + g_mean (z - peak - mean)) + g_weighted w + [c = y] g_target) (1 - tanh^2),
+    every g times a scale"""
     thread = cute.arch.thread_idx()[0]
     row = Int64(cute.arch.block_idx()[0])
     part = cute.arch.block_idx()[1]
@@ -320,6 +324,7 @@ def _backward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer |
 
     y = target[row]
     learn = (g_log_sum[row] != 0.0) | ((g_target[row] != 0.0) & (y >= 0) & (y < V))
+    # peak, log_sum, g_log_sum, g_target, mean, g_mean, g_weighted
     numbers = [peak[row], log_sum[row], g_log_sum[row], g_target[row], Float32(0.0), Float32(0.0), Float32(0.0)]
     if const_expr(o.mean):
         numbers[4] = mean[row]
@@ -328,6 +333,11 @@ def _backward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer |
     if const_expr(o.smooth):
         numbers[6] = g_weighted[row]
         learn = learn | (numbers[6] != 0.0)
+    if const_expr(o.scale):
+        factor = scale[row if const_expr(o.scale == 2) else 0]
+        for i in cutlass.range_constexpr(len(numbers)):
+            if const_expr(i in SCALED):
+                numbers[i] = numbers[i] * factor
     y = Int32(cutlass.select_((y >= 0) & (y < V), y, Int64(-1)))
 
     cap = (softcap, inverse)
@@ -401,20 +411,20 @@ def _gradient(x: cute.Tensor, d: cute.Tensor, column: Int32, y: Int32, numbers: 
 @cute.jit
 def _launch_backward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None, peak: cute.Pointer,
                      log_sum: cute.Pointer, mean: cute.Pointer | None, g_log_sum: cute.Pointer, g_target: cute.Pointer,
-                     g_weighted: cute.Pointer | None, g_mean: cute.Pointer | None, out: cute.Pointer, V: Int32,
-                     stride: Int64, out_stride: Int64, softcap: Float32, inverse: Float32, o: cutlass.Constexpr,
-                     blocks: Int32, parts: Int32, stream: cuda.CUstream):
-    _backward(logits, target, weight, peak, log_sum, mean, g_log_sum, g_target, g_weighted, g_mean, out, V, stride,
-              out_stride, softcap, inverse, o).launch(grid=(blocks, parts, 1), block=(THREADS, 1, 1), stream=stream)
+                     g_weighted: cute.Pointer | None, g_mean: cute.Pointer | None, scale: cute.Pointer | None,
+                     out: cute.Pointer, V: Int32, stride: Int64, out_stride: Int64, softcap: Float32, inverse: Float32,
+                     o: cutlass.Constexpr, blocks: Int32, parts: Int32, stream: cuda.CUstream):
+    _backward(logits, target, weight, peak, log_sum, mean, g_log_sum, g_target, g_weighted, g_mean, scale, out, V,
+              stride, out_stride, softcap, inverse, o).launch(grid=(blocks, parts, 1), block=(THREADS, 1, 1),
+                                                              stream=stream)
 
 
 # ---- launchers
 
 def forward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
-            smooth: bool, entropy: bool, argmax: bool,
-            overwrite: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
-                                      torch.Tensor]:
-    """overwrite is for the autograd formula. Results that were not asked for are empty."""
+            smooth: bool, entropy: bool, argmax: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+                                                                torch.Tensor, torch.Tensor]:
+    """Results that were not asked for are empty."""
     T, V = logits.shape
     peak, log_sum, picked, weighted, mean, best = launchers.statistics(logits, smooth, entropy, argmax)
     if T:
@@ -435,15 +445,16 @@ def _common(logits: torch.Tensor, out: torch.Tensor) -> int:
 
 
 def _run_backward(out, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
-                  g_mean):
+                  g_mean, scale):
     T, V = logits.shape
     if T == 0:
         return
     weights = class_weight if g_weighted is not None else None
-    o = Options(_common(logits, out), 1, softcap != 0, g_weighted is not None, weights is not None, g_mean is not None)
+    o = Options(_common(logits, out), 1, softcap != 0, g_weighted is not None, weights is not None, g_mean is not None,
+                scale=0 if scale is None else 1 if scale.numel() == 1 else 2)
     tw.launch(_launch_backward, logits, target, weights, peak, log_sum, mean if o.mean else None, g_log_sum, g_target,
-              g_weighted, g_mean, out, V, logits.stride(0), out.stride(0), softcap, launchers.inverse(softcap), o, T,
-              max(1, -(-(V // o.vec) // (UNROLL * THREADS))))
+              g_weighted, g_mean, scale, out, V, logits.stride(0), out.stride(0), softcap,
+              launchers.inverse(softcap), o, T, max(1, -(-(V // o.vec) // (UNROLL * THREADS))))
 
 
 backward, backward_ = launchers.statistics_backwards(_run_backward)
@@ -465,10 +476,11 @@ def specs() -> list[CuteSpec]:
             for V in (16000, 32000, 50257, 128256):   # forward stores a number or two a row
                 x, w = new(4, V, dtype=data), new(V) if everything else None
                 found.append(tw.spec(f"cute forward {label} V={V}", forward, x, y, w, softcap, everything, everything,
-                                     everything, False, store=0))
+                                     everything, store=0))
+            scale = rows if everything else new()
             found.append(tw.spec(f"cute backward {label}", backward, x, y, w, softcap, rows, rows, more, rows, rows,
-                                 more, more))
+                                 more, more, scale))
             apart = new(4, V + 1, dtype=data)[:, :V]   # rows one element further apart than those of the gradient
             found.append(tw.spec(f"cute backward {label} odd stride", backward, apart, y, w, softcap, rows, rows, more,
-                                 rows, rows, more, more, load=0, store=0))
+                                 rows, rows, more, more, scale, load=0, store=0))
     return found

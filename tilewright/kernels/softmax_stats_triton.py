@@ -4,7 +4,8 @@ formulas, are in tilewright/ops/_softmax_stats.py.
 T = rows, V = columns; rows are contiguous and may lie further apart than V. Forward: a program walks one row
 once, in column blocks, and keeps a running maximum (a scalar) and running sums (a lane of the block each,
 reduced at the end). Backward: a program an output block; one read, one write, in place if asked. Exponentials
-are base 2. Rows whose gradients are all 0 are written without being read.
+are base 2. Rows whose gradients are all 0 are written without being read. Between them `_losses`, one program:
+losses, their sum and their derivatives from the statistics, so that nothing is left to small kernels.
 
 A row that does not start at a multiple of 16 bytes (V odd, say) is walked from the multiple of 16 bytes below
 its start, so that all loads but those of its first and last block stay 128 bits wide. Strides come in units of UNIT
@@ -195,10 +196,12 @@ def _step(x, c, mask, top, peak, best, s, sz, sw, origin, weight_ptr, softcap, i
 
 @triton.jit
 def _backward(logits_ptr, target_ptr, weight_ptr, peak_ptr, log_sum_ptr, mean_ptr, g_log_sum_ptr, g_target_ptr,
-              g_weighted_ptr, g_mean_ptr, out_ptr, V, stride, out_stride, softcap, inverse, BLOCK: tl.constexpr,
-              UNIT: tl.constexpr, V_UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr, CAPPED: tl.constexpr,
-              SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr):
-    """dlogits = (p (g_log_sum + g_mean + g_mean (z - peak - mean)) + g_weighted w + [c = y] g_target) (1 - tanh^2)"""
+              g_weighted_ptr, g_mean_ptr, scale_ptr, out_ptr, V, stride, out_stride, softcap, inverse,
+              BLOCK: tl.constexpr, UNIT: tl.constexpr, V_UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr,
+              CAPPED: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr,
+              SCALE: tl.constexpr):
+    """dlogits = (p (g_log_sum + g_mean + g_mean (z - peak - mean)) + g_weighted w + [c = y] g_target) (1 - tanh^2),
+    every g times a scale. SCALE: 0 for none, 1 for one number, 2 for one a row."""
     V = V * V_UNIT
     row = tl.program_id(0).to(tl.int64)
     start, before = _row_start(row, stride, UNIT, VECTOR, PEEL)
@@ -221,6 +224,12 @@ def _backward(logits_ptr, target_ptr, weight_ptr, peak_ptr, log_sum_ptr, mean_pt
     if SMOOTH:
         g_weighted = tl.load(g_weighted_ptr + row)
         learn |= g_weighted != 0.0
+    if SCALE:   # whether a row is read does not hang on it: a scale that is infinite leaves ignored rows 0
+        scale = tl.load(scale_ptr + (row if SCALE == 2 else 0))
+        g_log_sum *= scale
+        g_target *= scale
+        g_mean *= scale
+        g_weighted *= scale
 
     first = tl.program_id(1) * BLOCK
     inner = (first >= before) & (first + BLOCK <= V + before)   # needs no mask: loads and stores stay wide
@@ -263,6 +272,166 @@ def _gradient(x, c, mask, y, peak, log_sum, mean, g_log_sum, g_target, g_weighte
     return d
 
 
+# ---- losses
+
+# Rows at a time: 32 warps, since there is one program, which waits for memory; 128 bits a thread.
+LOSS_BLOCK, LOSS_WARPS = tl.constexpr(4096), 32
+
+
+@triton.jit
+def _weight(class_weight_ptr, y, learn, WEIGHTS: tl.constexpr):
+    """Of targets to learn from; 0 for the others."""
+    if WEIGHTS:
+        w = tl.load(class_weight_ptr + y, mask=learn, other=0.0)
+    else:
+        w = learn.to(tl.float32)
+    return w
+
+
+@triton.jit(do_not_specialize=["T", "rows", "ignore_index"])
+def _losses(peak_ptr, log_sum_ptr, picked_ptr, weighted_ptr, target_ptr, every_target_ptr, class_weight_ptr,
+            weight_sum_ptr, token_weight_ptr, num_tokens_ptr, losses_ptr, total_ptr, divisor_ptr, g_log_sum_ptr,
+            g_target_ptr, g_weighted_ptr, rows, T, V, ignore_index, num_tokens, label_smoothing, z_loss,
+            SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, Z_LOSS: tl.constexpr, TOKENS: tl.constexpr,
+            DIVISOR: tl.constexpr, DIVIDE: tl.constexpr, FIRST: tl.constexpr):
+    """The loss of each of `rows` rows, their sum, added to the total unless FIRST, and the sum's derivatives.
+
+    DIVISOR: "" for none, "count" for that of all T targets, "tensor" or "number" for num_tokens, "known" for what an
+    earlier launch has found.   DIVIDE: whether the sum and the derivatives are divided.
+    """
+    lanes = tl.arange(0, LOSS_BLOCK)
+    divisor = 1.0
+    if DIVISOR == "count":
+        count = tl.zeros([LOSS_BLOCK], tl.float32)
+        for at in range(0, T, LOSS_BLOCK):
+            y = tl.load(every_target_ptr + at + lanes, mask=at + lanes < T, other=-1)
+            count += _weight(class_weight_ptr, y, (y != ignore_index) & (y >= 0) & (y < V), WEIGHTS)
+        divisor = tl.sum(count, axis=0)
+    elif DIVISOR == "tensor":
+        divisor = tl.load(num_tokens_ptr).to(tl.float32)
+    elif DIVISOR == "number":
+        divisor = num_tokens
+    elif DIVISOR == "known":
+        divisor = tl.load(divisor_ptr)
+    if (DIVISOR != "") & (DIVISOR != "known"):
+        divisor = tl.where(divisor == 0.0, 1.0, divisor)
+        tl.store(divisor_ptr, divisor)
+
+    weight_sum = V * 1.0
+    if SMOOTH & WEIGHTS:
+        weight_sum = tl.load(weight_sum_ptr)
+    soft = label_smoothing / V
+    total = tl.zeros([LOSS_BLOCK], tl.float32)
+    for at in range(0, rows, LOSS_BLOCK):
+        i = at + lanes
+        mask = i < rows
+        y = tl.load(target_ptr + i, mask=mask, other=0)
+        present = mask & (y != ignore_index)
+        bad = present & ((y < 0) | (y >= V))
+        w = _weight(class_weight_ptr, y, present & (bad == 0), WEIGHTS)
+        log_sum = tl.load(log_sum_ptr + i, mask=mask, other=0.0)
+        loss = (log_sum - tl.load(picked_ptr + i, mask=mask, other=0.0)) * w
+        hard = w
+        g_log_sum = w
+        if SMOOTH:
+            weighted = tl.load(weighted_ptr + i, mask=mask, other=0.0)
+            loss = (1.0 - label_smoothing) * loss + soft * (weight_sum * log_sum - weighted)
+            hard = w * (1.0 - label_smoothing)
+            g_log_sum = hard + soft * weight_sum
+        if Z_LOSS:
+            lse = tl.load(peak_ptr + i, mask=mask, other=0.0) + log_sum
+            loss += z_loss * lse * lse
+            g_log_sum += 2.0 * z_loss * lse
+        loss = tl.where(bad, float("nan"), tl.where(present, loss, 0.0))
+        tl.store(losses_ptr + i, loss, mask=mask)
+        row = tl.where(bad, float("nan"), 1.0)
+        if TOKENS:
+            u = tl.load(token_weight_ptr + i, mask=mask, other=0.0).to(tl.float32)
+            row *= u
+            loss = tl.where(present, loss * u, 0.0)
+        if DIVIDE:
+            row /= divisor
+        total += loss
+        # 0 for ignored rows, whatever their statistics are
+        tl.store(g_log_sum_ptr + i, tl.where(present, row * g_log_sum, 0.0), mask=mask)
+        tl.store(g_target_ptr + i, tl.where(present, -row * hard, 0.0), mask=mask)
+        if SMOOTH:
+            tl.store(g_weighted_ptr + i, tl.where(present, -row * soft, 0.0), mask=mask)
+
+    total = tl.sum(total, axis=0)
+    if DIVIDE:
+        total /= divisor
+    if FIRST == 0:
+        total += tl.load(total_ptr)
+    tl.store(total_ptr, total)
+
+
+def losses(stats: launchers.Stats, rows: slice, asked: launchers.Asked,
+           found: launchers.Found) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Writes the losses of some rows and what they add to the total, in one launch; the first rows (which begin at 0)
+    begin the total and give the divisor. Returns the total's derivatives in log_sum, target and weighted (None without
+    label smoothing), of these rows.
+
+    stats: of these rows.
+    """
+    first, smooth = rows.start == 0, asked.label_smoothing != 0
+    number, tensor = 1.0, None
+    if found.divisor is None:
+        how = ""
+    elif not first:
+        how = "known"
+    elif asked.num_tokens is None:
+        how = "count"
+    elif isinstance(asked.num_tokens, torch.Tensor) and asked.num_tokens.device == asked.target.device:
+        how, tensor = "tensor", asked.num_tokens
+    else:   # also of a tensor on the CPU, which needs no wait
+        how, number = "number", float(asked.num_tokens)
+    target = asked.target[rows]
+    n, T = target.shape[0], asked.target.shape[0]
+    weights = asked.class_weight
+    g = [torch.empty_like(stats.log_sum) for _ in range(3 if smooth else 2)]
+    _losses[(1,)](stats.peak, stats.log_sum, stats.target, stats.weighted, target,
+                  asked.target if how == "count" else None, weights, asked.weight_sum,
+                  None if asked.token_weight is None else asked.token_weight[rows], tensor, found.losses[rows],
+                  found.total, found.divisor, g[0], g[1], g[2] if smooth else None, n, T, asked.V, asked.ignore_index,
+                  number, asked.label_smoothing, asked.z_loss, SMOOTH=smooth, WEIGHTS=weights is not None,
+                  Z_LOSS=asked.z_loss != 0, TOKENS=asked.token_weight is not None, DIVISOR=how, DIVIDE=asked.divide,
+                  FIRST=first, num_warps=LOSS_WARPS)
+    return g[0], g[1], g[2] if smooth else None
+
+
+# ---- a gradient that was made in forward, by the upstream gradient
+
+SCALE_BLOCK = tl.constexpr(4096)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _scale(out_ptr, factor_ptr, n):
+    """out *= factor, in float32; nothing is read or written where the factor is 1. A grid of few programs walks the
+    blocks, since to launch as many as there are blocks would take time even if none did anything."""
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        lanes = tl.arange(0, SCALE_BLOCK)
+        full = n // SCALE_BLOCK * SCALE_BLOCK
+        program = tl.program_id(0).to(tl.int64)
+        for at in range(program * SCALE_BLOCK, full, tl.num_programs(0).to(tl.int64) * SCALE_BLOCK):
+            x = tl.load(out_ptr + at + lanes).to(tl.float32)
+            tl.store(out_ptr + at + lanes, (x * factor).to(out_ptr.dtype.element_ty))
+        if program == 0:   # a mask that is not constant over 16 bytes splits accesses: only where there must be one
+            mask = full + lanes < n
+            x = tl.load(out_ptr + full + lanes, mask=mask).to(tl.float32)
+            tl.store(out_ptr + full + lanes, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def scale_(out: torch.Tensor, factor: torch.Tensor) -> None:
+    """out *= factor [] float32, without a wait for the factor. out is contiguous."""
+    n = out.numel()
+    if n:
+        # Four programs of eight warps fill a multiprocessor's bandwidth.
+        most = 4 * torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else 2
+        _scale[(min(most, triton.cdiv(n, SCALE_BLOCK.value)),)](out, factor, n, num_warps=8)
+
+
 def vector(t: torch.Tensor) -> int:
     """Elements in 16 bytes."""
     return 16 // t.element_size()
@@ -284,10 +453,9 @@ def peels(V: int, *tensors: torch.Tensor) -> bool:
 
 
 def forward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
-            smooth: bool, entropy: bool, argmax: bool,
-            overwrite: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
-                                      torch.Tensor]:
-    """overwrite is for the autograd formula. Results that were not asked for are empty."""
+            smooth: bool, entropy: bool, argmax: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+                                                                torch.Tensor, torch.Tensor]:
+    """Results that were not asked for are empty."""
     T, V = logits.shape
     peak, log_sum, picked, weighted, mean, best = launchers.statistics(logits, smooth, entropy, argmax)
     if T:
@@ -303,7 +471,7 @@ def forward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tens
 
 
 def _launch_backward(out, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target,
-                     g_weighted, g_mean):
+                     g_weighted, g_mean, scale):
     T, V = logits.shape
     if T == 0:
         return
@@ -313,11 +481,11 @@ def _launch_backward(out, logits, target, class_weight, softcap, peak, log_sum, 
     blocks = triton.cdiv(V + (vector(logits) - 1 if peel else 0), c["BLOCK"])
     by = units(V, logits, out)
     _backward[(T, blocks)](logits, target, class_weight, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
-                           g_mean, out, V // by["V_UNIT"], logits.stride(0) // by["UNIT"],
+                           g_mean, scale, out, V // by["V_UNIT"], logits.stride(0) // by["UNIT"],
                            out.stride(0) // by["UNIT"], softcap, launchers.inverse(softcap), **by,
                            VECTOR=vector(logits), PEEL=peel, CAPPED=softcap != 0, SMOOTH=g_weighted is not None,
                            WEIGHTS=g_weighted is not None and class_weight is not None,
-                           MEAN=g_mean is not None, **c)
+                           MEAN=g_mean is not None, SCALE=0 if scale is None else 1 if scale.numel() == 1 else 2, **c)
 
 
 backward, backward_ = launchers.statistics_backwards(_launch_backward)
@@ -329,7 +497,7 @@ def _specs(kernel):
     types = {"target_ptr": "*i64", "argmax_ptr": "*i64", "V": "i32", "stride": "i32", "out_stride": "i32",
              "softcap": "fp32", "inverse": "fp32",
              **{f"{n}_ptr": "*fp32" for n in ("weight", "weight_sum", "peak", "log_sum", "picked", "weighted", "mean",
-                                              "g_log_sum", "g_target", "g_weighted", "g_mean")}}
+                                              "g_log_sum", "g_target", "g_weighted", "g_mean", "scale")}}
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         found = []
@@ -340,7 +508,8 @@ def _specs(kernel):
             flags = dict.fromkeys(("CAPPED", "SMOOTH", "WEIGHTS", "MEAN", "ARGMAX"), options)
             size = 16 // key["itemsize"]
             unit = 1 if peel else size
-            constexprs = {"UNIT": unit, "V_UNIT": unit, "VECTOR": size, "PEEL": peel, **flags, **config}
+            constexprs = {"UNIT": unit, "V_UNIT": unit, "VECTOR": size, "PEEL": peel, "SCALE": 2 if options else 1,
+                          **flags, **config}
             label = f"{data}{' all options' if options else ''}{' odd' if peel else ''}"
             found.append(KernelSpec(kernel, f"{kernel.fn.__name__[1:]} {label}", signature,
                                     {n: v for n, v in constexprs.items() if n in kernel.arg_names},
@@ -358,3 +527,25 @@ FORWARD = Tunable("cross_entropy", "forward", ("V", "itemsize", "plain"), "forwa
 BACKWARD = Tunable("cross_entropy", "backward", ("V", "itemsize", "plain"), "backward", _backward_heuristic,
                    _backward_space, _KEYS, _specs(_backward))
 TUNABLES = (FORWARD, BACKWARD)
+
+
+def gate() -> list[KernelSpec]:
+    """The kernels without constants to tune: no option and all of them."""
+    pointers = {f"{n}_ptr": "*fp32" for n in ("peak", "log_sum", "picked", "weighted", "class_weight", "weight_sum",
+                                              "token_weight", "losses", "total", "divisor", "g_log_sum", "g_target",
+                                              "g_weighted")}
+    known = {**pointers, "target_ptr": "*i64", "every_target_ptr": "*i64", "num_tokens_ptr": "*i64", "rows": "i32",
+             "T": "i32", "V": "i32", "ignore_index": "i32", "num_tokens": "fp32", "label_smoothing": "fp32",
+             "z_loss": "fp32"}
+    found = []
+    for options in (False, True):
+        flags = dict.fromkeys(("SMOOTH", "WEIGHTS", "Z_LOSS", "TOKENS"), options)
+        for how, first in (("count", True), ("known", False)):
+            constexprs = {**flags, "DIVISOR": how, "DIVIDE": True, "FIRST": first}
+            found.append(KernelSpec(_losses, f"losses {how}{' all options' if options else ''}",
+                                    {n: known[n] for n in _losses.arg_names if n in known}, constexprs, LOSS_WARPS,
+                                    # Any number of rows, a few numbers each: masks are not constant over 16 bytes.
+                                    load=0, store=0))
+    found.extend(KernelSpec(_scale, f"scale {data}", {"out_ptr": f"*{data}", "factor_ptr": "*fp32", "n": "i64"}, {}, 8)
+                 for data in ("bf16", "fp32"))
+    return found

@@ -19,38 +19,28 @@ logits,
     dlogits_c = (g_log_sum p_c + g_target [c = y] + g_weighted w_c + g_mean p_c (1 + z_c - peak - mean))
                 * (1 - (z_c / softcap)^2),         p_c = exp((z_c - peak) - log_sum)
 
-so one kernel that computes the statistics and one that turns their gradients into dlogits serve all losses;
-the rest is arithmetic on [T] vectors, in plain PyTorch. Statistics are float32 (float64 for float64 logits,
-eager only). A class that is masked out by a logit of -inf contributes nothing to log_sum and mean.
+so one kernel that computes the statistics and one that turns their gradients into dlogits serve all losses.
+Between them there is arithmetic on [T] vectors: `combine` in plain PyTorch, or `losses`, which also has its
+derivatives, in one kernel. Statistics are float32 (float64 for float64 logits, eager only). A class that is
+masked out by a logit of -inf contributes nothing to log_sum and mean.
+
+Targets are looked at on the device, so that no loss waits for one: a target that is neither in the vocabulary nor
+ignore_index makes its row's loss and gradient NaN, and the divisor of "mean" does not count it. On a CPU, and
+within `checked_targets`, it is an IndexError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
 
 import torch
 
-from tilewright.kernels.launchers import statistics
-from tilewright.ops._library import adopt, define, differentiate
-
-
-class Stats(NamedTuple):
-    """See the module's docstring. Each is [T]; the last three are None where they were not asked for."""
-
-    peak: torch.Tensor
-    log_sum: torch.Tensor
-    target: torch.Tensor
-    weighted: torch.Tensor | None = None
-    mean: torch.Tensor | None = None
-    argmax: torch.Tensor | None = None
-
-    @property
-    def lse(self) -> torch.Tensor:
-        """log sum_c exp z_c, for those who want its value: losses come from the other statistics."""
-        return self.peak + self.log_sum
-
+from tilewright.kernels.launchers import Asked, Found, Stats
+from tilewright.ops._library import adopt, define
 
 # ---- the definition
 
@@ -60,7 +50,7 @@ def stats_eager(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.
     softcap: 0.0 for none.   smooth, entropy, argmax: whether weighted, mean and argmax are wanted.
     Differentiable in logits."""
     z = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
-    peak = _finite(z.detach().amax(-1))
+    peak = peak_of(z)
     z = z - peak[:, None]
     inside = within(target, z.shape[-1])
     picked = z.gather(-1, target.where(inside, 0)[:, None])[:, 0].where(inside, 0)
@@ -89,6 +79,11 @@ def capped(z: torch.Tensor, softcap: float) -> torch.Tensor:
 def within(target: torch.Tensor, V: int) -> torch.Tensor:
     """Whether each target is one of V columns."""
     return (target >= 0) & (target < V)
+
+
+def peak_of(z: torch.Tensor) -> torch.Tensor:
+    """[T], a constant: the largest z of each row."""
+    return _finite(z.detach().amax(-1))
 
 
 def _finite(peak: torch.Tensor) -> torch.Tensor:
@@ -149,17 +144,47 @@ def entropy(stats: Stats) -> torch.Tensor:
 
 # ---- targets
 
-def _presence(target: torch.Tensor, V: int, ignore_index: int) -> torch.Tensor:
-    ignored = target == ignore_index
-    outside = ((target < 0) | (target >= V)) & ~ignored
-    presence = (~ignored).to(torch.float32)
-    if target.is_cuda and torch.cuda.is_current_stream_capturing():   # no value can be looked at then
-        return presence.masked_fill_(outside, float("nan"))
+_CHECKED: ContextVar[bool] = ContextVar("checked_targets", default=False)
+
+
+@contextlib.contextmanager
+def checked_targets() -> Iterator[None]:
+    """Within it, losses on CUDA tensors raise an IndexError that names the first target that is out of range and its
+    row, as they always do on CPU tensors; without it, such a target makes its row's loss and gradient NaN.
+
+    The look costs each loss one synchronisation with the device: for tests, and for the first step of a run. It is made
+    when a loss runs, so code that torch.compile has compiled follows it too; while a CUDA graph is recorded nothing can
+    be looked at, and NaN stands for such a target."""
+    token = _CHECKED.set(True)
+    try:
+        yield
+    finally:
+        _CHECKED.reset(token)
+
+
+def _may_look(target: torch.Tensor) -> bool:
+    return not target.is_cuda or (_CHECKED.get() and not torch.cuda.is_current_stream_capturing())
+
+
+def check(target: torch.Tensor, V: int, ignore_index: int) -> None:
+    """Raises IndexError at the first target that is neither in [0, V) nor ignore_index, where that may be looked at."""
+    if not _may_look(target):
+        return
+    outside = ~within(target, V) & (target != ignore_index)
     if outside.any():
         first = outside.nonzero()[0].tolist()
         raise IndexError(f"target{first or ''} is {int(target[tuple(first)])}; accepted are 0 to {V - 1} and "
                          f"ignore_index ({ignore_index})")
-    return presence
+
+
+def _present(target: torch.Tensor, V: int, ignore_index: int) -> torch.Tensor:
+    ignored = target == ignore_index
+    return (~ignored).to(torch.float32).masked_fill_(~within(target, V) & ~ignored, float("nan"))
+
+
+def _presence(target: torch.Tensor, V: int, ignore_index: int) -> torch.Tensor:
+    check(target, V, ignore_index)
+    return _present(target, V, ignore_index)
 
 
 def _fake_presence(target, V, ignore_index):
@@ -170,9 +195,59 @@ def _fake_presence(target, V, ignore_index):
 # so that it is not removed.
 presence = define("target_presence", _presence, _fake_presence)
 """presence(target int64 [...], V, ignore_index) -> float32 [...]: 1 for a row to learn from, 0 where target
-is ignore_index. Raises IndexError at the first target that is neither that nor in [0, V); on a CUDA device
-the look costs one synchronisation. While a CUDA graph is recorded nothing can be looked at: NaN stands for
-such a target then, and makes the loss NaN."""
+is ignore_index, NaN where it is neither that nor in [0, V) and `check` may not look."""
+
+
+def divisor(here: torch.Tensor, y_weight: torch.Tensor | None,
+            num_tokens: torch.Tensor | float | None) -> torch.Tensor | float:
+    """What "mean" divides the sum of losses by: num_tokens, or the weights of the targets to learn from; 1 for 0."""
+    if num_tokens is None:
+        num_tokens = (here == 1).to(here.dtype)
+        num_tokens = (num_tokens if y_weight is None else num_tokens * y_weight).sum()
+    if isinstance(num_tokens, torch.Tensor):
+        num_tokens = num_tokens.detach()
+        return torch.where(num_tokens == 0, 1, num_tokens)
+    return num_tokens or 1
+
+
+def weight_of(target: torch.Tensor, class_weight: torch.Tensor | None) -> torch.Tensor | None:
+    """[T], the class weight of each target; that of some class for a target that is none."""
+    return None if class_weight is None else class_weight[target.clamp(0, class_weight.shape[0] - 1)]
+
+
+# ---- losses and their derivatives in the statistics, for kernels that make a gradient in one pass
+
+def losses_in_torch(stats: Stats, rows: slice, asked: Asked, found: Found) -> tuple[torch.Tensor, ...]:
+    """What `softmax_stats_triton.losses` does, in plain PyTorch."""
+    target = asked.target[rows]
+    here = _present(target, asked.V, asked.ignore_index)
+    y_weight = weight_of(target, asked.class_weight)
+    if rows.start == 0:
+        found.total.zero_()
+        if found.divisor is not None:
+            whole = asked.target
+            by = divisor(_present(whole, asked.V, asked.ignore_index), weight_of(whole, asked.class_weight),
+                         asked.num_tokens)
+            found.divisor.copy_(by) if isinstance(by, torch.Tensor) else found.divisor.fill_(by)
+    losses = found.losses[rows]
+    losses.copy_(combine(stats, here, y_weight, V=asked.V, label_smoothing=asked.label_smoothing, z_loss=asked.z_loss,
+                         weight_sum=asked.weight_sum))
+    row = here
+    if asked.token_weight is not None:
+        u = asked.token_weight[rows].to(torch.float32)
+        row, losses = torch.where(here == 0, 0.0, here * u), torch.where(here == 0, 0.0, losses * u)
+    total = losses.sum()
+    if asked.divide:
+        row, total = row / found.divisor, total / found.divisor
+    found.total.add_(total)
+    hard = (row if y_weight is None else row * y_weight) * (1 - asked.label_smoothing)
+    g_log_sum, g_weighted = hard, None
+    if asked.label_smoothing:
+        soft = row * (asked.label_smoothing / asked.V)
+        g_log_sum, g_weighted = hard + soft * (asked.V if asked.weight_sum is None else asked.weight_sum), -soft
+    if asked.z_loss:   # where: lse of an ignored row may be infinite
+        g_log_sum = g_log_sum + torch.where(row == 0, 0.0, 2 * asked.z_loss * row * stats.lse)
+    return g_log_sum, -hard, g_weighted
 
 
 # ---- a vocabulary in shards
@@ -243,116 +318,110 @@ def across(stats: Stats, logits: torch.Tensor, target: torch.Tensor, class_weigh
     return Stats(*found, best)
 
 
-# ---- fused implementations: two kernels each, one autograd formula for all
-
-def _fake_forward(logits, target, class_weight, softcap, smooth, entropy, argmax, overwrite):
-    return statistics(logits, smooth, entropy, argmax)
+_groups: weakref.WeakValueDictionary[str, torch.distributed.ProcessGroup] = weakref.WeakValueDictionary()
 
 
-def _fake_backward(logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted, g_mean):
+def named(group: torch.distributed.ProcessGroup | None) -> str:
+    """A group by a name, since an operator's schema knows strings and no groups."""
+    if group is None:
+        return ""
+    _groups[group.group_name] = group
+    return group.group_name
+
+
+def shard(columns: int, target: torch.Tensor, class_weight: torch.Tensor | None, group: str
+          ) -> tuple[torch.distributed.ProcessGroup | None, int, torch.Tensor, torch.Tensor | None]:
+    """(process group or None, whole vocabulary, target and class weights as this rank's columns see them)."""
+    if not group:
+        return None, columns, target, class_weight
+    found = _groups[group]
+    start = torch.distributed.get_rank(found) * columns
+    mine = None if class_weight is None else class_weight[start:start + columns]
+    return found, torch.distributed.get_world_size(found) * columns, target - start, mine
+
+
+# ---- fused implementations: the kernels of statistics, of losses and of the logits' gradient
+
+def _fake_backward(logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted, g_mean,
+                   scale):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 def _fake_backward_(logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
-                    g_mean):
+                    g_mean, scale):
     return None
 
 
-def _setup(ctx, inputs, output):
-    logits, target, class_weight, softcap, smooth, entropy, _, overwrite = inputs
-    peak, log_sum, _, _, mean, argmax = output
-    ctx.save_for_backward(logits, target, class_weight if smooth else None, peak, log_sum, mean if entropy else None)
-    ctx.softcap, ctx.smooth, ctx.entropy, ctx.overwrite = softcap, smooth, entropy, overwrite
-    ctx.mark_non_differentiable(peak, argmax)
-    ctx.set_materialize_grads(False)
+def _register(forward: Callable, backward: Callable, backward_: Callable, losses: Callable,
+              scale_: Callable) -> SimpleNamespace:
+    """forward: the launcher of the statistics.   backward, backward_: operators.   losses, scale_: launchers."""
+    def statistics(logits, target, class_weight, softcap, smooth, entropy, argmax) -> Stats:
+        """`stats_eager` of logits with contiguous rows and float32 class weights, without autograd."""
+        peak, log_sum, picked, weighted, mean, best = forward(logits, target, class_weight if smooth else None, softcap,
+                                                              smooth, entropy, argmax)
+        return Stats(peak, log_sum, picked, weighted if smooth else None, mean if entropy else None,
+                     best if argmax else None)
 
-
-def _register(forward: Callable, backward: Callable, backward_: Callable) -> SimpleNamespace:
-    def raw_backward(logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
-                     g_mean, inplace):
-        """Gradient of the logits from the gradients of the statistics; None stands for zeros. inplace: it
-        overwrites the logits' memory, and is returned as a view of it."""
+    def gradient(logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted, g_mean,
+                 scale, inplace):
+        """Gradient of the logits from the gradients of the statistics, of which None stands for zeros, times `scale`
+        ([], [T], or None for 1). inplace: it overwrites the logits' memory, and is returned as a view of it."""
         def vector(g):
             return torch.zeros_like(peak) if g is None else g.contiguous()
 
         args = (logits, target, class_weight if g_weighted is not None else None, softcap, peak, log_sum,
                 mean if g_mean is not None else None, vector(g_log_sum), vector(g_target),
                 None if g_weighted is None else g_weighted.contiguous(),
-                None if g_mean is None else g_mean.contiguous())
+                None if g_mean is None else g_mean.contiguous(), None if scale is None else scale.contiguous())
         if not inplace:
             return backward(*args)
         backward_(*args)
         return logits.detach()
 
-    def formula(ctx, g_peak, g_log_sum, g_target, g_weighted, g_mean, g_argmax):
-        g_weighted, g_mean = g_weighted if ctx.smooth else None, g_mean if ctx.entropy else None
-        if g_log_sum is None and g_target is None and g_weighted is None and g_mean is None:
-            return (None,) * 8
-        logits, target, class_weight, peak, log_sum, mean = ctx.saved_tensors
-        if ctx.overwrite and not torch.compiler.is_compiling():
-            # Writes by a custom operator are not counted by themselves; counted, they make a second backward
-            # an error.
-            torch.autograd.graph.increment_version(logits)
-        dlogits = raw_backward(logits, target, class_weight, ctx.softcap, peak, log_sum, mean,
-                               g_log_sum, g_target, g_weighted, g_mean, ctx.overwrite)
-        return (dlogits, *(None,) * 7)
+    return SimpleNamespace(forward=statistics, backward=gradient, losses=losses, scale_=scale_,
+                           operators=(backward, backward_))
 
-    differentiate(forward, formula, _setup)
 
-    def differentiable(logits, target, class_weight, softcap, smooth, entropy, argmax,
-                       overwrite=False) -> Stats:
-        """`stats_eager` with an autograd formula. overwrite: the gradient replaces the logits in memory."""
-        if logits.stride(-1) != 1:
-            logits = logits.contiguous()
-        class_weight = class_weight.float().contiguous() if smooth and class_weight is not None else None
-        peak, log_sum, picked, weighted, mean, best = forward(logits, target.contiguous(), class_weight, softcap,
-                                                              smooth, entropy, argmax, overwrite)
-        return Stats(peak, log_sum, picked, weighted if smooth else None, mean if entropy else None,
-                     best if argmax else None)
-
-    def raw_forward(logits, target, class_weight, softcap, smooth, entropy, argmax) -> Stats:
-        """Without autograd, for use inside another operator's launcher."""
-        with torch.no_grad():
-            return differentiable(logits, target, class_weight, softcap, smooth, entropy, argmax)
-
-    return SimpleNamespace(forward=raw_forward, backward=raw_backward, differentiable=differentiable,
-                           operators=(forward, backward, backward_))
+def _scale_in_torch_(acc: torch.Tensor, factor: torch.Tensor) -> None:
+    """acc *= factor [], on a CPU, where a look at the factor costs nothing."""
+    if factor.item() != 1:
+        acc.mul_(factor)
 
 
 _loaded: dict[str, SimpleNamespace] = {}
 
 
-def _defined(name: str, k: ModuleType) -> SimpleNamespace:
-    """forward, backward and differentiable, of the launchers in a module."""
-    return _register(define(f"softmax_stats_{name}_forward", k.forward, _fake_forward),
-                     define(f"softmax_stats_{name}_backward", k.backward, _fake_backward),
-                     define(f"softmax_stats_{name}_backward_", k.backward_, _fake_backward_, mutates=("logits",)))
+def _defined(name: str, k: ModuleType, losses: Callable, scale_: Callable) -> SimpleNamespace:
+    return _register(k.forward, define(f"softmax_stats_{name}_backward", k.backward, _fake_backward),
+                     define(f"softmax_stats_{name}_backward_", k.backward_, _fake_backward_, mutates=("logits",)),
+                     losses, scale_)
 
 
 def triton() -> SimpleNamespace:
-    """forward, backward and differentiable, in Triton."""
+    """The kernels in Triton: forward, losses, backward and scale_."""
     if "triton" not in _loaded:
-        from tilewright.kernels import softmax_stats_triton
+        from tilewright.kernels import softmax_stats_triton as k
 
-        _loaded["triton"] = _defined("triton", softmax_stats_triton)
+        _loaded["triton"] = _defined("triton", k, k.losses, k.scale_)
     return _loaded["triton"]
 
 
 def cute() -> SimpleNamespace:
-    """forward, backward and differentiable, in CuTe DSL for sm_90 and sm_100."""
+    """Those in CuTe DSL for sm_90 and sm_100, with losses in PyTorch."""
     if "cute" not in _loaded:
-        from tilewright.kernels import softmax_stats_cute
+        from tilewright.kernels import softmax_stats_cute as k
 
-        _loaded["cute"] = _defined("cute", softmax_stats_cute)
+        _loaded["cute"] = _defined("cute", k, losses_in_torch, _scale_in_torch_)
     return _loaded["cute"]
 
 
 def cpp() -> SimpleNamespace:
-    """forward, backward and differentiable, in C++ for the CPU (float32 and bfloat16)."""
+    """Those in C++ for the CPU (float32 and bfloat16), with losses in PyTorch."""
     if "cpp" not in _loaded:
-        _loaded["cpp"] = _register(adopt("softmax_stats_cpp_forward", _fake_forward),
+        _loaded["cpp"] = _register(torch.ops.tilewright.softmax_stats_cpp_forward.default,
                                    adopt("softmax_stats_cpp_backward", _fake_backward),
-                                   adopt("softmax_stats_cpp_backward_", _fake_backward_))
+                                   adopt("softmax_stats_cpp_backward_", _fake_backward_), losses_in_torch,
+                                   _scale_in_torch_)
     return _loaded["cpp"]
 
 
@@ -360,6 +429,12 @@ def tunables() -> tuple:
     from tilewright.kernels import softmax_stats_triton
 
     return softmax_stats_triton.TUNABLES
+
+
+def gate() -> list:
+    from tilewright.kernels import softmax_stats_triton
+
+    return softmax_stats_triton.gate()
 
 
 def cute_specs() -> list:

@@ -6,27 +6,37 @@
     targets
 
 V = vocabulary, T = tokens, y = target, e = label_smoothing, w = class weights, u = token weights. The eager
-twin is `stats_eager` and `combine` of `_softmax_stats.py`, whose statistics all other implementations compute
-in one kernel.
+twin is `stats_eager` and `combine` of `_softmax_stats.py`. The fused implementations are three kernels, forward and
+backward together: statistics of the rows, the losses and their derivatives in the statistics, and the gradient of the
+logits, which takes the upstream gradient as it goes.
 """
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
 from tilewright import platform
+from tilewright.kernels.launchers import Asked, Found
 from tilewright.ops import _checks, _softmax_stats, cases
+from tilewright.ops._library import define, differentiate
 from tilewright.ops._softmax_stats import (
     across,
     capped,
+    check,
     combine,
+    divisor,
     entropy,
+    named,
+    peak_of,
     presence,
+    shard,
     shard_stats_eager,
     stats_eager,
+    weight_of,
     without_gradient,
 )
 from tilewright.registry import Case, Cost, Implementation, Op
@@ -83,48 +93,29 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, *, ignore_index: i
     Returns loss in fp32 (fp64 for fp64), or a CrossEntropyOutput. Computed in fp32, relative to the largest
     logit of a row, so that a constant added to all of them costs no precision, and rounded once, on storing
     the gradient. Differentiable in logits and token_weight, once.
-    Raises TypeError or ValueError for arguments that do not fit; IndexError for a target that is out of
-    range, on every backend (on CUDA the check costs one synchronisation; while a CUDA graph is recorded there
-    is no check, and such a target makes the loss NaN); ImplementationUnavailable for a named implementation
-    that cannot run here.
+    A target that is neither in [0, V) nor ignore_index: on CUDA tensors, where no loss waits for the device, the
+        loss of its token and the gradient of its row are NaN (so the sum and the mean are, too), whatever its
+        token_weight, and the divisor does not count it. On CPU tensors, where a look costs no wait, and within
+        `checked_targets()`: IndexError with its value and place.
+    A row that holds +inf has lse inf and a gradient that is NaN there; its loss is inf, or NaN if that is its target's
+        logit or options make one of it. (F.cross_entropy, and the torch implementation: NaN.) Under a softcap it is a
+        row like any other.
+    Raises TypeError or ValueError for arguments that do not fit; IndexError for a target out of range, as said above;
+    ImplementationUnavailable for a named implementation that cannot run here.
     Source: options as in torch.nn.functional.cross_entropy; z-loss as in PaLM (arXiv:2204.02311, section 5);
     softcap as in Gemma 2 (arXiv:2408.00118, section 2); sharded vocabulary as in Megatron-LM
     (arXiv:1909.08053, section 3).
     """
     softcap = _validate(logits, target, ignore_index, label_smoothing, z_loss, softcap, class_weight, token_weight,
                         reduction, num_tokens, inplace, group)
-    V = logits.shape[-1] * (1 if group is None else torch.distributed.get_world_size(group))
-    acc = torch.promote_types(logits.dtype, torch.float32)
-    here = presence(target, V, ignore_index).reshape(-1)
-    rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-    y_weight = None
-    if class_weight is not None:
-        class_weight = class_weight.to(acc)
-        y_weight = class_weight[flat.clamp(0, V - 1)]
-    losses, *extra = CROSS_ENTROPY.pick(implementation, logits)(
-        rows, flat, here, class_weight, y_weight, softcap, float(label_smoothing), float(z_loss), return_lse,
-        return_entropy, return_argmax, inplace, group)
-    loss = _reduce(losses, here, y_weight, token_weight, reduction, num_tokens, target.shape)
+    loss, *extra = CROSS_ENTROPY.pick(implementation, logits)(
+        logits.reshape(-1, logits.shape[-1]), target, class_weight, token_weight, num_tokens, ignore_index, softcap,
+        float(label_smoothing), float(z_loss), reduction, return_lse, return_entropy, return_argmax, inplace, group)
+    if reduction == "none":
+        loss = reshaped(loss, target.shape)
     if not (return_lse or return_entropy or return_argmax):
         return loss
     return CrossEntropyOutput(loss, *(None if t is None else t.detach().reshape(target.shape) for t in extra))
-
-
-def _reduce(losses, here, y_weight, token_weight, reduction, num_tokens, shape):
-    if token_weight is not None:
-        losses = losses * token_weight.reshape(-1).to(losses.dtype)
-    if reduction == "none":
-        return reshaped(losses, shape)
-    total = losses.sum()
-    if reduction == "sum":
-        return total
-    count = num_tokens
-    if count is None:
-        count = (here if y_weight is None else here * y_weight).sum()
-    if isinstance(count, torch.Tensor):
-        count = count.detach()
-        return total / torch.where(count == 0, 1, count).to(losses.dtype)
-    return total / (count or 1)
 
 
 def reshaped(losses: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -191,75 +182,197 @@ def _validate(logits, target, ignore_index, label_smoothing, z_loss, softcap, cl
     return 0.0 if softcap is None else float(softcap)
 
 
-# ---- implementations: they differ in how they compute the statistics
+# ---- in plain PyTorch
 
-def _losses(statistics, rows, target, here, class_weight, y_weight, softcap, label_smoothing, z_loss,
-            return_lse, return_entropy, return_argmax, group):
-    """[T] losses before token weights, and lse, entropy and argmax, each None if not asked for."""
-    columns = rows.shape[-1]
-    V, shard_weight = columns, class_weight
+def in_torch(losses_of):
+    """An implementation made of losses_of(rows, target, here, class_weight, y_weight, softcap, label_smoothing, z_loss,
+    return_lse, return_entropy, return_argmax, group) -> [T] losses before token weights, lse, entropy, argmax."""
+    def cross_entropy_in_torch(rows, target, class_weight, token_weight, num_tokens, ignore_index, softcap,
+                               label_smoothing, z_loss, reduction, return_lse, return_entropy, return_argmax, inplace,
+                               group):
+        V = rows.shape[-1] * (1 if group is None else torch.distributed.get_world_size(group))
+        here, flat = presence(target, V, ignore_index).reshape(-1), target.reshape(-1)
+        class_weight = None if class_weight is None else class_weight.to(torch.promote_types(rows.dtype, torch.float32))
+        y_weight = weight_of(flat, class_weight)
+        losses, *extra = losses_of(rows, flat, here, class_weight, y_weight, softcap, label_smoothing, z_loss,
+                                   return_lse, return_entropy, return_argmax, group)
+        return reduced(losses, here, y_weight, token_weight, reduction, num_tokens), *extra
+
+    return cross_entropy_in_torch
+
+
+def reduced(losses, here, y_weight, token_weight, reduction, num_tokens):
+    """Losses [T] times token weights, or their sum or mean."""
+    if token_weight is not None:
+        losses = losses * token_weight.reshape(-1).to(losses.dtype)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    if reduction == "sum":
+        return total
+    by = divisor(here, y_weight, num_tokens)
+    return total / (by.to(losses.dtype) if isinstance(by, torch.Tensor) else by)
+
+
+def losses_eager(rows, target, here, class_weight, y_weight, softcap, label_smoothing, z_loss, return_lse,
+                 return_entropy, return_argmax, group):
+    statistics = stats_eager if group is None else shard_stats_eager
+    process_group, V, mine, weight = shard(rows.shape[-1], target, class_weight, named(group))
+    rows = without_gradient(rows, here == 0)
+    stats = statistics(rows, mine, weight, softcap, label_smoothing != 0, return_entropy, return_argmax)
     if group is not None:
-        first = torch.distributed.get_rank(group) * columns
-        V = torch.distributed.get_world_size(group) * columns
-        target = target - first
-        shard_weight = None if class_weight is None else class_weight[first:first + columns]
-    stats = statistics(rows, target, shard_weight, softcap, label_smoothing != 0, return_entropy,
-                       return_argmax)
-    if group is not None:
-        stats = across(stats, rows, target, shard_weight, group)
+        stats = across(stats, rows, mine, weight, process_group)
     losses = combine(stats, here, y_weight, V=V, label_smoothing=label_smoothing, z_loss=z_loss,
                      weight_sum=None if class_weight is None else class_weight.sum())
     return losses, stats.lse if return_lse else None, entropy(stats) if return_entropy else None, stats.argmax
 
 
-def cross_entropy_eager(rows, target, here, *arguments):
-    *arguments, _, group = arguments
-    return _losses(stats_eager if group is None else shard_stats_eager, without_gradient(rows, here == 0), target, here,
-                   *arguments, group)
+cross_entropy_eager = in_torch(losses_eager)
 
 
-def _fused(load):
-    differentiable = load().differentiable
-
-    def cross_entropy_fused(*arguments):
-        *arguments, inplace, group = arguments
-
-        def statistics(*wanted):
-            return differentiable(*wanted, inplace)
-
-        return _losses(statistics, *arguments, group)
-
-    return cross_entropy_fused
-
-
-def _torch():
+def losses_of_torch(rows, target, here, class_weight, y_weight, softcap, label_smoothing, z_loss, return_lse,
+                    return_entropy, return_argmax, group):
     """F.cross_entropy on float32 logits (in bf16 it would round its log-probabilities), with what it lacks
     around it:
     softcap before, z-loss after, lse and entropy beside it. It has no form for a sharded vocabulary."""
+    if group is not None:
+        raise ValueError("cross_entropy[torch]: group must be None: F.cross_entropy takes whole rows "
+                         f"of logits only, got {group!r}; the other implementations accept one")
+    # A pass over the logits, left out where there is nothing to ignore if that may be looked at.
+    if here.is_cuda or torch.compiler.is_compiling() or not here.all():
+        rows = without_gradient(rows, here == 0)
+    z = capped(rows.to(torch.promote_types(rows.dtype, torch.float32)), softcap)
+    # One that is out of range stands for some class, and `here` makes a NaN of it: ignored, it would have no gradient.
+    kept = torch.where(here == 0, -100, target.clamp(0, rows.shape[-1] - 1))
+    losses = torch.nn.functional.cross_entropy(z, kept, class_weight, ignore_index=-100, reduction="none",
+                                               label_smoothing=label_smoothing)
+    lse = None
+    if z_loss or return_lse:   # relative to the peak: the gradient of a rounded lse would have its rounding in it
+        peak = peak_of(z)
+        lse = peak + (z - peak[:, None]).logsumexp(-1)
+    if z_loss:
+        losses = losses + z_loss * lse.square()
+    losses = torch.where(here == 0, 0.0, losses * here)
+    log_p = z.detach().log_softmax(-1) if return_entropy else None
+    # A masked-out class has p = 0 and log p = -inf, and counts 0.
+    H = None if log_p is None else -(log_p.exp() * log_p.masked_fill(log_p == float("-inf"), 0)).sum(-1)
+    return losses, lse if return_lse else None, H, rows.detach().argmax(-1) if return_argmax else None
 
-    def cross_entropy_torch(rows, target, here, class_weight, y_weight, softcap, label_smoothing, z_loss,
-                            return_lse, return_entropy, return_argmax, inplace, group):
-        if group is not None:
-            raise ValueError("cross_entropy[torch]: group must be None: F.cross_entropy takes whole rows "
-                             f"of logits only, got {group!r}; the other implementations accept one")
-        # A pass over the logits, left out where there is nothing to ignore if that may be looked at.
-        look = not torch.compiler.is_compiling() and not (here.is_cuda and torch.cuda.is_current_stream_capturing())
-        if not look or not here.all():
-            rows = without_gradient(rows, here == 0)
-        z = capped(rows.to(torch.promote_types(rows.dtype, torch.float32)), softcap)
-        kept = torch.where(here == 1, target, -100)
-        losses = torch.nn.functional.cross_entropy(z, kept, class_weight, ignore_index=-100, reduction="none",
-                                                   label_smoothing=label_smoothing)
-        lse = z.logsumexp(-1) if z_loss or return_lse else None
-        if z_loss:
-            losses = losses + z_loss * lse.square()
-        losses = torch.where(here == 0, 0.0, losses * here)
-        log_p = z.detach().log_softmax(-1) if return_entropy else None
-        # A masked-out class has p = 0 and log p = -inf, and counts 0.
-        H = None if log_p is None else -(log_p.exp() * log_p.masked_fill(log_p == float("-inf"), 0)).sum(-1)
-        return losses, lse if return_lse else None, H, rows.detach().argmax(-1) if return_argmax else None
 
-    return cross_entropy_torch
+# ---- fused: an operator with an autograd formula around one set of kernels
+
+def floats(t: torch.Tensor | None) -> torch.Tensor | None:
+    """As kernels take them: float32, one after the other."""
+    return None if t is None else t.to(torch.float32).contiguous()
+
+
+def number_or_tensor(num_tokens: torch.Tensor | float | None) -> tuple[torch.Tensor | None, float | None]:
+    """As an operator's schema takes it."""
+    if isinstance(num_tokens, torch.Tensor):
+        return num_tokens.detach(), None
+    return None, None if num_tokens is None else float(num_tokens)
+
+
+def _register(name, kernels):
+    def forward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None,
+                token_weight: torch.Tensor | None, num_tokens: torch.Tensor | None, number: float | None,
+                ignore_index: int, softcap: float, label_smoothing: float, z_loss: float, mean: bool, entropy: bool,
+                argmax: bool, overwrite: bool, group: str
+                ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+                           torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sum of the losses times their token weights, divided if `mean`; the losses; peak, log_sum, mean and
+        argmax of the rows; the sum's derivatives in log_sum, target and weighted; the divisor. Those that are not there
+        are empty. overwrite is for the autograd formula."""
+        T, columns = logits.shape
+        smooth, flat = label_smoothing != 0, target.view(-1)
+        process_group, V, mine, weight = shard(columns, flat, class_weight, group)
+        check(target, V, ignore_index)
+        stats = kernels.forward(logits, mine, weight, softcap, smooth, entropy, argmax)
+        if process_group is not None:
+            stats = across(stats, logits, mine, weight, process_group)
+        asked = Asked(flat, V, ignore_index, class_weight,
+                      class_weight.sum() if smooth and class_weight is not None else None, token_weight,
+                      number if num_tokens is None else num_tokens, label_smoothing, z_loss, divide=mean)
+        found = Found(stats.peak.new_empty(()), stats.peak.new_empty(T), stats.peak.new_empty(()) if mean else None)
+        g_log_sum, g_target, g_weighted = kernels.losses(stats, slice(0, T), asked, found)
+
+        def given(t, dtype=torch.float32):
+            return logits.new_empty(0, dtype=dtype) if t is None else t
+
+        return (found.total, found.losses, stats.peak, stats.log_sum, given(stats.mean),
+                given(stats.argmax, torch.int64), g_log_sum, g_target, given(g_weighted), given(found.divisor))
+
+    def fake(logits, target, class_weight, token_weight, num_tokens, number, ignore_index, softcap, label_smoothing,
+             z_loss, mean, entropy, argmax, overwrite, group):
+        def vector(wanted=True, dtype=torch.float32):
+            return logits.new_empty(logits.shape[0] if wanted else 0, dtype=dtype)
+
+        return (logits.new_empty((), dtype=torch.float32), vector(), vector(), vector(), vector(entropy),
+                vector(argmax, torch.int64), vector(), vector(), vector(label_smoothing != 0),
+                logits.new_empty(() if mean else (0,), dtype=torch.float32))
+
+    op = define(f"cross_entropy_{name}", forward, fake)
+
+    def setup(ctx, inputs, output):
+        (logits, target, class_weight, token_weight, _, _, _, softcap, smoothing, _, mean, _, _, overwrite,
+         group) = inputs
+        _, losses, peak, log_sum, *_, g_log_sum, g_target, g_weighted, by = output
+        ctx.save_for_backward(logits, target, class_weight if smoothing else None, peak, log_sum, g_log_sum, g_target,
+                              g_weighted if smoothing else None, losses if token_weight is not None else None,
+                              by if mean else None)
+        ctx.options = softcap, overwrite, group
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)
+
+    def formula(ctx, g_total, g_losses, *others):
+        none = (None,) * 11
+        g = g_losses if g_total is None else g_total   # one of the two is what the loss was made of
+        if g is None:
+            return (None, None, None, None, *none)
+        logits, target, class_weight, peak, log_sum, g_log_sum, g_target, g_weighted, losses, by = ctx.saved_tensors
+        softcap, overwrite, group = ctx.options
+        dlogits = d_token_weight = None
+        if ctx.needs_input_grad[0]:
+            if overwrite and not torch.compiler.is_compiling():
+                # Writes by a custom operator are not counted by themselves; counted, they make a second backward
+                # an error.
+                torch.autograd.graph.increment_version(logits)
+            _, _, mine, weight = shard(logits.shape[-1], target.view(-1), class_weight, group)
+            dlogits = kernels.backward(logits, mine, weight, softcap, peak, log_sum, None, g_log_sum, g_target,
+                                       g_weighted, None, g, overwrite)
+        if ctx.needs_input_grad[3]:
+            d_token_weight = g * losses
+            d_token_weight = d_token_weight if by is None else d_token_weight / by
+        return dlogits, None, None, d_token_weight, *none
+
+    differentiate(op, formula, setup)
+
+    def cross_entropy_fused(rows, target, class_weight, token_weight, num_tokens, ignore_index, softcap,
+                            label_smoothing, z_loss, reduction, return_lse, return_entropy, return_argmax, inplace,
+                            group):
+        if rows.stride(-1) != 1:
+            rows = rows.contiguous()
+        summed = reduction != "none"
+        in_kernel = token_weight.reshape(-1).contiguous() if token_weight is not None and summed else None
+        num_tokens, number = number_or_tensor(num_tokens)
+        total, losses, peak, log_sum, mean, argmax, *_ = op(
+            rows, target.contiguous(), floats(class_weight), in_kernel, num_tokens, number, ignore_index, softcap,
+            label_smoothing, z_loss, reduction == "mean", return_entropy, return_argmax, inplace, named(group))
+        if not summed:
+            total = losses if token_weight is None else losses * token_weight.reshape(-1).to(losses.dtype)
+        return (total, peak + log_sum if return_lse else None, log_sum - mean if return_entropy else None,
+                argmax if return_argmax else None)
+
+    return SimpleNamespace(cross_entropy=cross_entropy_fused, operators=(op, *kernels.operators))
+
+
+_loaded: dict[str, SimpleNamespace] = {}
+
+
+def _fused(name: str) -> SimpleNamespace:
+    if name not in _loaded:
+        _loaded[name] = _register(name, getattr(_softmax_stats, name)())
+    return _loaded[name]
 
 
 # ---- cases
@@ -342,15 +455,15 @@ def _all_cases():
 CROSS_ENTROPY = Op(
     "cross_entropy", cross_entropy, cross_entropy_eager,
     (
-        Implementation("triton", lambda: _fused(_softmax_stats.triton), platform.no_triton,
-                       batch_invariant=cases.ANYWHERE, tunables=_softmax_stats.tunables),
+        Implementation("triton", lambda: _fused("triton").cross_entropy, platform.no_triton,
+                       batch_invariant=cases.ANYWHERE, gate=_softmax_stats.gate, tunables=_softmax_stats.tunables),
         # Never the choice of `auto` until it has been measured to beat Triton on a GPU.
-        Implementation("cute", lambda: _fused(_softmax_stats.cute), platform.no_cute, devices=(),
+        Implementation("cute", lambda: _fused("cute").cross_entropy, platform.no_cute, devices=(),
                        gate=_softmax_stats.cute_specs),
-        Implementation("cpp", lambda: _fused(_softmax_stats.cpp), platform.no_cpp, ("cpu",),
+        Implementation("cpp", lambda: _fused("cpp").cross_entropy, platform.no_cpp, ("cpu",),
                        (torch.float32, torch.bfloat16),
                        batch_invariant=("cpu",)),
-        Implementation("torch", _torch, devices=("cuda", "cpu"),
+        Implementation("torch", lambda: in_torch(losses_of_torch), devices=("cuda", "cpu"),
                        dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)),
     ),
     _all_cases(),
