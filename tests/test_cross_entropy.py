@@ -136,7 +136,7 @@ def test_the_z_loss_of_large_logits_has_the_gradient_of_its_lse(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_logit_of_infinity_shows(name):
-    """As the docstring says: lse is what it is, the gradient NaN there, the loss infinite or NaN; a cap makes a number."""
+    """As the docstring says: lse is infinite, the gradient NaN there, the loss infinite or NaN. A cap bounds it."""
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
     x, _ = problem(T=3)
     with torch.no_grad():
@@ -242,8 +242,8 @@ def test_num_tokens_gets_no_gradient(name):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_gradient_of_every_statistic(name):
-    """The public op never differentiates the mean; other users of the statistics may. Upstream gradients are one number,
-    or one a row, and one that is infinite leaves a row without gradients 0."""
+    """The public op never differentiates the mean; other users of the statistics may. Upstream gradients are one
+    number, or one a row, and one that is infinite leaves a row without gradients 0."""
     kernels = fused(name)
     x, y = problem(T=4, V=300)
     w = torch.rand(300, device=DEVICE)
@@ -256,8 +256,8 @@ def test_gradient_of_every_statistic(name):
         truth, = torch.autograd.grad(stats[1:5], leaf, [t.double() for t in g])   # all but the peak, and argmax
         found = kernels.forward(x.detach(), y, weights, softcap, True, True, False)
         for scale in (None, torch.tensor(3.0, device=DEVICE), torch.tensor([2.0, 0.0, math.inf, -1.0], device=DEVICE)):
-            gradient = kernels.backward(x.detach(), y, weights, softcap, found.peak, found.log_sum, found.mean, *g, scale,
-                                        False)
+            gradient = kernels.backward(x.detach(), y, weights, softcap, found.peak, found.log_sum, found.mean, *g,
+                                        scale, False)
             by = 1 if scale is None else scale.expand(4).clone().nan_to_num_(posinf=1)[:, None]
             assert contract.error(gradient, truth * by)[0] < 3e-6, scale
 
@@ -344,8 +344,8 @@ def test_target_out_of_range(name, bad):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"label_smoothing": 0.1, "z_loss": 0.1, "weights": True}],
-                         ids=["mean", "none", "all"])
+@pytest.mark.parametrize("options", [
+    {}, {"reduction": "none"}, {"label_smoothing": 0.1, "z_loss": 0.1, "weights": True}], ids=["mean", "none", "all"])
 def test_a_bad_target_makes_its_row_nan_where_there_is_no_look(name, options, monkeypatch):
     """In the loss and in the gradient, and nowhere else: the divisor does not count it."""
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
@@ -623,6 +623,25 @@ def test_two_shards_of_the_vocabulary_equal_one(name):
                 assert torch.equal(argmax, out.argmax)
             grad = torch.cat([r[-1] for r in ranks], -1)
             assert contract.error(grad, leaf.grad)[0] < 1e-5, i
+
+
+@pytest.mark.parametrize("name", ["eager", *FUSED])
+def test_a_shard_compiles_as_one_graph(name, tmp_path):
+    if DEVICE == "cuda":
+        pytest.skip("gloo takes CPU tensors: run without a CUDA device")
+    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
+    group = join_group(0, 1, tmp_path)
+    try:
+        x, y = problem()
+
+        def loss(x, y):
+            return cross_entropy(x, y, group=group, implementation=name)
+
+        found, expected = (torch.autograd.grad(f(x, y), x)[0] for f in (
+            torch.compile(loss, fullgraph=True, backend="aot_eager"), loss))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(found, expected)
 
 
 # ---- errors

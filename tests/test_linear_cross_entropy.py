@@ -17,7 +17,7 @@ from helpers import DEVICE, as_on_a_gpu, join_group, launches, skip_unless_usabl
 
 from tilewright.bench import contract
 from tilewright.ops import OPS, cross_entropy, linear_cross_entropy, linear_logprob
-from tilewright.registry import short
+from tilewright.registry import ImplementationUnavailable, short
 
 # Not `from tilewright.ops import`, where the name is the function's.
 module = importlib.import_module("tilewright.ops.linear_cross_entropy")
@@ -327,7 +327,7 @@ def test_chunks_follow_from_shapes(T, options, chunks, monkeypatch):
     for name in ("mem_get_info", "memory_reserved", "memory_allocated", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda *a, name=name: pytest.fail(f"{name} was asked for"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "one that nobody tuned")
-    monkeypatch.setattr(module.CHUNK, "config", lambda device, H, V, size, cuda: module.CHUNK.heuristic(H, V, size, cuda))
+    monkeypatch.setattr(module.CHUNK, "config", lambda device, *key: module.CHUNK.heuristic(*key))
     found = rows(T, **options)
     assert -(-T // found) == chunks and (chunks == 1 or found % (128 if options.get("device") else 32) == 0)
 
@@ -337,7 +337,8 @@ def test_forward_and_backward_choose_the_same_chunks(name, monkeypatch):
     """The logits that backward makes again are those of the statistics."""
     skip_unless_usable(LINEAR, name, torch.float32)
     seen, real = [], module.chunk_rows
-    monkeypatch.setattr(module, "chunk_rows", lambda x, w, size, fp32: seen.append((size, fp32)) or real(x, w, size, fp32))
+    monkeypatch.setattr(module, "chunk_rows",
+                        lambda x, w, size, fp32: seen.append((size, fp32)) or real(x, w, size, fp32))
     x, w, _, y = problem()
     for frozen in (False, True):
         weight = w.detach() if frozen else w
@@ -363,10 +364,11 @@ def test_a_bad_target_makes_its_row_nan_where_there_is_no_look(name, fn, options
     first = contract.leaves(fn(x, w, y.index_fill(0, rows, -100), bias=b, implementation="eager", **options))
     y[2], y[6] = 37, -1
     found = contract.leaves(fn(x, w, y, bias=b, chunk_size=4, implementation=name, **options))
-    for f, e in zip(found, first, strict=True):
+    for f, e in zip(found, first, strict=True):   # e: what the twin finds with those rows ignored
         assert f.isnan().any()
         if f.dim():
-            torch.testing.assert_close(f, e.detach().index_fill(0, rows, math.nan), equal_nan=True, rtol=1e-5, atol=1e-6)
+            e = e.detach().index_fill(0, rows, math.nan)
+            torch.testing.assert_close(f, e, equal_nan=True, rtol=1e-5, atol=1e-6)
     dx, dw = grads(sum(f.sum() for f in found), x, w)
     wanted, _ = grads(sum(f.sum() for f in first), x, w)
     assert dw.isnan().all()
@@ -674,6 +676,17 @@ def test_bad_input_is_one_clear_error(fn, change, error, message):
 def test_bad_options_of_the_loss(change, error, message):
     with pytest.raises(error, match=message):
         linear_cross_entropy(X, W, Y, **change)
+
+
+def test_a_refusal_of_the_dtype_that_autocast_has_made_says_so():
+    if reason := LINEAR.implementation("torch").why_not("cpu", torch.float32):
+        pytest.skip(reason)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(
+            ImplementationUnavailable, match=r"^linear_cross_entropy\[torch\]: takes float32, not bfloat16 .*; under "
+                                             r"torch\.autocast, which makes x, weight, bias bfloat16$"):
+        linear_cross_entropy(X, W, Y, implementation="torch")
+    with pytest.raises(ImplementationUnavailable, match=r"not bfloat16 \(usable here: [^)]*\)$"):
+        linear_cross_entropy(X.bfloat16(), W.bfloat16(), Y, implementation="torch")
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan, 1e-300, 1e300])

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import importlib
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ import distributed_worker  # noqa: E402
 from tilewright import adapt  # noqa: E402
 from tilewright import ops as tw  # noqa: E402
 from tilewright.lora import QuantizedLinear  # noqa: E402
+from tilewright.ops import _softmax_stats  # noqa: E402
 from tilewright.ops.aqn import AQN  # noqa: E402
 from tilewright.ops.moe_lora import MOE_LORA  # noqa: E402
 from tilewright.registry import ImplementationUnavailable  # noqa: E402
@@ -909,14 +912,23 @@ def test_seconds_and_tokens_are_those_of_the_steps(tmp_path, monkeypatch):
     assert [r["tokens"] for r in rows(tmp_path / "b")] == [r["tokens"] for r in found[8:]]
 
 
-def test_determinism_ends_with_the_run(tmp_path):
-    seen, real = [], train.train_step
+def test_determinism_ends_with_the_run_and_the_look_at_targets_with_its_first_step(tmp_path):
+    seen, real = [], _softmax_stats.check
+
+    def check(target, *arguments):
+        look = _softmax_stats._may_look(types.SimpleNamespace(is_cuda=True))
+        seen.append((torch.are_deterministic_algorithms_enabled(), look))
+        return real(target, *arguments)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "train_step", lambda *a: seen.append(torch.are_deterministic_algorithms_enabled())
-                      or real(*a))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        for module in ("_softmax_stats", "cross_entropy", "linear_cross_entropy"):
+            patch.setattr(importlib.import_module(f"tilewright.ops.{module}"), "check", check)
         run(write_config(tmp_path, train__enable_full_determinism=True, train__allow_cuda_launch_blocking=True,
-                         train__max_steps=1))
-    assert seen == [True] and not torch.are_deterministic_algorithms_enabled()
+                         train__max_steps=2))
+    losses = len(seen) // 2   # a step
+    assert losses and seen == [(True, True)] * losses + [(True, False)] * losses
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_missing_or_broken_checkpoint_is_one_sentence(tmp_path):

@@ -195,6 +195,12 @@ def _step(x, c, mask, top, peak, best, s, sz, sw, origin, weight_ptr, softcap, i
 
 
 @triton.jit
+def _scaled(g, scale):
+    """g * scale, 0 where g is: an infinite scale leaves ignored rows 0."""
+    return tl.where(g == 0.0, 0.0, g * scale)
+
+
+@triton.jit
 def _backward(logits_ptr, target_ptr, weight_ptr, peak_ptr, log_sum_ptr, mean_ptr, g_log_sum_ptr, g_target_ptr,
               g_weighted_ptr, g_mean_ptr, scale_ptr, out_ptr, V, stride, out_stride, softcap, inverse,
               BLOCK: tl.constexpr, UNIT: tl.constexpr, V_UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr,
@@ -216,20 +222,18 @@ def _backward(logits_ptr, target_ptr, weight_ptr, peak_ptr, log_sum_ptr, mean_pt
     mean = 0.0
     g_mean = 0.0
     g_weighted = 0.0
-    learn = (g_log_sum != 0.0) | ((g_target != 0.0) & (y >= 0) & (y < V))
     if MEAN:
         mean = tl.load(mean_ptr + row)
         g_mean = tl.load(g_mean_ptr + row)
-        learn |= g_mean != 0.0
     if SMOOTH:
         g_weighted = tl.load(g_weighted_ptr + row)
-        learn |= g_weighted != 0.0
-    if SCALE:   # whether a row is read does not hang on it: a scale that is infinite leaves ignored rows 0
+    if SCALE:
         scale = tl.load(scale_ptr + (row if SCALE == 2 else 0))
-        g_log_sum *= scale
-        g_target *= scale
-        g_mean *= scale
-        g_weighted *= scale
+        g_log_sum = _scaled(g_log_sum, scale)
+        g_target = _scaled(g_target, scale)
+        g_mean = _scaled(g_mean, scale)
+        g_weighted = _scaled(g_weighted, scale)
+    learn = (g_log_sum != 0.0) | ((g_target != 0.0) & (y >= 0) & (y < V)) | (g_mean != 0.0) | (g_weighted != 0.0)
 
     first = tl.program_id(1) * BLOCK
     inner = (first >= before) & (first + BLOCK <= V + before)   # needs no mask: loads and stores stay wide

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from tilewright.ops._library import define
-from tilewright.registry import FLOATS, short
+from tilewright.registry import FLOATS, ImplementationUnavailable, short
 
 ACCEPTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # What is > 0 and finite in float32, in which kernels take their numbers, and has a finite inverse there.
@@ -112,8 +112,12 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
             kwargs = {name: cast(t) if name in wanted else t for name, t in kwargs.items()}
             if not products:
                 return fn(*args, **kwargs)
-            with torch.autocast(device, enabled=False):
-                return fn(*args, **kwargs)
+            try:
+                with torch.autocast(device, enabled=False):
+                    return fn(*args, **kwargs)
+            except ImplementationUnavailable as error:   # the dtype that it names may not be the caller's
+                raise ImplementationUnavailable(f"{error}; under torch.autocast, which makes {', '.join(arguments)} "
+                                                f"{short(dtype)}") from None
 
         return following
 

@@ -32,7 +32,6 @@ within `checked_targets`, it is an IndexError.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import ModuleType, SimpleNamespace
@@ -318,26 +317,28 @@ def across(stats: Stats, logits: torch.Tensor, target: torch.Tensor, class_weigh
     return Stats(*found, best)
 
 
-_groups: weakref.WeakValueDictionary[str, torch.distributed.ProcessGroup] = weakref.WeakValueDictionary()
-
-
 def named(group: torch.distributed.ProcessGroup | None) -> str:
-    """A group by a name, since an operator's schema knows strings and no groups."""
+    """A group by a name, since an operator's schema knows strings and no groups; `group_of` gives it back."""
+    return "" if group is None else group.group_name
+
+
+def group_of(name: str) -> torch.distributed.ProcessGroup | None:
+    if not name:
+        return None
+    # As PyTorch's own collectives under torch.compile find theirs. It has no public name.
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+def shard(columns: int, target: torch.Tensor, class_weight: torch.Tensor | None,
+          group: torch.distributed.ProcessGroup | None) -> tuple[int, torch.Tensor, torch.Tensor | None]:
+    """(whole vocabulary, target and class weights as this rank's columns see them)."""
     if group is None:
-        return ""
-    _groups[group.group_name] = group
-    return group.group_name
-
-
-def shard(columns: int, target: torch.Tensor, class_weight: torch.Tensor | None, group: str
-          ) -> tuple[torch.distributed.ProcessGroup | None, int, torch.Tensor, torch.Tensor | None]:
-    """(process group or None, whole vocabulary, target and class weights as this rank's columns see them)."""
-    if not group:
-        return None, columns, target, class_weight
-    found = _groups[group]
-    start = torch.distributed.get_rank(found) * columns
+        return columns, target, class_weight
+    start = torch.distributed.get_rank(group) * columns
     mine = None if class_weight is None else class_weight[start:start + columns]
-    return found, torch.distributed.get_world_size(found) * columns, target - start, mine
+    return torch.distributed.get_world_size(group) * columns, target - start, mine
 
 
 # ---- fused implementations: the kernels of statistics, of losses and of the logits' gradient

@@ -30,6 +30,7 @@ from tilewright.ops._softmax_stats import (
     combine,
     divisor,
     entropy,
+    group_of,
     named,
     peak_of,
     presence,
@@ -217,11 +218,11 @@ def reduced(losses, here, y_weight, token_weight, reduction, num_tokens):
 def losses_eager(rows, target, here, class_weight, y_weight, softcap, label_smoothing, z_loss, return_lse,
                  return_entropy, return_argmax, group):
     statistics = stats_eager if group is None else shard_stats_eager
-    process_group, V, mine, weight = shard(rows.shape[-1], target, class_weight, named(group))
+    V, mine, weight = shard(rows.shape[-1], target, class_weight, group)
     rows = without_gradient(rows, here == 0)
     stats = statistics(rows, mine, weight, softcap, label_smoothing != 0, return_entropy, return_argmax)
     if group is not None:
-        stats = across(stats, rows, mine, weight, process_group)
+        stats = across(stats, rows, mine, weight, group)
     losses = combine(stats, here, y_weight, V=V, label_smoothing=label_smoothing, z_loss=z_loss,
                      weight_sum=None if class_weight is None else class_weight.sum())
     return losses, stats.lse if return_lse else None, entropy(stats) if return_entropy else None, stats.argmax
@@ -285,7 +286,8 @@ def _register(name, kernels):
         are empty. overwrite is for the autograd formula."""
         T, columns = logits.shape
         smooth, flat = label_smoothing != 0, target.view(-1)
-        process_group, V, mine, weight = shard(columns, flat, class_weight, group)
+        process_group = group_of(group)
+        V, mine, weight = shard(columns, flat, class_weight, process_group)
         check(target, V, ignore_index)
         stats = kernels.forward(logits, mine, weight, softcap, smooth, entropy, argmax)
         if process_group is not None:
@@ -337,7 +339,7 @@ def _register(name, kernels):
                 # Writes by a custom operator are not counted by themselves; counted, they make a second backward
                 # an error.
                 torch.autograd.graph.increment_version(logits)
-            _, _, mine, weight = shard(logits.shape[-1], target.view(-1), class_weight, group)
+            _, mine, weight = shard(logits.shape[-1], target.view(-1), class_weight, group_of(group))
             dlogits = kernels.backward(logits, mine, weight, softcap, peak, log_sum, None, g_log_sum, g_target,
                                        g_weighted, None, g, overwrite)
         if ctx.needs_input_grad[3]:

@@ -41,6 +41,7 @@ from tilewright.ops._softmax_stats import (
     check,
     combine,
     entropy,
+    group_of,
     named,
     presence,
     shard,
@@ -445,7 +446,8 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
                    class_weight: torch.Tensor | None, softcap: float, scale: float, smooth: bool,
                    entropy: bool, argmax: bool, fp32: int, chunk_size: int | None, group: str
                    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        process_group, _, target, class_weight = shard(weight.shape[0], target, class_weight, group)
+        process_group = group_of(group)
+        _, target, class_weight = shard(weight.shape[0], target, class_weight, process_group)
         chunk = chunk_rows(x, weight, chunk_size, fp32)
         parts = []
         for rows, logits in _chunks(x, weight, bias, chunk, scale, fp32):
@@ -462,7 +464,7 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
                             g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None, fp32: int,
                             need_x: bool, need_w: bool, need_b: bool, chunk_size: int | None, group: str
                             ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        _, _, target, class_weight = shard(weight.shape[0], target, class_weight, group)
+        _, target, class_weight = shard(weight.shape[0], target, class_weight, group_of(group))
         chunk = chunk_rows(x, weight, chunk_size, fp32)
         grads = _Gradients(x, weight, chunk, fp32, scale, need_x, need_w, need_b)
         for rows, logits in _chunks(x, weight, bias, chunk, scale, fp32):
@@ -481,7 +483,8 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
         """The sum of the losses times their token weights, divided if `mean` (but for float16: see `later`), the
         losses, lse, entropy and argmax, the gradients of the sum, and the divisor."""
         smooth, flat = label_smoothing != 0, target.view(-1)
-        process_group, V, mine, shard_weight = shard(weight.shape[0], flat, class_weight, group)
+        process_group = group_of(group)
+        V, mine, shard_weight = shard(weight.shape[0], flat, class_weight, process_group)
         check(target, V, ignore_index)
         chunk = chunk_rows(x, weight, chunk_size, fp32)
         grads = _Gradients(x, weight, chunk, fp32, 1.0, need_x, need_w, need_b)

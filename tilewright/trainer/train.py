@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from tilewright import adapt, platform
+from tilewright.ops import checked_targets
 from tilewright.ops.attention import Request
 from tilewright.registry import ImplementationUnavailable
 from tilewright.trainer import adapters, checkpoint, hf
@@ -337,7 +338,9 @@ def _train(config: Config, world: World) -> None:
         for step in range(start, plan.total):
             adapters.before_step(unwrap(model), config, step)
             before, batch = batches.tokens, next(steps)
-            loss, _, router = train_step(model, batch, config, world)
+            # An error that names the target is worth a wait, once: later, one that is out of range makes the loss NaN.
+            with checked_targets() if step == start else contextlib.nullcontext():
+                loss, _, router = train_step(model, batch, config, world)
             norm = clip_gradients(parameters, t.max_grad_norm)
             if not (math.isfinite(loss) and math.isfinite(norm)):   # the same on every rank
                 saver.finish()
