@@ -294,15 +294,14 @@ def test_losses_in_one_kernel_equal_those_in_torch(options):
         results = []
         for losses, sizes in ((_softmax_stats.losses_in_torch, (T,)), (kernels.losses, (T,)),
                               (kernels.losses, (128, 4096, T))):
-            found = Found(*(torch.full(n, 7.0, device=DEVICE) for n in ((), (T,))),
-                          torch.full((), 7.0, device=DEVICE) if wide else None)
-            parts, start = [], 0
+            found = Found(torch.full((T,), 7.0, device=DEVICE), torch.full((), 7.0, device=DEVICE) if wide else None)
+            parts, start, total = [], 0, None
             for end in sizes:
                 rows = slice(start, end)
-                part = losses(Stats(*(t[rows].contiguous() for t in stats)), rows, asked, found)
+                total, *part = losses(Stats(*(t[rows].contiguous() for t in stats)), rows, asked, found, total)
                 parts.append(part)
                 start = end
-            results.append([*found, *(None if p[0] is None else torch.cat(p) for p in zip(*parts, strict=True))])
+            results.append([total, *found, *(None if p[0] is None else torch.cat(p) for p in zip(*parts, strict=True))])
         for other in results[1:]:
             for a, b in zip(other, results[0], strict=True):
                 assert (a is None) == (b is None)

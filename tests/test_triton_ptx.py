@@ -187,6 +187,48 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
     assert torch.equal(before, memory)   # what lies between rows is as it was
 
 
+def losses_of_rows(driver):
+    """In pieces of more and of fewer rows than a block of the kernel has, with all options."""
+    from tilewright.kernels import softmax_stats_triton as kernels
+    from tilewright.kernels.launchers import Asked, Found, Stats
+    from tilewright.ops import _softmax_stats
+
+    g = torch.Generator().manual_seed(0)
+    T, V = 4500, 37
+    y = torch.randint(V, (T,), generator=g)
+    y[::3], y[[1, 4201]] = -100, torch.tensor([V, -1])
+    stats = Stats(*(torch.randn(T, generator=g) for _ in range(4)))
+    weight = torch.rand(V, generator=g)
+    asked = Asked(y, V, -100, weight, weight.sum(), torch.randn(T, generator=g).bfloat16(), None, 0.1, 0.01, True)
+    results = []
+    for losses, ends in ((_softmax_stats.losses_in_torch, (T,)), (kernels.losses, (4200, 4203, T))):
+        found, parts, start, total = Found(torch.empty(T), torch.empty(())), [], 0, None
+        for end in ends:
+            rows = slice(start, end)
+            total, *part = losses(Stats(*(None if t is None else t[rows] for t in stats)), rows, asked, found, total)
+            parts.append(part)
+            start = end
+        results.append((total, *found, *map(torch.cat, zip(*parts, strict=True))))
+    assert driver.names == ["_losses"] * 3
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def scales(driver, dtype):
+    """A gradient by an upstream one: whole blocks, and what is left of one; nothing at all by 1."""
+    from tilewright.kernels import softmax_stats_triton as kernels
+
+    for n in (5, 3 * 4096 + 6):
+        x = torch.randn(n).to(dtype)
+        before = x.clone()
+        kernels.scale_(x, torch.ones(()))
+        assert torch.equal(x, before)
+        assert not driver.memories[-1].times(x, "read").any() and not driver.memories[-1].times(x, "written").any()
+        kernels.scale_(x, torch.tensor(0.3))
+        assert torch.equal(x, (before.float() * torch.tensor(0.3)).to(dtype))
+        assert (driver.memories[-1].times(x, "written") == 1).all()
+
+
 def rounds_to_nearest(driver):
     """The contract's slack has room for a truncation."""
     rmsnorm, silu_mul = (operations()[name].public for name in ("rmsnorm", "silu_mul"))
@@ -321,6 +363,8 @@ def runs():
         found[f"sm_{arch}-rows-{V}-{stride}-{offset}-{short(dtype)}"] = (
             arch, any_row_of_logits, V, stride, offset, dtype)
     found["sm_90-nearest"] = 90, rounds_to_nearest
+    found["sm_90-cross_entropy-losses"] = 90, losses_of_rows
+    found["sm_90-cross_entropy-scale"] = 90, scales, BF16
     for arch in (90, 100, 120):
         found[f"sm_{arch}-to_e2m1"] = arch, to_e2m1, arch >= 100
         found[f"sm_{arch}-from_e2m1"] = arch, from_e2m1, arch >= 100

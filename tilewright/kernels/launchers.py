@@ -92,11 +92,9 @@ class Asked(NamedTuple):
 class Found(NamedTuple):
     """What the losses of rows are written to, float32.
 
-    total: [], the sum of all losses times their token weights.   losses: [T], before token weights.
-    divisor: [], of "mean"; None where nothing is to be divided.
+    losses: [T], before token weights.   divisor: [], of "mean"; None where nothing is to be divided.
     """
 
-    total: torch.Tensor
     losses: torch.Tensor
     divisor: torch.Tensor | None
 

@@ -294,11 +294,11 @@ def _weight(class_weight_ptr, y, learn, WEIGHTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "rows", "ignore_index"])
 def _losses(peak_ptr, log_sum_ptr, picked_ptr, weighted_ptr, target_ptr, every_target_ptr, class_weight_ptr,
-            weight_sum_ptr, token_weight_ptr, num_tokens_ptr, losses_ptr, total_ptr, divisor_ptr, g_log_sum_ptr,
-            g_target_ptr, g_weighted_ptr, rows, T, V, ignore_index, num_tokens, label_smoothing, z_loss,
+            weight_sum_ptr, token_weight_ptr, num_tokens_ptr, before_ptr, losses_ptr, total_ptr, divisor_ptr,
+            g_log_sum_ptr, g_target_ptr, g_weighted_ptr, rows, T, V, ignore_index, num_tokens, label_smoothing, z_loss,
             SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, Z_LOSS: tl.constexpr, TOKENS: tl.constexpr,
             DIVISOR: tl.constexpr, DIVIDE: tl.constexpr, FIRST: tl.constexpr):
-    """The loss of each of `rows` rows, their sum, added to the total unless FIRST, and the sum's derivatives.
+    """The loss of each of `rows` rows, their sum on top of that of the rows before (unless FIRST), and its derivatives.
 
     DIVISOR: "" for none, "count" for that of all T targets, "tensor" or "number" for num_tokens, "known" for what an
     earlier launch has found.   DIVIDE: whether the sum and the derivatives are divided.
@@ -366,19 +366,18 @@ def _losses(peak_ptr, log_sum_ptr, picked_ptr, weighted_ptr, target_ptr, every_t
     if DIVIDE:
         total /= divisor
     if FIRST == 0:
-        total += tl.load(total_ptr)
+        total += tl.load(before_ptr)
     tl.store(total_ptr, total)
 
 
-def losses(stats: launchers.Stats, rows: slice, asked: launchers.Asked,
-           found: launchers.Found) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Writes the losses of some rows and what they add to the total, in one launch; the first rows (which begin at 0)
-    begin the total and give the divisor. Returns the total's derivatives in log_sum, target and weighted (None without
-    label smoothing), of these rows.
+def losses(stats: launchers.Stats, rows: slice, asked: launchers.Asked, found: launchers.Found,
+           before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Writes the losses of some rows, in one launch. Returns the total, which is the sum of the losses so far times
+    their token weights, and its derivatives in these rows' log_sum, target and weighted (None without label smoothing).
 
-    stats: of these rows.
+    stats: of these rows.   before: the total of the rows before them; None for the first, which give the divisor.
     """
-    first, smooth = rows.start == 0, asked.label_smoothing != 0
+    first, smooth = before is None, asked.label_smoothing != 0
     number, tensor = 1.0, None
     if found.divisor is None:
         how = ""
@@ -394,14 +393,15 @@ def losses(stats: launchers.Stats, rows: slice, asked: launchers.Asked,
     n, T = target.shape[0], asked.target.shape[0]
     weights = asked.class_weight
     g = [torch.empty_like(stats.log_sum) for _ in range(3 if smooth else 2)]
+    total = stats.log_sum.new_empty(())
     _losses[(1,)](stats.peak, stats.log_sum, stats.target, stats.weighted, target,
                   asked.target if how == "count" else None, weights, asked.weight_sum,
-                  None if asked.token_weight is None else asked.token_weight[rows], tensor, found.losses[rows],
-                  found.total, found.divisor, g[0], g[1], g[2] if smooth else None, n, T, asked.V, asked.ignore_index,
-                  number, asked.label_smoothing, asked.z_loss, SMOOTH=smooth, WEIGHTS=weights is not None,
-                  Z_LOSS=asked.z_loss != 0, TOKENS=asked.token_weight is not None, DIVISOR=how, DIVIDE=asked.divide,
-                  FIRST=first, num_warps=LOSS_WARPS)
-    return g[0], g[1], g[2] if smooth else None
+                  None if asked.token_weight is None else asked.token_weight[rows], tensor, before,
+                  found.losses[rows], total, found.divisor, g[0], g[1], g[2] if smooth else None, n, T, asked.V,
+                  asked.ignore_index, number, asked.label_smoothing, asked.z_loss, SMOOTH=smooth,
+                  WEIGHTS=weights is not None, Z_LOSS=asked.z_loss != 0, TOKENS=asked.token_weight is not None,
+                  DIVISOR=how, DIVIDE=asked.divide, FIRST=first, num_warps=LOSS_WARPS)
+    return total, g[0], g[1], g[2] if smooth else None
 
 
 # ---- a gradient that was made in forward, by the upstream gradient
@@ -536,8 +536,8 @@ TUNABLES = (FORWARD, BACKWARD)
 def gate() -> list[KernelSpec]:
     """The kernels without constants to tune: no option and all of them."""
     pointers = {f"{n}_ptr": "*fp32" for n in ("peak", "log_sum", "picked", "weighted", "class_weight", "weight_sum",
-                                              "token_weight", "losses", "total", "divisor", "g_log_sum", "g_target",
-                                              "g_weighted")}
+                                              "token_weight", "before", "losses", "total", "divisor", "g_log_sum",
+                                              "g_target", "g_weighted")}
     known = {**pointers, "target_ptr": "*i64", "every_target_ptr": "*i64", "num_tokens_ptr": "*i64", "rows": "i32",
              "T": "i32", "V": "i32", "ignore_index": "i32", "num_tokens": "fp32", "label_smoothing": "fp32",
              "z_loss": "fp32"}

@@ -216,18 +216,17 @@ def weight_of(target: torch.Tensor, class_weight: torch.Tensor | None) -> torch.
 
 # ---- losses and their derivatives in the statistics, for kernels that make a gradient in one pass
 
-def losses_in_torch(stats: Stats, rows: slice, asked: Asked, found: Found) -> tuple[torch.Tensor, ...]:
+def losses_in_torch(stats: Stats, rows: slice, asked: Asked, found: Found, before: torch.Tensor | None
+                    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """What `softmax_stats_triton.losses` does, in plain PyTorch."""
     target = asked.target[rows]
     here = _present(target, asked.V, asked.ignore_index)
     y_weight = weight_of(target, asked.class_weight)
-    if rows.start == 0:
-        found.total.zero_()
-        if found.divisor is not None:
-            whole = asked.target
-            by = divisor(_present(whole, asked.V, asked.ignore_index), weight_of(whole, asked.class_weight),
-                         asked.num_tokens)
-            found.divisor.copy_(by) if isinstance(by, torch.Tensor) else found.divisor.fill_(by)
+    if before is None and found.divisor is not None:
+        whole = asked.target
+        by = divisor(_present(whole, asked.V, asked.ignore_index), weight_of(whole, asked.class_weight),
+                     asked.num_tokens)
+        found.divisor.copy_(by) if isinstance(by, torch.Tensor) else found.divisor.fill_(by)
     losses = found.losses[rows]
     losses.copy_(combine(stats, here, y_weight, V=asked.V, label_smoothing=asked.label_smoothing, z_loss=asked.z_loss,
                          weight_sum=asked.weight_sum))
@@ -238,7 +237,7 @@ def losses_in_torch(stats: Stats, rows: slice, asked: Asked, found: Found) -> tu
     total = losses.sum()
     if asked.divide:
         row, total = row / found.divisor, total / found.divisor
-    found.total.add_(total)
+    total = total if before is None else before + total
     hard = (row if y_weight is None else row * y_weight) * (1 - asked.label_smoothing)
     g_log_sum, g_weighted = hard, None
     if asked.label_smoothing:
@@ -246,7 +245,7 @@ def losses_in_torch(stats: Stats, rows: slice, asked: Asked, found: Found) -> tu
         g_log_sum, g_weighted = hard + soft * (asked.V if asked.weight_sum is None else asked.weight_sum), -soft
     if asked.z_loss:   # where: lse of an ignored row may be infinite
         g_log_sum = g_log_sum + torch.where(row == 0, 0.0, 2 * asked.z_loss * row * stats.lse)
-    return g_log_sum, -hard, g_weighted
+    return total, g_log_sum, -hard, g_weighted
 
 
 # ---- a vocabulary in shards

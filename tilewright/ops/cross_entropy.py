@@ -295,13 +295,13 @@ def _register(name, kernels):
         asked = Asked(flat, V, ignore_index, class_weight,
                       class_weight.sum() if smooth and class_weight is not None else None, token_weight,
                       number if num_tokens is None else num_tokens, label_smoothing, z_loss, divide=mean)
-        found = Found(stats.peak.new_empty(()), stats.peak.new_empty(T), stats.peak.new_empty(()) if mean else None)
-        g_log_sum, g_target, g_weighted = kernels.losses(stats, slice(0, T), asked, found)
+        found = Found(stats.peak.new_empty(T), stats.peak.new_empty(()) if mean else None)
+        total, g_log_sum, g_target, g_weighted = kernels.losses(stats, slice(0, T), asked, found, None)
 
         def given(t, dtype=torch.float32):
             return logits.new_empty(0, dtype=dtype) if t is None else t
 
-        return (found.total, found.losses, stats.peak, stats.log_sum, given(stats.mean),
+        return (total, found.losses, stats.peak, stats.log_sum, given(stats.mean),
                 given(stats.argmax, torch.int64), g_log_sum, g_target, given(g_weighted), given(found.divisor))
 
     def fake(logits, target, class_weight, token_weight, num_tokens, number, ignore_index, softcap, label_smoothing,

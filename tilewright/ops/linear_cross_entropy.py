@@ -95,7 +95,8 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
     x: [..., H] fp32 | bf16 | fp16 (fp64 with eager), any strides.   weight: [V, H] in x's dtype.
     target: [...] int64, each in [0, V) or ignore_index, whose tokens have loss 0 and a gradient of 0 in x. But
         weight's gradient is a product with all rows of x, so an ignored row that holds a NaN or infinity makes
-        it NaN (0 * NaN): clear such rows first.
+        it NaN (0 * NaN): clear such rows first. Any other target is treated as in `cross_entropy`; on CUDA tensors
+        its NaN is in its row of x's gradient (torch: in every row) and in all of weight's.
     bias: [V] in x's dtype, or None.
     ignore_index, label_smoothing, z_loss, softcap, class_weight, token_weight, reduction, num_tokens,
         return_lse, return_entropy, return_argmax: as in `cross_entropy`, and so is the result.
@@ -492,17 +493,17 @@ def _register(name: str, kernels: SimpleNamespace) -> SimpleNamespace:
                       class_weight.sum() if smooth and class_weight is not None else None, token_weight,
                       number if num_tokens is None else num_tokens, label_smoothing, z_loss,
                       divide=mean and not later(x))
-        total, divisor = (x.new_empty((), dtype=torch.float32) for _ in range(2))
-        result = Found(total, vector(x), divisor if mean else None)
+        divisor, total = x.new_empty((), dtype=torch.float32), None
+        result = Found(vector(x), divisor if mean else None)
         if x.shape[0] == 0:
-            kernels.losses(Stats(vector(x), vector(x), vector(x), vector(x, smooth)), slice(0, 0), asked, result)
+            total, *_ = kernels.losses(Stats(*(vector(x) for _ in range(4))), slice(0, 0), asked, result, None)
         parts = []
         for rows, logits in _chunks(x, weight, bias, chunk, 1.0, fp32):
             part = kernels.forward(logits, mine[rows], shard_weight, softcap, smooth, want_entropy, argmax)
             if process_group is not None:
                 part = across(part, logits, mine[rows], shard_weight, process_group)
             parts.append(part)
-            coefficients = kernels.losses(part, rows, asked, result)
+            total, *coefficients = kernels.losses(part, rows, asked, result, total)
             if grads.wanted:
                 grads.add(rows, kernels.backward(logits, mine[rows], shard_weight, softcap, part.peak, part.log_sum,
                                                  None, *coefficients, None, None, True))
