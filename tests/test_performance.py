@@ -274,6 +274,40 @@ def test_goals(root, monkeypatch, goal, words):
     assert ("Measured at" in goals) == ("| not measured |" not in said)
 
 
+CLASS = ("sm_90", "sm_100")
+
+
+@pytest.mark.parametrize("name, capability, share, said", [
+    ("NVIDIA H100", "9.0", 4.0, "met"), ("NVIDIA B200", "10.0", 4.0, "met"),
+    ("NVIDIA B200", "10.0", 5.0, "not met in 1"),
+    ("NVIDIA RTX", "12.0", 4.0, "not measured"), ("Some CPU", None, 4.0, "not measured")])
+def test_a_goal_of_a_class_is_judged_by_what_its_device_has_measured(root, monkeypatch, name, capability, share, said):
+    goal = Goal(CLASS, "forward", "matmul_percent", at_least=share, cases=("qwen3-8b",), dtypes=("bfloat16",))
+    for op in OPS.values():
+        monkeypatch.setattr(op, "goals", (goal,) if op is RMSNORM else ())
+    about = {**meta("cuda" if capability else "cpu"), "device": name, "capability": capability}
+    roof = {**ROOF, "flops_per_second": {"bfloat16": 50e12}}   # and the rows say 2 TFLOP/s: 4 %
+    write(root / "run" / "results.json", {"meta": about, "roofline": roof, "rows": [row("triton", 2.0)],
+                                          "summary": {}, "complete": True})
+    found = line(section(build(root).text, "## Goals"), "`rmsnorm`")
+    assert f"| {said}" in found and (name if "met" in said.split()[:2] else "sm_90 or sm_100") in found, found
+    assert "% of the measured matrix product" in found
+
+
+@pytest.mark.parametrize("metric", ["median_ms", "tflop_per_s"])
+def test_a_class_of_devices_has_no_absolute_speed(metric):
+    with pytest.raises(ValueError, match=f"metric must not be '{metric}' for a class of devices"):
+        Goal(CLASS, "forward", metric, at_most=1.0)
+
+
+def test_every_goal_of_gpus_is_of_a_class_or_beside_one():
+    """So that a run on any of them judges it."""
+    for op in OPS.values():
+        classes = {(g.which, g.cases) for g in op.goals if isinstance(g.device, tuple)}
+        assert all("EPYC" in g.device or (g.which, g.cases) in classes for g in op.goals
+                   if isinstance(g.device, str)), op.name
+
+
 def test_the_worst_and_the_best_case_of_a_goal(root, monkeypatch):
     monkeypatch.setattr(RMSNORM, "goals", (Goal("H200", "forward", "median_ms", at_most=1.5, cases=("a", "b")),))
     results(root, [row("triton", 3.0, "a"), row("triton", 6.0, "b")])

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewright.bench import contract, report, run, runner, suite, timing, tune
+from tilewright.bench import contract, report, run, runner, sources, suite, timing, tune
 from tilewright.bench.__main__ import main
 from tilewright.bench.runner import Unit
 from tilewright.kernels import tuning
@@ -378,7 +378,7 @@ def plan(op, stage, out=pathlib.Path()):
 def test_parity_tells_what_holds_what_is_broken_and_what_raised():
     op = fake_op(right=rmsnorm_eager, wrong=lambda x, *rest: rmsnorm_eager(x, *rest) * 1.02, broken=raises)
     (unit,) = plan(op, "parity")
-    assert unit.name == "parity/rmsnorm.ragged"
+    assert unit.name == "parity/rmsnorm.ragged" and unit.source == sources.digest(op) != sources.digest()
     document = unit.make()
     found = {r["implementation"]: r for r in document["results"]}
     assert {n: r["status"] for n, r in found.items()} == {"right": "holds", "wrong": "broken", "broken": "error"}
@@ -628,27 +628,71 @@ def test_what_a_result_depends_on(tables, monkeypatch):
     assert all(a != b for a, b in zip(options("parity"), options("parity", dtypes=suite.DTYPES[:1]), strict=True))
 
 
-def test_tables_are_no_sources(tmp_path):
-    """A search must not make stale what was checked, nor the searches before it."""
-    code = "from tilewright.bench import run; print(run.source_digest())"
-    for path in ("tilewright/platform.py", "tilewright/bench/run.py"):
-        assert pathlib.Path(path).exists()
+EDITS = """
+import json, pathlib, sys
+from tilewright.bench import sources
+from tilewright.ops import OPS
+assert sources.PACKAGE == pathlib.Path.cwd() / "tilewright"
+
+def digests():
+    sources.digest.cache_clear()
+    sources._operators.cache_clear()
+    return {"": sources.digest(), **{n: sources.digest(op) for n, op in OPS.items()}}
+
+before, found = digests(), []
+for name, old, new in json.load(sys.stdin):
+    path = pathlib.Path(name)
+    text = path.read_text() if path.exists() else None
+    assert text is None or old in text, (name, old)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(new if text is None else text.replace(old, new, 1) if old else text + new)
+    found.append([n for n, d in digests().items() if d != before[n]])
+    path.unlink() if text is None else path.write_text(text)
+print(json.dumps(found))
+"""
+
+
+def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
+    """And nothing else: neither a comment, nor a docstring, nor a goal, nor a table, nor the trainer."""
     root = pathlib.Path(run.__file__).parents[2]
-    copy = tmp_path / "copy"
-    shutil.copytree(root / "tilewright", copy / "tilewright", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for folder in ("tilewright", "csrc"):
+        shutil.copytree(root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    rows = {"rmsnorm", "add_rmsnorm"}
+    fused = rows | {"qk_norm_rope", "silu_mul_quantize", "rmsnorm_quantize"}
+    edits = [
+        (("tilewright/ops/rope.py", "", "# another\n"), set()),
+        (("tilewright/ops/rope.py", '"""', '"""Another word. '), set()),
+        (("tilewright/kernels/rmsnorm_triton.py", "NARROW = 512", "NARROW  =  512   # why"), set()),
+        (("tilewright/ops/rmsnorm.py", "near_copy(92", "near_copy(91"), set()),
+        (("csrc/cpu/rope.cpp", "", "// another\n/* and more */\n"), set()),
+        (("tilewright/trainer/config.py", "", "another = 1\n"), set()),
+        (("tilewright/bench/performance.py", "", "another = 1\n"), set()),
+        (("tilewright/bench/suite.py", "", "another = 1\n"), set()),
+        (("tilewright/kernels/tuned/h200/rmsnorm.json", "", "{}"), set()),
+        (("tilewright/kernels/route_triton.py", "", "another = 1\n"), {"route"}),
+        (("csrc/cpu/route.cpp", "", "int another;\n"), {"route"}),
+        (("csrc/cpu/rope.h", "", "int another;\n"), {"rope", "qk_norm_rope"}),
+        (("tilewright/kernels/rmsnorm_cute.py", "", "another = 1\n"), fused),
+        (("tilewright/kernels/attention_triton.py", "", "another = 1\n"), {"attention"}),
+        (("tilewright/ops/linear_cross_entropy.py", "", "another = 1\n"), {"linear_cross_entropy", "linear_logprob"}),
+        (("tilewright/ops/_checks.py", "", "another = 1\n"), set(OPS)),
+        (("tilewright/bench/timing.py", "", "another = 1\n"), {"", *OPS}),
+        (("tilewright/bench/contract.py", "2 * own + by.atol", "3 * own + by.atol"), {"", *OPS}),
+    ]
+    done = subprocess.run([sys.executable, "-c", EDITS], cwd=tmp_path, input=json.dumps([e for e, _ in edits]),
+                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr
+    for (edit, stale), found in zip(edits, json.loads(done.stdout), strict=True):
+        assert set(found) == stale, edit
 
-    def digest():
-        return subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True,
-                              check=True).stdout
 
-    before = digest()
-    (copy / "tilewright/kernels/tuned/h200").mkdir(parents=True)
-    (copy / "tilewright/kernels/tuned/h200/rmsnorm.json").write_text("{}")
-    (copy / "tilewright/trainer/train.py").write_text("")
-    assert digest() == before
-    with open(copy / "tilewright/ops/rope.py", "a") as file:
-        file.write("# another\n")
-    assert digest() != before
+def test_every_source_belongs_to_an_op():
+    """So that no change of a kernel goes by unseen."""
+    seen = {p for op in OPS.values() for p in sources.files(sources._modules_of(op))}
+    kernels = {p for p in (*(sources.PACKAGE / "kernels").glob("*.py"), *(sources.PACKAGE / "ops").glob("*.py"),
+                           *sources.CSRC.rglob("*.*")) if p.name != "__init__.py"}
+    apart = {sources.PACKAGE / "ops" / f"{n}.py" for n in ("context_parallel", "expert_parallel")}   # of several devices
+    assert kernels - seen <= apart
 
 
 def test_a_broken_result_is_exit_code_1_and_a_missing_one_3(tmp_path):
@@ -825,7 +869,8 @@ def test_a_search_that_ended_in_the_middle_goes_on_where_it_was(tmp_path, monkey
     assert go(meta) == (["fake/one"], "MemoryError: full", None)
     assert go(meta) == (["fake/one", "fake/two", "fake/three"], None, None)
     assert seen == ["one", "two", "two", "three"]
-    assert go({**meta, "source": "2"})[0] == ["fake/one", "fake/two", "fake/three"] and len(seen) == 7
+    monkeypatch.setattr(sources, "digest", lambda op: "2")
+    assert go(meta)[0] == ["fake/one", "fake/two", "fake/three"] and len(seen) == 7
 
 
 def test_a_search_times_the_pass_that_the_launch_belongs_to(tables, monkeypatch):

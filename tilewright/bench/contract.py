@@ -11,14 +11,16 @@ that fails.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree
 
+from tilewright.bench.pieces import Index, Pieces
 from tilewright.ops.quantize import Quantized
 from tilewright.registry import Case, Op
 
@@ -29,8 +31,7 @@ ATOL = {torch.float32: 2 * torch.finfo(torch.float32).eps,
 ATOL[torch.float64] = 1e-12
 
 
-LARGE = 2**29   # elements of a result that waits on the host until it is compared
-CHUNK = 2**26   # elements compared at a time: float64 temporaries of half a GiB each, for tensors of any size
+CHUNK = 2**24   # elements compared at a time: float64 temporaries of 128 MiB each, for tensors of any size
 
 
 def error(result: torch.Tensor, truth: torch.Tensor) -> tuple[float, tuple[int, ...]]:
@@ -42,24 +43,35 @@ def error(result: torch.Tensor, truth: torch.Tensor) -> tuple[float, tuple[int, 
     """
     if result.shape != truth.shape:
         return float("inf"), tuple(result.shape)
-    if truth.numel() == 0:
-        return 0.0, ()
-    r, t = result.reshape(-1), truth.reshape(-1)
-    pieces = [slice(at, at + CHUNK) for at in range(0, t.numel(), CHUNK)]
-    scale, worst, at = 0.0, -1.0, 0
-    if truth.dtype.is_floating_point:
+    return _error([(result, truth, ())])
+
+
+def _error(pairs: Sequence[tuple[torch.Tensor, torch.Tensor, Index]]) -> tuple[float, tuple[int, ...]]:
+    """`error` of a tensor of which parts are at hand: (result, truth, where that part is)."""
+    flat = [(r.reshape(-1), t.reshape(-1)) for r, t, _ in pairs]
+    scale, worst, at = 0.0, -1.0, (0, 0)
+    if pairs[0][1].dtype.is_floating_point:
         squares, count = 0.0, 0
-        for piece in pieces:
-            finite = t[piece].double()
-            finite = finite[finite.isfinite()]
-            squares, count = squares + float(finite.square().sum()), count + finite.numel()
+        for values in (t[piece].double() for _, t in flat for piece in _chunks(t)):
+            finite = values.isfinite()   # no index by it: its size would be a wait for the device
+            squares += float(values.where(finite, 0.0).square().sum())
+            count += int(finite.sum(dtype=torch.float64))
         scale = (squares / max(count, 1)) ** 0.5
-    for piece in pieces:
-        wrong = _deviation(r[piece], t[piece], scale)
-        here = int(wrong.argmax())
-        if float(wrong[here]) > worst:
-            worst, at = float(wrong[here]), piece.start + here
-    return worst, tuple(int(i) for i in torch.unravel_index(torch.tensor(at), truth.shape))
+    for i, (r, t) in enumerate(flat):
+        for piece in _chunks(t):
+            value, place = _deviation(r[piece], t[piece], scale).max(0)
+            value, place = torch.stack((value, place.double())).tolist()   # one wait for the device
+            if value > worst:
+                worst, at = value, (i, piece.start + int(place))
+    if worst < 0:
+        return 0.0, ()
+    _, truth, index = pairs[at[0]]
+    inside = (int(n) for n in torch.unravel_index(torch.tensor(at[1]), truth.shape))
+    return worst, tuple(n + (index[d].start or 0 if d < len(index) else 0) for d, n in enumerate(inside))
+
+
+def _chunks(t: torch.Tensor) -> list[slice]:
+    return [slice(at, at + CHUNK) for at in range(0, t.numel(), CHUNK)]
 
 
 def _deviation(r: torch.Tensor, t: torch.Tensor, scale: float) -> torch.Tensor:
@@ -110,7 +122,10 @@ def upstream(outs: list[torch.Tensor], layout: str, seed: int = 1) -> list[torch
             found.append(torch.randn((), device=out.device, dtype=torch.float64, generator=g).to(out.dtype)
                          .expand(out.shape))
             continue
-        grad = torch.randn(out.shape, device=out.device, dtype=torch.float64, generator=g).to(out.dtype)
+        grad = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        flat = grad.view(-1)
+        for piece in _chunks(flat):   # float64 of all of it would be four times as much
+            flat[piece] = torch.randn(flat[piece].shape, device=out.device, dtype=torch.float64, generator=g)
         if layout == "strided" and grad.dim():
             wide = torch.empty((*grad.shape[:-1], 2 * grad.shape[-1]), dtype=grad.dtype, device=grad.device)
             wide[..., ::2] = grad
@@ -162,44 +177,135 @@ def broken(found: Iterable[Finding]) -> list[Finding]:
     return [f for f in found if not f.holds]
 
 
+Parts = dict[str, tuple[Index, torch.Tensor]]   # of a tensor, by where they are in it (in words); "()": all of it
+
+
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """What results are judged by on one set of inputs; made once for all implementations.
 
-    truth: the eager twin's results in float64.   eager: error of each in the inputs' dtype.   dtypes: of each.
-    grads: the upstream gradients.   atol: the slack.
+    truth: the eager twin's results in float64, or parts of them.   eager: error of each in the inputs' dtype.
+    dtypes: of each.   grads: the upstream gradients.   atol: the slack.
+    sample: what of the results is looked at, in words; None: all.
     """
 
-    truth: dict[str, torch.Tensor]
+    truth: dict[str, Parts]
     eager: dict[str, float]
     dtypes: dict[str, torch.dtype]
     grads: list[torch.Tensor]
     atol: float
+    sample: str | None = None
 
 
-def reference(op: Op, kwargs: dict[str, Any], dtype: torch.dtype, layout: str = "contiguous") -> Reference:
-    own, grads = run(op, "eager", convert(kwargs, None), layout)
-    # Truth takes all the memory that a GPU has where logits have 2^31 elements: float64 copies of each step.
-    own = {n: t.cpu() if t.numel() > LARGE else t for n, t in own.items()}
-    if any(t.is_cuda for t in leaves(kwargs)):
-        torch.cuda.empty_cache()   # blocks of one dtype's sizes are too small for the other's
-    truth, _ = run(op, "eager", convert(kwargs, torch.float64), layout, grads)
+def reference(op: Op, kwargs: dict[str, Any], dtype: torch.dtype, layout: str = "contiguous",
+              cut: Pieces | None = None) -> Reference:
+    """cut: the pieces (see `bench.pieces`) that the twin is computed in; None: as a whole."""
     atol = op.atol(dtype, kwargs) if callable(op.atol) else op.atol.get(dtype, ATOL[dtype])
-    return Reference(truth, {n: error(own[n].to(t.device), t)[0] for n, t in truth.items()},
-                     {n: own[n].dtype for n in truth}, grads, atol)
+    if cut is None:
+        own, grads = run(op, "eager", convert(kwargs, None), layout)
+        if any(t.is_cuda for t in leaves(kwargs)):
+            torch.cuda.empty_cache()   # blocks of one dtype's sizes are too small for the other's
+        truth, _ = run(op, "eager", convert(kwargs, torch.float64), layout, grads)
+        found = {n: {"()": ((), t)} for n, t in truth.items()}
+        errors = {n: error(own[n], t)[0] for n, t in truth.items()}
+        dtypes = {n: own[n].dtype for n in truth}
+    else:
+        found, own, grads, dtypes = _by_pieces(op, kwargs, layout, cut)
+        errors = {n: _error([(own[n][where][1].to(dtypes[n]), t, at) for where, (at, t) in parts.items()])[0]
+                  for n, parts in found.items()}
+    return Reference(found, errors, dtypes, grads, atol, cut and cut.note())
+
+
+def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
+    """Truth and the twin's own results, by name and part; upstream gradients of the whole call; dtypes by name."""
+    def by_less(*, implementation, **given):
+        return cut.eager(**given)
+
+    twin = op if cut.eager is None else Op(op.name, by_less, op.eager, ())
+
+    def given(piece):   # packed: a copy with the whole's strides would be nearly as large
+        return {n: v[piece.inputs[n]].detach().clone(memory_format=torch.contiguous_format).requires_grad_(
+            v.requires_grad) if n in piece.inputs else v for n, v in kwargs.items() if n not in piece.other}
+
+    def regions(piece, names):   # by result the part of the whole it belongs to, and where it lies in that
+        out = {}
+        for name in names:
+            kind, _, which = name.partition(" ")
+            if kind == "out":
+                at, to = piece.outputs.get(int(which), ()), None
+            else:
+                at, to = piece.inputs.get(which, ()), piece.within.get(which)
+            out[name] = (at, ()) if to is None else (to, _inside(at, to, kwargs[which].shape))
+        return out
+
+    first = twin.public(**convert(given(cut.parts[0]), None), **cut.parts[0].other, implementation="eager")
+    like = [(leaf.new_empty(()).expand(cut.shapes.get(i, leaf.shape)), leaf.requires_grad)
+            for i, leaf in enumerate(leaves(first))]
+    places = [i for i, (_, wanted) in enumerate(like) if wanted]
+    del first
+    grads = upstream([like[i][0] for i in places], layout) if places else []
+    names = [*(f"out {i}" for i in range(len(like))), *(f"grad {n}" for n in kwargs if _differentiable(kwargs, n))]
+    counts: collections.Counter = collections.Counter()
+    looked_at = set()   # what all pieces add to, and what is a sampled piece's
+    for number, piece in enumerate(cut.parts):
+        found = [(n, str(at)) for n, (at, _) in regions(piece, names).items()]
+        counts.update(found)
+        looked_at.update(r for r in found if r[1] == "()" or cut.sample is None or number in cut.sample)
+    sums: tuple[dict[str, Parts], dict[str, Parts]] = ({}, {})
+    dtypes: dict[str, torch.dtype] = {}
+    for number, piece in enumerate(cut.parts):
+        where = regions(piece, names)
+        if not any((n, str(at)) in looked_at for n, (at, _) in where.items()):
+            continue
+        mine = [g[piece.outputs.get(i, ())] for i, g in zip(places, grads, strict=True)]
+        for dtype, held in ((None, sums[1]), (torch.float64, sums[0])):
+            results, _ = run(twin, "eager", {**convert(given(piece), dtype), **piece.other}, layout, mine)
+            for name in list(results):
+                value, (at, inside) = results.pop(name), where[name]
+                parts = held.setdefault(name, {})
+                if dtype is None:
+                    dtypes[name] = value.dtype
+                if (name, str(at)) not in looked_at:
+                    continue
+                if counts[name, str(at)] == 1 or not value.is_floating_point():   # an order is the same in every piece
+                    parts[str(at)] = at, value
+                    continue
+                if str(at) not in parts:
+                    shape = kwargs[name.removeprefix("grad ")][at].shape if inside else value.shape
+                    # The twin's own as a sum in a wider dtype would be: in float32, and rounded at the end.
+                    parts[str(at)] = at, value.new_zeros(shape, dtype=torch.promote_types(value.dtype, torch.float32))
+                parts[str(at)][1][inside] += value
+    return *sums, grads, dtypes
+
+
+def _differentiable(kwargs: dict[str, Any], name: str) -> bool:
+    return isinstance(kwargs[name], torch.Tensor) and kwargs[name].requires_grad
+
+
+def _inside(at: Index, outer: Index, shape: Sequence[int]) -> Index:
+    """The part `at` of a tensor, seen from its part `outer`."""
+    starts = [o.indices(n)[0] for o, n in zip(outer, shape, strict=False)]
+    starts += [0] * (len(at) - len(starts))
+    ends = [(a.indices(n)[0], a.indices(n)[1]) for a, n in zip(at, shape, strict=False)]
+    return tuple(slice(a - s, b - s) for (a, b), s in zip(ends, starts, strict=True))
 
 
 def judge(op: Op, implementation: str, kwargs: dict[str, Any], by: Reference) -> list[Finding]:
     """A finding for every output and every gradient."""
     result, _ = run(op, implementation, convert(kwargs, None), grads=by.grads)
     found = []
-    for name, t in by.truth.items():
+    for name, parts in by.truth.items():
         own = by.eager[name]
         budget = 2 * own + by.atol
         if name not in result:
             found.append(Finding(f"{name} (missing)", float("inf"), own, budget, ()))
             continue
-        e, where = error(result[name], t)
+        pairs = [(result[name][at], t, at) for at, t in parts.values()]
+        wrong = [r for r, t, _ in pairs if r.shape != t.shape]
+        if wrong:
+            e, where = float("inf"), tuple(wrong[0].shape)
+        else:
+            e, where = _error(pairs)
         found.append(Finding(name, e, own, budget, where))
         if result[name].dtype != by.dtypes[name]:
             found.append(Finding(f"{name} (dtype {result[name].dtype}, not {by.dtypes[name]})", float("inf"), own,

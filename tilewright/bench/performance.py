@@ -20,7 +20,7 @@ import os
 import pathlib
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +34,8 @@ from tilewright.registry import Goal, Op
 
 COMMAND = "python -m tilewright.bench report"
 TITLES = dict(zip(report.PASSES, ("forward", "backward", "forward + backward"), strict=False))
-UNITS = {"roofline_percent": "% of roof", "tflop_per_s": "TFLOP/s", "gb_per_s": "GB/s", "median_ms": "ms",
-         "peak_mib": "MiB"}
+UNITS = {"roofline_percent": "% of roof", "matmul_percent": "% of the measured matrix product",
+         "tflop_per_s": "TFLOP/s", "gb_per_s": "GB/s", "median_ms": "ms", "peak_mib": "MiB"}
 NO_REASON = "no reason known yet"
 
 
@@ -174,6 +174,11 @@ class Device:
     @property
     def title(self) -> str:
         return f"{self.name} ({self.kind})"
+
+    @property
+    def capability(self) -> str | None:
+        """The compute capability, as its results say."""
+        return next((g.source.meta["capability"] for g in self.groups if g.source.meta.get("capability")), None)
 
     def best_peer(self, name: tuple[str, str, str]) -> Pair | None:
         """The fastest provider that is neither eager, nor its compilation, nor one of tilewright's own."""
@@ -594,7 +599,7 @@ def goal_text(goal: Goal) -> str:
 
 def goal_row(op: Op, goal: Goal, device: Device | None) -> tuple[list[str], list[Source]]:
     """Best and worst measured case of a goal on a device, and whether it is met."""
-    start = [f"`{op.name}`", device.name if device else goal.device, goal_text(goal)]
+    start = [f"`{op.name}`", device.name if device else _devices(goal), goal_text(goal)]
     measured, unmeasured = _goal_cases(op, goal, device) if device else ([], [])
     if not measured:
         return [*start, "", "", "not measured"], []
@@ -607,6 +612,10 @@ def goal_row(op: Op, goal: Goal, device: Device | None) -> tuple[list[str], list
         verdict += "; not measured: " + ", ".join(unmeasured)
     return [*start, *(f"{number(m.value)} ({m.name})" for m in (ordered[0], ordered[-1])), verdict], [
         m.source for m in measured]
+
+
+def _devices(goal: Goal) -> str:
+    return goal.device if isinstance(goal.device, str) else " or ".join(goal.device)
 
 
 def _met(goal: Goal, value: float) -> bool:
@@ -622,7 +631,7 @@ def _goal_cases(op: Op, goal: Goal, device: Device) -> tuple[list[Measured], lis
         for dtype in dtypes:
             group = device.timed.get((op.name, case, dtype))
             row = group.auto if group else {}
-            value = _goal_value(goal, row, group.rows if group else {})
+            value = _goal_value(goal, row, group) if group else None
             if value is None:
                 unmeasured.append(f"{case} {dtype}")
             else:
@@ -630,12 +639,15 @@ def _goal_cases(op: Op, goal: Goal, device: Device) -> tuple[list[Measured], lis
     return measured, unmeasured
 
 
-def _goal_value(goal: Goal, row: dict, rows: Mapping[str, dict]) -> float | None:
+def _goal_value(goal: Goal, row: dict, group: Group) -> float | None:
     if goal.metric == "peak_mib":
         return row.get("peak_mib")
+    if goal.metric == "matmul_percent":
+        rate, peak = (row.get(goal.which) or {}).get("tflop_per_s"), group.roofline["flops_per_second"].get(group.dtype)
+        return 100 * rate * 1e12 / peak if rate and peak else None
     if not goal.other:
         return (row.get(goal.which) or {}).get(goal.metric)
-    ours, theirs = ((r.get(goal.which) or {}).get("median_ms") for r in (row, rows.get(goal.other) or {}))
+    ours, theirs = ((r.get(goal.which) or {}).get("median_ms") for r in (row, group.rows.get(goal.other) or {}))
     return theirs / ours if ours and theirs else None
 
 
@@ -643,7 +655,7 @@ def goals(devices: Sequence[Device]) -> list[str]:
     rows = []
     for op in registry.operations().values():
         for goal in op.goals:
-            on = [d for d in devices if goal.device in d.name] or [None]
+            on = [d for d in devices if goal.holds_for(d.name, d.capability)] or [None]
             rows += [goal_row(op, goal, d) for d in on]
     out = ["## Goals", ""]
     if not rows:

@@ -25,9 +25,10 @@ def row(op: str, case: str, dtype: str, provider: str, *, auto: bool = False, st
 
     status: "ok"; "failed", the contract is broken; "unavailable"; "error", it raised.   reason: why not "ok".
     contract: "definition", "holds", or what broke it (also of a baseline that is timed within the slack).
+    looked_at: the parts of the results that the contract was judged on, in words; None: all of them.
     """
     return {"op": op, "case": case, "dtype": dtype, "provider": provider, "auto": auto, "status": status,
-            "reason": reason, "contract": None, **dict.fromkeys(PASSES), "peak_mib": None,
+            "reason": reason, "contract": None, "looked_at": None, **dict.fromkeys(PASSES), "peak_mib": None,
             "speedup": {"eager": None, "compile": None}}
 
 
@@ -128,7 +129,8 @@ def check(document: Any, name: str = "document") -> None:
             raise ValueError(f"{name}: has no {field!r}")
     template = row("", "", "", "")
     for i, r in enumerate(document["rows"]):
-        r.setdefault("backward", None)   # not timed by itself at first
+        r.setdefault("backward", None)    # not timed by itself at first
+        r.setdefault("looked_at", None)   # all of it, at first
         if missing := set(template) - set(r):
             raise ValueError(f"{name}: row {i} has no {sorted(missing)}")
         if r["status"] not in STATUSES:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import hashlib
 import os
 import pathlib
 import subprocess
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from tilewright import platform
-from tilewright.bench import contract, peers, report, timing
+from tilewright.bench import contract, peers, pieces, report, sources, timing
 from tilewright.bench.peers import Unsupported
 from tilewright.bench.providers import BASELINES, Provider, gate, providers
 from tilewright.registry import Case, ImplementationUnavailable, Op, short
@@ -91,7 +90,7 @@ def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timin
     kwargs = case.make(device, dtype, SEED)
     auto = op.choose(device, dtype)
     rows, tasks, inputs = {}, {}, {}
-    reference = contract.reference(op, kwargs, dtype)
+    reference = contract.reference(op, kwargs, dtype, cut=pieces.of(op, kwargs))
     for provider in providers(op, device, dtype):
         if only is not None and provider.name not in only:
             continue
@@ -104,6 +103,7 @@ def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timin
             broken = gate(op, provider, kwargs, reference)
             row["contract"] = "; ".join(map(str, broken)) or (
                 "definition" if provider.name == "eager" else "holds")
+            row["looked_at"] = reference.sample
             slack = settings.baseline_slack if provider.name in BASELINES else 1.0
             if any(not finding.error <= slack * finding.budget for finding in broken):
                 row.update(status="failed", reason=row["contract"])
@@ -180,21 +180,6 @@ def _git(*args: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-@functools.cache
-def source_digest() -> str:
-    """Names the sources that a number comes from, also where git does not know them: of all but the trainer
-    and the integrations.
-
-    Tables of tuned constants are no sources: what is timed with them names them itself.
-    """
-    package = pathlib.Path(platform.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted([*package.rglob("*.py"), *package.parent.glob("csrc/**/*.*")]):
-        if not {"trainer", "integrations"} & set(path.parts):
-            digest.update(str(path.relative_to(package.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
 def clocks() -> dict[str, float | None] | None:
     """What the first CUDA device runs at just now, by nvidia-smi; None where that cannot tell."""
     names = ("sm_mhz", "memory_mhz", "power_w", "temperature_c")
@@ -229,12 +214,13 @@ def metadata(device: str, settings: Settings, argv: list[str], commit: str | Non
     return {
         "device_type": device,
         "device": platform.device_name(device),
+        "capability": None if device == "cpu" else "{}.{}".format(*torch.cuda.get_device_capability()),
         "cpu": versions.pop("cpu"),
         "threads": int(versions.pop("threads")),
         "versions": versions,
         "commit": known or commit,
         "dirty": None if known is None else bool(changed),
-        "source": source_digest(),
+        "source": sources.digest(),
         **moment(device),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,

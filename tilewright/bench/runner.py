@@ -49,6 +49,7 @@ class Unit:
         made, marked "unfinished", keeps what it wrote.
     options: what the result depends on beside sources, versions and device.
     failed: whether a document says that something raised, so that it is worth another attempt.
+    source: digest of the sources that the result comes from; None: that of the call's "meta".
     """
 
     name: str
@@ -57,6 +58,11 @@ class Unit:
     limit: float = 180.0
     options: Mapping[str, Any] = field(default_factory=dict)
     failed: Callable[[dict[str, Any]], bool] = _has_error
+    source: str | None = None
+
+    def about(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """"meta" of the call, as it is of this unit."""
+        return meta if self.source is None else {**meta, "source": self.source}
 
     def path(self, out: pathlib.Path) -> pathlib.Path:
         return out / f"{self.name}.json"
@@ -77,7 +83,7 @@ def current(unit: Unit, out: pathlib.Path, meta: dict[str, Any], keep: bool = Fa
     """
     try:
         document = json.loads(unit.path(out).read_text())
-        if not same(document, meta, keep):
+        if not same(document, unit.about(meta), keep):
             return None
         if json.loads(json.dumps(unit.options)) != document.get("options", {}) or document.get("unfinished"):
             return None
@@ -115,7 +121,7 @@ def work(units: Iterable[Unit], out: pathlib.Path, until: float, meta: dict[str,
                 break
             common = {"schema": SCHEMA, "options": dict(unit.options), "attempts": _attempts(unit, out, meta, keep)}
             running = {"unit": unit.name, "since": time.time(), "limit": unit.limit, "parts": list(unit.blank),
-                       "blank": {**common, **unit.blank, "meta": meta}}
+                       "blank": {**common, **unit.blank, "meta": unit.about(meta)}}
             write_json(state, running)
             begun = time.perf_counter()
             try:
@@ -132,7 +138,7 @@ def work(units: Iterable[Unit], out: pathlib.Path, until: float, meta: dict[str,
                 write_json(state, {**running, "lost": str(lost)})   # the supervisor writes it down and starts another
                 sys.stdout.flush()
                 os._exit(LOST)
-            document = {**common, "meta": {**meta, **now()}, "seconds": time.perf_counter() - begun,
+            document = {**common, "meta": {**unit.about(meta), **now()}, "seconds": time.perf_counter() - begun,
                         "at": time.time(), **document}
             try:
                 write_json(unit.path(out), document)

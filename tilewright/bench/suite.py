@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from tilewright import platform, registry
-from tilewright.bench import contract, overhead, report, run, runner, timing
+from tilewright.bench import contract, overhead, report, run, runner, sources, timing
 from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import BASELINES
 from tilewright.bench.runner import Unit
@@ -64,7 +64,7 @@ def _threads(device: str) -> dict[str, Any]:
 def _checks(kind: str, op: Op, case: registry.Case, device: str, dtypes: Sequence[torch.dtype], make,
             limit: float = 180.0) -> Unit:
     return Unit(f"{kind}/{op.name}.{case.name}", make, {"op": op.name, "case": case.name, "results": []}, limit,
-                {"dtypes": [short(d) for d in dtypes], "constants": _constants(op, device)}, _raised)
+                {"dtypes": [short(d) for d in dtypes], "constants": _constants(op, device)}, _raised, sources.digest(op))
 
 
 def parity_unit(op: Op, case: registry.Case, device: str, dtypes: Sequence[torch.dtype]) -> Unit:
@@ -179,7 +179,7 @@ def time_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype, sett
 
     options = {"settings": vars(settings), "constants": _constants(op, device), **_threads(device)}
     return Unit(f"time/{op.name}.{case.name}.{short(dtype)}", make, {"roofline": None, "rows": []}, 300.0, options,
-                _raised)
+                _raised, sources.digest(op))
 
 
 def _constants(op: Op, device: str) -> list[list[Any]]:
@@ -202,7 +202,8 @@ def overhead_unit(op: Op, device: str, dtypes: Sequence[torch.dtype]) -> Unit:
         return {"rows": [r for d in dtypes for r in overhead.overhead([op], device, d, rounds=15)]}
 
     return Unit(f"overhead/{op.name}", make, {"rows": []},
-                options={"dtypes": [short(d) for d in dtypes], "constants": _constants(op, device), **_threads(device)})
+                options={"dtypes": [short(d) for d in dtypes], "constants": _constants(op, device), **_threads(device)},
+                source=sources.digest(op))
 
 
 def units(stage: str, ops: Iterable[Op], device: str, dtypes: Sequence[torch.dtype], settings: run.Settings,

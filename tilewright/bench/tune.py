@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from tilewright import platform, registry
-from tilewright.bench import contract, report, run, runner, timing
+from tilewright.bench import contract, pieces, report, run, runner, sources, timing
 from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
@@ -88,7 +88,7 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
     rejected = {**errors, **{i: "ended its process" for i, c in enumerate(candidates) if c in crashed}}
     for t in contract.leaves(mine):   # gradients of the timed calls: truth takes all the memory there is
         t.grad = None
-    by = contract.reference(op, kwargs, dtype)
+    by = contract.reference(op, kwargs, dtype, cut=pieces.of(op, kwargs))
     best = 0
     for i in sorted(timings, key=lambda i: timings[i].median):
         if i == 0:
@@ -131,10 +131,11 @@ def unit(op: Op, impl: Implementation, case: Case, device: str, dtype: torch.dty
         found = _entries(out, meta)
         entries = [{n: e[n] for n in e["own"]} for e in found if e["unit"] == name]
         done = {_key(e) for e in found}
-        crashed = _crashed(out / f"{name}.json", meta)
+        about = {**meta, "source": sources.digest(op)}
+        crashed = _crashed(out / f"{name}.json", about)
 
         def write(trying=None):
-            made = {**meta, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+            made = {**about, "date": datetime.now(UTC).isoformat(timespec="seconds")}
             report.write_json(out / f"{name}.json", {"schema": runner.SCHEMA, "meta": made, "entries": entries,
                                                      "trying": trying, "crashed": crashed, "unfinished": True})
 
@@ -149,7 +150,7 @@ def unit(op: Op, impl: Implementation, case: Case, device: str, dtype: torch.dty
         return {"entries": entries, "trying": None, "crashed": crashed}
 
     # From one candidate to the next: a compiler may take seconds for each.
-    return Unit(name, make, {"entries": [], "trying": None, "crashed": []}, 150.0)
+    return Unit(name, make, {"entries": [], "trying": None, "crashed": []}, 150.0, source=sources.digest(op))
 
 
 def _crashed(path: pathlib.Path, meta: dict[str, Any]) -> list[list]:
@@ -175,11 +176,12 @@ def units(ops: Sequence[Op], device: str, dtypes: Sequence[torch.dtype], out: pa
 
 def _entries(out: pathlib.Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
     """Every entry found on this device with these sources and versions, oldest first, with when and in which unit."""
-    found = []
+    found, ops = [], registry.operations()
     for path in out.glob("*.json"):
         try:
             document = json.loads(path.read_text())
-            ours = runner.same(document, meta)
+            op = ops.get(path.name.split(".")[0])
+            ours = runner.same(document, meta if op is None else {**meta, "source": sources.digest(op)})
         except (OSError, ValueError, KeyError, TypeError):   # postponed.json, or half of a file
             continue
         if ours:

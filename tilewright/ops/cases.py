@@ -42,9 +42,13 @@ MODELS = {
 TOKENS = {"cuda": 16384, "cpu": 1024}
 
 
+# Hopper and Blackwell: H100, H200, B200. Goals of them are shares of what each device has measured.
+DATACENTER = ("sm_90", "sm_100")
+
+
 def near_copy(percent: float, *which: str) -> tuple[Goal, ...]:
-    """Goals of ops that only move memory, on an H200: that share of the measured copy bandwidth, in each pass."""
-    return tuple(Goal("H200", w, "roofline_percent", at_least=percent) for w in which)
+    """Goals of ops that only move memory: that share of the measured copy bandwidth, in each pass."""
+    return tuple(Goal(DATACENTER, w, "roofline_percent", at_least=percent) for w in which)
 
 
 def held(value: float, dtype: torch.dtype) -> float:

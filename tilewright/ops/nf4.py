@@ -368,6 +368,6 @@ DEQUANTIZE_NF4 = Op(
     (*_cases(_dequantize_case(False)), *_cases(_dequantize_case(True)),
      _dequantize_case(False, noise=aqn.SOME)("noise", (3, 7, 33), cases.CONTRACT),
      _dequantize_case(True, noise=aqn.SOME)("noise", (5, 96), cases.CONTRACT)),
-    goals=(*cases.near_copy(90, "forward"), Goal("H200", "forward", "over bitsandbytes", at_least=1.2),
+    goals=(*cases.near_copy(90, "forward"), Goal(cases.DATACENTER, "forward", "over bitsandbytes", at_least=1.2),
            Goal("EPYC", "forward", "over bitsandbytes", at_least=3)),
 )

@@ -1,0 +1,101 @@
+"""Counts the memory that a computation would hold, without holding it.
+
+Tensors are fake: they have shapes, dtypes and storages without bytes. What decides how a computation goes on, routing,
+offsets and targets, is small and is computed as well, so that a look at values (`tolist`, `item`) finds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+SMALL = {True: 2**22, False: 2**23}   # elements of a tensor whose values are known: floating point, or not
+LOOKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default)
+ARITHMETIC = ("mm", "bmm", "addmm", "baddbmm")   # too slow to repeat, and never what a look at values is for
+
+
+class Footprint(TorchDispatchMode):
+    """now, peak: bytes of the fake storages alive, and the most of them there were; temporaries inside one operator
+    are not seen. A floating-point number that is read from a tensor without values is 1: `contract.error` reads such.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.small = dict(SMALL)
+        self._sizes: dict[int, int] = {}
+        self._values: dict[int, torch.Tensor] = {}
+
+    def restart(self) -> None:
+        """From here on the peak is counted, and of new floating-point numbers none is known: none decides anything."""
+        self.peak = self.now
+        self.small[True] = 0
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self._values.get(id(tensor)) if isinstance(tensor, FakeTensor) else tensor
+
+    def _remember(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if id(tensor) not in self._values:
+            weakref.finalize(tensor, self._values.pop, id(tensor), None)
+        self._values[id(tensor)] = value
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = all(self._value(t) is not None for t in tensors) and func.overloadpacket.__name__ not in ARITHMETIC
+
+        def computed():
+            with _disable_current_modes():
+                return func(*tree_map_only(torch.Tensor, self._value, args),
+                            **tree_map_only(torch.Tensor, self._value, kwargs))
+
+        if func in LOOKS:   # at values, on which what comes next depends
+            if not known and func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
+                return 1.0
+            if known:
+                found = computed()
+                return found if not isinstance(found, torch.Tensor) else self._new(found)
+        out = func(*args, **kwargs)
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        for t in made:
+            self._hold(t)
+        if known and all(t.numel() <= self.small[t.is_floating_point()] for t in made):
+            for fake, value in zip(made, filter(torch.is_tensor, tree_leaves(computed())), strict=True):
+                self._remember(fake, value)
+        else:   # what is written over has no known values any more
+            for i, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for t in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):
+                        self._values.pop(id(t), None)
+        return out
+
+    def _new(self, value: torch.Tensor) -> torch.Tensor:
+        fake = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        self._hold(fake)
+        self._remember(fake, value)
+        return fake
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Footprint]:
+    """Inside the block every tensor that is made is fake, and counted."""
+    with FakeTensorMode(allow_non_fake_inputs=True), Footprint() as found:
+        yield found

@@ -1,0 +1,124 @@
+"""Names the sources that a number comes from: one digest for each op, from what its code means.
+
+An op's sources are its module, the kernels and all that these import within the package, the C++ files whose operators
+they name, and what measures: the core of the bench. Comments, docstrings and goals are not in the digest, nor is how a
+file is laid out; nor are packages' __init__ files, which list what there is.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import pathlib
+import re
+from collections.abc import Iterable, Iterator
+
+from tilewright import platform
+from tilewright.registry import Op
+
+PACKAGE = pathlib.Path(platform.__file__).parent
+CSRC = PACKAGE.parent / "csrc"
+# What decides a number beside the op itself, and not what it imports: that is an op's, or runs units, tells of them or
+# searches constants.
+CORE = [PACKAGE / "bench" / f"{n}.py" for n in ("contract", "pieces", "providers", "peers", "timing", "run", "overhead")]
+OPERATOR = re.compile(r"\w*_cpp\w*")
+
+
+@functools.cache
+def digest(op: Op | None = None) -> str:
+    """Of an op; None: of what measures alone, for results that belong to no op, such as the roofline."""
+    found = hashlib.sha256()
+    for path in [*CORE, *files([] if op is None else _modules_of(op))]:
+        found.update(f"{path.relative_to(PACKAGE.parent)}\0{_meaning(path, path.stat().st_mtime_ns)}\0".encode())
+    return found.hexdigest()[:16]
+
+
+def _modules_of(op: Op) -> list[str]:
+    """The modules in which an op, its twin and its implementations are written; a peer's have no part in it."""
+    functions = [op.public, op.eager, *(f for i in op.implementations for f in (i.load, i.tunables, i.gate))]
+    names = (getattr(getattr(f, "__wrapped__", f), "__module__", None) for f in functions if f is not None)
+    return [n for n in dict.fromkeys(names) if n and n.startswith("tilewright.") and n != "tilewright.registry"]
+
+
+def files(roots: Iterable[str]) -> list[pathlib.Path]:
+    """The files of these modules and of all that they import, in the order of their paths."""
+    todo, done = [p for n in roots if (p := _path(n))], set()
+    while todo:
+        path = todo.pop()
+        if path not in done:
+            done.add(path)
+            todo += _needs(path, path.stat().st_mtime_ns)
+    return sorted(done)
+
+
+@functools.cache
+def _needs(path: pathlib.Path, changed: int) -> tuple[pathlib.Path, ...]:
+    """What a file imports, anywhere in it, or includes, or calls by an operator's name."""
+    if path.suffix != ".py":
+        names = re.findall(r'#include "([^"]+)"', path.read_text())
+        return tuple(p for n in names if (p := CSRC / n).exists())
+    tree = ast.parse(path.read_text())
+    modules = [n for node in ast.walk(tree) for n in _imported(node)]
+    return (*(p for n in dict.fromkeys(modules) if (p := _path(n))), *_written_in_cpp(tree))
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (a.name for a in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        yield node.module
+        yield from (f"{node.module}.{a.name}" for a in node.names)
+
+
+def _path(module: str) -> pathlib.Path | None:
+    """The file of a module of this package; None for a package, for a name in a module, and for others' modules."""
+    if not module.startswith("tilewright."):
+        return None
+    path = PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    return path if path.exists() else None
+
+
+def _written_in_cpp(tree: ast.AST) -> list[pathlib.Path]:
+    named = set()
+    for node in ast.walk(tree):
+        text = (node.value if isinstance(node, ast.Constant) and isinstance(node.value, str)
+                else node.attr if isinstance(node, ast.Attribute) else "")
+        named.update(OPERATOR.findall(text))
+    named = {n for n in named if n.strip("_") != "cpp"}   # an f-string leaves the end of a name
+    return [p for p, operators in _operators() if any(o == n or (n.startswith("_") and o.endswith(n))
+                                                      for o in operators for n in named)]
+
+
+@functools.cache
+def _operators() -> list[tuple[pathlib.Path, list[str]]]:
+    return [(p, re.findall(r'"(\w*_cpp\w*)\(', p.read_text())) for p in sorted(CSRC.rglob("*.cpp"))]
+
+
+@functools.cache
+def _meaning(path: pathlib.Path, changed: int) -> str:
+    text = path.read_text()
+    if path.suffix == ".py":
+        return hashlib.sha256(ast.dump(_Meaning().visit(ast.parse(text))).encode()).hexdigest()
+    # A string, a character and a comment each begin where none of the others is open.
+    text = re.sub(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')|//[^\n]*|/\*.*?\*/', lambda m: m[1] or " ", text,
+                  flags=re.DOTALL)
+    return " ".join(text.split())
+
+
+class _Meaning(ast.NodeTransformer):
+    """Without docstrings, and without goals, which are what is hoped for."""
+
+    def _body(self, node):
+        self.generic_visit(node)
+        first = node.body[0] if node.body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            node.body = node.body[1:]
+        return node
+
+    visit_Module = visit_ClassDef = visit_FunctionDef = visit_AsyncFunctionDef = _body
+
+    def visit_Call(self, node):  # noqa: N802  (the name that ast asks for)
+        self.generic_visit(node)
+        node.keywords = [k for k in node.keywords if k.arg != "goals"]
+        return node
