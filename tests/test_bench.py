@@ -478,6 +478,41 @@ def test_overhead_calls_the_operator_with_what_the_op_passes():
     assert made["pick"]() is RMSNORM.resolve("cpp", "cpu", torch.float32)
 
 
+def test_the_roof_is_a_copy_of_as_many_bytes(monkeypatch):
+    """Beside the large one: a short copy's start and end count, and so do those of what is compared with it."""
+    roof = timing.Roofline(1e9, {"float32": 1e12})
+    cost = Cost(1000, 3000, 0, 0)
+    assert roof.floors(cost, "float32")["forward_backward"] == pytest.approx(4e-6)
+    found = roof.floors(cost, "float32", {1000: 5e-6})
+    assert found == {"forward": 5e-6, "backward": 3e-6, "forward_backward": pytest.approx(8e-6)}
+    assert timing.copy_of(0, "cpu") is None and timing.copy_of(timing.LARGEST_COPY + 1, "cpu") is None
+    copied = timing.copy_of(999, "cpu")()
+    assert copied.nbytes == 500 and bool((copied == 1).all())
+    op = _op(_fake("right", rmsnorm_eager), cases=("one",))
+    op.cases = tuple(Case(c.name, c.make, lambda itemsize: Cost(4000, 8000), c.tags) for c in op.cases)
+    seen = []
+
+    def interleave(tasks, clock, **kw):
+        seen.extend(tasks)
+        times = {(n, w): 4e-6 if n != run.COPY else w * 1e-9 / 2 for n, w in tasks}
+        return {k: timing.Timing.of([t]) for k, t in times.items()}, {}
+
+    monkeypatch.setattr(timing, "interleave", interleave)
+    (row,) = run.measure(op, op.cases[0], "cpu", torch.float32, ROOF, timing.CpuClock(0.0), run.Settings(rounds=1),
+                         only=["right"])
+    assert {w for n, w in seen if n == run.COPY} == {4000, 8000}
+    assert row["forward"]["roofline_percent"] == pytest.approx(50)
+    assert row["forward"]["large_roofline_percent"] == pytest.approx(100 * 4000 / ROOF.copy_bytes_per_second / 4e-6)
+
+
+def test_the_flush_leaves_no_dirty_lines():
+    clock = object.__new__(timing.CudaClock)
+    clock._buffer, clock._sum = torch.ones(64), torch.empty(())
+    before = clock._buffer._version
+    clock._flush()
+    assert clock._buffer._version == before and float(clock._sum) == 64, "all of it is read, and none written"
+
+
 @pytest.mark.parametrize("seconds, calls, made", [(0.0, timing.CUDA_CALLS, 6), (0.15, 1, 3)])
 def test_a_slow_call_on_a_gpu_is_sampled_once_and_prepared_in_few(monkeypatch, seconds, calls, made):
     """Minutes of the device go into calls of a second, if each is made thirty times."""

@@ -274,6 +274,15 @@ def test_goals(root, monkeypatch, goal, words):
     assert ("Measured at" in goals) == ("| not measured |" not in said)
 
 
+def test_kernel_time_and_op_time_are_columns(root):
+    fast = row("triton", 2.0)
+    fast["forward_backward"].update(kernel_ms=1.5, op_ms=2.75, large_roofline_percent=61.0)
+    results(root, [fast])
+    said = section(build(root).text, "#### `rmsnorm`")
+    assert "| kernels, ms | alone, ms |" in said and "% of roof, large copy" in said
+    assert "| 1.50 | 2.75 |" in said and "| 61.0 |" in said
+
+
 CLASS = ("sm_90", "sm_100")
 
 

@@ -691,7 +691,7 @@ def test_every_source_belongs_to_an_op():
     seen = {p for op in OPS.values() for p in sources.files(sources._modules_of(op))}
     kernels = {p for p in (*(sources.PACKAGE / "kernels").glob("*.py"), *(sources.PACKAGE / "ops").glob("*.py"),
                            *sources.CSRC.rglob("*.*")) if p.name != "__init__.py"}
-    apart = {sources.PACKAGE / "ops" / f"{n}.py" for n in ("context_parallel", "expert_parallel")}   # of several devices
+    apart = {sources.PACKAGE / "ops" / f"{n}.py" for n in ("context_parallel", "expert_parallel")}   # several devices
     assert kernels - seen <= apart
 
 

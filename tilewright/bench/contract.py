@@ -253,7 +253,7 @@ def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
         looked_at.update(r for r in found if r[1] == "()" or cut.sample is None or number in cut.sample)
     sums: tuple[dict[str, Parts], dict[str, Parts]] = ({}, {})
     dtypes: dict[str, torch.dtype] = {}
-    for number, piece in enumerate(cut.parts):
+    for piece in cut.parts:
         where = regions(piece, names)
         if not any((n, str(at)) in looked_at for n, (at, _) in where.items()):
             continue

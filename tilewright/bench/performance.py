@@ -353,13 +353,15 @@ def versions(device: Device, found: Raw) -> list[str]:
 def auto_rows(device: Device) -> list[str]:
     out = ["### What `auto` takes", "",
            "Medians [p20, p80] in ms. Rate and share of the measured roof are of forward + backward (forward, where "
-           "there is no backward); the rate is in the unit that bounds the case. The last columns are how many times "
+           "there is no backward); the rate is in the unit that bounds the case. Kernels are the time on the device "
+           "without what lies between them, alone is a call on an idle device, the host's gaps in it. The last "
+           "columns are how many times "
            "as fast as the other `auto` is, in older rounds where the newest had no such row.", ""]
     for op in dict.fromkeys(op for op, _, _ in device.timed):
         names = [n for n in device.timed if n[0] == op]
         rows = [(_auto_cells(device, n), [device.timed[n].source]) for n in names]
-        head = ["case", "dtype", "`auto` is", *(TITLES.get(p, p) for p in report.PASSES), "rate", "% of roof",
-                "peak MiB", "eager", "compile", "best peer"]
+        head = ["case", "dtype", "`auto` is", *(TITLES.get(p, p) for p in report.PASSES), "kernels, ms", "alone, ms",
+                "rate", "% of roof", "% of roof, large copy", "peak MiB", "eager", "compile", "best peer"]
         out += [f"#### `{op}`", "", *table(head, rows)]
     return out
 
@@ -371,8 +373,9 @@ def _auto_cells(device: Device, name: tuple[str, str, str]) -> list[str]:
              for f in (row.get(p) for p in report.PASSES)]
     main = row["forward_backward"] or row["forward"] or {}
     over = [number(pairs[b].ratio) if b in pairs else "" for b in ("eager", "compile")]
-    return [name[1], name[2], row["provider"], *times, _rate(main, group.roofline, name[2]),
-            number(main.get("roofline_percent")), number(row.get("peak_mib")), *over,
+    return [name[1], name[2], row["provider"], *times, number(main.get("kernel_ms")), number(main.get("op_ms")),
+            _rate(main, group.roofline, name[2]), number(main.get("roofline_percent")),
+            number(main.get("large_roofline_percent")), number(row.get("peak_mib")), *over,
             f"{number(peer.ratio)} ({peer.other['provider']})" if peer else ""]
 
 

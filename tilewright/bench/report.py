@@ -32,15 +32,22 @@ def row(op: str, case: str, dtype: str, provider: str, *, auto: bool = False, st
             "speedup": {"eager": None, "compile": None}}
 
 
-def figures(timing: Timing, bytes_: int, flops: int, floor: float | None) -> dict[str, Any]:
-    """One pass of a row. floor: the least seconds that the measured roofline allows."""
+def figures(timing: Timing, bytes_: int, flops: int, floor: float | None, large: float | None = None) -> dict[str, Any]:
+    """One pass of a row.
+
+    floor: the least seconds that the device allows: a copy of as many bytes, timed in the same rounds, or the matmul of
+    the roofline.   large: with the roofline's large copy in its place.
+    """
     t = timing.median
     return {"median_ms": t * 1e3, "p20_ms": timing.p20 * 1e3, "p80_ms": timing.p80 * 1e3,
             "samples_ms": [s * 1e3 for s in timing.samples], "calls_per_sample": timing.calls,
             "host_us": None if timing.host is None else timing.host * 1e6,
+            "kernel_ms": None if timing.kernels is None else timing.kernels * 1e3,
+            "op_ms": None if timing.alone is None else timing.alone * 1e3,
             "gb_per_s": bytes_ / t / 1e9 if bytes_ else None,
             "tflop_per_s": flops / t / 1e12 if flops else None,
-            "roofline_percent": None if floor is None else 100 * floor / t}
+            "roofline_percent": None if floor is None else 100 * floor / t,
+            "large_roofline_percent": None if large is None else 100 * large / t}
 
 
 def compare_with_baselines(rows: list[dict]) -> None:

@@ -22,6 +22,7 @@ from tilewright.bench.providers import BASELINES, Provider, gate, providers
 from tilewright.registry import Case, ImplementationUnavailable, Op, short
 
 SEED = 0
+COPY = "copy of as many bytes"   # timed beside the providers; no provider is called so
 
 
 @dataclass(frozen=True)
@@ -120,20 +121,25 @@ def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timin
             row.update(status="error", reason=timing.first_line(error))
     del reference   # float64 copies of every result
     free(device, compiled=False)
+    cost = case.cost(dtype.itemsize)
+    for bytes_ in {cost.forward_bytes, cost.backward_bytes}:
+        if copy := timing.copy_of(bytes_, device):
+            tasks[COPY, bytes_] = copy
     timings, errors = timing.interleave(
         tasks, clock, rounds=settings.rounds, min_seconds=settings.min_seconds,
-        max_seconds=settings.max_seconds, seed=SEED)
+        max_seconds=settings.max_seconds, seed=SEED, apart=True)
     for (name, _), reason in errors.items():
-        rows[name].update(status="error", reason=reason)
-    cost = case.cost(dtype.itemsize)
-    floors = roofline.floors(cost, short(dtype))
+        if name != COPY:   # then the roofline's stands in
+            rows[name].update(status="error", reason=reason)
+    copies = {bytes_: timings.pop((name, bytes_)).median for name, bytes_ in list(timings) if name == COPY}
+    floors, large = roofline.floors(cost, short(dtype), copies), roofline.floors(cost, short(dtype))
     work = {"forward": (cost.forward_bytes, cost.forward_flops),
             "backward": (cost.backward_bytes, cost.backward_flops),
             "forward_backward": (cost.forward_bytes + cost.backward_bytes,
                                  cost.forward_flops + cost.backward_flops)}
     for (name, which), found in timings.items():
         if rows[name]["status"] == "ok":
-            rows[name][which] = report.figures(found, *work[which], floors[which])
+            rows[name][which] = report.figures(found, *work[which], floors[which], large[which])
     if device == "cuda":
         for (name, which), fn in tasks.items():
             if which == "forward_backward" and rows[name]["status"] == "ok":

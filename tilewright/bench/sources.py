@@ -21,7 +21,8 @@ PACKAGE = pathlib.Path(platform.__file__).parent
 CSRC = PACKAGE.parent / "csrc"
 # What decides a number beside the op itself, and not what it imports: that is an op's, or runs units, tells of them or
 # searches constants.
-CORE = [PACKAGE / "bench" / f"{n}.py" for n in ("contract", "pieces", "providers", "peers", "timing", "run", "overhead")]
+CORE = [PACKAGE / "bench" / f"{n}.py"
+        for n in ("contract", "pieces", "providers", "peers", "timing", "run", "overhead")]
 OPERATOR = re.compile(r"\w*_cpp\w*")
 
 
@@ -118,7 +119,7 @@ class _Meaning(ast.NodeTransformer):
 
     visit_Module = visit_ClassDef = visit_FunctionDef = visit_AsyncFunctionDef = _body
 
-    def visit_Call(self, node):  # noqa: N802  (the name that ast asks for)
+    def visit_Call(self, node):
         self.generic_visit(node)
         node.keywords = [k for k in node.keywords if k.arg != "goals"]
         return node

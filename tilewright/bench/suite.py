@@ -64,7 +64,8 @@ def _threads(device: str) -> dict[str, Any]:
 def _checks(kind: str, op: Op, case: registry.Case, device: str, dtypes: Sequence[torch.dtype], make,
             limit: float = 180.0) -> Unit:
     return Unit(f"{kind}/{op.name}.{case.name}", make, {"op": op.name, "case": case.name, "results": []}, limit,
-                {"dtypes": [short(d) for d in dtypes], "constants": _constants(op, device)}, _raised, sources.digest(op))
+                {"dtypes": [short(d) for d in dtypes], "constants": _constants(op, device)}, _raised,
+                sources.digest(op))
 
 
 def parity_unit(op: Op, case: registry.Case, device: str, dtypes: Sequence[torch.dtype]) -> Unit:

@@ -46,6 +46,8 @@ class Timing:
     """Seconds a call: quantiles over rounds.
 
     calls: in each sample.   host: seconds until a call returns (CUDA only).
+    kernels: seconds that its kernels run on the device, without what lies between them; alone: seconds of a call on a
+        device that has nothing else to do, the host's gaps and every small kernel in them (both CUDA only).
     """
 
     median: float
@@ -54,12 +56,15 @@ class Timing:
     samples: tuple[float, ...]
     calls: int
     host: float | None = None
+    kernels: float | None = None
+    alone: float | None = None
 
     @classmethod
-    def of(cls, samples: Iterable[float], calls: int = 1, host: float | None = None) -> Timing:
+    def of(cls, samples: Iterable[float], calls: int = 1, host: float | None = None, kernels: float | None = None,
+           alone: float | None = None) -> Timing:
         samples = tuple(samples)
         p20, median, p80 = (quantile(samples, q) for q in (0.2, 0.5, 0.8))
-        return cls(median, p20, p80, samples, calls, host)
+        return cls(median, p20, p80, samples, calls, host, kernels, alone)
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,9 @@ class CpuClock:
     def host_seconds(self, fn: Callable[[], object]) -> None:
         return None
 
+    def apart(self, fn: Callable[[], object]) -> tuple[None, None]:
+        return None, None
+
     @staticmethod
     def _loop(fn, calls) -> float:
         before, fn = _parts(fn)
@@ -116,18 +124,25 @@ class CpuClock:
 class CudaClock:
     """Device time between two events, with a cold L2 cache and the host ahead of the device.
 
-    Before each timed call a buffer larger than L2 is overwritten, so often that the device is busy for longer
-    than the host needs to launch the call. So the events measure the kernels and not the gaps between
-    launches, as in a training step whose queue is full; the host's own time is a figure of its own.
+    Before each timed call a buffer larger than L2 is read, so often that the device is busy for longer than the host
+    needs to launch the call. (Overwritten, it would leave a cache full of lines that the timed kernels have to write
+    back: traffic that is not theirs, a fifth or more of what a case of 200 MB moves.) So the events measure the
+    kernels and not the gaps between launches, as in a training step whose queue is full; the host's own time is a
+    figure of its own.
     """
 
     def __init__(self):
         l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-        self._buffer = torch.empty(max(4 * l2, 256 * 2**20), dtype=torch.int8, device="cuda")
+        self._buffer = torch.zeros(max(4 * l2, 256 * 2**20) // 4, dtype=torch.float32, device="cuda")
+        self._sum = torch.empty((), dtype=torch.float32, device="cuda")
         self._flushes: dict[int, int] = {}
         self._host: dict[int, float] = {}
-        self._buffer.zero_()
-        self._flush_seconds = quantile((self._events(self._buffer.zero_) for _ in range(5)), 0.5)
+        self._flush()
+        self._flush_seconds = quantile((self._events(self._flush) for _ in range(5)), 0.5)
+
+    def _flush(self) -> None:
+        """What L2 held is written back if it was dirty, and clean lines of the buffer take its place."""
+        torch.sum(self._buffer, dim=0, out=self._sum)
 
     def prepare(self, fn: Callable[[], object]) -> int:
         before, timed = _parts(fn)
@@ -156,7 +171,7 @@ class CudaClock:
             if before is not None:
                 before()
             for _ in range(self._flushes.get(id(fn), 1)):
-                self._buffer.zero_()
+                self._flush()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             timed()
@@ -168,6 +183,27 @@ class CudaClock:
     def host_seconds(self, fn: Callable[[], object]) -> float:
         """Until a call returned, as `prepare` saw it."""
         return self._host[id(fn)]
+
+    def apart(self, fn: Callable[[], object]) -> tuple[float | None, float]:
+        """Seconds in kernels, as the profiler of the device counts them (None where it cannot), and of a call alone."""
+        before, timed = _parts(fn)
+
+        def prepared():
+            if before is not None:
+                before()
+            self._flush()
+            torch.cuda.synchronize()
+
+        alone = []
+        for _ in range(CUDA_CALLS):
+            prepared()
+            alone.append(self._events(timed))
+        prepared()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            timed()
+            torch.cuda.synchronize()
+        busy = sum(e.self_device_time_total for e in seen.key_averages()) / 1e6
+        return busy or None, quantile(alone, 0.5)
 
     @staticmethod
     def _events(fn) -> float:
@@ -213,11 +249,12 @@ def still_there(error: BaseException, who: str = "") -> None:
 
 def interleave(tasks: Mapping[Hashable, Callable[[], object]], clock: CpuClock | CudaClock, *, rounds: int,
                min_seconds: float = 0.0, max_seconds: float = math.inf,
-               seed: int = 0) -> tuple[dict[Hashable, Timing], dict[Hashable, str]]:
+               seed: int = 0, apart: bool = False) -> tuple[dict[Hashable, Timing], dict[Hashable, str]]:
     """Times every task once a round, in an order drawn anew each round: drift of the machine hits all alike.
 
     rounds: at least so many, and until `min_seconds` have passed. After `max_seconds` no further round is
         begun, but three are always done (if so many are asked for), since quantiles of fewer say nothing.
+    apart: on CUDA also the kernels' own time, and that of a call on an idle device.
     Returns the timings, and the first line of the exception for each task that raised one.
     Raises ValueError if rounds < 1.
     """
@@ -260,7 +297,11 @@ def interleave(tasks: Mapping[Hashable, Callable[[], object]], clock: CpuClock |
     finally:
         if collecting:
             gc.enable()
-    timings = {k: Timing.of(samples[k], calls[k], clock.host_seconds(tasks[k])) for k in calls if k not in errors}
+    timings = {}
+    for key in [k for k in calls if k not in errors]:
+        found = attempt(key, lambda key=key: clock.apart(tasks[key])) if apart else ()
+        if found is not None:
+            timings[key] = Timing.of(samples[key], calls[key], clock.host_seconds(tasks[key]), *found)
     return timings, errors
 
 
@@ -273,22 +314,38 @@ class Roofline:
     copy_bytes_per_second: float
     flops_per_second: dict[str, float]
 
-    def seconds(self, bytes_: float, flops: float, dtype: str) -> float | None:
-        """The least time for so much traffic and arithmetic; None if neither is known."""
-        bound = bytes_ / self.copy_bytes_per_second
+    def seconds(self, bytes_: float, flops: float, dtype: str,
+                copies: Mapping[int, float] | None = None) -> float | None:
+        """The least time for so much traffic and arithmetic; None if neither is known.
+
+        copies: number of bytes -> seconds that a copy which reads and writes as many took; else as the large one.
+        """
+        bound = (copies or {}).get(bytes_) or bytes_ / self.copy_bytes_per_second
         if dtype in self.flops_per_second:
             bound = max(bound, flops / self.flops_per_second[dtype])
         return bound or None
 
-    def floors(self, cost: Cost, dtype: str) -> dict[str, float | None]:
+    def floors(self, cost: Cost, dtype: str,
+               copies: Mapping[int, float] | None = None) -> dict[str, float | None]:
         """Least seconds of each pass. Forward and backward follow each other, so their bounds add."""
-        forward = self.seconds(cost.forward_bytes, cost.forward_flops, dtype)
-        backward = self.seconds(cost.backward_bytes, cost.backward_flops, dtype)
+        forward = self.seconds(cost.forward_bytes, cost.forward_flops, dtype, copies)
+        backward = self.seconds(cost.backward_bytes, cost.backward_flops, dtype, copies)
         return {"forward": forward, "backward": backward,
                 "forward_backward": None if forward is None else forward + (backward or 0.0)}
 
     def asdict(self) -> dict:
         return asdict(self)
+
+
+LARGEST_COPY = 2**31   # bytes; beyond them a copy is as fast as the roofline's
+
+
+def copy_of(bytes_: int, device: str) -> Callable[[], object] | None:
+    """A copy that reads and writes so many bytes together; None for none, and where it would be the roofline's."""
+    if not 0 < bytes_ <= LARGEST_COPY:
+        return None
+    source = torch.ones(-(-bytes_ // 2), dtype=torch.int8, device=device)
+    return functools.partial(torch.empty_like(source).copy_, source)
 
 
 def measure_roofline(device: str, dtypes: Iterable[torch.dtype], *, copy_bytes: int | None = None,
