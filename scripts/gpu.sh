@@ -1,45 +1,53 @@
 #!/usr/bin/env bash
 # Everything that this repository wants to know of a GPU, in one command, from its root:
 #
-#     scripts/gpu.sh RESULTS MINUTES [STAGE...]       stages: tests tune suite report (default: all)
+#     scripts/gpu.sh RESULTS MINUTES [STAGE...]       stages: goals search again rest tests report (default: all)
 #
-# RESULTS is a folder such as bench_results/nvidia-h200-2026-12-01. Every stage ends within its share of the minutes
-# and goes on where an earlier call stopped, so calls may be as short as the machine's lease; tests that have passed
-# are not run again before the sources change. Where $OUT is set, what was found is packed into it as well. COMMIT names
-# the sources where there is no git. Where wheels were brought (see prepare_wheels.py), run `. TARGET/env.sh` first.
+# RESULTS is a folder such as bench_results/nvidia-h200-2026-12-01. What decides first comes first: the goals, the search
+# of the constants behind those that are not met, the goals again; then all of the suite, the tests and the page. Every
+# stage ends within its share of the minutes and goes on where an earlier call stopped, so calls may be as short as the
+# machine's lease, and one call may ask for some stages only (docs/benchmarking.md says which); tests that have passed
+# are not run again before the sources change. Where $OUT is set, each result is appended to $OUT/results.jsonl when it
+# is made, and all that was found is packed into $OUT, Triton's cache among it; a triton-cache.tar.gz in RESULTS is
+# unpacked first. COMMIT names the sources where there is no git. Where wheels were brought (see prepare_wheels.py), run
+# `. TARGET/env.sh` first.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 results=${1:?the folder of results}
 minutes=${2:?minutes for this call}
 shift 2
-stages=${*:-tests tune suite report}   # times depend on tuned constants: the search comes first
+stages=${*:-goals search again rest tests report}
 export PYTHONUNBUFFERED=1 TILEWRIGHT_REQUIRE=triton PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 # Truth in float64 fills the memory that bfloat16 has cut into its own sizes.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 began=$SECONDS
 code=0
 mkdir -p "$results"
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$PWD/build/triton-cache}
+mkdir -p "$TRITON_CACHE_DIR"
+if [ -f "$results/triton-cache.tar.gz" ]; then tar xzf "$results/triton-cache.tar.gz" -C "$TRITON_CACHE_DIR"; fi
 
 left() {   # minutes of what is left, as a share in percent
-    "$PYTHON" -c "print(max(0.1, ($minutes - ($SECONDS - $began) / 60 - 0.5) * $1 / 100))"
+    awk "BEGIN { m = ($minutes - ($SECONDS - $began) / 60 - 0.5) * $1 / 100; print (m > 0.1 ? m : 0.1) }"
 }
 commit=${COMMIT:+--commit $COMMIT}
+stream=${OUT:+--stream $OUT/results.jsonl}
 
-tests() {   # parity over the whole registry first: nothing is timed that may be wrong
+tests() {
     local now passed=$results/tests.passed
-    now=$("$PYTHON" -c "from tilewright.bench import run; print(run.source_digest())")
+    now=$("$PYTHON" -c "from tilewright.bench import sources; print(sources.everything())")
     if [ "$(cat "$passed" 2>/dev/null)" = "$now" ]; then
         echo "passed before, with these sources"
         return
     fi
     # All but those of what runs on a CPU alone; tests of an op that is added are taken in.
     local ignored=()
-    for name in bench compile_gate config cute data model packaging peers performance readme registry style suite \
-        trainer trainer_cp triton_ptx wheels; do
+    for name in bench compile_gate config cute data model packaging peers performance pieces readme registry style \
+        suite trainer trainer_cp triton_ptx wheels; do
         ignored+=("--ignore=tests/test_$name.py")
     done
-    timeout "$(left 40)m" "$PYTHON" -m pytest -q -p no:cacheprovider --maxfail=30 "${ignored[@]}" tests 2>&1 |
+    timeout "$(left 90)m" "$PYTHON" -m pytest -q -p no:cacheprovider --maxfail=30 "${ignored[@]}" tests 2>&1 |
         tee "$results/tests.txt"
     local found=$?   # pipefail: of the tests, not of tee
     [ "$found" -eq 0 ] && echo "$now" >"$passed"
@@ -51,20 +59,26 @@ pack() {   # a machine that is taken away keeps nothing else
     [ -n "${OUT:-}" ] || return 0
     tar czf "$OUT/.results" "$results" tilewright/kernels/tuned docs/performance.md docs/img 2>/dev/null
     mv "$OUT/.results" "$OUT/results.tar.gz"
+    tar czf "$OUT/.cache" -C "$TRITON_CACHE_DIR" . && mv "$OUT/.cache" "$OUT/triton-cache.tar.gz"
 }
+
+suite() { "$PYTHON" -m tilewright.bench suite --out "$results" $commit $stream "$@"; }
 
 for stage in $stages; do
     case $stage in
-    tests | tune | suite | report) ;;
-    *) echo "unknown stage $stage; have tests tune suite report" >&2; exit 2 ;;
+    goals | search | again | rest | tests | report) ;;
+    *) echo "unknown stage $stage; have goals search again rest tests report" >&2; exit 2 ;;
     esac
 done
 for stage in $stages; do
     echo "== $stage, $(((SECONDS - began) / 60)) min in"
     case $stage in
+    goals) suite --goals --minutes "$(left 90)" ;;
+    search) "$PYTHON" -m tilewright.bench tune --goals "$results" --dtype bfloat16 --minutes "$(left 70)" \
+        --work "$results/tune" $commit ;;
+    again) suite --goals --minutes "$(left 70)" ;;   # only what other constants were found for is timed again
+    rest) suite --minutes "$(left 80)" ;;
     tests) tests ;;
-    suite) "$PYTHON" -m tilewright.bench suite --minutes "$(left 90)" --out "$results" $commit ;;
-    tune) "$PYTHON" -m tilewright.bench tune --minutes "$(left 40)" --work "$results/tune" $commit ;;
     report) "$PYTHON" -m tilewright.bench report ;;
     esac
     found=$?

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tarfile
 import textwrap
 import time
 from dataclasses import replace
@@ -21,7 +22,7 @@ from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Tunable
 from tilewright.ops import OPS
 from tilewright.ops.rmsnorm import RMSNORM, rmsnorm_eager
-from tilewright.registry import Case, Cost, Implementation, ImplementationUnavailable, Op
+from tilewright.registry import Case, Cost, Goal, Implementation, ImplementationUnavailable, Op
 
 META = {"device": "a cpu", "source": "1", "versions": {}}
 RAGGED = next(c for c in RMSNORM.cases if c.name == "ragged")
@@ -507,6 +508,93 @@ def test_float8_is_checked_where_an_op_takes_it():
         patch.setattr(suite, "_parity", lambda op, case, device, dtype, names: seen.append((dtype, names)) or [])
         plan(op, "parity")[0].make()
     assert seen == [(torch.float8_e4m3fn, ["right"])]
+
+
+# ---- goals first
+
+def with_goals(*goals, **implementations):
+    op = fake_op(**implementations)
+    op.goals = goals
+    return op
+
+
+def test_the_cases_of_goals_come_before_the_others(tmp_path):
+    """Of this device alone, with what `auto` takes and the peers; each result is a line of the stream as well."""
+    here = Goal("", "forward", "roofline_percent", at_least=1e-9, dtypes=("float32",))
+    op = with_goals(here, Goal("another", "backward", "peak_mib", at_most=1, dtypes=("bfloat16",)),
+                    Goal(("sm_90",), "backward", "peak_mib", at_most=1, dtypes=("bfloat16",)), right=rmsnorm_eager)
+    (unit,) = plan(op, "goals", tmp_path)
+    assert unit.name == "goals/rmsnorm.tiny.float32" and plan(fake_op(right=rmsnorm_eager), "goals") == []
+    assert suite.STAGES.index("goals") < min(suite.STAGES.index(s) for s in ("parity", "graph", "big", "time"))
+    assert suite.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}, "what was not measured is not met"
+    report.write_json(tmp_path / "roofline.json", {"roofline": {"copy_bytes_per_second": 1e10, "flops_per_second": {}}})
+    runner.work([unit, counting("bad", [], ValueError("no"))], tmp_path, time.time() + 120, META,
+                stream=tmp_path / "lines.jsonl")
+    rows = {r["provider"]: r for r in value(tmp_path, unit.name)["rows"]}
+    assert rows["right"]["status"] == "ok" and rows["right"]["auto"] and not {"eager", "compile"} & set(rows)
+    assert suite.unmet(op, "cpu", tmp_path) == set()
+    op.goals = (replace(here, at_least=1e9), here)
+    assert suite.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}
+    lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert [(d["unit"], d.get("error")) for d in lines] == [(unit.name, None), ("bad", "ValueError: no")]
+    assert lines[0]["rows"] == value(tmp_path, unit.name)["rows"]
+
+
+@pytest.mark.parametrize("code, status", [(0, "holds"), (77, "broken"), (3, "error"), (None, "unavailable")])
+def test_the_sanitizers_say_what_they_found(code, status, monkeypatch):
+    monkeypatch.setattr(suite.shutil, "which", lambda name: None if code is None else f"/bin/{name}")
+    monkeypatch.setattr(suite.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(
+        command, code, "========= Race reported", ""))
+    unit = suite.sanitize_unit(OPS["rmsnorm"], RAGGED, "cuda", torch.bfloat16)
+    document = unit.make()
+    assert [(r["implementation"], r["status"]) for r in document["results"]] == [
+        (tool, status) for tool in ("memcheck", "racecheck")]
+    assert bool(suite.failures(document)) == (status in ("broken", "error"))
+    assert code in (0, None) or "Race reported" in document["results"][0]["reason"]
+
+
+STUB = """#!/bin/sh
+echo "$*" >>"$CALLS"
+case "$*" in *tune*) exit 3;; *bench*parity*) exit 1;; esac
+echo "{}" >"$TRITON_CACHE_DIR/kernel"
+"""
+
+
+def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
+    """A call of three minutes: what decides first comes first, every stage gets less than is left, and what was found,
+    the compiled kernels among it, is there at the end."""
+    root = pathlib.Path(run.__file__).parents[2]
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(root / "scripts/gpu.sh", tmp_path / "scripts")
+    stub, out = tmp_path / "python", tmp_path / "out"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    out.mkdir()
+    (tmp_path / "tilewright/kernels/tuned").mkdir(parents=True)
+    (tmp_path / "docs/img").mkdir(parents=True)
+    (tmp_path / "docs/performance.md").touch()
+    env = {**os.environ, "PYTHON": str(stub), "CALLS": str(tmp_path / "calls"), "OUT": str(out)}
+    env.pop("TRITON_CACHE_DIR", None)
+
+    def call(*stages):
+        done = subprocess.run(["bash", "scripts/gpu.sh", "results", "3", *stages], cwd=tmp_path, env=env,
+                              capture_output=True, text=True)
+        return done.returncode, (tmp_path / "calls").read_text().splitlines(), done.stderr
+
+    code, calls, said = call()
+    assert code == 3, said   # the search had no time
+    bench = [c.removeprefix("-m tilewright.bench ") for c in calls if c.startswith("-m tilewright.bench")]
+    assert [b.split()[0] for b in bench] == ["suite", "tune", "suite", "suite", "report"]
+    assert ["--goals" in b for b in bench] == [True, True, True, False, False]
+    assert "--goals results" in bench[1] and all(f"--stream {out}/results.jsonl" in b for b in bench if b[0] == "s")
+    minutes = [float(b.split("--minutes ")[1].split()[0]) for b in bench[:4]]
+    assert all(0 < m <= 2.5 * share for m, share in zip(minutes, (0.9, 0.7, 0.7, 0.8), strict=True)), minutes
+    with tarfile.open(out / "triton-cache.tar.gz") as packed:
+        assert "./kernel" in packed.getnames()
+    shutil.rmtree(tmp_path / "build")
+    shutil.copy(out / "triton-cache.tar.gz", tmp_path / "results")
+    assert call("report")[0] == 0 and (tmp_path / "build/triton-cache/kernel").exists()
+    assert call("reprt")[0] == 2
 
 
 # ---- end to end

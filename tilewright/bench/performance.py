@@ -20,7 +20,7 @@ import os
 import pathlib
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -609,7 +609,7 @@ def goal_row(op: Op, goal: Goal, device: Device | None) -> tuple[list[str], list
     ordered = sorted(measured, key=lambda m: (m.value, m.name))
     if goal.at_least is None:
         ordered.reverse()
-    missed = [m for m in ordered if not _met(goal, m.value)]
+    missed = [m for m in ordered if not met(goal, m.value)]
     verdict = "met" if not missed else f"not met in {len(missed)} of {count(len(ordered), 'case')}"
     if unmeasured:
         verdict += "; not measured: " + ", ".join(unmeasured)
@@ -621,7 +621,7 @@ def _devices(goal: Goal) -> str:
     return goal.device if isinstance(goal.device, str) else " or ".join(goal.device)
 
 
-def _met(goal: Goal, value: float) -> bool:
+def met(goal: Goal, value: float) -> bool:
     return value >= goal.at_least if goal.at_least is not None else value <= goal.at_most
 
 
@@ -634,7 +634,7 @@ def _goal_cases(op: Op, goal: Goal, device: Device) -> tuple[list[Measured], lis
         for dtype in dtypes:
             group = device.timed.get((op.name, case, dtype))
             row = group.auto if group else {}
-            value = _goal_value(goal, row, group) if group else None
+            value = goal_value(goal, row, group.rows, group.roofline["flops_per_second"].get(dtype)) if group else None
             if value is None:
                 unmeasured.append(f"{case} {dtype}")
             else:
@@ -642,15 +642,16 @@ def _goal_cases(op: Op, goal: Goal, device: Device) -> tuple[list[Measured], lis
     return measured, unmeasured
 
 
-def _goal_value(goal: Goal, row: dict, group: Group) -> float | None:
+def goal_value(goal: Goal, row: dict, rows: Mapping[str, dict], peak: float | None) -> float | None:
+    """What a row of `auto` says of a goal.   rows: of the same rounds, by provider.   peak: measured FLOP/s."""
     if goal.metric == "peak_mib":
         return row.get("peak_mib")
     if goal.metric == "matmul_percent":
-        rate, peak = (row.get(goal.which) or {}).get("tflop_per_s"), group.roofline["flops_per_second"].get(group.dtype)
+        rate = (row.get(goal.which) or {}).get("tflop_per_s")
         return 100 * rate * 1e12 / peak if rate and peak else None
     if not goal.other:
         return (row.get(goal.which) or {}).get(goal.metric)
-    ours, theirs = ((r.get(goal.which) or {}).get("median_ms") for r in (row, group.rows.get(goal.other) or {}))
+    ours, theirs = ((r.get(goal.which) or {}).get("median_ms") for r in (row, rows.get(goal.other) or {}))
     return theirs / ours if ours and theirs else None
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from tilewright.bench import report
 from tilewright.kernels import tuning
 
-CHECKS = ("parity", "graph", "big")   # folders of a suite whose files hold results, not rows
+CHECKS = ("parity", "graph", "big", "sanitize")   # folders of a suite whose files hold results, not rows
 CHECK_STATUSES = ("holds", "broken", "unavailable", "error")
 
 
@@ -260,7 +260,7 @@ class _Reader:
 
 def _kind(folder: pathlib.Path) -> str:
     # A suite that was ended before it could sum up has no suite.json, but its files count.
-    if any((folder / n).exists() for n in ("suite.json", "time", "overhead", *CHECKS)):
+    if any((folder / n).exists() for n in ("suite.json", "goals", "time", "overhead", *CHECKS)):
         return "suite"
     for name, kind in (("results.json", "run"), ("overhead.json", "overhead")):
         if (folder / name).exists():
@@ -278,8 +278,9 @@ def _read_folder(raw: Raw, folder: pathlib.Path) -> None:
     for kind in CHECKS:
         for path in sorted((folder / kind).glob("*.json")):
             reader.check(path, kind)
-    for path in sorted((folder / "time").glob("*.json")):
-        reader.rows(path)
+    for kind in ("goals", "time"):
+        for path in sorted((folder / kind).glob("*.json")):
+            reader.rows(path)
     for path in sorted((folder / "overhead").glob("*.json")):
         reader.overhead(path)
     if reader.folder.kind == "suite" and reader.folder.complete is None:

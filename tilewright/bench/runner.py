@@ -101,9 +101,12 @@ def _attempts(unit: Unit, out: pathlib.Path, meta: dict[str, Any], keep: bool) -
 
 def work(units: Iterable[Unit], out: pathlib.Path, until: float, meta: dict[str, Any], *, keep: bool = False,
          since: float = float("inf"), slot: str = "0", say: Callable[[str], object] = print,
-         describe: Callable[[dict], str] = lambda d: "", now: Callable[[], dict[str, Any]] = dict) -> None:
+         describe: Callable[[dict], str] = lambda d: "", now: Callable[[], dict[str, Any]] = dict,
+         stream: pathlib.Path | None = None) -> None:
     """Makes what is missing. Begins no unit after `until` (seconds since the epoch).
 
+    stream: a file to which each document is appended when it is made, in one line, under "unit" its name: what is kept
+        of a machine that is taken away.
     now: fields of "meta" that are taken after each unit anew, such as the date and the clocks.
     """
     state = out / f"running-{slot}.json"
@@ -143,8 +146,11 @@ def work(units: Iterable[Unit], out: pathlib.Path, until: float, meta: dict[str,
             try:
                 write_json(unit.path(out), document)
             except ValueError as error:   # a number that JSON does not have
-                write_json(unit.path(out), {**document, **unit.blank, "error": timing.first_line(error)})
-                document["error"] = timing.first_line(error)
+                document = {**document, **unit.blank, "error": timing.first_line(error)}
+                write_json(unit.path(out), document)
+            if stream is not None:
+                with stream.open("a") as file:   # one write: lines of several workers do not mix
+                    file.write(json.dumps({"unit": unit.name, **document}, allow_nan=False) + "\n")
             state.unlink()   # a process that dies now dies between units
             say(f"{unit.name} ({document['seconds']:.1f} s) {document.get('error') or describe(document)}")
     finally:

@@ -35,6 +35,13 @@ def digest(op: Op | None = None) -> str:
     return found.hexdigest()[:16]
 
 
+def everything() -> str:
+    """Of all ops together."""
+    from tilewright.ops import OPS
+
+    return hashlib.sha256(" ".join(map(digest, [None, *OPS.values()])).encode()).hexdigest()[:16]
+
+
 def _modules_of(op: Op) -> list[str]:
     """The modules in which an op, its twin and its implementations are written; a peer's have no part in it."""
     functions = [op.public, op.eager, *(f for i in op.implementations for f in (i.load, i.tunables, i.gate))]

@@ -1,16 +1,19 @@
 """Everything that a device can say about the registry: does it hold, how fast is it, what does a call cost.
 
-    python -m tilewright.bench suite --minutes 9 --out DIR [--op OP,..] [--stage STAGE,..] [--dtype DTYPE,..]
+    python -m tilewright.bench suite --minutes 9 --out DIR [--goals] [--op OP,..] [--stage STAGE,..] [--dtype DTYPE,..]
 
 Stages, in this order, over every op, implementation and case of the registry:
 
     roofline   copy bandwidth and dense matmul: what the device can do at all
+    sanitize   a small launch of each op with a goal under compute-sanitizer's memcheck and racecheck (CUDA)
+    goals      the cases that a goal of this device speaks of: `auto` and the peers that have the op
     parity     the numerics contract of every implementation, on every small case, in every dtype it takes
     graph      CUDA-graph capture and replay of every implementation that runs on CUDA tensors
     big        cases of more than 2^31 elements (CUDA)
     time       every timed case: implementations and peers, correctness-gated, interleaved
     overhead   what the dispatch above a kernel costs
 
+--goals is short for the first three and the overhead of ops with a goal: what decides most, in the first minutes.
 Results are one file a case. A call ends within its minutes, and the next one with the same DIR goes on where it
 stopped. What was made by other sources, with other options or versions, or on another device is made again (--keep:
 whatever the sources and versions), as is what was given other tuned constants, and what raised an error, up to three
@@ -26,14 +29,18 @@ import json
 import math
 import os
 import pathlib
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tilewright import platform, registry
-from tilewright.bench import contract, overhead, report, run, runner, sources, timing
+from tilewright.bench import contract, overhead, peers, performance, report, run, runner, sources, timing
 from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import BASELINES
 from tilewright.bench.runner import Unit
@@ -43,9 +50,10 @@ from tilewright.registry import Op, short
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 TIMED = (torch.bfloat16, torch.float32)
 BY_NAME = {short(d): d for d in (*DTYPES, torch.float64)}
-STAGES = ("roofline", "parity", "graph", "big", "time", "overhead")
+STAGES = ("roofline", "sanitize", "goals", "parity", "graph", "big", "time", "overhead")
+FIRST = ("roofline", "sanitize", "goals", "overhead")   # of --goals
 # Stages that share processes. Those of the second group can run side by side: nothing is timed there.
-GROUPS = (("roofline",), ("parity", "graph"), ("big", "time", "overhead"))
+GROUPS = (("roofline",), ("sanitize",), ("goals",), ("parity", "graph"), ("big", "time", "overhead"))
 
 
 # ---- the units
@@ -169,18 +177,85 @@ def check_unit(kind: str, op: Op, case: registry.Case, device: str, dtypes: Sequ
 
 
 def time_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype, settings: run.Settings,
-              out: pathlib.Path) -> Unit:
+              out: pathlib.Path, only: Sequence[str] | None = None) -> Unit:
     def make():
         roof = json.loads((out / "roofline.json").read_text())["roofline"]
         if roof is None:
             raise RuntimeError("the roofline could not be measured")
-        rows = run.measure(op, case, device, dtype, timing.Roofline(**roof), _clock(device), settings)
+        rows = run.measure(op, case, device, dtype, timing.Roofline(**roof), _clock(device), settings,
+                           only)
         run.free(device)
         return {"roofline": roof, "rows": rows}
 
     options = {"settings": vars(settings), "constants": _constants(op, device), **_threads(device)}
     return Unit(f"time/{op.name}.{case.name}.{short(dtype)}", make, {"roofline": None, "rows": []}, 300.0, options,
                 _raised, sources.digest(op))
+
+
+def goal_units(ops: Sequence[Op], device: str, settings: run.Settings, out: pathlib.Path,
+               cases: Sequence[str] | None) -> list[Unit]:
+    """A unit for each case that a goal of this device speaks of; those of products first, which take most of a step."""
+    found = {}
+    for op in ops:
+        for goal, case, dtype in goals_here(op, device):
+            if cases is None or case.name in cases:
+                found.setdefault((op.name, case.name, dtype), (op, case, dtype, set()))[3].add(goal.metric)
+    ordered = sorted(found.values(), key=lambda f: "roofline_percent" in f[3])
+    return [replace(time_unit(op, case, device, dtype, settings, out, only=[op.choose(device, dtype), *peers.PEERS]),
+                    name=f"goals/{op.name}.{case.name}.{short(dtype)}") for op, case, dtype, _ in ordered]
+
+
+def goals_here(op: Op, device: str) -> Iterator[tuple[registry.Goal, registry.Case, torch.dtype]]:
+    """The goals of an op that speak of this device, with each of their cases and its dtype (bfloat16, if not named)."""
+    capability = "{}.{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else None
+    for goal in op.goals:
+        if goal.holds_for(platform.device_name(device), capability):
+            for case in run.timed(op, device, goal.cases or None):
+                for dtype in [BY_NAME[n] for n in goal.dtypes] or [torch.bfloat16]:
+                    if any(dtype in i.dtypes for i in op.implementations if i.name != "eager"):
+                        yield goal, case, dtype
+
+
+def unmet(op: Op, device: str, out: pathlib.Path) -> set[tuple[str, torch.dtype]]:
+    """(case, dtype) of the goals of this device that the results in a folder do not show to be met."""
+    found = set()
+    for goal, case, dtype in goals_here(op, device):
+        try:
+            document = json.loads((out / f"goals/{op.name}.{case.name}.{short(dtype)}.json").read_text())
+            rows = {r["provider"]: r for r in document["rows"]}
+            value = performance.goal_value(goal, next(r for r in rows.values() if r["auto"]), rows,
+                                           document["roofline"]["flops_per_second"].get(short(dtype)))
+        except (OSError, ValueError, KeyError, TypeError, StopIteration):
+            value = None
+        if value is None or not performance.met(goal, value):
+            found.add((case.name, dtype))
+    return found
+
+
+def sanitize_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype) -> Unit:
+    """A call and its backward in a process of their own, under each of compute-sanitizer's tools."""
+    code = (f"import torch; from tilewright.bench import contract; from tilewright.ops import OPS; "
+            f"op = OPS[{op.name!r}]; "
+            f"case = next(c for c in op.cases if c.name == {case.name!r} and 'contract' in c.tags); "
+            f"contract.run(op, 'auto', case.make({device!r}, torch.{short(dtype)}, 0)); torch.cuda.synchronize()")
+
+    def make():
+        program, results = shutil.which("compute-sanitizer"), []
+        for tool in SANITIZERS:
+            if program is None:
+                results.append(_result(tool, dtype, "unavailable", "compute-sanitizer is not installed"))
+                continue
+            said = subprocess.run([program, "--tool", tool, "--error-exitcode", "77", sys.executable, "-c", code],
+                                  capture_output=True, text=True)
+            text = (said.stdout + said.stderr).strip()
+            status = {0: "holds", 77: "broken"}.get(said.returncode, "error")
+            results.append(_result(tool, dtype, status, text[-2000:] if said.returncode else None))
+        return {"op": op.name, "case": case.name, "results": results}
+
+    return replace(_checks("sanitize", op, case, device, [dtype], make, limit=120.0))
+
+
+SANITIZERS = ("memcheck", "racecheck")
 
 
 def _constants(op: Op, device: str) -> list[list[Any]]:
@@ -220,6 +295,12 @@ def units(stage: str, ops: Iterable[Op], device: str, dtypes: Sequence[torch.dty
              for op in ops}
     if stage == "roofline":
         return [roofline_unit(device)]
+    if stage == "sanitize" and device == "cuda":
+        small = {op.name: case for op, case in reversed(tagged("contract"))}   # the first of each
+        return [sanitize_unit(op, small[op.name], device, torch.bfloat16) for op in ops if op.name in small
+                and any(goals_here(op, device)) and torch.bfloat16 in taken[op.name]]
+    if stage == "goals":
+        return goal_units(ops, device, settings, out, cases)
     if stage == "parity":
         return [parity_unit(op, case, device, taken[op.name]) for op, case in tagged("contract") if taken[op.name]]
     if stage == "graph" and device == "cuda":
@@ -317,6 +398,8 @@ def parser() -> argparse.ArgumentParser:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     add("--op", type=names(ops), default=list(ops), metavar="OP,..", help="default: every op")
     add("--stage", type=names(STAGES), default=list(STAGES), metavar="STAGE,..", help="default: every stage")
+    add("--goals", action="store_true", help=f"only what decides first: {', '.join(FIRST)}, of ops with a goal here")
+    add("--stream", type=pathlib.Path, metavar="FILE", help="append each document to FILE when it is made, a line each")
     add("--case", type=names({c.name for op in ops.values() for c in op.cases}), metavar="CASE,..",
         help="default: every case")
     add("--dtype", type=names(BY_NAME), default=[short(d) for d in DTYPES], metavar="DTYPE,..",
@@ -341,10 +424,12 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
     settings = run.Settings(rounds=args.rounds, max_seconds=args.case_seconds, baseline_slack=args.baseline_slack)
     table = registry.operations()
     dtypes = [d for n, d in BY_NAME.items() if n in args.dtype]
-    plan = functools.partial(units, ops=[table[n] for n in args.op], device=args.device, dtypes=dtypes,
+    chosen = [table[n] for n in args.op if not args.goals or any(goals_here(table[n], args.device))]
+    plan = functools.partial(units, ops=chosen, device=args.device, dtypes=dtypes,
                              settings=settings, out=args.out, cases=args.case)
     # The roofline is measured whatever was asked for: times mean nothing without it.
-    stages = [s for s in STAGES if s in args.stage or (s == "roofline" and "time" in args.stage)]
+    asked = [s for s in args.stage if s in FIRST] if args.goals else args.stage
+    stages = [s for s in STAGES if s in asked or (s == "roofline" and {"time", "goals"} & set(asked))]
     groups = [[u for stage in group if stage in stages for u in plan(stage)] for group in GROUPS]
     if not any(groups[1:]) and "roofline" not in args.stage:
         p.error(f"nothing to do: no op of --op has a case of --case that takes --dtype in --stage on {args.device}")
@@ -354,7 +439,7 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
         runner.work(runner.split(groups[task["group"]], task["worker"], task["of"]), args.out, task["until"], meta,
                     keep=args.keep, since=task["since"], slot=str(task["worker"]),
                     say=functools.partial(print, flush=True), describe=describe,
-                    now=functools.partial(run.moment, args.device))
+                    now=functools.partial(run.moment, args.device), stream=args.stream)
         runner.done()
     # suite.json tells of everything there is to do here, whatever part of it this call was asked for.
     whole = [u for stage in STAGES for u in units(stage, table.values(), args.device, DTYPES, settings, args.out)]
@@ -378,7 +463,7 @@ def _supervise(args, argv, groups, whole, meta, begun) -> int:
         for i, (group, units_) in enumerate(zip(GROUPS, groups, strict=True)):
             if time.time() >= until or all(runner.current(u, args.out, meta, args.keep, begun) for u in units_):
                 continue
-            if "time" in group and groups[0] and _failed(roof):
+            if {"time", "goals"} & set(group) and groups[0] and _failed(roof):
                 print("no roofline: nothing is timed")
                 break
             of = jobs if "parity" in group else 1

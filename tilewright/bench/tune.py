@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from tilewright import platform, registry
-from tilewright.bench import contract, pieces, report, run, runner, sources, timing
+from tilewright.bench import contract, pieces, report, run, runner, sources, suite, timing
 from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
@@ -238,6 +238,8 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
         help="default: every timed case")
     add("--dtype", type=names([short(d) for d in DTYPES]), default=[short(d) for d in DTYPES], metavar="DTYPE,..",
         help="default: %(default)s")
+    add("--goals", type=pathlib.Path, metavar="DIR", help="only cases whose goals the suite's results in DIR do not "
+        "show to be met (default: every timed case)")
     add("--tables", type=pathlib.Path, default=tuning.TABLES, metavar="DIR", help="default: where launchers look")
     add("--work", type=pathlib.Path, metavar="DIR", help="where searches are kept (default: build/tune/<device>)")
     add("--commit", help="the commit of these sources, where git cannot tell")
@@ -247,6 +249,10 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
     out = args.work or pathlib.Path("build/tune") / platform.slug(meta["device"])
     plan = units([ops[n] for n in args.op], args.device, [d for d in DTYPES if short(d) in args.dtype], out, meta,
                  args.case)
+    if args.goals:
+        behind = {f"{op}.{case}.{short(dtype)}" for op in args.op
+                  for case, dtype in suite.unmet(ops[op], args.device, args.goals)}
+        plan = [u for u in plan if ".".join(u.name.split(".", 1)[:1] + u.name.split(".", 2)[2:]) in behind]
     if task is not None:
         runner.end_with_parent(task["parent"])
         runner.work(plan, out, task["until"], meta, since=task["since"], say=functools.partial(print, flush=True),
