@@ -640,7 +640,7 @@ def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(suite.runner, "supervise", lambda *_: True)
     for name, stage in (("parity/rmsnorm.ragged", "parity"), ("roofline", "roofline")):
         unit = next(u for u in plan(OPS["rmsnorm"], stage, tmp_path) if u.name == name)
-        meta = run.metadata("cpu", run.Settings(), [])
+        meta = unit.about(run.metadata("cpu", run.Settings(), []))
         result = {"implementation": "cpp", "dtype": "float32", "status": "broken", "reason": "grad x"}
         report.write_json(tmp_path / f"{name}.json", {"schema": 1, "meta": meta, "options": dict(unit.options),
                                                       "seconds": 1, "results": [result], "roofline": {}})
@@ -656,7 +656,7 @@ def test_only_what_times_nothing_runs_side_by_side(tmp_path, monkeypatch):
     assert main(["suite", "--minutes", "1", "--out", str(tmp_path), "--device", "cpu", "--op", "rope", "--jobs",
                  "4"]) == 3
     tasks = [[runner.a_task(c)[1] for c in commands] for commands in started]
-    assert [(t[0]["group"], len(t), {x["of"] for x in t}) for t in tasks] == [(0, 1, {1}), (1, 4, {4}), (2, 1, {1})]
+    assert [(t[0]["group"], len(t), {x["of"] for x in t}) for t in tasks] == [(0, 1, {1}), (3, 4, {4}), (4, 1, {1})]
     assert [x["worker"] for x in tasks[1]] == [0, 1, 2, 3] and {x["parent"] for t in tasks for x in t} == {os.getpid()}
 
 
@@ -759,7 +759,7 @@ def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
         (("tilewright/kernels/tuned/h200/rmsnorm.json", "", "{}"), set()),
         (("tilewright/kernels/route_triton.py", "", "another = 1\n"), {"route"}),
         (("csrc/cpu/route.cpp", "", "int another;\n"), {"route"}),
-        (("csrc/cpu/rope.h", "", "int another;\n"), {"rope", "qk_norm_rope"}),
+        (("csrc/cpu/rope.h", "", "int another;\n"), {"rope", "qk_norm_rope", "attention"}),
         (("tilewright/kernels/rmsnorm_cute.py", "", "another = 1\n"), fused),
         (("tilewright/kernels/attention_triton.py", "", "another = 1\n"), {"attention"}),
         (("tilewright/ops/linear_cross_entropy.py", "", "another = 1\n"), {"linear_cross_entropy", "linear_logprob"}),
