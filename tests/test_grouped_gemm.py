@@ -243,21 +243,31 @@ def expert_rows(index, offsets, slots, k):
 
 @SIZES
 @TYPES
-def test_up_swiglu(hidden, inner, dtype):
+@pytest.mark.parametrize("interleaved, split", [(False, 1), (True, 1), (True, 2)])
+def test_up_swiglu(hidden, inner, dtype, interleaved, split):
+    """split: the pieces that the epilogue takes a tile in. With biases, and transposed weights, where gates and ups are
+    interleaved."""
     kernel, (index, offsets, slots, _) = kernels(), routed(25, 3, 4)
     x = torch.randn(25, hidden, device=DEVICE).to(dtype)
     weight = (torch.randn(4, 2 * inner, hidden, device=DEVICE) * hidden**-0.5).to(dtype)
+    bias = torch.randn(4, 2 * inner, device=DEVICE).to(dtype) if interleaved else None
+    options = (bias, {**kernel.SILU_MUL, "INTERLEAVED": interleaved})
     rows = len(slots)
     expected = torch.zeros(rows, 2 * inner, dtype=torch.float64, device=DEVICE)
     for e, mine, tokens in expert_rows(index, offsets, slots, 3):
-        expected[mine] = x[tokens].double() @ weight[e].double().t()
-    with contract.poisoned():
-        pre, h = kernel.up_swiglu(x, weight, offsets, slots, 3, True)
-        none, same = kernel.up_swiglu(x, weight, offsets, slots, 3, False)
+        expected[mine] = x[tokens].double() @ weight[e].double().t() + (0 if bias is None else bias[e].double())
+    if interleaved:
+        weight = weight.mT.contiguous().mT
+    key = kernel._key(inner, hidden, x, rows, 4, kernel._fits(x, kernel._weights(weight, False)[0], inner))
+    config = {**kernel.UP_SWIGLU.config(x.device, *key), "SPLIT": split}
+    with contract.poisoned(), kernel.UP_SWIGLU.override(x.device, key, config):
+        pre, h = kernel.up_swiglu(x, weight, offsets, slots, 3, True, *options)
+        none, same = kernel.up_swiglu(x, weight, offsets, slots, 3, False, *options)
     assert none is None and torch.equal(h, same)
     eps = torch.finfo(dtype).eps
     close([pre], [expected], 8 * eps)
-    gate, up = pre.double().chunk(2, -1)   # h is that of the rounded pre-activation
+    # h is that of the rounded pre-activation
+    gate, up = (pre.double()[:, ::2], pre.double()[:, 1::2]) if interleaved else pre.double().chunk(2, -1)
     close([h], [F.silu(gate) * up], 8 * eps)
     tail = int(offsets[-1])
     assert tail < rows and not pre[tail:].any() and not h[tail:].any()
@@ -265,34 +275,36 @@ def test_up_swiglu(hidden, inner, dtype):
 
 @SIZES
 @TYPES
-@pytest.mark.parametrize("split", [None, 4, 8])
-def test_down_dswiglu(hidden, inner, dtype, split):
-    """split: the pieces that the epilogue takes a tile in; tiles of 16 columns make several partial sums a row."""
+@pytest.mark.parametrize("split, interleaved", [(None, False), (4, False), (4, True)])
+def test_down_dswiglu(hidden, inner, dtype, split, interleaved):
+    """split: the pieces that the epilogue takes a tile in; tiles of 16 columns make several partial sums a row. With a
+    bias where gates and ups are interleaved."""
     kernel, (index, offsets, slots, position) = kernels(), routed(25, 3, 4, seed=1)
     if split is not None:
-        config = {**kernel._constants(32, 16 if split == 4 else 32, 32, 4, 2, 1, split=split)}
-        if hidden == 20 and split == 8:
-            pytest.skip("as with 4 pieces")
+        config = {**kernel._constants(32, 16, 32, 4, 2, 1, split=split)}
     rows, tail = len(slots), int(offsets[-1])
     dy = torch.randn(25, hidden, device=DEVICE).to(dtype)
     down = (torch.randn(4, hidden, inner, device=DEVICE) * inner**-0.5).to(dtype)
     pre = torch.randn(rows, 2 * inner, device=DEVICE).to(dtype)
     pre[tail:] = float("nan")   # is not read
     weight = torch.rand(25, 3, device=DEVICE)
+    bias = torch.randn(4, hidden, device=DEVICE).to(dtype) if interleaved else None
     leaf = pre.double().requires_grad_()
-    gate, up = leaf.chunk(2, -1)
+    gate, up = (leaf[:, ::2], leaf[:, 1::2]) if interleaved else leaf.chunk(2, -1)
     h = F.silu(gate) * up
     # The layer's gradient in float64, through autograd.
     total = torch.zeros((), dtype=torch.float64, device=DEVICE)
     router = weight.double().requires_grad_()
     for e, mine, tokens in expert_rows(index, offsets, slots, 3):
         w = router.flatten()[slots[mine].long()]
-        total = total + ((w[:, None] * (h[mine] @ down[e].double().t())) * dy[tokens].double()).sum()
+        row = h[mine] @ down[e].double().t() + (0 if bias is None else bias[e].double())
+        total = total + ((w[:, None] * row) * dy[tokens].double()).sum()
     dpre_true, drouter_true = torch.autograd.grad(total, (leaf, router))
     hw_true = weight.double().flatten()[slots.long()][:, None] * h.detach().to(dtype).double()
 
     def call(keep):
-        return kernel.down_dswiglu(dy, down, pre, weight, offsets, slots, position, keep)
+        return kernel.down_dswiglu(dy, down, pre, weight, offsets, slots, position, keep, bias,
+                                   {**kernel.SILU_MUL, "INTERLEAVED": interleaved})
 
     with contract.poisoned():
         if split is None:
@@ -304,7 +316,8 @@ def test_down_dswiglu(hidden, inner, dtype, split):
                 (dpre, drouter, hw), (_, _, none) = call(True), call(False)
     assert none is None
     eps = torch.finfo(dtype).eps
-    close([dpre[:tail], drouter, hw[:tail]], [dpre_true[:tail], drouter_true, hw_true[:tail]], 8 * eps)
+    # A dozen roundings: of a sum of products, of the sigmoid, and of six factors.
+    close([dpre[:tail], drouter, hw[:tail]], [dpre_true[:tail], drouter_true, hw_true[:tail]], 12 * eps)
     assert drouter.dtype == torch.float32 and not drouter[index.to(DEVICE) == 4].any()
     assert not dpre[tail:].any() and not hw[tail:].any()
 

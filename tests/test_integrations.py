@@ -31,7 +31,7 @@ MODELS = {
                     "qk_nope_head_dim": 8, "v_head_dim": 16, "num_mtp_layers": 0},
     "gpt_oss": {"num_local_experts": 8, "head_dim": 16},
 }
-SAME = ("qwen3_moe", "mixtral", "deepseek_v3")
+SAME = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 
 
 @pytest.fixture
@@ -50,9 +50,9 @@ def calls(monkeypatch):
     """The implementations that moe_mlp is called with: an experts_implementation that nobody reads changes nothing."""
     seen, compute = [], integration.moe_mlp
 
-    def counted(*arguments, implementation):
+    def counted(*arguments, implementation, **options):
         seen.append(implementation)
-        return compute(*arguments, implementation=implementation)
+        return compute(*arguments, implementation=implementation, **options)
 
     monkeypatch.setattr(integration, "moe_mlp", counted)
     return seen
@@ -399,31 +399,37 @@ def test_the_pages_python_runs_as_it_stands(hf, attentions, calls, tmp_path):
 
 # ---- refusals
 
-def test_gpt_oss_is_refused_in_one_sentence(hf):
-    model = tiny(hf, "gpt_oss", layers=1, experts="tilewright")
+def test_experts_without_a_gate_are_refused_in_one_sentence(hf):
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHExperts
+
+    config = NemotronHConfig(n_routed_experts=4, hidden_size=32, moe_intermediate_size=16)
+    config._experts_implementation = "tilewright"
     with pytest.raises(ImplementationUnavailable) as caught:
-        step(model)
+        NemotronHExperts(config).to(DEVICE)(torch.zeros(3, 32, device=DEVICE),
+                                            torch.zeros(3, 1, dtype=torch.long, device=DEVICE),
+                                            torch.ones(3, 1, device=DEVICE))
     sentence = str(caught.value)
-    assert sentence.startswith('gpt_oss: experts_implementation="tilewright" cannot compute GptOssExperts, which have '
-                               "biases, ")
-    assert "apply their gate in a way of their own (_apply_gate); it takes experts that compute" in sentence
-    assert "interleave gates with ups" in sentence or not hasattr(model.model.layers[0].mlp.experts, "is_concatenated")
+    assert sentence.startswith('nemotron_h: experts_implementation="tilewright" cannot compute NemotronHExperts, which '
+                               "have no gate; it takes experts that compute down_proj(activation(gate) * up), ")
     assert "\n" not in sentence
-    step(model, "eager")
+
+
+def mixtral_experts(hf):
+    return tiny(hf, "mixtral", layers=1, experts="tilewright").model.layers[0].mlp.experts
 
 
 @pytest.mark.parametrize("flag, value, reason", [
     ("has_gate", False, "have no gate"),
-    ("has_bias", True, "have biases"),
-    ("is_concatenated", False, "interleave gates with ups"),
     ("has_post_expert_norm", True, "normalise what each of them gives"),
-    ("act_fn", torch.nn.GELU(), "are activated by GELU"),
-    ("act_fn", torch.nn.functional.gelu, "are activated by gelu"),
+    ("act_fn", torch.nn.ReLU(), "are activated by ReLU"),
+    ("act_fn", torch.nn.functional.mish, "are activated by mish"),
+    ("act_fn", torch.nn.functional.gelu, None),
+    ("act_fn", torch.nn.GELU("tanh"), None),
     ("act_fn", torch.nn.SiLU(), None),
     ("act_fn", torch.nn.functional.silu, None),
 ])
 def test_each_reason(hf, flag, value, reason):
-    experts = tiny(hf, "mixtral", layers=1, experts="tilewright").model.layers[0].mlp.experts
+    experts = mixtral_experts(hf)
     assert integration.why_not(experts) is None
     experts.__dict__.pop(flag, None)
     experts._modules.pop(flag, None)
@@ -431,13 +437,32 @@ def test_each_reason(hf, flag, value, reason):
     assert integration.why_not(experts) == reason
 
 
-def test_a_gate_of_its_own(hf):
-    class Clamped(type(tiny(hf, "mixtral", layers=1).model.layers[0].mlp.experts)):
-        def _apply_gate(self, gate_up):
-            raise AssertionError("not called")
+@pytest.mark.parametrize("gate, reason", [
+    (lambda self, pre: torch.sin(pre.chunk(2, -1)[0]) * pre.chunk(2, -1)[1], ""),
+    (lambda self, pre: pre[..., :24].sigmoid() * pre[..., 24:],
+     ", which fails for float32 on a CPU ("),
+])
+def test_a_gate_of_its_own(hf, gate, reason):
+    experts = mixtral_experts(hf)
+    experts.__class__ = type("Own", (type(experts),), {"_apply_gate": gate})
+    found = integration.why_not(experts)
+    assert found.startswith("apply their gate in a way of their own (_apply_gate)" + reason)
+    assert reason or found.endswith("(_apply_gate)")
 
-    experts = Clamped(hf.AutoConfig.for_model("mixtral", **COMMON, **MODELS["mixtral"]))
-    assert integration.why_not(experts) == "apply their gate in a way of their own (_apply_gate)"
+
+def test_compiled_layers_that_share_code_keep_limits_of_their_own(hf):
+    if DEVICE == "cpu" and "cpp" not in MOE_MLP.usable("cpu", torch.float32):
+        pytest.skip("eager reads sizes on the host")
+    layers = [tiny(hf, "gpt_oss", layers=1, experts="tilewright").model.layers[0].mlp.experts for _ in range(2)]
+    for experts, limit in zip(layers, (0.5, 1.25), strict=True):
+        experts.limit = limit
+    x, weight = (torch.rand(11, n, device=DEVICE) * 4 for n in (32, 3))
+    index = torch.rand(11, 8, device=DEVICE).topk(3, -1).indices
+    expected = [experts(x, index, weight) for experts in layers]
+    assert not torch.allclose(*expected, rtol=1e-2, atol=1e-2)
+    compiled = torch.compile(lambda layer: layer(x, index, weight), fullgraph=True)
+    torch.testing.assert_close([compiled(experts) for experts in layers], expected, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
 
 
 # ---- attention

@@ -8,7 +8,7 @@ from helpers import DEVICE, skip_unless_usable
 
 from tilewright import platform
 from tilewright.bench import contract
-from tilewright.ops import OPS, moe_mlp, permute, route
+from tilewright.ops import OPS, Gate, moe_mlp, permute, quantize_nf4, route
 from tilewright.ops.moe import MOE_MLP, saved_bytes
 
 NAMES = [i.name for i in MOE_MLP.implementations]
@@ -71,6 +71,64 @@ def test_what_is_kept_is_what_the_formula_says(name, dtype):
     assert sum(seen.values()) == saved_bytes(T, K, E, H, I, dtype.itemsize)
 
 
+def biases(dtype=torch.float32):
+    return {name: torch.randn(E, n, device=DEVICE).to(dtype) for name, n in (("gate_up_bias", 2 * I), ("down_bias", H))}
+
+
+@pytest.mark.parametrize("change, error, message", [
+    ({"gate_up_bias": torch.zeros(E, I)}, ValueError, "gate_up_bias must have shape [5, 32] (that of its weight"),
+    ({"down_bias": torch.zeros(E, H, 1)}, ValueError, "down_bias must have shape [5, 24] (that of its weight"),
+    ({"down_bias": torch.zeros(E, H).half()}, TypeError, "down_bias must have x's dtype float32, got float16"),
+    ({"gate_up_bias": torch.zeros(E, 2 * I).int()}, TypeError, "gate_up_bias must be one of float32"),
+    ({"gate": "silu"}, TypeError, "gate must be a Gate, got str"),
+])
+def test_bad_biases_and_gates_are_named(change, error, message):
+    change = {n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in change.items()}
+    with pytest.raises(error, match=re.escape(message)):
+        moe_mlp(*inputs(), **change)
+
+
+@pytest.mark.parametrize("fields, error, message", [
+    ({"activation": "relu"}, ValueError, "activation must be one of ['silu', 'gelu_tanh', 'gelu', 'softcapped'], got"),
+    ({"alpha": float("nan")}, ValueError, "alpha must be a finite number, got nan"),
+    ({"limit": 0}, ValueError, "limit must be None or a positive finite number, got 0"),
+    ({"up_limit": "7"}, TypeError, "up_limit must be a number, got '7'"),
+    ({"interleaved": 1}, TypeError, "interleaved must be True or False, got 1"),
+    ({"activation": "gelu", "alpha": 2}, ValueError, "alpha must be 1 for 'gelu', which has no sigmoid, got 2"),
+    ({"activation": "softcapped", "limit": 1.0}, ValueError, "'softcapped' needs a limit and an up_limit, got limit=1"),
+])
+def test_a_gate_that_is_none_is_named(fields, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        Gate(**fields)
+
+
+@pytest.mark.parametrize("name, value", [*biases().items(), ("gate", Gate(limit=7.0))])
+def test_quantised_experts_refuse_biases_and_other_gates(name, value):
+    x, gate_up, down, index, weight = (t.detach() for t in inputs())
+    frozen = [quantize_nf4(w, implementation="eager") for w in (gate_up, down)]
+    with pytest.raises(ValueError, match=f"^{name} is for weights that are tensors, got it with quantised ones$"):
+        moe_mlp(x, *frozen, index, weight, **{name: value})
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_each_bias_alone_and_its_gradient_alone(name):
+    """One bias is that with zeros in the place of the other; a gradient is the same whichever are wanted."""
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    arguments = [t.detach() for t in inputs()]
+    both = biases()
+    dy = torch.randn(T, H, device=DEVICE)
+    leaves = {n: t.clone().requires_grad_() for n, t in both.items()}
+    y = moe_mlp(*arguments, **leaves, implementation=name)
+    together = dict(zip(both, torch.autograd.grad(y, leaves.values(), dy), strict=True))
+    for n in both:
+        leaf = {m: t.clone().requires_grad_(m == n) for m, t in both.items()}
+        assert torch.equal(torch.autograd.grad(moe_mlp(*arguments, **leaf, implementation=name), leaf[n], dy)[0],
+                           together[n])
+        zeros = {m: t if m == n else torch.zeros_like(t) for m, t in both.items()}
+        torch.testing.assert_close(moe_mlp(*arguments, **{n: both[n]}, implementation=name),
+                                   moe_mlp(*arguments, **zeros, implementation=name), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_without_gradients_nothing_is_kept(name):
     skip_unless_usable(MOE_MLP, name, torch.float32)
@@ -79,7 +137,7 @@ def test_without_gradients_nothing_is_kept(name):
     with torch.no_grad():
         assert torch.equal(moe_mlp(*arguments, implementation=name), expected)
     *_, pre, _, _, _ = torch.ops.tilewright.__getattr__(f"moe_mlp_{name}_forward")(
-        *(t.detach() for t in arguments), False)
+        *(t.detach() for t in arguments), False, None, None, 0, False, [1.0, 0.0, 0.0, 0.0])
     assert pre.numel() == 0
 
 

@@ -1,8 +1,10 @@
 """Every language model of transformers that builds small, its attention computed by tilewright: the logits of
-transformers' eager attention, or a refusal in one sentence."""
+transformers' eager attention, or a refusal in one sentence. And every class of fused experts, likewise."""
 
 import collections
+import importlib
 import inspect
+import pathlib
 import re
 
 import pytest
@@ -225,3 +227,80 @@ def test_every_family_has_eagers_logits_or_is_refused(attentions, head):
     if transformers.__version__.startswith(TESTED):
         assert not unbuilt, "\n".join(["not in LEFT_OUT:", *unbuilt])
     assert collections.Counter(outcomes.values())["computed"] >= COMPUTED[head], (outcomes, unbuilt)
+
+
+# ---- experts
+
+# What a field of a configuration that experts read is, by its name; limits so low that they matter.
+EXPERTS = {re.compile(names): value for names, value in {
+    r".*expert.*": 4, r".*latent.*": None, r".*intermediate.*": 24, r".*(hidden_size|dim)": 32,
+    r"swiglu_limit": 0.71, r".*softcap": 1.3, r"swiglu_alpha": 1.702, r".*eps": 1e-6}.items()}
+# What they do is no activation of a gate and an up.
+REFUSED = {"nemotron_h": "have no gate", "muse_spark": "normalise what each of them gives"}
+
+
+def experts_of(module):
+    """The experts that a module of transformers' models defines, drawn large enough for limits."""
+    from transformers import PreTrainedConfig
+
+    settings = next(v for v in vars(module).values() if isinstance(v, type) and issubclass(v, PreTrainedConfig)
+                    and v is not PreTrainedConfig)
+    # The activation is that of the family's default.
+    activations = {n: v for c in vars(module).values() if isinstance(c, type) and issubclass(c, PreTrainedConfig)
+                   for n, v in vars(c).items() if re.fullmatch(r".*hidden_act(ivation)?", n) and isinstance(v, str)}
+
+    class Settings:
+        model_type, _experts_implementation = settings.model_type, "eager"
+
+        def __getattr__(self, name):
+            if name in activations:
+                return activations[name]
+            for names, value in EXPERTS.items():
+                if names.fullmatch(name):
+                    return value
+            raise AttributeError(name)
+
+    for cls in vars(module).values():
+        if isinstance(cls, type) and hasattr(cls, "_apply_gate") and cls.__module__ == module.__name__:
+            experts, g = cls(Settings()), torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                for p in experts.parameters():
+                    p.copy_(torch.randn(p.shape, generator=g) * 0.3)
+            yield experts
+
+
+def result(experts, implementation):
+    experts.config._experts_implementation = implementation
+    g = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(9, 32, generator=g).requires_grad_(), torch.rand(9, 2, generator=g).requires_grad_()
+    index = torch.rand(9, 4, generator=g).topk(2, -1).indices
+    y = experts(x, index, weight)
+    return y, *torch.autograd.grad(y, (x, weight, *experts.parameters()), torch.randn(9, 32, generator=g))
+
+
+def test_every_familys_experts_are_computed_whatever_their_activation_and_biases(attentions):
+    import transformers
+
+    found, wrong = {}, []
+    for path in sorted(pathlib.Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        if "@use_experts_implementation" not in path.read_text():
+            continue
+        for experts in experts_of(importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")):
+            name = type(experts).__name__
+            truth = result(experts, "eager")
+            try:
+                ours = result(experts, "tilewright")
+            except ImplementationUnavailable as error:
+                found[path.parent.name] = str(error)
+                continue
+            found[path.parent.name] = None
+            # 1e-5 of a tensor's length: some dozen roundings of float32 in another order.
+            for i, (a, b) in enumerate(zip(ours, truth, strict=True)):
+                if not (a - b).norm() <= 1e-5 * b.norm():
+                    wrong.append(f"{name}, tensor {i}: {(a - b).norm() / b.norm():.1e}")
+    assert not wrong, "\n".join(wrong)
+    refused = {kind: reason for kind, reason in found.items() if reason}
+    assert refused.keys() <= REFUSED.keys(), refused
+    assert all(REFUSED[kind] in reason for kind, reason in refused.items()), refused
+    if transformers.__version__.startswith(TESTED):
+        assert len(found) == 64 and refused.keys() == REFUSED.keys()

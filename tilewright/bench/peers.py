@@ -19,6 +19,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tilewright import platform
+from tilewright.ops.activation import Gate
 
 
 class Unsupported(Exception):
@@ -92,10 +93,10 @@ _PLAIN_LOSS = {"token_weight": None, "num_tokens": None, "return_lse": False, "r
                "return_argmax": False, "group": None, "fp32_logits": False}
 
 
-def _dense(peer: str, weight: Any, noise: Any) -> None:
+def _dense(peer: str, weight: Any, more: dict[str, Any]) -> None:
     if not isinstance(weight, torch.Tensor):
         raise Unsupported(f"{peer} does not take quantised experts")
-    _only(peer, {"noise": noise}, noise=None)
+    _only(peer, more, noise=None, gate_up_bias=None, down_bias=None, gate=Gate())
 
 
 # ---- Liger-Kernel
@@ -175,10 +176,10 @@ def _liger_rope(q, k, cos, sin, *, rotary_dim=None, inplace=False, **more):
     return LigerRopeFunction.apply(q, k, cos, sin, None, 1, R)
 
 
-def _liger_moe_mlp(x, gate_up_proj, down_proj, expert_index, expert_weight, *, noise=None):
+def _liger_moe_mlp(x, gate_up_proj, down_proj, expert_index, expert_weight, **more):
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
-    _dense("liger-kernel", gate_up_proj, noise)
+    _dense("liger-kernel", gate_up_proj, more)
     return LigerFusedMoEFunction.apply(x, gate_up_proj, down_proj, expert_index.int(), expert_weight)
 
 
@@ -330,8 +331,8 @@ def _flex_attention(q, k, v, *, cu_seqlens=None, causal=True, window=None, softc
 # ---- transformers: its experts, as a loop over them and on torch's grouped_mm
 
 def _experts_of_transformers(name):
-    def moe_mlp(x, gate_up_proj, down_proj, expert_index, expert_weight, *, noise=None):
-        _dense("transformers", gate_up_proj, noise)
+    def moe_mlp(x, gate_up_proj, down_proj, expert_index, expert_weight, **more):
+        _dense("transformers", gate_up_proj, more)
         qwen = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
         # What its functions read of a module; to make one would draw weights.
         experts = SimpleNamespace(

@@ -13,7 +13,10 @@ stay transformers'. Importing this module imports no transformers.
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable
+from dataclasses import astuple, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +24,15 @@ import torch.nn.functional as F
 
 from tilewright import platform
 from tilewright.ops import _checks, attention, moe_mlp
+from tilewright.ops.activation import Gate, gate_eager
 from tilewright.ops.attention import ATTENTION
 from tilewright.ops.moe import MOE_MLP
 from tilewright.registry import ImplementationUnavailable
 
 NAME = "tilewright"
 OLDEST = (5, 7)   # of transformers
-ACCEPTED = ("experts that compute down_proj(silu(gate) * up) without biases, with gate_up_proj [E, 2 I, H] (all gates "
-            "before all ups) and down_proj [E, H, I], or both transposed")
+ACCEPTED = ("experts that compute down_proj(activation(gate) * up), with or without biases, with gate_up_proj "
+            "[E, 2 I, H] and down_proj [E, H, I], or both transposed, whose gate is one that ops.Gate describes")
 
 
 def register(implementation: str = "auto", attn_implementation: str = "auto") -> tuple[str, ...]:
@@ -88,24 +92,70 @@ def why_not(experts: torch.nn.Module) -> str | None:
     # A version of transformers without a flag has no experts that it would tell apart.
     if not getattr(experts, "has_gate", True):
         reasons.append("have no gate")
-    if getattr(experts, "has_bias", False):
-        reasons.append("have biases")
-    if not getattr(experts, "is_concatenated", True):
-        reasons.append("interleave gates with ups")
+    elif isinstance(gate := _gate(experts, _said(experts)), str):
+        reasons.append(gate)
     if getattr(experts, "has_post_expert_norm", False):
         reasons.append("normalise what each of them gives")
-    # transformers puts its own function where a class has none.
-    if type(experts)._apply_gate.__module__ != "transformers.integrations.moe":
-        reasons.append("apply their gate in a way of their own (_apply_gate)")
-    elif not _is_silu(experts.act_fn):
-        reasons.append(f"are activated by {getattr(experts.act_fn, '__name__', type(experts.act_fn).__name__)}")
     return ", ".join(reasons) or None
 
 
-def _is_silu(act) -> bool:
-    kind = type(act)
-    return act is F.silu or kind is torch.nn.SiLU or (
-        kind.__module__ == "transformers.activations" and kind.__name__ == "SiLUActivation")
+# Gates and ups, each with each: dense where functions bend, and as far as limits may be.
+_PROBE = torch.cat([torch.linspace(-10, 10, 81), torch.logspace(1, 4, 10), -torch.logspace(1, 4, 10)])
+_LIMITS, _SLOPES = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")   # what classes call the constants of theirs
+_gates: weakref.WeakKeyDictionary[torch.nn.Module, tuple] = weakref.WeakKeyDictionary()
+
+
+def _said(experts: torch.nn.Module) -> tuple:
+    """What a module says of itself that its gate may follow. In traced code this makes guards: of hashes, since a float
+    that differs between two modules would be a symbol there."""
+    return tuple(hash(getattr(experts, name, None)) for name in ("is_concatenated", *_LIMITS, *_SLOPES))
+
+
+def _gate(experts: torch.nn.Module, said: tuple) -> Gate | str:
+    """What `experts` make of gates and ups: the `Gate` that gives what their `_apply_gate` gives on a grid, or a
+    reason why there is none. The module is asked once, and again when what it says of itself has changed."""
+    said = (*said, getattr(experts, "act_fn", None))
+    known = _gates.get(experts)
+    if known is None or known[0] != said:
+        known = _gates[experts] = (said, _find_gate(experts))
+    return known[1]
+
+
+def _find_gate(experts):
+    interleaved = not getattr(experts, "is_concatenated", True)
+    g, u = (t.flatten() for t in torch.meshgrid(_PROBE, _PROBE, indexing="ij"))
+    pre = (torch.stack((g, u), -1).flatten() if interleaved else torch.cat((g, u)))[None]
+    # transformers puts its own function where a class has none.
+    own = type(experts)._apply_gate.__module__ != "transformers.integrations.moe"
+    reason = "apply their gate in a way of their own (_apply_gate)"
+    if not own:
+        act = experts.act_fn
+        reason = f"are activated by {getattr(act, '__name__', type(act).__name__)}"
+    try:
+        with torch.no_grad(), _checks.no_autocast(pre):
+            found = experts._apply_gate(pre)
+    except Exception as error:
+        return f"{reason}, which fails for float32 on a CPU ({type(error).__name__}: {error})"
+    # 1e-5: some roundings of float32.
+    return next((gate for gate in _candidates(experts, interleaved) if found.shape == g[None].shape
+                 and torch.allclose(found, gate_eager(pre, gate), rtol=1e-5, atol=1e-5)), reason)
+
+
+def _candidates(experts, interleaved):
+    """What the gate may be, by what a module says of itself."""
+    for gate in (Gate("silu"), Gate("gelu_tanh"), Gate("gelu"), Gate(alpha=1.702)):   # the last is "quick_gelu"
+        yield replace(gate, interleaved=interleaved)
+    limit, alpha = (next((float(n) for name in names if isinstance(n := getattr(experts, name, None), (int, float))),
+                         None) for names in (_LIMITS, _SLOPES))
+    if limit is not None and 0 < limit < math.inf:
+        clamped = Gate(limit=limit, up_limit=limit, interleaved=interleaved)
+        yield clamped
+        if alpha is not None:
+            yield replace(clamped, alpha=alpha, up_offset=1.0)
+    caps = [getattr(getattr(experts.act_fn, name, None), "softcap", None) if hasattr(experts, "act_fn") else None
+            for name in ("gate_softcap", "up_softcap")]
+    if None not in caps:
+        yield Gate("softcapped", limit=float(caps[0]), up_limit=float(caps[1]), interleaved=interleaved)
 
 
 def _interface():
@@ -122,10 +172,20 @@ def _interface():
     return ExpertsInterface
 
 
+def _asked(experts: torch.nn.Module, said: tuple) -> tuple[str | None, tuple]:
+    """`why_not`, and the fields of its gate where it is None. Constants, since traced code calls it once."""
+    reason = why_not(experts)
+    return reason, () if reason else astuple(_gate(experts, said))
+
+
+_asked._dynamo_marked_constant = True   # see registry._resolve_constant
+
+
 def _experts(name, implementation):
     def experts_forward(self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
                         top_k_weights: torch.Tensor) -> torch.Tensor:
-        if reason := why_not(self):
+        reason, gate = _asked(self, _said(self))
+        if reason:
             raise ImplementationUnavailable(
                 f'{self.config.model_type}: experts_implementation="{name}" cannot compute {type(self).__name__}, '
                 f'which {reason}; it takes {ACCEPTED} (others: "grouped_mm", "eager")')
@@ -134,14 +194,17 @@ def _experts(name, implementation):
             gate_up, down = gate_up.mT, down.mT   # read as they lie where the implementation can
         device = hidden_states.device.type
         autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        if autocast:
-            gate_up, down = (t.to(torch.get_autocast_dtype(device)) for t in (gate_up, down))
+        dtype = torch.get_autocast_dtype(device) if autocast else gate_up.dtype
+        gate_up, down = gate_up.to(dtype), down.to(dtype)
+        biases = {}
+        if getattr(self, "has_bias", False):
+            biases = {"gate_up_bias": self.gate_up_proj_bias.to(dtype), "down_bias": self.down_proj_bias.to(dtype)}
         if getattr(self, "_is_expert_parallel", False):
             # There any index from num_experts on is that of an expert elsewhere; moe_mlp has one for all of them.
             top_k_index = top_k_index.clamp(max=gate_up.shape[0])
         with _checks.no_autocast(hidden_states):   # moe_mlp's products are not autocast's
-            y = moe_mlp(hidden_states.to(gate_up.dtype), gate_up, down, top_k_index, top_k_weights,
-                        implementation=implementation)
+            y = moe_mlp(hidden_states.to(dtype), gate_up, down, top_k_index, top_k_weights,
+                        gate=Gate(*gate), implementation=implementation, **biases)
         return y.to(hidden_states.dtype)
 
     return experts_forward

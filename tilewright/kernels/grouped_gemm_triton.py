@@ -31,6 +31,7 @@ from tilewright.kernels.tuning import Tunable
 # What _gemm does with a tile of x @ w.
 PLAIN, SWIGLU, DSWIGLU = 0, 1, 2
 _TILE_BLOCK = 128   # tiles that a program of _map_tiles writes at a time
+_SLOTS, _COLUMNS = 8, 256   # of a program of _router_gradient that reads dy and a bias
 
 
 @triton.jit(do_not_specialize=["R", "capacity"])
@@ -74,77 +75,151 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _silu_epilogue(gate, up, pre_ptr, h_ptr, r, live, c, N, STORE_PRE: tl.constexpr):
-    """h = silu(gate) * up, of a gate and an up that were rounded as they are in memory."""
-    dtype: tl.constexpr = h_ptr.dtype.element_ty
-    gate, up = gate.to(dtype), up.to(dtype)
-    mask = live[:, None] & (c < N)[None, :]
+def _tanh(x):
+    return 2.0 * _sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _gated(g, u, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_LIMIT: tl.constexpr,
+           OFFSET: tl.constexpr):
+    """a, da/dg, v and dv/du of ops.activation.Gate, float32: a * v is what is made of a gate and an up."""
+    dv = 1.0
+    if ACTIVATION == 3:
+        near = _tanh(u / UP_LIMIT)
+        v = UP_LIMIT * near + OFFSET
+        dv = 1.0 - near * near
+        s = _sigmoid(ALPHA * g)
+        soft = _tanh(g / LIMIT)
+        a = LIMIT * soft * s
+        da = s * (1.0 - soft * soft) + ALPHA * a * (1.0 - s)
+    else:
+        v, z = u, g
+        if UP_LIMIT is not None:   # written so that NaN stays
+            v = tl.where(u > UP_LIMIT, UP_LIMIT, tl.where(u < -UP_LIMIT, -UP_LIMIT, u))
+            dv = tl.where(v == u, 1.0, 0.0)
+        v += OFFSET
+        if LIMIT is not None:
+            z = tl.where(g > LIMIT, LIMIT, g)
+        if ACTIVATION == 0:
+            s = _sigmoid(ALPHA * z)
+            a = z * s
+            da = s + ALPHA * a * (1.0 - s)
+        elif ACTIVATION == 1:
+            # (1 + tanh w) / 2 = sigmoid(2 w); beyond 20 it is 0 or 1, and a cube may overflow.
+            w = tl.where(z > 20.0, 20.0, tl.where(z < -20.0, -20.0, z))
+            s = _sigmoid(1.5957691216057308 * (w + 0.044715 * w * w * w))
+            a = z * s
+            da = s + a * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * w * w)
+        else:
+            s = 0.5 + 0.5 * tl.erf(z * 0.7071067811865476)
+            a = z * s
+            da = s + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+        if LIMIT is not None:
+            da = tl.where(g > LIMIT, 0.0, da)
+    return a, da, v, dv
+
+
+@triton.jit
+def _h_epilogue(gate, up, h_ptr, r, live, c, N, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+                UP_LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    """h of a gate and an up that were rounded as they are in memory."""
+    a, _, v, _ = _gated(gate.to(tl.float32), up.to(tl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
+    tl.store(h_ptr + r[:, None] * N + c[None, :], (a * v).to(h_ptr.dtype.element_ty),
+             mask=live[:, None] & (c < N)[None, :])
+
+
+@triton.jit
+def _halves_epilogue(gate, up, pre_ptr, h_ptr, r, live, c, N, STORE_PRE: tl.constexpr, ACTIVATION: tl.constexpr,
+                     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
     if STORE_PRE:
+        mask = live[:, None] & (c < N)[None, :]
         at = pre_ptr + r[:, None] * (2 * N) + c[None, :]
         tl.store(at, gate, mask=mask)
         tl.store(at + N, up, mask=mask)
-    g = gate.to(tl.float32)
-    tl.store(h_ptr + r[:, None] * N + c[None, :], (g * _sigmoid(g) * up.to(tl.float32)).to(dtype), mask=mask)
+    _h_epilogue(gate, up, h_ptr, r, live, c, N, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
 
 
 @triton.jit
-def _dsilu_epilogue(da, pre_ptr, dpre_ptr, hw_ptr, r, live, known, c, N, scale, STORE_H: tl.constexpr):
-    """From da, the gradient of the unweighted h: writes that of the pre-activation and, if asked, scale * h.
+def _pairs_epilogue(acc, pre_ptr, h_ptr, r, live, n, N, STORE_PRE: tl.constexpr, ROWS: tl.constexpr,
+                    COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+                    UP_LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    """Of COLUMNS interleaved gates and ups, from column 2 n of pre on."""
+    acc = acc.to(h_ptr.dtype.element_ty)
+    if STORE_PRE:
+        both = 2 * n + tl.arange(0, COLUMNS)
+        tl.store(pre_ptr + r[:, None] * (2 * N) + both[None, :], acc, mask=live[:, None] & (both < 2 * N)[None, :])
+    gate, up = tl.split(tl.reshape(acc, (ROWS, COLUMNS // 2, 2)))
+    _h_epilogue(gate, up, h_ptr, r, live, n + tl.arange(0, COLUMNS // 2), N, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
 
-    Returns <da, h> of each row. known: rows whose pre-activation was written; the tail's is not read.
+
+@triton.jit
+def _dgate_epilogue(dh, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H: tl.constexpr,
+                    INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+                    UP_LIMIT: tl.constexpr, OFFSET: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
+                    COLUMNS: tl.constexpr):
+    """From dh, the gradient of the unweighted h, COLUMNS columns from n on: writes that of the pre-activation and, if
+    asked, scale * h. Returns <dh, h> of each row. known: rows whose pre-activation was written; the tail's is not read.
+
+    In SPLIT pieces, one after the other: the barrier keeps the loads of a piece, and the registers that they take,
+    behind the one before.
     """
-    dtype: tl.constexpr = dpre_ptr.dtype.element_ty
-    inside = (c < N)[None, :]
-    at = r[:, None] * (2 * N) + c[None, :]
-    g = tl.load(pre_ptr + at, mask=known[:, None] & inside, other=0.0).to(tl.float32)
-    u = tl.load(pre_ptr + N + at, mask=known[:, None] & inside, other=0.0).to(tl.float32)
-    s = _sigmoid(g)
-    a = g * s
-    d = scale[:, None] * da
-    mask = live[:, None] & inside
-    tl.store(dpre_ptr + N + at, (d * a).to(dtype), mask=mask)
-    tl.store(dpre_ptr + at, (d * u * (s + a * (1.0 - s))).to(dtype), mask=mask)
-    h = a * u
-    if STORE_H:
-        # h is rounded before it is weighted: that is what the down projection was fed.
-        hw = scale[:, None] * h.to(dtype).to(tl.float32)
-        tl.store(hw_ptr + r[:, None] * N + c[None, :], hw.to(dtype), mask=mask)
-    return tl.sum(tl.where(inside, da * h, 0.0), axis=1)
-
-
-@triton.jit
-def _dsilu_two(da, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H: tl.constexpr, ROWS: tl.constexpr,
-               COLUMNS: tl.constexpr):
-    """`_dsilu_epilogue` of the two halves, one after the other: the barrier keeps the second's loads, and the
-    registers that they take, behind the first."""
-    left, right = _halves(da, ROWS, COLUMNS)
-    c = n + tl.arange(0, COLUMNS // 2)
-    dot = _dsilu_epilogue(left, pre_ptr, dpre_ptr, hw_ptr, r, live, known, c, N, scale, STORE_H)
-    tl.debug_barrier()
-    c += COLUMNS // 2
-    return dot + _dsilu_epilogue(right, pre_ptr, dpre_ptr, hw_ptr, r, live, known, c, N, scale, STORE_H)
-
-
-@triton.jit
-def _dsilu_four(da, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H: tl.constexpr, ROWS: tl.constexpr,
-                COLUMNS: tl.constexpr):
-    HALF: tl.constexpr = COLUMNS // 2
-    left, right = _halves(da, ROWS, COLUMNS)
-    dot = _dsilu_two(left, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H, ROWS, HALF)
-    tl.debug_barrier()
-    return dot + _dsilu_two(right, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n + HALF, N, scale, STORE_H, ROWS, HALF)
+    if SPLIT > 1:
+        HALF: tl.constexpr = COLUMNS // 2
+        left, right = _halves(dh, ROWS, COLUMNS)
+        dot = _dgate_epilogue(left, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H, INTERLEAVED,
+                              ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET, SPLIT // 2, ROWS, HALF)
+        tl.debug_barrier()
+        dot += _dgate_epilogue(right, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n + HALF, N, scale, STORE_H,
+                               INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET, SPLIT // 2, ROWS, HALF)
+    else:
+        dtype: tl.constexpr = dpre_ptr.dtype.element_ty
+        c = n + tl.arange(0, COLUMNS)
+        inside = (c < N)[None, :]
+        mask = live[:, None] & inside
+        if INTERLEAVED:
+            both = 2 * n + tl.arange(0, 2 * COLUMNS)
+            at = r[:, None] * (2 * N) + both[None, :]
+            there = (both < 2 * N)[None, :]
+            pre = tl.load(pre_ptr + at, mask=known[:, None] & there, other=0.0)
+            g, u = tl.split(tl.reshape(pre, (ROWS, COLUMNS, 2)))
+        else:
+            at = r[:, None] * (2 * N) + c[None, :]
+            g = tl.load(pre_ptr + at, mask=known[:, None] & inside, other=0.0)
+            u = tl.load(pre_ptr + N + at, mask=known[:, None] & inside, other=0.0)
+        a, da, v, dv = _gated(g.to(tl.float32), u.to(tl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
+        d = scale[:, None] * dh
+        dg, du = (d * v * da).to(dtype), (d * a * dv).to(dtype)
+        if INTERLEAVED:
+            dpre = tl.reshape(tl.join(dg, du), (ROWS, 2 * COLUMNS))
+            tl.store(dpre_ptr + at, dpre, mask=live[:, None] & there)
+        else:
+            tl.store(dpre_ptr + N + at, du, mask=mask)
+            tl.store(dpre_ptr + at, dg, mask=mask)
+        h = a * v
+        if STORE_H:
+            # h is rounded before it is weighted: that is what the down projection was fed.
+            hw = scale[:, None] * h.to(dtype).to(tl.float32)
+            tl.store(hw_ptr + r[:, None] * N + c[None, :], hw.to(dtype), mask=mask)
+        dot = tl.sum(tl.where(inside, dh * h, 0.0), axis=1)
+    return dot
 
 
 @triton.jit(do_not_specialize=["capacity"])
-def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, weight_ptr, E, capacity, N, K, x_stride,
-          w_expert_stride, w_stride, TOP_K, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr,
-          STORE_PRE: tl.constexpr, STORE_H: tl.constexpr, TMA_X: tl.constexpr, TMA_W: tl.constexpr,
+def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, weight_ptr, bias_ptr, E, capacity, N, K,
+          x_stride, w_expert_stride, w_stride, TOP_K, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr,
+          EPILOGUE: tl.constexpr, STORE_PRE: tl.constexpr, STORE_H: tl.constexpr, BIAS: tl.constexpr,
+          INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+          UP_LIMIT: tl.constexpr, OFFSET: tl.constexpr, TMA_X: tl.constexpr, TMA_W: tl.constexpr,
           PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
           GROUP: tl.constexpr, SPLIT: tl.constexpr):
     """N: columns of the result.   K: what is summed over.   x: [rows, K], pointer or descriptor.
 
     w: [E, N, K], or TRANSPOSED [E, K, N]. With SWIGLU [E, 2 N, K], gates first: a tile of BLOCK_N columns is half of
         gates and half of the ups that belong to them, BLOCK_N // 2 columns of h; its descriptor is of [E, 2, N, K].
+        INTERLEAVED: rows of w are gate, up, gate, up, ..., as are columns of pre and of its gradient.
+    BIAS: bias [E, N], with SWIGLU [E, 2 N] in the order of w's rows, is added to x @ w before that is rounded.
+    ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET: what h is made by, see `_gated`.
     PLAIN: out [rows, N] = x @ w.
     SWIGLU: out [rows, N] = h, and with STORE_PRE pre [rows, 2 N] = x @ w.
     DSWIGLU: x @ w is the gradient of h, without the row's router weight. pre is read, out [rows, 2 N] is its gradient,
@@ -152,6 +227,7 @@ def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, wei
     SPLIT: pieces that DSWIGLU takes a tile in, for registers.
     """
     WIDE: tl.constexpr = BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N   # columns of N that a tile covers
+    HALVES: tl.constexpr = EPILOGUE == 1 and not INTERLEAVED
     i = tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
@@ -177,13 +253,15 @@ def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, wei
             source = r
         if not TMA_X:
             x_at = x + source[:, None] * x_stride + ks[None, :]
+        # Of w's rows: the tile's first, all, and those that are there.
+        start = n_tile * BLOCK_N
+        if HALVES:   # row j of the tile: gate n + j, or up n + j - WIDE
+            column = tl.where(j < WIDE, n + j, N + n + j - WIDE)
+            there = n + j % WIDE < N
+        else:
+            column = start + j
+            there = column < (2 * N if EPILOGUE == 1 else N)
         if not TMA_W:
-            if EPILOGUE == 1:   # row j of the tile: gate n + j, or up n + j - WIDE
-                column = tl.where(j < WIDE, n + j, N + n + j - WIDE)
-                there = n + j % WIDE < N
-            else:
-                column = n + j
-                there = column < N
             w_at = w + e.to(tl.int64) * w_expert_stride
             if TRANSPOSED:
                 w_at += ks.to(tl.int64)[:, None] * w_stride + column[None, :]
@@ -196,12 +274,12 @@ def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, wei
             else:
                 a = tl.load(x_at + k, mask=live[:, None] & (k + ks < K)[None, :], other=0.0)
             if TMA_W:
-                if EPILOGUE == 1:
+                if HALVES:
                     b = tl.reshape(w.load([e, 0, n, k]), (BLOCK_N, BLOCK_K)).T
                 elif TRANSPOSED:
-                    b = tl.reshape(w.load([e, k, n]), (BLOCK_K, BLOCK_N))
+                    b = tl.reshape(w.load([e, k, start]), (BLOCK_K, BLOCK_N))
                 else:
-                    b = tl.reshape(w.load([e, n, k]), (BLOCK_N, BLOCK_K)).T
+                    b = tl.reshape(w.load([e, start, k]), (BLOCK_N, BLOCK_K)).T
             else:
                 b = tl.load(w_at, mask=(k + ks < K)[:, None] & there[None, :], other=0.0)
                 if TRANSPOSED:
@@ -210,38 +288,43 @@ def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, wei
                     w_at += BLOCK_K
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
 
+        if BIAS:
+            bias_at = bias_ptr + e.to(tl.int64) * (2 * N if EPILOGUE == 1 else N) + column
+            acc += tl.load(bias_at, mask=there & (j * 0 + e < E), other=0.0).to(tl.float32)[None, :]
         if EPILOGUE == 0:
             c = n + j
             tl.store(out_ptr + r[:, None] * N + c[None, :], acc.to(out_ptr.dtype.element_ty),
                      mask=live[:, None] & (c < N)[None, :])
         elif EPILOGUE == 1:
-            gate, up = _halves(acc, BLOCK_M, BLOCK_N)
-            if SPLIT == 1:
-                _silu_epilogue(gate, up, pre_ptr, out_ptr, r, live, n + tl.arange(0, WIDE), N, STORE_PRE)
+            PART: tl.constexpr = WIDE // SPLIT
+            if INTERLEAVED:
+                if SPLIT == 1:
+                    _pairs_epilogue(acc, pre_ptr, out_ptr, r, live, n, N, STORE_PRE, BLOCK_M, BLOCK_N, ACTIVATION,
+                                    ALPHA, LIMIT, UP_LIMIT, OFFSET)
+                else:
+                    left, right = _halves(acc, BLOCK_M, BLOCK_N)
+                    _pairs_epilogue(left, pre_ptr, out_ptr, r, live, n, N, STORE_PRE, BLOCK_M, WIDE, ACTIVATION, ALPHA,
+                                    LIMIT, UP_LIMIT, OFFSET)
+                    _pairs_epilogue(right, pre_ptr, out_ptr, r, live, n + PART, N, STORE_PRE, BLOCK_M, WIDE,
+                                    ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
             else:
-                PART: tl.constexpr = WIDE // 2
+                gate, up = _halves(acc, BLOCK_M, BLOCK_N)
                 c = n + tl.arange(0, PART)
-                g0, g1 = _halves(gate, BLOCK_M, WIDE)
-                u0, u1 = _halves(up, BLOCK_M, WIDE)
-                _silu_epilogue(g0, u0, pre_ptr, out_ptr, r, live, c, N, STORE_PRE)
-                _silu_epilogue(g1, u1, pre_ptr, out_ptr, r, live, c + PART, N, STORE_PRE)
+                if SPLIT == 1:
+                    _halves_epilogue(gate, up, pre_ptr, out_ptr, r, live, c, N, STORE_PRE, ACTIVATION, ALPHA, LIMIT,
+                                     UP_LIMIT, OFFSET)
+                else:
+                    g0, g1 = _halves(gate, BLOCK_M, WIDE)
+                    u0, u1 = _halves(up, BLOCK_M, WIDE)
+                    _halves_epilogue(g0, u0, pre_ptr, out_ptr, r, live, c, N, STORE_PRE, ACTIVATION, ALPHA, LIMIT,
+                                     UP_LIMIT, OFFSET)
+                    _halves_epilogue(g1, u1, pre_ptr, out_ptr, r, live, c + PART, N, STORE_PRE, ACTIVATION, ALPHA,
+                                     LIMIT, UP_LIMIT, OFFSET)
         else:
             known = live & (i * 0 + e < E)
             scale = tl.load(weight_ptr + slot, mask=known, other=0.0)
-            if SPLIT == 1:
-                dot = _dsilu_epilogue(acc, pre_ptr, out_ptr, hw_ptr, r, live, known, n + j, N, scale, STORE_H)
-            elif SPLIT == 2:
-                dot = _dsilu_two(acc, pre_ptr, out_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H, BLOCK_M, BLOCK_N)
-            elif SPLIT == 4:
-                dot = _dsilu_four(acc, pre_ptr, out_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H, BLOCK_M,
-                                  BLOCK_N)
-            else:
-                HALF: tl.constexpr = BLOCK_N // 2
-                left, right = _halves(acc, BLOCK_M, BLOCK_N)
-                dot = _dsilu_four(left, pre_ptr, out_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H, BLOCK_M, HALF)
-                tl.debug_barrier()
-                dot += _dsilu_four(right, pre_ptr, out_ptr, hw_ptr, r, live, known, n + HALF, N, scale, STORE_H,
-                                   BLOCK_M, HALF)
+            dot = _dgate_epilogue(acc, pre_ptr, out_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H, INTERLEAVED,
+                                  ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET, SPLIT, BLOCK_M, BLOCK_N)
             tl.store(partial_ptr + r * n_tiles + n_tile, dot, mask=live)
 
 
@@ -300,14 +383,29 @@ def _dweight(dy, x, out_ptr, offsets_ptr, slots_ptr, R, N, K, dy_stride, x_strid
 
 
 @triton.jit(do_not_specialize=["SLOTS"])
-def _router_gradient(partial_ptr, position_ptr, out_ptr, SLOTS, tiles, BLOCK: tl.constexpr, TILES: tl.constexpr):
-    """out[s] = the sum of row position[s] of partial [rows, tiles]; 0 where position[s] < 0."""
+def _router_gradient(partial_ptr, position_ptr, out_ptr, dy_ptr, bias_ptr, offsets_ptr, SLOTS, tiles, E, H, dy_stride,
+                     TOP_K, BIAS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
+                     EXPERTS: tl.constexpr):
+    """out[s] = the sum of row position[s] of partial [rows, tiles], and with BIAS <dy[s // TOP_K], bias[e]> of its
+    expert; 0 where position[s] < 0. dy: [T, H].   bias: [E, H]."""
     s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(position_ptr + s, mask=s < SLOTS, other=-1)
     t = tl.arange(0, TILES)
     mask = (position >= 0)[:, None] & (t < tiles)[None, :]
     found = tl.load(partial_ptr + position.to(tl.int64)[:, None] * tiles + t[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + s, tl.sum(found, axis=1), mask=s < SLOTS)
+    dot = tl.sum(found, axis=1)
+    if BIAS:
+        i = tl.arange(0, EXPERTS)
+        ends = tl.load(offsets_ptr + i, mask=i < E, other=2147483647)
+        e = tl.sum((ends[None, :] <= position[:, None]).to(tl.int64), axis=1)
+        dy_at = dy_ptr + (s // TOP_K).to(tl.int64) * dy_stride
+        for k in range(0, H, COLUMNS):
+            c = k + tl.arange(0, COLUMNS)
+            mask = (position >= 0)[:, None] & (c < H)[None, :]
+            d = tl.load(dy_at[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(bias_ptr + (e * H)[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            dot += tl.sum(d * b, axis=1)
+    tl.store(out_ptr + s, dot, mask=s < SLOTS)
 
 
 # ---- launches
@@ -374,8 +472,13 @@ def tile_map(offsets: torch.Tensor, rows: int, block: int) -> torch.Tensor:
     return tiles
 
 
-def _launch(tunable, x, w, out, pre, hw, partial, offsets, slots, top_k, weight, rows, N, K, transposed, epilogue):
-    """One `_gemm`. x is a matrix with contiguous rows, w as `_weights` gives it."""
+# silu(gate) * up, of halves.
+SILU_MUL = {"ACTIVATION": 0, "INTERLEAVED": False, "ALPHA": 1.0, "LIMIT": None, "UP_LIMIT": None, "OFFSET": 0.0}
+
+
+def _launch(tunable, x, w, out, pre, hw, partial, offsets, slots, top_k, weight, rows, N, K, transposed, epilogue,
+            bias=None, gate=SILU_MUL):
+    """One `_gemm`. x is a matrix with contiguous rows, w as `_weights` gives it, bias a contiguous matrix."""
     E = offsets.shape[0]
     aligned = _fits(x, w, N)
     c = dict(tunable.config(x.device, *_key(N, K, x, rows, E, aligned)))
@@ -384,24 +487,25 @@ def _launch(tunable, x, w, out, pre, hw, partial, offsets, slots, top_k, weight,
     wide = c["BLOCK_N"] // 2 if epilogue == SWIGLU else c["BLOCK_N"]
     capacity = tiles.shape[0] // 3
     tma = aligned and x.element_size() == 2 and _has_tma(x.device)
-    tma_x, tma_w = tma and slots is None, tma and not (epilogue == SWIGLU and transposed)
+    halves = epilogue == SWIGLU and not gate["INTERLEAVED"]
+    tma_x, tma_w = tma and slots is None, tma and not (halves and transposed)
     x_stride, w_stride = x.stride(0), w.stride(1)
     expert_stride = w.stride(0)
     if tma_x:
         x = TensorDescriptor.from_tensor(x, [c["BLOCK_M"], c["BLOCK_K"]])
     if tma_w:
         block = [c["BLOCK_K"], c["BLOCK_N"]] if transposed else [c["BLOCK_N"], c["BLOCK_K"]]
-        if epilogue == SWIGLU:
+        if halves:
             w, block = w.unflatten(1, (2, N)), [2, wide, c["BLOCK_K"]]
         w = TensorDescriptor.from_tensor(w, [1, *block])
     grid = min(blocks, capacity * triton.cdiv(N, wide))
-    _gemm[(grid,)](x, w, out, pre, hw, partial, tiles, slots, weight, E, capacity, N, K, x_stride, expert_stride,
-                   w_stride, top_k, GATHER=slots is not None, TRANSPOSED=transposed, EPILOGUE=epilogue,
-                   STORE_PRE=pre is not None, STORE_H=hw is not None, TMA_X=tma_x, TMA_W=tma_w,
-                   PRECISION=_precision(out), **c)
+    _gemm[(grid,)](x, w, out, pre, hw, partial, tiles, slots, weight, bias, E, capacity, N, K, x_stride,
+                   expert_stride, w_stride, top_k, GATHER=slots is not None, TRANSPOSED=transposed, EPILOGUE=epilogue,
+                   STORE_PRE=pre is not None, STORE_H=hw is not None, BIAS=bias is not None, TMA_X=tma_x, TMA_W=tma_w,
+                   PRECISION=_precision(out), **gate, **c)
 
 
-def _product(tunable, x, weight, offsets, transposed):
+def _product(tunable, x, weight, offsets, transposed, bias=None):
     rows, K = x.shape
     N = weight.shape[2 if transposed else 1]
     out = torch.empty((rows, N), dtype=x.dtype, device=x.device)
@@ -409,13 +513,16 @@ def _product(tunable, x, weight, offsets, transposed):
         return out.zero_()
     if out.numel():
         w, turned = _weights(weight, transposed)
-        _launch(tunable, _rows(x), w, out, None, None, None, offsets, None, 1, None, rows, N, K, turned, PLAIN)
+        _launch(tunable, _rows(x), w, out, None, None, None, offsets, None, 1, None, rows, N, K, turned, PLAIN,
+                None if bias is None else bias.contiguous())
     return out
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """y [R, N] from x [R, K] and weight [E, N, K]; zeros in the tail."""
-    return _product(FORWARD, x, weight, offsets, False)
+def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor,
+            bias: torch.Tensor | None = None) -> torch.Tensor:
+    """y [R, N] from x [R, K], weight [E, N, K] and perhaps bias [E, N], which needs a K that is not 0; zeros in the
+    tail."""
+    return _product(FORWARD, x, weight, offsets, False, bias)
 
 
 def backward_x(dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -461,29 +568,35 @@ def _gathered(config: dict) -> dict:
 # ---- launches of a mixture-of-experts MLP
 
 def up_swiglu(x: torch.Tensor, gate_up_proj: torch.Tensor, offsets: torch.Tensor, slots: torch.Tensor, top_k: int,
-              keep_pre: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(pre [R, 2 I] or None, h [R, I]) from x [T, H] and gate_up_proj [E, 2 I, H], gates first.
+              keep_pre: bool, bias: torch.Tensor | None = None,
+              gate: dict = SILU_MUL) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(pre [R, 2 I] or None, h [R, I]) from x [T, H] and gate_up_proj [E, 2 I, H], gates first or interleaved.
 
-    slots [R] int32: row r is token slots[r] // top_k. pre = x[token] @ gate_up_proj[e]^T; h = silu(gate) * up of the
-    rounded pre. Zeros in the tail. R, I and H are not 0.
+    slots [R] int32: row r is token slots[r] // top_k. pre = x[token] @ gate_up_proj[e]^T + bias[e], rounded once;
+    h = silu(gate) * up of the rounded pre, or what the constants in `gate` say. Zeros in the tail. R, I and H are not
+    0.
     """
     rows, K, N = slots.shape[0], x.shape[1], gate_up_proj.shape[1] // 2
     pre = torch.empty((rows, 2 * N), dtype=x.dtype, device=x.device) if keep_pre else None
     h = torch.empty((rows, N), dtype=x.dtype, device=x.device)
     w, turned = _weights(gate_up_proj, False)
-    _launch(UP_SWIGLU, _rows(x), w, h, pre, None, None, offsets, slots, top_k, None, rows, N, K, turned, SWIGLU)
+    _launch(UP_SWIGLU, _rows(x), w, h, pre, None, None, offsets, slots, top_k, None, rows, N, K, turned, SWIGLU,
+            None if bias is None else bias.contiguous(), gate)
     return pre, h
 
 
 def down_dswiglu(dy: torch.Tensor, down_proj: torch.Tensor, pre: torch.Tensor, expert_weight: torch.Tensor,
                  offsets: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
-                 keep_h: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+                 keep_h: bool, bias: torch.Tensor | None = None,
+                 gate: dict = SILU_MUL) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(dpre [R, 2 I], dexpert_weight [T, K] fp32, weighted h [R, I] or None) of a MoE MLP.
 
     dy [T, H]: of the layer's result.   down_proj [E, H, I].   pre [R, 2 I]: contiguous, as `up_swiglu` kept it.
     expert_weight [T, K] fp32.   slots [R], position [T, K] int32: as `sort_by_expert` gives them.
-    With dh = dy[token] @ down_proj[e], which is not kept: dexpert_weight = <dh, h>, and dpre is the gradient for
-    weight * dh. weight * h is what the gradient of down_proj is made of: backward_weight(dy, weighted h, ..., "dy").
+    bias [E, H]: that of the down-projection.   gate: as in `up_swiglu`.
+    With dh = dy[token] @ down_proj[e], which is not kept: dexpert_weight = <dh, h> + <dy[token], bias[e]>, and dpre is
+    the gradient for weight * dh. weight * h is what the gradient of down_proj is made of:
+    backward_weight(dy, weighted h, ..., "dy").
     Zeros in the tail and for sentinels. R, I and H are not 0.
     """
     rows, K, N = slots.shape[0], dy.shape[1], down_proj.shape[2]
@@ -496,12 +609,15 @@ def down_dswiglu(dy: torch.Tensor, down_proj: torch.Tensor, pre: torch.Tensor, e
     tiles = triton.cdiv(N, tile)
     partial = torch.empty((rows, tiles), dtype=torch.float32, device=dy.device)
     _launch(DOWN_DSWIGLU, dy, w, dpre, pre, hw, partial, offsets, slots, top_k, expert_weight, rows, N, K,
-            turned, DSWIGLU)
+            turned, DSWIGLU, gate=gate)
     dweight = torch.empty(position.shape, dtype=torch.float32, device=dy.device)
     columns = triton.next_power_of_2(tiles)
-    block = max(1, 1024 // columns)
-    _router_gradient[(triton.cdiv(dweight.numel(), block),)](partial, position, dweight, dweight.numel(), tiles,
-                                                            BLOCK=block, TILES=columns)
+    block = max(1, 1024 // columns) if bias is None else _SLOTS
+    E = offsets.shape[0]
+    _router_gradient[(triton.cdiv(dweight.numel(), block),)](
+        partial, position, dweight, None if bias is None else dy, None if bias is None else bias.contiguous(),
+        None if bias is None else offsets, dweight.numel(), tiles, E, K, dy.stride(0), top_k, BIAS=bias is not None,
+        BLOCK=block, TILES=columns, COLUMNS=_COLUMNS, EXPERTS=triton.next_power_of_2(E))
     return dpre, dweight, hw
 
 
@@ -618,12 +734,19 @@ def _needs(key: dict, tma: bool) -> dict:
             "divisible": ("N", "K", "x_stride", "w_stride", "w_expert_stride", "dy_stride")}
 
 
+# gpt-oss's, for the gate.
+_CLAMPED = {"ACTIVATION": 0, "INTERLEAVED": True, "ALPHA": 1.702, "LIMIT": 7.0, "UP_LIMIT": 7.0, "OFFSET": 1.0}
+
+
 def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
-    def specs(key: dict, config: dict) -> list[KernelSpec]:
+    """One without a bias; and where there may be one, or another gate, gpt-oss's, whose weights are transposed."""
+    def spec(key: dict, config: dict, kind: str, transposed: bool, gate: dict) -> KernelSpec:
         t = _TYPES[key["itemsize"]]
         c = {n: v for n, v in config.items() if n not in ("per_sm", "num_warps", "num_stages")}
         m, n, k = c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"]
-        block = [2, n // 2, k] if epilogue == SWIGLU else [k, n] if transposed else [n, k]
+        bias = bool(kind) and epilogue != DSWIGLU   # that of the down-projection is added where it is the forward
+        halves = epilogue == SWIGLU and not gate["INTERLEAVED"]
+        block = [2, n // 2, k] if halves else [k, n] if transposed else [n, k]
         tma = key["itemsize"] == 2 and key["aligned"]
         tma_x = tma and not gather
         used = {"x": f"tensordesc<{t}[{m},{k}]>" if tma_x else f"*{t}",
@@ -636,13 +759,24 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
             used["pre_ptr"] = f"*{t}"
         if epilogue == DSWIGLU:
             used |= {"hw_ptr": f"*{t}", "partial_ptr": "*fp32", "weight_ptr": "*fp32"}
-        absent = dict.fromkeys(n for n in ("pre_ptr", "hw_ptr", "partial_ptr", "slots_ptr", "weight_ptr")
+        if bias:
+            used["bias_ptr"] = f"*{t}"
+        absent = dict.fromkeys(n for n in ("pre_ptr", "hw_ptr", "partial_ptr", "slots_ptr", "weight_ptr", "bias_ptr")
                                if n not in used)
         constexprs = {**absent, **c, "GATHER": gather, "TRANSPOSED": transposed, "EPILOGUE": epilogue,
-                      "STORE_PRE": epilogue == SWIGLU, "STORE_H": epilogue == DSWIGLU, "TMA_X": tma_x, "TMA_W": tma,
-                      "PRECISION": "ieee" if key["itemsize"] == 4 else None}
-        return [KernelSpec(_gemm, f"{label} {_about(key)}", used, constexprs, config["num_warps"],
-                           config["num_stages"], **_needs(key, tma))]
+                      "STORE_PRE": epilogue == SWIGLU, "STORE_H": epilogue == DSWIGLU, "BIAS": bias, **gate,
+                      "TMA_X": tma_x, "TMA_W": tma, "PRECISION": "ieee" if key["itemsize"] == 4 else None}
+        return KernelSpec(_gemm, f"{label}{kind} {_about(key)}", used, constexprs, config["num_warps"],
+                          config["num_stages"], **_needs(key, tma))
+
+    def specs(key: dict, config: dict) -> list[KernelSpec]:
+        found = [spec(key, config, "", transposed, SILU_MUL)]
+        if epilogue != PLAIN:
+            # down_proj [E, I, H] is read the other way round than a [E, H, I] is.
+            found.append(spec(key, config, " gpt-oss", epilogue == SWIGLU, _CLAMPED))
+        elif not transposed:
+            found.append(spec(key, config, " biased", True, SILU_MUL))
+        return found
 
     return specs
 
@@ -676,8 +810,10 @@ def gate() -> tuple[KernelSpec, ...]:
                                          "capacity": "i32"},
                    {"BLOCK_M": 128, "BLOCK": _TILE_BLOCK, "EXPERTS": 256}, load=32, store=32),
         KernelSpec(_router_gradient, "router gradient",
-                   {"partial_ptr": "*fp32", "position_ptr": "*i32", "out_ptr": "*fp32", "SLOTS": "i32", "tiles": "i32"},
-                   {"BLOCK": 128, "TILES": 8}, load=32, store=32),
+                   {"partial_ptr": "*fp32", "position_ptr": "*i32", "out_ptr": "*fp32",
+                    **dict.fromkeys(("SLOTS", "tiles", "E", "H", "dy_stride", "TOP_K"), "i32")},
+                   {"dy_ptr": None, "bias_ptr": None, "offsets_ptr": None, "BIAS": False, "BLOCK": 128, "TILES": 8,
+                    "COLUMNS": _COLUMNS, "EXPERTS": 128}, load=32, store=32),
     )
 
 

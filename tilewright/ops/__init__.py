@@ -1,7 +1,7 @@
 """The public functions, and `OPS`, the table of all ops."""
 
 from tilewright.ops._softmax_stats import checked_targets
-from tilewright.ops.activation import GELU_MUL, SILU_MUL, gelu_mul, silu_mul
+from tilewright.ops.activation import GELU_MUL, SILU_MUL, Gate, gelu_mul, silu_mul
 from tilewright.ops.aqn import AQN, AQN_NOISE, aqn_noise, aqn_schedule
 from tilewright.ops.attention import ATTENTION, attention
 from tilewright.ops.block_fp8 import (
@@ -43,7 +43,7 @@ OPS = {op.name: op for op in (RMSNORM, ADD_RMSNORM, SILU_MUL, GELU_MUL, ROPE, QK
                               QUANTIZE_BLOCK_FP8, DEQUANTIZE_BLOCK_FP8, HADAMARD, SILU_MUL_QUANTIZE,
                               RMSNORM_QUANTIZE, QUANTIZED_LINEAR, FP8_LINEAR, AQN_NOISE)}
 
-__all__ = ["AQN", "NF4", "NVFP4", "OPS", "BlockFP8", "add_rmsnorm", "aqn_noise", "aqn_schedule", "attention",
+__all__ = ["AQN", "NF4", "NVFP4", "OPS", "BlockFP8", "Gate", "add_rmsnorm", "aqn_noise", "aqn_schedule", "attention",
            "checked_targets", "cross_entropy", "dequantize_block_fp8",
            "dequantize_nf4", "dequantize_nvfp4", "fp8_linear", "gelu_mul", "grouped_gemm", "hadamard",
            "linear_cross_entropy", "linear_logprob", "moe_lora", "moe_mlp", "permute", "qk_norm_rope",

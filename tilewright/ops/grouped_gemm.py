@@ -141,10 +141,13 @@ def _triton():
     if "triton" not in _loaded:
         from tilewright.kernels import grouped_gemm_triton as k
 
+        def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            return k.forward(x, weight, offsets)
+
         def backward_weight(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
             return k.backward_weight(dy, x, offsets)
 
-        _loaded["triton"] = _defined("triton", k.forward, k.backward_x, backward_weight)
+        _loaded["triton"] = _defined("triton", forward, k.backward_x, backward_weight)
     return _loaded["triton"]
 
 
