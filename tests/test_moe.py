@@ -68,7 +68,21 @@ def test_what_is_kept_is_what_the_formula_says(name, dtype):
         moe_mlp(*arguments, implementation=name)
     for parameter in arguments[1:3]:
         del seen[parameter.untyped_storage().data_ptr()]
-    assert sum(seen.values()) == saved_bytes(T, K, E, H, I, dtype.itemsize)
+    assert sum(seen.values()) == saved_bytes(T, K, E, H, I, dtype.itemsize, triton=name == "triton")
+
+
+def test_a_forward_and_its_backward_share_one_map_of_tiles(monkeypatch):
+    skip_unless_usable(MOE_MLP, "triton", torch.float32)
+    from tilewright.kernels import grouped_gemm_triton as kernel
+    from tilewright.ops import moe
+
+    made = []
+    monkeypatch.setattr(kernel, "tile_map", lambda *a, f=kernel.tile_map: made.append(a) or f(*a))
+    arguments = inputs(T=40)
+    y = moe_mlp(*arguments, **biases(), implementation="triton")
+    grads(y, arguments, torch.ones_like(y))
+    assert len(made) == 1
+    assert all(kernel.map_size(R, n) == moe._map_size(R, n) for R, n in ((1, 1), (127, 3), (128, 5), (4096, 128)))
 
 
 def biases(dtype=torch.float32):
@@ -136,7 +150,7 @@ def test_without_gradients_nothing_is_kept(name):
     expected = moe_mlp(*arguments, implementation=name)
     with torch.no_grad():
         assert torch.equal(moe_mlp(*arguments, implementation=name), expected)
-    *_, pre, _, _, _ = torch.ops.tilewright.__getattr__(f"moe_mlp_{name}_forward")(
+    _, pre, *_ = torch.ops.tilewright.__getattr__(f"moe_mlp_{name}_forward")(
         *(t.detach() for t in arguments), False, None, None, 0, False, [1.0, 0.0, 0.0, 0.0])
     assert pre.numel() == 0
 

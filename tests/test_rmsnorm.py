@@ -1,5 +1,7 @@
 """What is special to rmsnorm and add_rmsnorm; parity with the eager twin is in test_contract.py."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable
@@ -183,3 +185,45 @@ def test_cpp_operators_themselves_check_every_tensor(op, right, wrong, message):
 def test_bad_input_is_one_clear_error(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_backward_programs_are_as_many_as_the_device_holds(monkeypatch):
+    """Of one head, so that all heads together make one wave; compiled once to ask, and not again."""
+    if reason := platform.no_triton(DEVICE):
+        pytest.skip(reason)
+    from tilewright.kernels import rmsnorm_triton as kernel
+
+    h100 = SimpleNamespace(multi_processor_count=132, regs_per_multiprocessor=65536,
+                           shared_memory_per_multiprocessor=228 * 1024, max_threads_per_multi_processor=2048)
+    # By registers, by shared memory, by threads, and one block where none would be counted.
+    found = [kernel.resident(*n, h100) for n in ((104, 49192, 8), (32, 98376, 4), (16, 0, 16), (255, 0, 16), (0, 0, 1))]
+    assert found == [2, 2, 4, 1, 64]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h100)
+    monkeypatch.setattr(kernel, "_resident", {})
+    asked = []
+
+    def warmup(*arguments, **options):
+        asked.append(options)
+        return SimpleNamespace(run=None, n_regs=104, metadata=SimpleNamespace(shared=49192))
+
+    x = SimpleNamespace(is_cuda=True, device="cuda:0")
+    for T, block, heads, programs in ((16384, 1, 1, 264), (100, 1, 1, 100), (16384, 8, 32, 8), (16384, 8, 1000, 1)):
+        assert kernel._sharing(SimpleNamespace(warmup=warmup), T, block, heads, 8, x, (), D=4096) == programs
+    kernels = SimpleNamespace(warmup=warmup)
+    asked.clear()
+    for _ in range(2):
+        kernel._sharing(kernels, 16384, 1, 1, 8, x, (), D=4096)
+    assert asked == [{"D": 4096, "num_warps": 8, "grid": (1,)}]
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 5), (32, 33), (77, 100)])
+def test_the_programs_shares_are_summed_and_cast_in_one_launch(rows, columns):
+    if reason := platform.no_triton(DEVICE):
+        pytest.skip(reason)
+    from tilewright.kernels import rmsnorm_triton as kernel
+
+    partial = torch.randn(rows, columns, device=DEVICE)
+    for dtype in (torch.float32, torch.float16):
+        found = kernel._summed(partial, torch.empty(columns, dtype=dtype, device=DEVICE))
+        torch.testing.assert_close(found, partial.double().sum(0).to(dtype), rtol=2 * torch.finfo(dtype).eps,
+                                   atol=rows * torch.finfo(torch.float32).eps)

@@ -30,6 +30,7 @@ from tilewright.kernels.tuning import Tunable
 
 # What _gemm does with a tile of x @ w.
 PLAIN, SWIGLU, DSWIGLU = 0, 1, 2
+MAP_ROWS = 128      # of a tile of the map that all products of a layer share; _gemm may take it in several
 _TILE_BLOCK = 128   # tiles that a program of _map_tiles writes at a time
 _SLOTS, _COLUMNS = 8, 256   # of a program of _router_gradient that reads dy and a bias
 
@@ -211,8 +212,8 @@ def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, wei
           EPILOGUE: tl.constexpr, STORE_PRE: tl.constexpr, STORE_H: tl.constexpr, BIAS: tl.constexpr,
           INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
           UP_LIMIT: tl.constexpr, OFFSET: tl.constexpr, TMA_X: tl.constexpr, TMA_W: tl.constexpr,
-          PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-          GROUP: tl.constexpr, SPLIT: tl.constexpr):
+          PRECISION: tl.constexpr, MAP_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+          BLOCK_K: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr):
     """N: columns of the result.   K: what is summed over.   x: [rows, K], pointer or descriptor.
 
     w: [E, N, K], or TRANSPOSED [E, K, N]. With SWIGLU [E, 2 N, K], gates first: a tile of BLOCK_N columns is half of
@@ -224,6 +225,7 @@ def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, wei
     SWIGLU: out [rows, N] = h, and with STORE_PRE pre [rows, 2 N] = x @ w.
     DSWIGLU: x @ w is the gradient of h, without the row's router weight. pre is read, out [rows, 2 N] is its gradient,
         partial [rows, tiles of N] = <x @ w, h> over the tile, and with STORE_H hw [rows, N] = router weight * h.
+    MAP_ROWS: of a tile of the map, which is taken in MAP_ROWS // BLOCK_M pieces; those behind its end do nothing.
     SPLIT: pieces that DSWIGLU takes a tile in, for registers.
     """
     WIDE: tl.constexpr = BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N   # columns of N that a tile covers
@@ -231,7 +233,8 @@ def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, wei
     i = tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
-    m_tiles = tl.load(tiles_ptr + 3 * capacity)
+    PIECES: tl.constexpr = MAP_ROWS // BLOCK_M
+    m_tiles = tl.load(tiles_ptr + 3 * capacity) * PIECES
     n_tiles = tl.cdiv(N, WIDE)
     for t in range(tl.program_id(0), m_tiles * n_tiles, tl.num_programs(0)):
         # Blocks that run together have GROUP tiles of rows and a few of columns: L2 holds what they read.
@@ -241,9 +244,9 @@ def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, wei
         m = first + inside % height
         n_tile = inside // height
         n = n_tile * WIDE
-        e = tl.load(tiles_ptr + m)
-        row = tl.load(tiles_ptr + capacity + m)
-        end = tl.load(tiles_ptr + 2 * capacity + m)
+        e = tl.load(tiles_ptr + m // PIECES)
+        row = tl.load(tiles_ptr + capacity + m // PIECES) + m % PIECES * BLOCK_M
+        end = tl.load(tiles_ptr + 2 * capacity + m // PIECES)
         live = row + i < end
         r = (row + i).to(tl.int64)
         if GATHER:
@@ -268,7 +271,7 @@ def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, wei
             else:
                 w_at += column.to(tl.int64)[None, :] * w_stride + ks[:, None]
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, tl.where(e < E, K, 0), BLOCK_K):
+        for k in range(0, tl.where((e < E) & (row < end), K, 0), BLOCK_K):
             if TMA_X:
                 a = x.load([row, k])
             else:
@@ -296,30 +299,13 @@ def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, wei
             tl.store(out_ptr + r[:, None] * N + c[None, :], acc.to(out_ptr.dtype.element_ty),
                      mask=live[:, None] & (c < N)[None, :])
         elif EPILOGUE == 1:
-            PART: tl.constexpr = WIDE // SPLIT
             if INTERLEAVED:
-                if SPLIT == 1:
-                    _pairs_epilogue(acc, pre_ptr, out_ptr, r, live, n, N, STORE_PRE, BLOCK_M, BLOCK_N, ACTIVATION,
-                                    ALPHA, LIMIT, UP_LIMIT, OFFSET)
-                else:
-                    left, right = _halves(acc, BLOCK_M, BLOCK_N)
-                    _pairs_epilogue(left, pre_ptr, out_ptr, r, live, n, N, STORE_PRE, BLOCK_M, WIDE, ACTIVATION, ALPHA,
-                                    LIMIT, UP_LIMIT, OFFSET)
-                    _pairs_epilogue(right, pre_ptr, out_ptr, r, live, n + PART, N, STORE_PRE, BLOCK_M, WIDE,
-                                    ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
+                _pairs_epilogue(acc, pre_ptr, out_ptr, r, live, n, N, STORE_PRE, BLOCK_M, BLOCK_N, ACTIVATION, ALPHA,
+                                LIMIT, UP_LIMIT, OFFSET)
             else:
                 gate, up = _halves(acc, BLOCK_M, BLOCK_N)
-                c = n + tl.arange(0, PART)
-                if SPLIT == 1:
-                    _halves_epilogue(gate, up, pre_ptr, out_ptr, r, live, c, N, STORE_PRE, ACTIVATION, ALPHA, LIMIT,
-                                     UP_LIMIT, OFFSET)
-                else:
-                    g0, g1 = _halves(gate, BLOCK_M, WIDE)
-                    u0, u1 = _halves(up, BLOCK_M, WIDE)
-                    _halves_epilogue(g0, u0, pre_ptr, out_ptr, r, live, c, N, STORE_PRE, ACTIVATION, ALPHA, LIMIT,
-                                     UP_LIMIT, OFFSET)
-                    _halves_epilogue(g1, u1, pre_ptr, out_ptr, r, live, c + PART, N, STORE_PRE, ACTIVATION, ALPHA,
-                                     LIMIT, UP_LIMIT, OFFSET)
+                _halves_epilogue(gate, up, pre_ptr, out_ptr, r, live, n + tl.arange(0, WIDE), N, STORE_PRE, ACTIVATION,
+                                 ALPHA, LIMIT, UP_LIMIT, OFFSET)
         else:
             known = live & (i * 0 + e < E)
             scale = tl.load(weight_ptr + slot, mask=known, other=0.0)
@@ -461,12 +447,16 @@ def _key(N: int, K: int, x: torch.Tensor, rows: int, experts: int, aligned: bool
     return N, K, x.element_size(), average, aligned, _large(x.device)
 
 
-def tile_map(offsets: torch.Tensor, rows: int, block: int) -> torch.Tensor:
-    """Tiles of `block` rows for `_gemm`. Launches with one `block` can share them."""
+def map_size(rows: int, E: int, block: int = MAP_ROWS) -> int:
+    """Elements of `tile_map`'s result: each of E experts and the tail has at most one tile that is not whole."""
+    return 3 * ((rows + (E + 1) * (block - 1)) // block) + 1
+
+
+def tile_map(offsets: torch.Tensor, rows: int, block: int = MAP_ROWS) -> torch.Tensor:
+    """Tiles of `block` rows: for `_gemm` and for attention."""
     E = offsets.shape[0]
-    # Each of E experts and the tail has at most one tile that is not whole.
-    capacity = (rows + (E + 1) * (block - 1)) // block
-    tiles = torch.empty(3 * capacity + 1, dtype=torch.int32, device=offsets.device)
+    tiles = torch.empty(map_size(rows, E, block), dtype=torch.int32, device=offsets.device)
+    capacity = tiles.shape[0] // 3
     _map_tiles[(E + 1,)](offsets, tiles, E, rows, capacity, BLOCK_M=block, BLOCK=_TILE_BLOCK,
                          EXPERTS=triton.next_power_of_2(E + 1))
     return tiles
@@ -477,12 +467,13 @@ SILU_MUL = {"ACTIVATION": 0, "INTERLEAVED": False, "ALPHA": 1.0, "LIMIT": None, 
 
 
 def _launch(tunable, x, w, out, pre, hw, partial, offsets, slots, top_k, weight, rows, N, K, transposed, epilogue,
-            bias=None, gate=SILU_MUL):
-    """One `_gemm`. x is a matrix with contiguous rows, w as `_weights` gives it, bias a contiguous matrix."""
+            bias=None, gate=SILU_MUL, tiles=None):
+    """One `_gemm`. x is a matrix with contiguous rows, w as `_weights` gives it, bias a contiguous matrix; tiles: of
+    these offsets, if there are some already."""
     E = offsets.shape[0]
     aligned = _fits(x, w, N)
     c = dict(tunable.config(x.device, *_key(N, K, x, rows, E, aligned)))
-    tiles = tile_map(offsets, rows, c["BLOCK_M"])
+    tiles = tile_map(offsets, rows) if tiles is None else tiles
     blocks = _processors(x.device) * c.pop("per_sm")
     wide = c["BLOCK_N"] // 2 if epilogue == SWIGLU else c["BLOCK_N"]
     capacity = tiles.shape[0] // 3
@@ -498,14 +489,14 @@ def _launch(tunable, x, w, out, pre, hw, partial, offsets, slots, top_k, weight,
         if halves:
             w, block = w.unflatten(1, (2, N)), [2, wide, c["BLOCK_K"]]
         w = TensorDescriptor.from_tensor(w, [1, *block])
-    grid = min(blocks, capacity * triton.cdiv(N, wide))
+    grid = min(blocks, capacity * (MAP_ROWS // c["BLOCK_M"]) * triton.cdiv(N, wide))
     _gemm[(grid,)](x, w, out, pre, hw, partial, tiles, slots, weight, bias, E, capacity, N, K, x_stride,
                    expert_stride, w_stride, top_k, GATHER=slots is not None, TRANSPOSED=transposed, EPILOGUE=epilogue,
                    STORE_PRE=pre is not None, STORE_H=hw is not None, BIAS=bias is not None, TMA_X=tma_x, TMA_W=tma_w,
-                   PRECISION=_precision(out), **gate, **c)
+                   PRECISION=_precision(out), MAP_ROWS=MAP_ROWS, **gate, **c)
 
 
-def _product(tunable, x, weight, offsets, transposed, bias=None):
+def _product(tunable, x, weight, offsets, transposed, bias=None, tiles=None):
     rows, K = x.shape
     N = weight.shape[2 if transposed else 1]
     out = torch.empty((rows, N), dtype=x.dtype, device=x.device)
@@ -514,20 +505,21 @@ def _product(tunable, x, weight, offsets, transposed, bias=None):
     if out.numel():
         w, turned = _weights(weight, transposed)
         _launch(tunable, _rows(x), w, out, None, None, None, offsets, None, 1, None, rows, N, K, turned, PLAIN,
-                None if bias is None else bias.contiguous())
+                None if bias is None else bias.contiguous(), tiles=tiles)
     return out
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor,
-            bias: torch.Tensor | None = None) -> torch.Tensor:
+            bias: torch.Tensor | None = None, tiles: torch.Tensor | None = None) -> torch.Tensor:
     """y [R, N] from x [R, K], weight [E, N, K] and perhaps bias [E, N], which needs a K that is not 0; zeros in the
-    tail."""
-    return _product(FORWARD, x, weight, offsets, False, bias)
+    tail. tiles: `tile_map` of the offsets; None: it is made here."""
+    return _product(FORWARD, x, weight, offsets, False, bias, tiles)
 
 
-def backward_x(dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """dx [R, K] from dy [R, N] and weight [E, N, K]; zeros in the tail."""
-    return _product(BACKWARD_X, dy, weight, offsets, True)
+def backward_x(dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor,
+               tiles: torch.Tensor | None = None) -> torch.Tensor:
+    """dx [R, K] from dy [R, N] and weight [E, N, K]; zeros in the tail. tiles: as in `forward`."""
+    return _product(BACKWARD_X, dy, weight, offsets, True, tiles=tiles)
 
 
 def backward_weight(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, slots: torch.Tensor | None = None,
@@ -568,8 +560,8 @@ def _gathered(config: dict) -> dict:
 # ---- launches of a mixture-of-experts MLP
 
 def up_swiglu(x: torch.Tensor, gate_up_proj: torch.Tensor, offsets: torch.Tensor, slots: torch.Tensor, top_k: int,
-              keep_pre: bool, bias: torch.Tensor | None = None,
-              gate: dict = SILU_MUL) -> tuple[torch.Tensor | None, torch.Tensor]:
+              keep_pre: bool, bias: torch.Tensor | None = None, gate: dict = SILU_MUL,
+              tiles: torch.Tensor | None = None) -> tuple[torch.Tensor | None, torch.Tensor]:
     """(pre [R, 2 I] or None, h [R, I]) from x [T, H] and gate_up_proj [E, 2 I, H], gates first or interleaved.
 
     slots [R] int32: row r is token slots[r] // top_k. pre = x[token] @ gate_up_proj[e]^T + bias[e], rounded once;
@@ -581,14 +573,14 @@ def up_swiglu(x: torch.Tensor, gate_up_proj: torch.Tensor, offsets: torch.Tensor
     h = torch.empty((rows, N), dtype=x.dtype, device=x.device)
     w, turned = _weights(gate_up_proj, False)
     _launch(UP_SWIGLU, _rows(x), w, h, pre, None, None, offsets, slots, top_k, None, rows, N, K, turned, SWIGLU,
-            None if bias is None else bias.contiguous(), gate)
+            None if bias is None else bias.contiguous(), gate, tiles)
     return pre, h
 
 
 def down_dswiglu(dy: torch.Tensor, down_proj: torch.Tensor, pre: torch.Tensor, expert_weight: torch.Tensor,
                  offsets: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
-                 keep_h: bool, bias: torch.Tensor | None = None,
-                 gate: dict = SILU_MUL) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+                 keep_h: bool, bias: torch.Tensor | None = None, gate: dict = SILU_MUL,
+                 tiles: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(dpre [R, 2 I], dexpert_weight [T, K] fp32, weighted h [R, I] or None) of a MoE MLP.
 
     dy [T, H]: of the layer's result.   down_proj [E, H, I].   pre [R, 2 I]: contiguous, as `up_swiglu` kept it.
@@ -606,17 +598,17 @@ def down_dswiglu(dy: torch.Tensor, down_proj: torch.Tensor, pre: torch.Tensor, e
     dy = _rows(dy)
     w, turned = _weights(down_proj, True)
     tile = DOWN_DSWIGLU.config(dy.device, *_key(N, K, dy, rows, offsets.shape[0], _fits(dy, w, N)))["BLOCK_N"]
-    tiles = triton.cdiv(N, tile)
-    partial = torch.empty((rows, tiles), dtype=torch.float32, device=dy.device)
+    parts = triton.cdiv(N, tile)
+    partial = torch.empty((rows, parts), dtype=torch.float32, device=dy.device)
     _launch(DOWN_DSWIGLU, dy, w, dpre, pre, hw, partial, offsets, slots, top_k, expert_weight, rows, N, K,
-            turned, DSWIGLU, gate=gate)
+            turned, DSWIGLU, gate=gate, tiles=tiles)
     dweight = torch.empty(position.shape, dtype=torch.float32, device=dy.device)
-    columns = triton.next_power_of_2(tiles)
+    columns = triton.next_power_of_2(parts)
     block = max(1, 1024 // columns) if bias is None else _SLOTS
     E = offsets.shape[0]
     _router_gradient[(triton.cdiv(dweight.numel(), block),)](
         partial, position, dweight, None if bias is None else dy, None if bias is None else bias.contiguous(),
-        None if bias is None else offsets, dweight.numel(), tiles, E, K, dy.stride(0), top_k, BIAS=bias is not None,
+        None if bias is None else offsets, dweight.numel(), parts, E, K, dy.stride(0), top_k, BIAS=bias is not None,
         BLOCK=block, TILES=columns, COLUMNS=_COLUMNS, EXPERTS=triton.next_power_of_2(E))
     return dpre, dweight, hw
 
@@ -652,30 +644,31 @@ def _gemm_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: 
     shapes = [(64, 128, 64, 4, 4, 2), (64, 256, 64, 4, 2, 1), (128, 128, 64, 4, 3, 2), (128, 128, 64, 8, 3, 2),
               (128, 64, 64, 4, 4, 2), (128, 256, 64, 8, 2, 1), (128, 256, 32, 8, 4, 1)]
     if large:
-        shapes += [(128, 256, 64, 8, 3, 1), (128, 256, 64, 8, 4, 1), (128, 128, 64, 8, 5, 1), (256, 128, 64, 8, 3, 1),
-                   (64, 256, 64, 4, 4, 1)]
+        shapes += [(128, 256, 64, 8, 3, 1), (128, 256, 64, 8, 4, 1), (128, 128, 64, 8, 5, 1), (64, 256, 64, 4, 4, 1)]
     return [_constants(*shape, group) for shape in shapes for group in (4, 8, 16)]
 
 
 def _up_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
-    """A tile's columns are of gates and of ups. SPLIT: registers of 256 columns."""
+    """A tile's columns are of gates and of ups. Two blocks on an SM: one multiplies while the other writes pre and h,
+    which are as many bytes as it has read."""
     if itemsize == 4 or not aligned or rows <= 64:
         return _gemm_heuristic(N, K, itemsize, rows, aligned, large)
-    return _constants(128, 256, 64, 8, 3, 1, split=2) if large else _constants(128, 128, 64, 8, 3, 2)
+    return _constants(128, 128, 64, 8, 3, 2)
 
 
 def _up_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
-    return [{**c, "SPLIT": split} for c in _gemm_space(N, K, itemsize, rows, aligned, large)
-            for split in (1, 2) if c["BLOCK_M"] * c["BLOCK_N"] // c["num_warps"] // split <= 2048]
+    """Of wider tiles an epilogue in one piece spills."""
+    return [c for c in _gemm_space(N, K, itemsize, rows, aligned, large)
+            if c["BLOCK_M"] * c["BLOCK_N"] // c["num_warps"] <= 2048]
 
 
 def _down_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
-    """SPLIT: the epilogue holds a sum, a gate, an up and what comes of them for each element of a piece."""
+    """SPLIT: the epilogue holds a sum, a gate, an up and what comes of them for each element of a piece. Two blocks on
+    an SM, where it has room for them: the epilogue reads and writes more than the product reads."""
     if itemsize == 4 or not aligned:
         return {**_ODD, "BLOCK_N": 32, "SPLIT": 2}
-    if rows <= 64:
-        return _constants(64, 128, 64, 4, 4, 2, split=4)
-    return _constants(128, 128, 64, 8, 5 if large else 3, 1, split=4)
+    return _constants(64, 128, 64, 4, 4, 2, split=4) if large or rows <= 64 else _constants(128, 128, 64, 8, 3, 1,
+                                                                                            split=4)
 
 
 def _down_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
@@ -765,7 +758,8 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
                                if n not in used)
         constexprs = {**absent, **c, "GATHER": gather, "TRANSPOSED": transposed, "EPILOGUE": epilogue,
                       "STORE_PRE": epilogue == SWIGLU, "STORE_H": epilogue == DSWIGLU, "BIAS": bias, **gate,
-                      "TMA_X": tma_x, "TMA_W": tma, "PRECISION": "ieee" if key["itemsize"] == 4 else None}
+                      "TMA_X": tma_x, "TMA_W": tma, "PRECISION": "ieee" if key["itemsize"] == 4 else None,
+                      "MAP_ROWS": MAP_ROWS}
         return KernelSpec(_gemm, f"{label}{kind} {_about(key)}", used, constexprs, config["num_warps"],
                           config["num_stages"], **_needs(key, tma))
 

@@ -22,6 +22,9 @@ WHOLE_ROW = 16384   # widest row kept in registers: 16,384 fp32 over 512 threads
 # 1,336 bytes a thread for sm_90 to sm_120, whether w is kept or loaded again for every row; at 8,192 none.
 WHOLE_ROW_BACKWARD = 8192
 WALK_BLOCK = 8192   # column block beyond those
+# Of rows that a block of the backward has on their way, in shared memory: what sm_120 has for one block, and half of
+# what sm_90 has for all.
+STAGED_BYTES = 96 * 2**10
 # Rows of so many columns share a program. For D=128 on sm_100 ptxas spills 8 bytes in the float32 forward with 16
 # elements a thread, and 24 bytes in the bf16 backward with 8; the other way round, nothing.
 NARROW = 512
@@ -62,16 +65,22 @@ def _forward_space(D: int, itemsize: int, add: bool) -> list[dict]:
 
 
 def _backward_heuristic(D: int, itemsize: int) -> dict:
-    # Two programs a multiprocessor keep loads in flight while one of them reduces.
-    return {**_heuristic(D, True), "PROGRAMS": 2}
+    """STAGES: steps of the loop over rows that are under way; all but one of them are loads into shared memory."""
+    c = _heuristic(D, True)
+    return {**c, "STAGES": 1 if c["BLOCK_D"] < D else _most_stages(c, itemsize)}
+
+
+def _most_stages(c: dict, itemsize: int) -> int:
+    step = 3 * c["BLOCK_T"] * c["BLOCK_D"] * itemsize   # of dy, x and dsum
+    return 1 + min(2, STAGED_BYTES // step)
 
 
 def _backward_space(D: int, itemsize: int) -> list[dict]:
     if D > WHOLE_ROW_BACKWARD:
-        return [{"BLOCK_D": block, "BLOCK_T": 1, "num_warps": warps, "PROGRAMS": 2}
+        return [{"BLOCK_D": block, "BLOCK_T": 1, "num_warps": warps, "STAGES": 1}
                 for block, warps in ((4096, 16), (8192, 8))]
-    return [{**c, "PROGRAMS": programs} for c in _blocks(D, True, 16 if D <= NARROW else 8, 16)
-            for programs in (1, 2, 4, 8)]
+    return [{**c, "STAGES": stages} for c in _blocks(D, True, 16 if D <= NARROW else 8, 16)
+            for stages in range(1, _most_stages(c, itemsize) + 1)]
 
 
 @triton.jit
@@ -177,7 +186,7 @@ def _forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, T, eps
 def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, T, offset, alpha, seed: tl.int64,
               step: tl.int64, layer: tl.int64, H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr,
               BLOCK_D: tl.constexpr, DSUM: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr,
-              NOISE: tl.constexpr):
+              NOISE: tl.constexpr, STAGES: tl.constexpr):
     """dx, and this program's share of dw and db: rows p, p + P, p + 2P, ... of one head, in registers."""
     p = tl.program_id(0)
     h = tl.program_id(1)
@@ -187,7 +196,7 @@ def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, 
     w = _weight(w_ptr, h, 0, offset, alpha, seed, step, layer, D, BLOCK_D, NOISE)
     dw = tl.zeros([BLOCK_D], tl.float32)
     db = tl.zeros([BLOCK_D], tl.float32)
-    for block in range(p, tl.cdiv(T, BLOCK_T), P):
+    for block in tl.range(p, tl.cdiv(T, BLOCK_T), P, num_stages=STAGES):
         t = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
         row = t * H + h
         in_t = t < T
@@ -272,6 +281,61 @@ def _weight_walk(dy_ptr, x_ptr, rstd_ptr, dw_ptr, db_ptr, T, H: tl.constexpr, D:
         tl.store(db_ptr + (p * H + h).to(tl.int64) * D + c, db, mask=c < D)
 
 
+@triton.jit
+def _sum_programs(partial_ptr, out_ptr, P, COLUMNS, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr):
+    """out [COLUMNS] = the sum over the P rows of partial, in their order by BLOCK_P, rounded once."""
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    p = tl.arange(0, BLOCK_P)
+    acc = tl.zeros([BLOCK_P, BLOCK], tl.float32)
+    for first in range(0, P, BLOCK_P):
+        at = (first + p).to(tl.int64)[:, None] * COLUMNS + c[None, :]
+        acc += tl.load(partial_ptr + at, mask=(first + p < P)[:, None] & (c < COLUMNS)[None, :], other=0.0)
+    tl.store(out_ptr + c, tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty), mask=c < COLUMNS)
+
+
+_SUM = {"BLOCK_P": 32, "BLOCK": 32}   # a warp reads 128 bytes of each row; 128 programs for 4,096 columns
+
+
+def _summed(partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """out, which takes the sum over the other dimensions of partial, contiguous and float32."""
+    columns = out.numel()
+    _sum_programs[(triton.cdiv(columns, _SUM["BLOCK"]),)](partial, out, partial.numel() // columns, columns, **_SUM)
+    return out
+
+
+def resident(registers: int, shared: int, warps: int, of: object) -> int:
+    """How many blocks a multiprocessor holds at a time, at least 1. registers: a thread. shared: bytes a block.
+    of: the device's properties, as torch.cuda.get_device_properties gives them.
+
+    Registers are given out to warps in units of 256, of shared memory a block costs 1 KiB more (compute capability 8.0
+    and up; CUDA C++ Programming Guide, "Technical Specifications").
+    """
+    by_warp = max(1, -(-32 * registers // 256)) * 256
+    return max(1, min(of.regs_per_multiprocessor // by_warp // warps,
+                      of.shared_memory_per_multiprocessor // (shared + 1024),
+                      of.max_threads_per_multi_processor // (32 * warps)))
+
+
+_resident: dict[tuple, int] = {}
+
+
+def _sharing(kernel, T: int, block_t: int, groups: int, warps: int, x: torch.Tensor, key: tuple, *arguments,
+             **constants) -> int:
+    """Programs that share the rows of each of `groups` columns of a grid: together as many as the device holds at a
+    time, so that there is no second, partial wave. key: what registers and shared memory follow beside the constants.
+    """
+    each = 4 * groups
+    if x.is_cuda:
+        of = torch.cuda.get_device_properties(x.device)
+        key = (kernel, x.device, warps, *key, *constants.values())
+        if key not in _resident:   # compiled by the warm-up as by the launch, and loaded by `run`
+            compiled = kernel.warmup(*arguments, **constants, num_warps=warps, grid=(1,))
+            _ = compiled.run
+            _resident[key] = resident(compiled.n_regs, compiled.metadata.shared, warps, of)
+        each = _resident[key] * of.multi_processor_count
+    return max(1, min(each // groups, triton.cdiv(T, block_t)))
+
+
 def programs(t: torch.Tensor, each: int) -> int:
     """How many programs share the rows of a column reduction: `each` a multiprocessor."""
     return each * torch.cuda.get_device_properties(t.device).multi_processor_count if t.is_cuda else 4
@@ -311,22 +375,33 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
     if T == 0:
         return dx, torch.zeros_like(weight), weight.new_zeros(D if has_bias else 0)
     c = BACKWARD.config(x.device, D, x.element_size())
-    block_t, block_d, warps = c["BLOCK_T"], c["BLOCK_D"], c["num_warps"]
-    P = min(programs(x, c["PROGRAMS"]), launchers.cdiv(T, block_t))
-    dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
-    db = torch.empty((P, H, D) if has_bias else (0,), dtype=torch.float32, device=x.device)
-    if block_d < D:
+    block_d, warps = c["BLOCK_D"], c["num_warps"]
+    walk = block_d < D
+    db = torch.empty(0, dtype=torch.float32, device=x.device)   # stands for both until the number of programs is known
+    if walk:
         _backward_walk[(T, H)](dy, dsum, x, rstd, weight, dx, T, offset, alpha, seed, step, layer, H=H, D=D,
                                BLOCK_D=block_d, DSUM=dsum is not None, NOISE=alpha != 0, num_warps=warps)
-        _weight_walk[(P, H, launchers.cdiv(D, 1024))](dy, x, rstd, dw, db, T, H=H, D=D, BLOCK_D=1024,
-                                                   BIAS=has_bias, ROUND_XHAT=round_xhat, num_warps=4)
+        kernel, warps, block_t = _weight_walk, 4, 1
+        columns = triton.cdiv(D, 1024)
+        constants = {"H": H, "D": D, "BLOCK_D": 1024, "BIAS": has_bias, "ROUND_XHAT": round_xhat}
+
+        def arguments(dw, db):
+            return dy, x, rstd, dw, db, T
     else:
-        _backward[(P, H)](dy, dsum, x, rstd, weight, dx, dw, db, T, offset, alpha, seed, step, layer, H=H, D=D,
-                          BLOCK_T=block_t, BLOCK_D=block_d, DSUM=dsum is not None, BIAS=has_bias,
-                          ROUND_XHAT=round_xhat, NOISE=alpha != 0, num_warps=warps)
-    dweight = dw.sum(0).reshape(weight.shape).to(weight.dtype)
-    dbias = db.sum((0, 1)).to(weight.dtype) if has_bias else weight.new_empty(0)
-    return dx, dweight, dbias
+        kernel, block_t, columns = _backward, c["BLOCK_T"], 1
+        constants = {"H": H, "D": D, "BLOCK_T": block_t, "BLOCK_D": block_d, "DSUM": dsum is not None,
+                     "BIAS": has_bias, "ROUND_XHAT": round_xhat, "NOISE": alpha != 0, "STAGES": c["STAGES"]}
+
+        def arguments(dw, db):
+            return dy, dsum, x, rstd, weight, dx, dw, db, T, offset, alpha, seed, step, layer
+    dtypes = (x.dtype, dy.dtype, weight.dtype, None if dsum is None else dsum.dtype)
+    P = _sharing(kernel, T, block_t, H * columns, warps, x, dtypes, *arguments(db, db), **constants)
+    dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
+    if has_bias:
+        db = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
+    kernel[(P, H, columns)](*arguments(dw, db), **constants, num_warps=warps)
+    dbias = _summed(db, weight.new_empty(D)) if has_bias else weight.new_empty(0)
+    return dx, _summed(dw, torch.empty_like(weight)), dbias
 
 
 # The usual training step; float32 weights, which cost most registers in forward; and all in float32:
@@ -370,7 +445,7 @@ def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
             if not noise:
                 yield _weight_walk, "weight_walk", {**options, "BLOCK_D": 1024}, 4
         else:
-            blocks = {n: config[n] for n in ("BLOCK_D", "BLOCK_T")}
+            blocks = {n: config[n] for n in ("BLOCK_D", "BLOCK_T", "STAGES")}
             yield _backward, "backward", {**blocks, **options, "DSUM": True, "NOISE": noise}, config["num_warps"]
 
     return _specs(key["D"], key["itemsize"], launches)
@@ -382,3 +457,11 @@ FORWARD = Tunable("rmsnorm", "forward", ("D", "itemsize", "add"), "forward", _fo
 BACKWARD = Tunable("rmsnorm", "backward", ("D", "itemsize"), "backward", _backward_heuristic, _backward_space,
                    [(D, size) for D in _WIDTHS for size in (2, 4)], _backward_specs)
 TUNABLES = (FORWARD, BACKWARD)
+
+
+def gate() -> tuple[KernelSpec, ...]:
+    """What sums the programs' shares, whose constants are not searched: 16 bytes a thread of what it reads."""
+    return tuple(KernelSpec(_sum_programs, f"sum of dw {t}",
+                            {"partial_ptr": "*fp32", "out_ptr": f"*{t}", "P": "i32", "COLUMNS": "i32"}, _SUM,
+                            divisible=("COLUMNS",), store=32 if t == "fp32" else 16)
+                 for t in ("bf16", "fp32"))

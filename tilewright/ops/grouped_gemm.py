@@ -144,10 +144,13 @@ def _triton():
         def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
             return k.forward(x, weight, offsets)
 
+        def backward_x(dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            return k.backward_x(dy, weight, offsets)
+
         def backward_weight(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
             return k.backward_weight(dy, x, offsets)
 
-        _loaded["triton"] = _defined("triton", forward, k.backward_x, backward_weight)
+        _loaded["triton"] = _defined("triton", forward, backward_x, backward_weight)
     return _loaded["triton"]
 
 

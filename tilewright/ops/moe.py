@@ -85,10 +85,13 @@ def moe_mlp(x: torch.Tensor, gate_up_proj: torch.Tensor | Quantized, down_proj: 
                                            gate)
 
 
-def saved_bytes(T: int, K: int, E: int, H: int, I: int, itemsize: int, quantized: bool = False) -> int:
-    """Bytes that one call of a fused implementation keeps for its backward, beside the two weights: x (not if these are
-    quantised), gate and up, the weights of the routing, and slots, positions and offsets."""
-    return itemsize * (0 if quantized else T * H) + itemsize * T * K * 2 * I + 4 * (3 * T * K + E)
+def saved_bytes(T: int, K: int, E: int, H: int, I: int, itemsize: int, quantized: bool = False,
+                triton: bool = False) -> int:
+    """Bytes that one call of a fused implementation keeps for its backward, beside weights and biases: x (not if those
+    are quantised), gate and up, the weights of the routing, slots, positions and offsets, and of Triton the map of
+    tiles."""
+    tiles = _map_size(T * K, E) if triton else 0
+    return itemsize * (0 if quantized else T * H) + itemsize * T * K * 2 * I + 4 * (3 * T * K + E + tiles)
 
 
 def _validate(x, gate_up_proj, down_proj, expert_index, expert_weight, noise, gate_up_bias, down_bias, gate):
@@ -175,14 +178,21 @@ def _noises(noise):
 _loaded: dict[str, object] = {}
 
 
-def _fake_forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep):
-    (E, N, _), R = gate_up_proj.shape, expert_index.shape[0] * expert_index.shape[1]
+def _map_size(R, E):
+    """Elements of Triton's map of tiles; tests hold it to kernels.grouped_gemm_triton.map_size, which needs Triton."""
+    return 3 * ((R + (E + 1) * 127) // 128) + 1
+
+
+def _fake_forward(x, gate_up, expert_index, keep, triton):
+    """gate_up: the shape of gate_up_proj."""
+    (E, N, _), R = gate_up, expert_index.shape[0] * expert_index.shape[1]
     return (x.new_empty(x.shape), x.new_empty((R, N) if keep else (0, N)), x.new_empty(E, dtype=torch.int32),
-            x.new_empty(R, dtype=torch.int32), x.new_empty(expert_index.shape, dtype=torch.int32))
+            x.new_empty(R, dtype=torch.int32), x.new_empty(expert_index.shape, dtype=torch.int32),
+            x.new_empty(_map_size(R, E) if triton else 0, dtype=torch.int32))
 
 
-def _fake_backward(dy, x, gate_up_proj, down_proj, expert_weight, down_bias, pre, offsets, slots, position, activation,
-                   interleaved, numbers, needs):
+def _fake_backward(dy, x, gate_up_proj, down_proj, expert_weight, down_bias, pre, offsets, slots, position, tiles,
+                   activation, interleaved, numbers, needs):
     (E, N, H), like = gate_up_proj.shape, (x, gate_up_proj, down_proj, expert_weight, dy, dy)
     shapes = (x.shape, gate_up_proj.shape, down_proj.shape, expert_weight.shape, (E, N), (E, H))
     return tuple(t.new_empty(shape if need else 0) for t, shape, need in zip(like, shapes, needs, strict=True))
@@ -217,9 +227,9 @@ def _weight(w):
 
 def _register(name, forward, backward, dequantizes=None):
     """forward: (x, gate_up_proj, down_proj, index, weight, keep, gate_up_bias, down_bias, gate) -> y, pre (without rows
-    unless keep), offsets, slots, position.   backward: -> the gradients of x, both weights, the routing's and both
-    biases, empty where `needs` does not ask; x is None unless that of gate_up_proj is asked for. No size is 0 in
-    either. The weights are tensors or `_Frozen`.
+    unless keep), offsets, slots, position, tiles (of Triton; else empty).   backward: -> the gradients of x, both
+    weights, the routing's and both biases, empty where `needs` does not ask; x is None unless that of gate_up_proj is
+    asked for. No size is 0 in either. The weights are tensors or `_Frozen`.
     dequantizes: the implementation that does; None: the `unpinned` one."""
     frozen = _register_frozen(name, forward, backward, dequantizes)
 
@@ -227,22 +237,22 @@ def _register(name, forward, backward, dequantizes=None):
                       expert_index: torch.Tensor, expert_weight: torch.Tensor, keep: bool,
                       gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, activation: int,
                       interleaved: bool, numbers: list[float],
-                      ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+                      ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         arguments = (x, gate_up_proj, down_proj, expert_index, expert_weight, keep, gate_up_bias, down_bias)
         if x.numel() and down_proj.numel():
             return forward(*arguments, _gate(activation, interleaved, numbers))
-        y, pre, offsets, slots, position = fake_forward(*arguments, activation, interleaved, numbers)
-        return y.zero_(), pre, offsets.zero_(), slots, position
+        y, pre, offsets, *rest = fake_forward(*arguments)
+        return y.zero_(), pre, offsets.zero_(), *rest
 
     def fake_forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep, *_):
-        return _fake_forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep)
+        return _fake_forward(x, gate_up_proj.shape, expert_index, keep, name == "triton")
 
     def whole_backward(dy: torch.Tensor, x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor,
                        expert_weight: torch.Tensor, down_bias: torch.Tensor | None, pre: torch.Tensor,
-                       offsets: torch.Tensor, slots: torch.Tensor, position: torch.Tensor, activation: int,
-                       interleaved: bool, numbers: list[float], needs: list[bool],
+                       offsets: torch.Tensor, slots: torch.Tensor, position: torch.Tensor, tiles: torch.Tensor,
+                       activation: int, interleaved: bool, numbers: list[float], needs: list[bool],
                        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        arguments = (dy, x, gate_up_proj, down_proj, expert_weight, down_bias, pre, offsets, slots, position)
+        arguments = (dy, x, gate_up_proj, down_proj, expert_weight, down_bias, pre, offsets, slots, position, tiles)
         if x.numel() and down_proj.numel():
             return backward(*arguments, _gate(activation, interleaved, numbers), needs)
         return tuple(g.zero_() for g in _fake_backward(*arguments, activation, interleaved, numbers, needs))
@@ -278,13 +288,7 @@ def _register(name, forward, backward, dequantizes=None):
     return call
 
 
-def _fake_frozen_forward(x, expert_index, expert_weight, keep, *packed):
-    (E, N, _), R = packed[5], expert_index.shape[0] * expert_index.shape[1]
-    return (x.new_empty(x.shape), x.new_empty((R, N) if keep else (0, N)), x.new_empty(E, dtype=torch.int32),
-            x.new_empty(R, dtype=torch.int32), x.new_empty(expert_index.shape, dtype=torch.int32))
-
-
-def _fake_frozen_backward(dy, expert_weight, pre, offsets, slots, position, needs, *packed):
+def _fake_frozen_backward(dy, expert_weight, pre, offsets, slots, position, tiles, needs, *packed):
     return (dy.new_empty(dy.shape if needs[0] else 0),
             expert_weight.new_empty(expert_weight.shape if needs[1] else 0))
 
@@ -300,16 +304,19 @@ def _register_frozen(name: str, forward: Callable, backward: Callable, dequantiz
                       up_alpha: float, up_key: list[int], down_data: torch.Tensor, down_scale: torch.Tensor,
                       down_first: torch.Tensor | None, down_second: torch.Tensor | None, down_format: str,
                       down_shape: list[int], down_block: list[int], down_alpha: float, down_key: list[int],
-                      ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+                      ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         packed = (up_data, up_scale, up_first, up_second, up_format, up_shape, up_block, up_alpha, up_key, down_data,
                   down_scale, down_first, down_second, down_format, down_shape, down_block, down_alpha, down_key)
         if x.numel() and all(down_shape):
             return forward(x, *weights(packed, x.dtype), expert_index, expert_weight, keep, None, None, SWIGLU)
-        y, pre, offsets, slots, position = _fake_frozen_forward(x, expert_index, expert_weight, keep, *packed)
-        return y.zero_(), pre, offsets.zero_(), slots, position
+        y, pre, offsets, *rest = fake_forward(x, expert_index, expert_weight, keep, *packed)
+        return y.zero_(), pre, offsets.zero_(), *rest
+
+    def fake_forward(x, expert_index, expert_weight, keep, *packed):
+        return _fake_forward(x, packed[5], expert_index, keep, name == "triton")
 
     def whole_backward(dy: torch.Tensor, expert_weight: torch.Tensor, pre: torch.Tensor, offsets: torch.Tensor,
-                       slots: torch.Tensor, position: torch.Tensor, needs: list[bool],
+                       slots: torch.Tensor, position: torch.Tensor, tiles: torch.Tensor, needs: list[bool],
                        up_data: torch.Tensor, up_scale: torch.Tensor, up_first: torch.Tensor | None,
                        up_second: torch.Tensor | None, up_format: str, up_shape: list[int], up_block: list[int],
                        up_alpha: float, up_key: list[int], down_data: torch.Tensor, down_scale: torch.Tensor,
@@ -319,12 +326,14 @@ def _register_frozen(name: str, forward: Callable, backward: Callable, dequantiz
         packed = (up_data, up_scale, up_first, up_second, up_format, up_shape, up_block, up_alpha, up_key, down_data,
                   down_scale, down_first, down_second, down_format, down_shape, down_block, down_alpha, down_key)
         if dy.numel() and all(down_shape):
+            needs = [needs[0], False, False, needs[1], False, False]
             dx, _, _, dweight, *_ = backward(dy, None, *weights(packed, dy.dtype), expert_weight, None, pre, offsets,
-                                             slots, position, SWIGLU, [needs[0], False, False, needs[1], False, False])
+                                             slots, position, tiles, SWIGLU, needs)
             return dx, dweight
-        return tuple(g.zero_() for g in _fake_frozen_backward(dy, expert_weight, pre, offsets, slots, position, needs))
+        return tuple(g.zero_() for g in _fake_frozen_backward(dy, expert_weight, pre, offsets, slots, position, tiles,
+                                                              needs))
 
-    forward_op = define(f"moe_mlp_{name}_frozen_forward", whole_forward, _fake_frozen_forward)
+    forward_op = define(f"moe_mlp_{name}_frozen_forward", whole_forward, fake_forward)
     backward_op = define(f"moe_mlp_{name}_frozen_backward", whole_backward, _fake_frozen_backward)
 
     def setup(ctx, inputs, output):
@@ -339,7 +348,7 @@ def _register_frozen(name: str, forward: Callable, backward: Callable, dequantiz
             return (None,) * 22
         needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
         saved, (up, down) = ctx.saved_tensors, ctx.options
-        dx, dweight = backward_op(dy, *saved[:5], needs, *saved[5:9], *up, *saved[9:], *down)
+        dx, dweight = backward_op(dy, *saved[:6], needs, *saved[6:10], *up, *saved[10:], *down)
         return dx if needs[0] else None, None, dweight if needs[1] else None, *[None] * 19
 
     differentiate(forward_op, formula, setup)
@@ -359,24 +368,26 @@ def _triton():
 
         def forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep, gate_up_bias, down_bias, gate):
             offsets, slots, position = p.sort(expert_index, gate_up_proj.shape[0])
+            tiles = g.tile_map(offsets, slots.shape[0])   # of this pass and of its backward
             pre, h = g.up_swiglu(x, _weight(gate_up_proj), offsets, slots, expert_index.shape[1], keep, gate_up_bias,
-                                 _constants(gate))
-            y = p.collect(g.forward(h, _weight(down_proj), offsets, down_bias), expert_weight, position)
-            return y, x.new_empty(0, gate_up_proj.shape[1]) if pre is None else pre, offsets, slots, position
+                                 _constants(gate), tiles)
+            y = p.collect(g.forward(h, _weight(down_proj), offsets, down_bias, tiles), expert_weight, position)
+            return y, x.new_empty(0, gate_up_proj.shape[1]) if pre is None else pre, offsets, slots, position, tiles
 
-        def backward(dy, x, gate_up_proj, down_proj, expert_weight, down_bias, pre, offsets, slots, position, gate,
-                     needs):
-            K, none = position.shape[1], dy.new_empty(0)
+        def backward(dy, x, gate_up_proj, down_proj, expert_weight, down_bias, pre, offsets, slots, position, tiles,
+                     gate, needs):
+            K, none = position.shape[1], partial(dy.new_empty, 0)   # results may not share memory
             dpre, dweight, weighted = g.down_dswiglu(dy, _weight(down_proj), pre, expert_weight, offsets, slots,
                                                      position, needs[2], down_bias if needs[3] else None,
-                                                     _constants(gate))
-            ddown = g.backward_weight(dy, weighted, offsets, slots, K, gather="dy") if needs[2] else none
+                                                     _constants(gate), tiles)
+            ddown = g.backward_weight(dy, weighted, offsets, slots, K, gather="dy") if needs[2] else none()
             del weighted   # as large as half of pre
-            dgate_up = g.backward_weight(dpre, x, offsets, slots, K) if needs[1] else none
-            dx = p.collect(g.backward_x(dpre, _weight(gate_up_proj), offsets), None, position) if needs[0] else none
-            dgate_up_bias = g.backward_weight(dpre, _ones(dpre), offsets)[..., 0] if needs[4] else none
+            dgate_up = g.backward_weight(dpre, x, offsets, slots, K) if needs[1] else none()
+            dx = (p.collect(g.backward_x(dpre, _weight(gate_up_proj), offsets, tiles), None, position) if needs[0]
+                  else none())
+            dgate_up_bias = g.backward_weight(dpre, _ones(dpre), offsets)[..., 0] if needs[4] else none()
             ddown_bias = (g.backward_weight(dy, _column(expert_weight, slots, dy.dtype), offsets, slots, K,
-                                            gather="dy")[..., 0] if needs[5] else none)
+                                            gather="dy")[..., 0] if needs[5] else none())
             return (dx, dgate_up, ddown, dweight if needs[3] else dweight.new_empty(0), dgate_up_bias.contiguous(),
                     ddown_bias.contiguous())
 
@@ -411,22 +422,24 @@ def _compose(name):
         h = SILU_MUL.part(pre)(pre, None, SILU) if gate == SWIGLU else gate_eager(pre, gate)
         y = UNPERMUTE.part(h)(_biased(product(h, _weight(down_proj), offsets), down_bias, offsets), expert_weight,
                               position)
-        return y, pre if keep else pre.new_empty(0, pre.shape[1]), offsets, slots, position
+        return (y, pre if keep else pre.new_empty(0, pre.shape[1]), offsets, slots, position,
+                offsets.new_empty(0))   # of tiles
 
-    def backward(dy, x, gate_up_proj, down_proj, expert_weight, down_bias, pre, offsets, slots, position, gate, needs):
+    def backward(dy, x, gate_up_proj, down_proj, expert_weight, down_bias, pre, offsets, slots, position, tiles, gate,
+                 needs):
         token = slots // position.shape[1]
         rows = dy[token]
         dh = backward_x(rows, _weight(down_proj), offsets)
         weight = expert_weight.flatten()[slots][:, None]
         weighted, dpre, dots = _between(dh, pre, weight, gate)
-        none = dy.new_empty(0)
-        ddown = backward_weight(rows, weighted, offsets) if needs[2] else none
-        ddown_bias = (backward_weight(rows, weight.to(dy.dtype), offsets)[..., 0].contiguous() if needs[5] else none)
+        none = partial(dy.new_empty, 0)   # results may not share memory
+        ddown = backward_weight(rows, weighted, offsets) if needs[2] else none()
+        ddown_bias = (backward_weight(rows, weight.to(dy.dtype), offsets)[..., 0].contiguous() if needs[5] else none())
         del rows, dh, weighted
-        dgate_up = backward_weight(dpre, x[token], offsets) if needs[1] else none
-        dgate_up_bias = backward_weight(dpre, _ones(dpre), offsets)[..., 0].contiguous() if needs[4] else none
+        dgate_up = backward_weight(dpre, x[token], offsets) if needs[1] else none()
+        dgate_up_bias = backward_weight(dpre, _ones(dpre), offsets)[..., 0].contiguous() if needs[4] else none()
         dx = (UNPERMUTE.part(dy)(backward_x(dpre, _weight(gate_up_proj), offsets), None, position) if needs[0]
-              else none)
+              else none())
         dweight = _of_slots(dots, position) if needs[3] else dots.new_empty(0)
         if needs[3] and down_bias is not None:
             dweight += _bias_dots(dy, down_bias, offsets, position)

@@ -258,6 +258,12 @@ def _tunables():
     return rmsnorm_triton.TUNABLES
 
 
+def _sums():
+    from tilewright.kernels import rmsnorm_triton
+
+    return rmsnorm_triton.gate()
+
+
 def _cute_specs():
     from tilewright.kernels import rmsnorm_cute
 
@@ -325,7 +331,7 @@ RMSNORM = Op(
     "rmsnorm", rmsnorm, rmsnorm_eager,
     (
         Implementation("triton", lambda: _triton()[0], platform.no_triton, batch_invariant=cases.ANYWHERE,
-                       tunables=_tunables),
+                       tunables=_tunables, gate=_sums),
         # Never the choice of `auto` until it has been measured to beat Triton on a GPU.
         Implementation("cute", lambda: _cute()[0], platform.no_cute, devices=(), gate=_cute_specs),
         Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16),
