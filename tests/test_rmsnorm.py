@@ -207,12 +207,9 @@ def test_backward_programs_are_as_many_as_the_device_holds(monkeypatch):
         return SimpleNamespace(run=None, n_regs=104, metadata=SimpleNamespace(shared=49192))
 
     x = SimpleNamespace(is_cuda=True, device="cuda:0")
+    kernels = type("Kernel", (), {"warmup": staticmethod(warmup)})
     for T, block, heads, programs in ((16384, 1, 1, 264), (100, 1, 1, 100), (16384, 8, 32, 8), (16384, 8, 1000, 1)):
-        assert kernel._sharing(SimpleNamespace(warmup=warmup), T, block, heads, 8, x, (), D=4096) == programs
-    kernels = SimpleNamespace(warmup=warmup)
-    asked.clear()
-    for _ in range(2):
-        kernel._sharing(kernels, 16384, 1, 1, 8, x, (), D=4096)
+        assert kernel._sharing(kernels, T, block, heads, 8, x, (), D=4096) == programs
     assert asked == [{"D": 4096, "num_warps": 8, "grid": (1,)}]
 
 
