@@ -77,7 +77,7 @@ def test_a_forward_and_its_backward_share_one_map_of_tiles(monkeypatch):
     from tilewright.ops import moe
 
     made = []
-    monkeypatch.setattr(kernel, "tile_map", lambda *a, f=kernel.tile_map: made.append(a) or f(*a))
+    monkeypatch.setattr(kernel, "tile_map", lambda *a, f=kernel.tile_map, **k: made.append(a) or f(*a, **k))
     arguments = inputs(T=40)
     y = moe_mlp(*arguments, **biases(), implementation="triton")
     grads(y, arguments, torch.ones_like(y))

@@ -452,10 +452,12 @@ def map_size(rows: int, E: int, block: int = MAP_ROWS) -> int:
     return 3 * ((rows + (E + 1) * (block - 1)) // block) + 1
 
 
-def tile_map(offsets: torch.Tensor, rows: int, block: int = MAP_ROWS) -> torch.Tensor:
-    """Tiles of `block` rows: for `_gemm` and for attention."""
+def tile_map(offsets: torch.Tensor, rows: int, block: int = MAP_ROWS, whole: bool = False) -> torch.Tensor:
+    """Tiles of `block` rows: for `_gemm` and for attention. whole: what is behind the last tile is 0, as a result of an
+    operator has to be a function of its arguments."""
     E = offsets.shape[0]
-    tiles = torch.empty(map_size(rows, E, block), dtype=torch.int32, device=offsets.device)
+    make = torch.zeros if whole else torch.empty
+    tiles = make(map_size(rows, E, block), dtype=torch.int32, device=offsets.device)
     capacity = tiles.shape[0] // 3
     _map_tiles[(E + 1,)](offsets, tiles, E, rows, capacity, BLOCK_M=block, BLOCK=_TILE_BLOCK,
                          EXPERTS=triton.next_power_of_2(E + 1))

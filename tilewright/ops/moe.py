@@ -368,7 +368,7 @@ def _triton():
 
         def forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep, gate_up_bias, down_bias, gate):
             offsets, slots, position = p.sort(expert_index, gate_up_proj.shape[0])
-            tiles = g.tile_map(offsets, slots.shape[0])   # of this pass and of its backward
+            tiles = g.tile_map(offsets, slots.shape[0], whole=True)   # of this pass and of its backward
             pre, h = g.up_swiglu(x, _weight(gate_up_proj), offsets, slots, expert_index.shape[1], keep, gate_up_bias,
                                  _constants(gate), tiles)
             y = p.collect(g.forward(h, _weight(down_proj), offsets, down_bias, tiles), expert_weight, position)
