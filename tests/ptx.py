@@ -8,6 +8,7 @@ computed in float64 and rounded once more; ex2.approx, lg2.approx, div.full and 
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import re
@@ -116,6 +117,58 @@ def _from_e4m3(code):
     return torch.from_numpy(code).view(torch.float8_e4m3fn).to(torch.float16).numpy()
 
 
+SPECIAL = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh", "div"}
+CONTROL = {"bra", "ret", "bar", "barrier", "mbarrier", "fence", "elect"}
+
+
+def _class(op):
+    """Of an instruction, by what of a multiprocessor it is for."""
+    name = op[0]
+    if name in ("ld", "st", "cp", "ldmatrix", "stmatrix"):
+        return "parameter" if "param" in op else "memory"
+    if name in ("mma", "wgmma"):
+        return "tensor"
+    if name in SPECIAL:
+        return "special"
+    if name in CONTROL:
+        return "control"
+    if name in ("shfl", "redux", "mapa"):
+        return "exchange"
+    return "convert" if name == "cvt" else "float" if op[-1] in (
+        "f32", "f32x2", "bf16", "bf16x2", "f16", "f16x2") and name not in ("mov", "selp") else "integer"
+
+
+class Counts:
+    """What launches of a kernel did.
+
+    requested: sectors of 32 bytes of global memory that warps' instructions read and wrote, each instruction's once.
+        least: those that programs touch, each program's once: all of it comes from memory or from the L2 at least once.
+    wavefronts: passes that instructions made over shared memory; of these, conflicts are those that a bank had to make
+        for several of its words.   issued: instructions of PTX by class, a warp's as one.   products: multiply-adds of
+        the tensor cores.
+    """
+
+    def __init__(self):
+        self.requested, self.least = {"read": 0, "written": 0}, {"read": 0, "written": 0}
+        self.wavefronts = self.conflicts = self.products = 0
+        self.issued = collections.Counter()
+
+    def shared(self, address, size, lanes):
+        """An access of `size` bytes a thread: a pass is for 128 bytes, so for 32, 16 or 8 threads."""
+        groups = lanes // (32 if size <= 4 else 128 // size)
+        words = (address[:, None] + np.arange(0, size, 4)) // 4
+        touched = np.unique(groups[:, None] * (1 << 32) + words)   # several threads at one word: one of them
+        passes = np.zeros((groups.max() + 1, 32), np.int64)
+        np.add.at(passes, (touched >> 32, touched % 32), 1)
+        passes = passes.max(1)
+        self.wavefronts += int(passes.sum())
+        self.conflicts += int((passes - 1)[passes > 0].sum())
+
+    def facts(self):
+        return {"requested": self.requested, "least": self.least, "wavefronts": self.wavefronts,
+                "conflicts": self.conflicts, "issued": dict(sorted(self.issued.items())), "products": self.products}
+
+
 class TensorMap:
     """What a TMA descriptor says: of a matrix or more dimensions, the last one contiguous. swizzle: within how many
     bytes, or 0."""
@@ -185,16 +238,19 @@ class Kernel:
                 operands = [o.strip() for o in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,]+", m[4].replace(", ", ","))]
                 operands = [local.get(o, o) if m[3].startswith("bra") else o for o in operands if o]
                 self.code.append((m[2], m[1] == "!", m[3].split("."), operands))
+        self.classes = [_class(op) for _, _, op, _ in self.code]
 
-    def run(self, memory: Memory, values: list, grid: tuple[int, int, int], cluster: int = 1) -> None:
+    def run(self, memory: Memory, values: list, grid: tuple[int, int, int], cluster: int = 1,
+            counts: Counts | None = None) -> None:
         values = dict(zip(self.parameters, values, strict=True))
         with np.errstate(all="ignore"):
             for z, y, first in itertools.product(range(grid[2]), range(grid[1]), range(0, grid[0], cluster)):
-                _Cluster(self, memory, values, (first, y, z), cluster, grid).run()
+                _Cluster(self, memory, values, (first, y, z), cluster, grid, counts).run()
 
 
 class _Cluster:
-    def __init__(self, kernel, memory, values, at, cluster, grid):
+    def __init__(self, kernel, memory, values, at, cluster, grid, counts):
+        self.counts, self.touched = counts, {"read": [], "written": []}
         self.k, self.memory, self.values, self.cluster = kernel, memory, values, cluster
         n = self.n = kernel.threads * cluster
         self.thread = np.arange(n) % kernel.threads
@@ -234,6 +290,9 @@ class _Cluster:
             ready = (self.waits == 0) & (self.pc < end)
             if not ready.any():
                 if (self.pc >= end).all():
+                    for kind, sectors in self.touched.items():
+                        if sectors:
+                            self.counts.least[kind] += len(np.unique(np.concatenate(sectors)))
                     return
                 self.release()
                 continue
@@ -252,6 +311,8 @@ class _Cluster:
                 if predicate is not None:
                     who = here & (self.regs[predicate] != negated)
                 if predicate is None or who.any():
+                    if self.counts:
+                        self.counts.issued[self.k.classes[pc]] += int(who.reshape(-1, 32).any(1).sum())
                     self.step(op, args, who, pc)
                 pc += 1
             if going:
@@ -351,8 +412,17 @@ class _Cluster:
         """Whether what `written` or `read` says is of a thread that this one (from 1) has not met since."""
         return (before != 0) & (before != thread) & (before != -2 - (thread - 1) // 32)
 
+    def count(self, kind, at, lanes):
+        """Sectors of global memory, of accesses that lie in one each."""
+        self.counts.requested[kind] += len(np.unique(lanes // 32 * (1 << 48) + at // 32))
+        self.touched[kind].append(np.unique(at // 32))
+
     def load(self, space, address, size, who, name):
         places = self.places(space, address, size, who, name)
+        if self.counts and space == "global":
+            self.count("read", address[who], np.flatnonzero(who))
+        elif self.counts and not name.startswith("ldmatrix"):
+            self.counts.shared(address[who], size, np.flatnonzero(who))
         if space == "global":
             me, m = self.everywhere[who][:, None], self.memory
             if ((m.writer[places] != 0) & (m.writer[places] != me)).any():
@@ -376,6 +446,10 @@ class _Cluster:
 
     def store(self, space, address, raw, who, name):
         places = self.places(space, address, raw.shape[1], who, name)
+        if self.counts and space == "global":
+            self.count("written", address[who], np.flatnonzero(who))
+        elif self.counts and not name.startswith("stmatrix"):
+            self.counts.shared(address[who], raw.shape[1], np.flatnonzero(who))
         if space == "global":
             me, m = self.everywhere[who][:, None], self.memory
             if ((m.reader[places] != 0) & (m.reader[places] != me)).any():
@@ -435,6 +509,8 @@ class _Cluster:
         if full.any():
             raw[full[who]] = self.load("global", self.address(args[1]), size, full, text)
         places = self.places("shared", self.address(args[0]), size, who, text)
+        if self.counts:
+            self.counts.shared(self.address(args[0])[who], size, threads)
         self.claim(places, raw, who, text)
         self.flying[places] = True
         self.copies.append((threads, self.groups[threads], places, raw))
@@ -516,6 +592,8 @@ class _Cluster:
                 raise RuntimeError(f"{text}: reads what a thread writes in this launch")
             m.read[from_] = True
             m.reader[from_] = -1
+            if self.counts:
+                self.count("read", from_, np.zeros(len(from_), np.int64))
             raw[inside] = m.data[from_]
             start = int(self.address(to)[thread])
             if start % 128:
@@ -595,6 +673,8 @@ class _Cluster:
         if op[1:4] != ["mma_async", "sync", "aligned"] or m is None or op[5] != "f32" or op[6] not in ("bf16", "f16"):
             raise KeyError(text)
         columns, kind = int(m[1]), op[6]
+        if self.counts:
+            self.counts.products += 64 * columns * 16 * len(groups)
         names = [p.strip() for p in args[0].strip("{}").split(",")]
         own = args[1].startswith("{")
         scales, turned = args[4:6], [int(a) for a in args[6:]]
@@ -788,6 +868,9 @@ class _Cluster:
             first = np.arange(self.n) - lane + 8 * i   # the thread that says where row 0 is
             if (rows[first + lane % 8][who] % 16).any():
                 raise RuntimeError(f"{text}: address not a multiple of 16")
+            if self.counts:
+                at = rows[first + lane // 4] + lane % 4 * 4
+                self.counts.shared(at[who], 4, np.flatnonzero(who))
             # Where the two elements are: beside each other, or below.
             pieces = ([rows[first + lane // 4] + lane % 4 * 4] if "trans" not in op else
                       [rows[first + lane % 4 * 2 + low] + lane // 4 * 2 for low in range(2)])
@@ -810,6 +893,8 @@ class _Cluster:
         self.whole_warps(who, text)
         names = [[p.strip() for p in a.strip("{}").split(",")] for a in args]
         warp = who.reshape(-1, 32)[:, 0]
+        if self.counts:
+            self.counts.products += 16 * 8 * 16 * int(warp.sum())
         a, b = (np.stack([_widen(self.get(p, 32).view(np.uint16), op[7]).reshape(-1, 8, 4, 2) for p in part])
                 [:, warp].astype(np.float64) for part in names[1:3])   # register, warp, group, thread in it, half
         a = a.reshape(2, 2, *a.shape[1:]).transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 16)

@@ -17,12 +17,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 pytest.importorskip("triton")
 
 PLANTED = '''
-import contextlib, io, json, pathlib, sys
+import contextlib, importlib.util, io, json, pathlib, sys
 
 import triton
 import triton.language as tl
 
-from tilewright.bench import compile_gate
+from tilewright.bench import compile_gate, kernel_digest
 from tilewright.kernels.spec import KernelSpec
 from tilewright.registry import Implementation, Op
 
@@ -53,6 +53,21 @@ def product(x_ptr, y_ptr, BLOCK: tl.constexpr):
     tl.store(y_ptr + at, tl.dot(x, x))
 
 
+FACTOR = tl.constexpr(2)
+
+
+@triton.jit
+def scaled(x):
+    """The product."""
+    return x * FACTOR
+
+
+@triton.jit
+def calls(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)   # of a program
+    tl.store(y_ptr + i, scaled(tl.load(x_ptr + i, mask=i < n)), mask=i < n)
+
+
 def spec(kernel, label, block, warps=4, **options):
     types = {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32"}
     signature = {n: types[n] for n in kernel.arg_names if n in types}
@@ -78,6 +93,22 @@ def gate(*specs, argv=(), budgets=None):
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
 
 
+def digests(path):
+    """Of the kernel that calls another, as this file stands and with what a change makes of it."""
+    text, made = pathlib.Path(path).read_text(), {}
+    for name, old, new in (("same", "", ""), ("constant", "constexpr(2)", "constexpr(3)"),
+                           ("called", "return x * FACTOR", "return FACTOR - x"), ("comment", "# of a program", "#"),
+                           ("documentation", "The product.", "A product."), ("below", "FACTOR =", "\\n\\nFACTOR ="),
+                           ("own", "tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)   #", "tl.arange(0, BLOCK)   #")):
+        assert old in text
+        file = pathlib.Path(path).with_name(f"{name}.py")
+        file.write_text(text.replace(old, new, 1).split("def spec(")[0] if old else text.split("def spec(")[0])
+        module = importlib.util.module_from_spec(importlib.util.spec_from_file_location("changed", file))
+        module.__spec__.loader.exec_module(module)
+        made[name] = kernel_digest.of_kernel(module.calls)
+    return made
+
+
 found = {"no file": gate(COPY), "update": gate(COPY, argv=["--update"])}
 written = json.loads(FILE.read_text())
 (key,) = written
@@ -87,6 +118,15 @@ for name, value in [("registers", 4), ("shared", -1), ("load", 256), ("store", 2
                     ("sass_load", 256), ("sass_store", 256), ("wide_loads", 101), ("wide_stores", 101),
                     ("sass_uses", ["tma"]), ("per_element", 0.1)]:
     found[name] = gate(COPY, budgets={key: {**written[key], name: value}})
+SIX = [spec(copy, f"copy {warps} {block}", block, warps, divisible=("n",))
+       for warps, block in ((4, 512), (4, 1024), (4, 2048), (2, 512), (2, 1024), (2, 2048))]
+gate(*SIX, argv=["--update"], budgets={})
+six = json.loads(FILE.read_text())
+broken = {k: {**b, "registers": 1} for k, b in six.items()}
+found["drawn"] = [gate(*SIX, argv=["--seed", seed, "--json"], budgets=broken) for seed in "123412"]
+found["all"] = gate(*SIX, argv=["--all", "--json"], budgets=broken)
+found["needs more"] = gate(*SIX[1:], spec(copy, "copy 4 512", 512, divisible=("n",), load=256), argv=["--json"],
+                           budgets=six)
 found["no budget"] = gate(COPY, budgets={})
 found["stale"] = gate(COPY, budgets={**written, "planted/gone sm_90": written[key]})
 found["stale, not asked for"] = gate(COPY, budgets={**written, "planted/gone sm_120": written[key]})
@@ -114,6 +154,7 @@ for name, needs in {
     FILE.unlink()
     if name == "has wgmma":   # the other architecture, where another instruction is needed
         found["has tcgen05"] = gate(planted, argv=["--arch", "100"])
+found["digests"] = digests(__file__)
 print(json.dumps(found))
 '''
 
@@ -147,11 +188,33 @@ def test_without_a_budget_file_it_says_so_and_checks_the_rest(planted):
 def test_update_writes_what_was_compiled_and_is_then_green(planted):
     assert planted["update"]["code"] == 0
     (budget,) = planted["written"].values()
+    assert len(budget.pop("digest")) == 16
     assert 8 <= budget.pop("registers") <= 64
     assert 2 < budget.pop("per_element") < 8   # eight elements a thread: addresses, a load, a mask, a store
     assert budget == {"shared": 0, "load": 128, "store": 128, "uses": [], "sass_load": 128, "sass_store": 128,
                       "wide_loads": 100, "wide_stores": 100, "sass_uses": []}
     assert planted["green"]["code"] == 0 and "no failures" in planted["green"]["out"]
+
+
+def test_what_did_not_change_is_compiled_by_a_draw(planted):
+    """Of six kernels with budgets that none can meet, the one that is drawn fails; with --all each does."""
+    drawn = [json.loads(run["out"]) for run in planted["drawn"]]
+    assert all(len(run["results"]) == len(run["failures"]) == 1 for run in drawn)
+    names = [run["results"][0]["name"] for run in drawn]
+    assert names[:2] == names[4:] and len(set(names)) > 1, "the draw is the seed's"
+    assert "6 of 6 did not change since their budgets were written: 5 of them" in drawn[0]["notes"][-1]
+    assert len(json.loads(planted["all"]["out"])["failures"]) == 6
+
+
+def test_what_a_spec_needs_is_part_of_its_digest(planted):
+    run = json.loads(planted["needs more"]["out"])
+    assert "planted/copy 4 512" in {r["name"] for r in run["results"]} and planted["needs more"]["code"] == 1
+
+
+def test_a_digest_is_of_what_a_kernel_computes(planted):
+    same, *others = planted["digests"].values()
+    assert {name for name, digest in planted["digests"].items() if digest != same} == {"constant", "called", "own"}
+    assert len(set(others)) == 4
 
 
 @pytest.mark.parametrize("name, sentence", [
@@ -377,7 +440,7 @@ from tilewright.kernels import tuning
 tuning.TABLES = pathlib.Path(sys.argv[1])
 specs = gate.collect(gate.operations().values(), without=("cute",))
 specs = {n: s for n, s in specs.items() if not gate.budgeted(n)}
-results = gate.compile_all(specs, gate.ARCHS, 2)
+results = gate.compile_all(specs, gate.launched(specs, gate.ARCHS), 2)
 print(json.dumps([sorted(r.key for r in results), gate.judge(results, specs, {}, lambda key: True)]))
 """
 

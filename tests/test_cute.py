@@ -187,9 +187,9 @@ def test_every_column_is_dealt_out_once():
 def test_compiles_without_a_gpu(op, label, clusters):
     specs = compile_gate.collect([operations()[op]], without=("triton",))
     chosen = {f"{op}/{label}": specs[f"{op}/{label}"]}
-    results = compile_gate.compile_all(chosen, (90, 100, 120), 1)
+    results = compile_gate.compile_all(chosen, compile_gate.launched(chosen, (90, 100, 120)), 1)
     assert [r.arch for r in results] == [90, 100]
-    assert compile_gate.judge(results, chosen, None, lambda key: True) == []
+    assert compile_gate.judge(results, chosen, None, ()) == []
     for r in results:
         assert r.facts.local == 0 and r.facts.load == 128, r
         assert ("cluster" in r.facts.uses) == clusters

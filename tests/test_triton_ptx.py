@@ -28,7 +28,9 @@ from tilewright.ops import (
     BlockFP8,
     dequantize_block_fp8,
     dequantize_nvfp4,
+    permute,
     quantize_block_fp8,
+    quantize_nf4,
     quantize_nvfp4,
 )
 from tilewright.registry import operations, short
@@ -80,6 +82,7 @@ class Driver:
         self.memories = []            # of each launch
         self.names = []               # of what each launch ran
         self.change = None            # of PTX, to plant faults
+        self.counts = None            # name of a kernel -> ptx.Counts, where they are wanted
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
             load_binary=lambda name, cubin, shared, device: (name, name, 0, 0, 1024), unload_module=lambda name: None)
@@ -119,7 +122,8 @@ class Driver:
                 elif kind != "constexpr":
                     values.insert(0, memory.put(a, a.data_ptr() % 16) if isinstance(a, torch.Tensor) else
                                   float(a) if kind == "fp32" else a)
-            kernel.run(memory, values, (x, y, z))
+            counts = None if self.counts is None else self.counts.setdefault(metadata.name, ptx.Counts())
+            kernel.run(memory, values, (x, y, z), counts=counts)
             memory.take_back()
             self.memories.append(memory)
             self.names.append(metadata.name)
@@ -140,6 +144,87 @@ def contract_holds(driver, op, case, dtype):
                 assert times[-1] == 1 and not parts[:, count:].any(), (t, times)
                 times = parts[:, :count]
             assert not times.numel() or times.max() == times.min() <= 1, (name, t.shape, times)
+
+
+# ---- what they cost, in counts
+
+def of(*shape, dtype=BF16, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def routing(T, E, K):
+    g = torch.Generator().manual_seed(0)
+    return torch.rand(T, E, generator=g).topk(K, -1).indices, torch.rand(T, K, generator=g).requires_grad_()
+
+
+def quantized(quantize, **options):
+    return {"q": quantize(of(16, 4096).detach(), implementation="eager", **options)}
+
+
+def moved():
+    """Rows as a mixture of experts moves them."""
+    index, weight = routing(16, 8, 2)
+    rows, _, _, position = permute(of(16, 2048).detach(), index, 8, implementation="eager")
+    return {"rows": rows.requires_grad_(), "expert_weight": weight, "position": position}
+
+
+# Aligned inputs, large enough that edges do not count: op, or op and variant -> its keyword arguments.
+COUNTED = {
+    "rmsnorm": lambda: {"x": of(16, 4096), "weight": of(4096)},
+    "add_rmsnorm": lambda: {"x": of(16, 4096), "residual": of(16, 4096), "weight": of(4096)},
+    "silu_mul": lambda: {"gate": of(4, 4096), "up": of(4, 4096)},
+    "gelu_mul": lambda: {"gate": of(4, 4096), "up": of(4, 4096)},
+    "rope": lambda: {"q": of(1, 8, 16, 128), "k": of(1, 2, 16, 128), "cos": of(16, 64, dtype=F32).detach(),
+                     "sin": of(16, 64, dtype=F32).detach()},
+    "cross_entropy": lambda: {"logits": of(4, 32768), "target": torch.tensor([5, 0, 32767, 9])},
+    "permute": lambda: {"x": of(16, 2048), "expert_index": routing(16, 8, 2)[0], "num_experts": 8},
+    "unpermute": moved,
+    "hadamard": lambda: {"x": of(16, 4096), "size": 32},
+    "quantize_nf4": lambda: {"x": of(16, 4096).detach()},
+    "dequantize_nf4": lambda: quantized(quantize_nf4),
+    "quantize_nvfp4": lambda: {"x": of(16, 4096).detach(), "global_scale": torch.tensor(1e-3)},
+    "dequantize_nvfp4": lambda: quantized(quantize_nvfp4),
+    "quantize_block_fp8": lambda: {"x": of(16, 4096).detach(), "block": (1, 128)},
+    "quantize_block_fp8 128x128": lambda: {"x": of(128, 1024).detach()},
+    "dequantize_block_fp8": lambda: quantized(quantize_block_fp8, block=(1, 128)),
+    "silu_mul_quantize": lambda: {"gate": of(4, 4096), "up": of(4, 4096)},
+    "rmsnorm_quantize": lambda: {"x": of(16, 4096), "weight": of(4096)},
+    "grouped_gemm": lambda: {"x": of(256, 256), "weight": of(2, 256, 256), "offsets": torch.tensor([128, 256], dtype=torch.int32)},
+    "attention": lambda: {"q": of(1, 2, 256, 64), "k": of(1, 1, 256, 64), "v": of(1, 1, 256, 64)},
+}
+COUNTS = ROOT / "tilewright/bench/budgets/counts-triton-3.9.0.json"
+
+
+def count(driver, name):
+    """kernel -> counts, of a call and its derivative."""
+    driver.counts = {}
+    op = operations()[name.split()[0]]
+    contract.run(op, "triton", COUNTED[name]())
+    found = {kernel: counts.facts() for kernel, counts in sorted(driver.counts.items())}
+    driver.counts = None
+    return found
+
+
+# Kernels that request more than 1.05 times the sectors that their programs touch, and why.
+UNCOALESCED: dict[str, str] = {}
+
+
+def counted(driver, name):
+    """No more than the budget, which `python tests/test_triton_ptx.py --counts` writes."""
+    found, budgets = count(driver, name), json.loads(COUNTS.read_text())[name]
+    assert found.keys() == budgets.keys()
+    for kernel, counts in found.items():
+        now, old = flat(counts), flat(budgets[kernel])
+        more = {what: (n, old.get(what, 0)) for what, n in now.items() if n > old.get(what, 0)}
+        assert not more, f"{kernel}: more than the budget (now, budget): {more}"
+        for kind, least in counts["least"].items() if name not in ("grouped_gemm", "attention") else ():
+            asked = counts["requested"][kind]
+            assert asked <= 1.05 * least or kernel in UNCOALESCED, f"{kernel}: {asked} sectors {kind} for {least}"
+
+
+def flat(counts):
+    return {f"{what} {part}": n for what, value in counts.items()
+            for part, n in (value if isinstance(value, dict) else {"": value}).items()}
 
 
 def long_sums(driver, name, dtype):
@@ -365,6 +450,7 @@ def runs():
     found["sm_90-nearest"] = 90, rounds_to_nearest
     found["sm_90-cross_entropy-losses"] = 90, losses_of_rows
     found["sm_90-cross_entropy-scale"] = 90, scales, BF16
+    found |= {f"sm_90-counts-{name}": (90, counted, name) for name in COUNTED}
     for arch in (90, 100, 120):
         found[f"sm_{arch}-to_e2m1"] = arch, to_e2m1, arch >= 100
         found[f"sm_{arch}-from_e2m1"] = arch, from_e2m1, arch >= 100
@@ -426,7 +512,8 @@ def without_machine_code(backend=None, stages=None, options=None, language=None,
     return None
 
 
-def main(names):
+def started():
+    """The driver, in place of Triton's own."""
     from triton import knobs
     from triton.runtime import driver as triton_driver
 
@@ -447,6 +534,11 @@ def main(names):
     grouped_gemm_triton._large = lambda device: driver.arch // 10 in (9, 10)
     for module in (quantize_triton, fused_quantize_triton, quantized_linear_triton):   # those that name it
         module.conversions = lambda device: (driver.arch >= 90) + (driver.arch >= 100)
+    return driver
+
+
+def main(names):
+    driver = started()
     known = runs()
     for name in names:
         driver.arch, test, *arguments = known[name]
@@ -522,6 +614,57 @@ def test_compiled_kernels(name, verdicts):
     assert not verdicts[name], verdicts[name]
 
 
+ACCESS = """
+.visible .entry access(
+    .param .u64 from_ptr
+)
+.reqntid 32
+{{
+    .reg .b32 %r<6>;
+    .reg .b64 %rd<4>;
+    .shared .align 16 .b8 buffer[8192];
+    ld.param.b64 %rd1, [from_ptr];
+    mov.b32 %r1, %tid.x;
+    mul.lo.s32 %r2, %r1, {stride};
+    cvt.s64.s32 %rd2, %r2;
+    add.s64 %rd3, %rd1, %rd2;
+    ld.global.b32 %r3, [%rd3];
+    mov.b32 %r4, buffer;
+    add.s32 %r5, %r4, %r2;
+    st.shared.b32 [%r5], %r3;
+    ret;
+}}
+"""
+
+
+@pytest.mark.parametrize("stride, sectors, conflicts", [(4, 4, 0), (8, 8, 1), (32, 32, 7), (128, 32, 31), (0, 1, 0)])
+def test_an_access_is_counted_as_the_sectors_and_passes_that_it_takes(stride, sectors, conflicts):
+    import ptx
+
+    memory, counts = ptx.Memory(), ptx.Counts()
+    ptx.Kernel(ACCESS.format(stride=stride)).run(memory, [memory.put(torch.zeros(1024))], (1, 1, 1), counts=counts)
+    facts = counts.facts()
+    assert facts["requested"]["read"] == facts["least"]["read"] == sectors
+    assert (facts["conflicts"], facts["wavefronts"]) == (conflicts, conflicts + 1)
+    assert facts["issued"] == {"control": 1, "convert": 1, "integer": 5, "memory": 2, "parameter": 1}
+
+
+def test_more_than_the_budget_of_counts_is_told(monkeypatch):
+    """What a load that is not coalesced, a bank conflict and a kernel that is new would add."""
+    budgets = json.loads(COUNTS.read_text())
+    for plant in ({"requested": {"read": 1}}, {"conflicts": 1}, {"issued": {"integer": 1}}, {"issued": {"tensor": 1}}):
+        found = json.loads(json.dumps(budgets["rmsnorm"]))
+        (what, more), = plant.items()
+        if isinstance(more, dict):
+            (part, n), = more.items()
+            found["_forward"][what][part] = found["_forward"][what].get(part, 0) + n
+        else:
+            found["_forward"][what] += more
+        monkeypatch.setattr(sys.modules[__name__], "count", lambda driver, name, found=found: found)
+        with pytest.raises(AssertionError, match=r"_forward: more than the budget \(now, budget\): "):
+            counted(None, "rmsnorm")
+
+
 ANSWERS = """
 import json, sys, time
 for name in json.load(sys.stdin):
@@ -547,5 +690,8 @@ def test_a_verdict_waits_for_no_work_but_its_own():
     assert verdicts["never"].startswith("no verdict, the process ended with -9")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:] == ["--counts"]:
+    driver = started()
+    COUNTS.write_text(json.dumps({name: count(driver, name) for name in COUNTED}, indent=1) + "\n")
+elif __name__ == "__main__":
     main(json.load(sys.stdin))

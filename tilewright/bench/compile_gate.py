@@ -9,18 +9,24 @@ streaming kernel, narrower global loads or stores, a smaller share of wide ones,
 used, a kernel without a budget, a budget without a kernel. A budget belongs to one version of one compiler
 (budgets/triton-3.9.0.json); with a version that has no such file, only the rules that need none are checked.
 
-    python -m tilewright.bench compile-gate [--op OP] [--arch 90] [--update] [--space] [--json]
+A budget names the digest of the source, constants and needs that it was written for. Kernels whose digest is another
+are compiled, and of the rest a tenth, drawn at random; with --all, everything.
+
+    python -m tilewright.bench compile-gate [--op OP] [--arch 90] [--all] [--update] [--space] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import hashlib
 import io
 import json
 import multiprocessing
 import os
 import pathlib
+import random
 import re
 import sys
 import time
@@ -32,7 +38,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tilewright import platform
-from tilewright.bench import gate_cute, machine_code
+from tilewright.bench import gate_cute, kernel_digest, machine_code
 from tilewright.kernels import tuning
 from tilewright.kernels.spec import CuteSpec, KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -84,7 +90,11 @@ class Result:
 
     @property
     def key(self) -> str:
-        return f"{self.name} sm_{self.arch}"
+        return key_of(self.name, self.arch)
+
+
+def key_of(name: str, arch: int) -> str:
+    return f"{name} sm_{arch}"
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ class Compiler:
     missing: None, or the sentence that says why this compiler cannot run.   version: names its budget file.
     compile: (spec, arch) -> the facts without those of the machine code, and the cubin, which is disassembled
     later, many at once; raises what the compiler raises.
-    identity: what makes two specs the same compilation and the same needs.
+    identity: what makes two specs the same compilation and the same needs.   source: the digest of what is compiled.
     archs: compute capabilities that its kernels are launched on.
     Its name is also that of the implementations whose kernels it compiles.
     A spec, of whatever type, has label, min_arch, max_arch, and the needs that KernelSpec describes: load, store, uses.
@@ -105,10 +115,22 @@ class Compiler:
     version: Callable[[], str]
     compile: Callable[[Any, int], tuple[Facts, bytes]]
     identity: Callable[[Any], str]
+    source: Callable[[Any], str]
     archs: tuple[int, ...] = ARCHS
 
     def budget_file(self) -> pathlib.Path:
         return BUDGETS / f"{self.name}-{self.version()}.json"
+
+    def digest(self, spec: Any) -> str:
+        """Of all that decides about facts and verdict but the compiler: the kernel, its constants and needs, and what
+        reads machine code."""
+        text = f"{self.identity(spec)} {getattr(spec, 'elements', 0)} {self.source(spec)} {_reader()}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _reader() -> str:
+    return kernel_digest.of_files([pathlib.Path(machine_code.__file__)])
 
 
 # ---- Triton
@@ -172,6 +194,9 @@ def resources(log: str) -> tuple[int, int, int]:
             most(r"(\d+) bytes (?:stack frame|cumulative stack size)") + most(r"(\d+) bytes lmem"))
 
 
+_of_kernel = functools.cache(kernel_digest.of_kernel)
+
+
 # ---- CuTe DSL
 
 def _compile_cute(spec: CuteSpec, arch: int) -> tuple[Facts, bytes]:
@@ -180,9 +205,10 @@ def _compile_cute(spec: CuteSpec, arch: int) -> tuple[Facts, bytes]:
 
 
 COMPILERS: dict[type, Compiler] = {
-    KernelSpec: Compiler("triton", _triton_missing, _triton_version, _compile_triton, _triton_identity),
+    KernelSpec: Compiler("triton", _triton_missing, _triton_version, _compile_triton, _triton_identity,
+                         lambda spec: _of_kernel(spec.kernel)),
     CuteSpec: Compiler("cute", gate_cute.missing, gate_cute.version, _compile_cute, gate_cute.identity,
-                       gate_cute.ARCHS),
+                       lambda spec: gate_cute.source(), gate_cute.ARCHS),
 }
 
 
@@ -268,10 +294,15 @@ def _per_element(spec: Any, instructions: int) -> float | None:
     return round(instructions * 32 * spec.num_warps / elements, 1) if elements else None
 
 
-def compile_all(specs: dict[str, Any], archs: Sequence[int], jobs: int) -> list[Result]:
-    """Compiles every spec for every architecture that launches it, in `jobs` processes."""
-    tasks = [(name, arch) for name, spec in specs.items() for arch in archs
-             if spec.min_arch <= arch <= spec.max_arch and arch in COMPILERS[type(spec)].archs]
+def launched(specs: dict[str, Any], archs: Sequence[int]) -> list[tuple[str, int]]:
+    """Names of specs, and architectures that launch them."""
+    return [(name, arch) for name, spec in specs.items() for arch in archs
+            if spec.min_arch <= arch <= spec.max_arch and arch in COMPILERS[type(spec)].archs]
+
+
+def compile_all(specs: dict[str, Any], tasks: Sequence[tuple[str, int]], jobs: int) -> list[Result]:
+    """Compiles these specs for these architectures, in `jobs` processes."""
+    archs = sorted({arch for _, arch in tasks})
     _specs.clear()
     _specs.update(specs)
     pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork"))
@@ -346,8 +377,7 @@ def over_budget(result: Result, budget: dict[str, Any] | None) -> list[str]:
     found = [f"{what}: {getattr(f, key)}, budget {budget[key]}"
              for key, what in (("registers", "registers a thread"), ("shared", "bytes of shared memory"))
              if getattr(f, key) > budget[key]]
-    # Budgets of kernels that do not stream, and those written before there was this one, have none.
-    if f.per_element is not None and f.per_element > (budget.get("per_element") or float("inf")):
+    if _known(f, budget, "per_element") and f.per_element > budget["per_element"]:
         found.append(f"instructions an element: {f.per_element}, budget {budget['per_element']}")
     least = (("load", "widest global load", " bits"), ("store", "widest global store", " bits"),
              ("sass_load", "widest global load in SASS", " bits"),
@@ -361,19 +391,17 @@ def over_budget(result: Result, budget: dict[str, Any] | None) -> list[str]:
 
 def _known(facts: Facts, budget: dict[str, Any], key: str) -> bool:
     """False for machine code that could not be read here, or where the budget was written."""
-    return getattr(facts, key) is not None and budget[key] is not None
+    return getattr(facts, key) is not None and key in budget
 
 
 def judge(results: Sequence[Result], specs: dict[str, Any], budgets: dict[str, Any] | None,
-          in_scope: Callable[[str], bool]) -> list[str]:
-    """One sentence a failure. budgets None: there are none for this compiler, and nothing is compared."""
+          stale: Iterable[str]) -> list[str]:
+    """One sentence a failure. budgets None: there are none for this compiler, and nothing is compared.   stale: keys of
+    budgets whose kernels are gone."""
     found = [f"{r.key}: {p}" for r in results
              for p in [*problems(r), *unmet(r, specs[r.name]),
                        *([] if budgets is None or not budgeted(r.name) else over_budget(r, budgets.get(r.key)))]]
-    present = {r.key for r in results}
-    found += [f"{key}: has a budget but no kernel; --update removes it"
-              for key in budgets or () if key not in present and in_scope(key)]
-    return found
+    return found + [f"{key}: has a budget but no kernel; --update removes it" for key in stale]
 
 
 def write_budgets(path: pathlib.Path, budgets: dict[str, Any]) -> None:
@@ -414,6 +442,9 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--op", action="append", choices=list(ops), help="only this op's kernels (may be repeated)")
     add("--arch", action="append", type=int, choices=ARCHS, help="only this one (may be repeated)")
+    add("--all", action="store_true", help="compile what did not change since its budget was written, too, and not "
+        "only a tenth of it")
+    add("--seed", type=int, default=random.randrange(2**31), help="of that draw (default: another each time)")
     add("--update", action="store_true", help="write the budgets instead of comparing with them")
     add("--space", action="store_true", help="compile every candidate of every search instead: none may spill, "
         "need more shared memory than there is, or have narrower accesses than its kernel needs")
@@ -440,32 +471,45 @@ def main(argv: list[str] | None = None) -> int:
     if not specs:
         print(f"compile-gate: no kernels to compile for {', '.join(args.op or ops)}", file=sys.stderr)
         return 2
-    results = compile_all(specs, archs, args.jobs)
-
     def in_scope(key: str) -> bool:
         return not args.space and (not args.op or key.split("/")[0] in args.op) and int(key.rsplit("_", 1)[1]) in archs
 
-    failures = []
+    tasks, failures = launched(specs, archs), []
     notes = [f"sm_{a}: {reason}; of its machine code nothing was checked" for a in archs
              if (reason := machine_code.cannot_disassemble(a))]
     notes += [f"kernels in {name} were skipped: {reason}" for name, reason in absent.items()]
+    files = {compiler.name: compiler.budget_file() for compiler in COMPILERS.values() if compiler.name not in absent}
+    known = {name: json.loads(path.read_text()) for name, path in files.items() if path.exists()}
+    digests = {name: COMPILERS[type(spec)].digest(spec) for name, spec in specs.items()}
+    same = [(name, arch) for name, arch in tasks if not args.all and budgeted(name) and digests[name] == known.get(
+        COMPILERS[type(specs[name])].name, {}).get(key_of(name, arch), {}).get("digest")]
+    left_out = {*same} - {*random.Random(args.seed).sample(same, -(-len(same) // 10))}
+    if same:
+        notes.append(f"{len(same)} of {len(tasks)} did not change since their budgets were written: {len(left_out)} of "
+                     f"them were not compiled (--all compiles them), the others were drawn by --seed {args.seed}")
+    results = compile_all(specs, [task for task in tasks if task not in left_out], args.jobs)
     for kind, compiler in COMPILERS.items():
         if compiler.name in absent:
             continue
-        path = compiler.budget_file()
+        path, budgets = files[compiler.name], known.get(compiler.name)
         mine = [r for r in results if type(specs[r.name]) is kind]
-        budgets = json.loads(path.read_text()) if path.exists() else None
+        present = {key_of(*task) for task in tasks}
+        stale = [key for key in budgets or () if key not in present and in_scope(key)]
         if args.update:
-            budgets = {key: b for key, b in (budgets or {}).items() if not in_scope(key)}
-            budgets |= {r.key: {k: v for k, v in asdict(r.facts).items() if k in BUDGETED and (
-                k != "per_element" or v is not None)} for r in mine if r.facts and budgeted(r.name)}
+            budgets = {key: b for key, b in (budgets or {}).items() if key not in stale}
+            for r in mine:
+                if r.facts and budgeted(r.name):   # what fails is compiled again next time
+                    fails = problems(r) or unmet(r, specs[r.name])
+                    facts = {k: v for k, v in asdict(r.facts).items() if k in BUDGETED and v is not None}
+                    budgets[r.key] = facts if fails else {"digest": digests[r.name], **facts}
             write_budgets(path, budgets)
             notes.append(f"wrote {path.name}: {len(budgets)} budgets")
+            stale = []
         elif budgets is None:
             have = ", ".join(sorted(p.stem for p in BUDGETS.glob("*.json"))) or "none"
             notes.append(f"no budgets for {compiler.name} {compiler.version()} (there are: {have}): only "
                          "compilation, spills, local memory, needs and the GPUs' limits were checked")
-        failures += judge(mine, specs, budgets, in_scope)
+        failures += judge(mine, specs, budgets, stale)
 
     versions = {c.name: c.version() for c in COMPILERS.values() if c.name not in absent}
     if args.json:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import pathlib
 import re
 import struct
 import tempfile
 from typing import Any
 
 from tilewright import platform
-from tilewright.bench import machine_code
+from tilewright.bench import kernel_digest, machine_code
 from tilewright.kernels.spec import CuteSpec
 
 ARCHS = (90, 100)   # those that platform.no_cute lets launch them
@@ -27,6 +29,13 @@ def version() -> str:
 def identity(spec: CuteSpec) -> str:
     return repr((spec.function.__module__, spec.function.__qualname__, spec.types, spec.min_arch, spec.load, spec.store,
                  sorted(spec.uses.items())))
+
+
+@functools.cache
+def source() -> str:
+    """The digest of all modules of kernels in CuTe DSL, which share functions: a change in one counts for all."""
+    folder = pathlib.Path(__file__).parents[1] / "kernels"
+    return kernel_digest.of_files([folder / "cute.py", *folder.glob("*_cute.py")])
 
 
 def compile(spec: CuteSpec, arch: int) -> tuple[dict[str, Any], bytes]:

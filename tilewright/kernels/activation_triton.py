@@ -174,7 +174,8 @@ def _specs(kernel, kind: int):
             need = 0 if tail else 128
             found.append(KernelSpec(kernel, f"{label} {data}{tail}", signature,
                                     {"KIND": kind, "UNIT": 1 if tail else 16 // key["itemsize"],
-                                     "BLOCK": config["BLOCK"]}, config["num_warps"], load=need, store=need))
+                                     "BLOCK": config["BLOCK"]}, config["num_warps"], load=need, store=need,
+                                    elements=config["BLOCK"]))
         return found
 
     return specs

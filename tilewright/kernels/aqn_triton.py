@@ -113,5 +113,5 @@ def noise(like: torch.Tensor, first: int, n: int, seed: int, step: int, layer: i
 def gate() -> list[KernelSpec]:
     return [KernelSpec(_noise, f"noise {d}{'' if by_four else ' unaligned'}",
                        {"out_ptr": f"*{d}", "first": "i64", "n": "i32", **dict.fromkeys(NUMBERS, "i64")},
-                       {"TILE": TILE, "BY_FOUR": by_four}, load=0, divisible=("n",))   # nothing is read
+                       {"TILE": TILE, "BY_FOUR": by_four}, load=0, divisible=("n",), elements=TILE)   # nothing is read
             for d in ("bf16", "fp32") for by_four in (True, False)]

@@ -295,7 +295,7 @@ def _specs(kernel):
             found.append(KernelSpec(kernel, f"{name} {data}{tail} H={key['columns']}",
                                     {n: types[n] for n in kernel.arg_names if n in types},
                                     {n: v for n, v in constexprs.items() if n in kernel.arg_names},
-                                    config["num_warps"], load=need, store=need))
+                                    config["num_warps"], load=need, store=need, elements=config["BLOCK"]))
         return found
 
     return specs

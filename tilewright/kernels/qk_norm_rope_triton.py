@@ -350,7 +350,8 @@ def _specs(kernel, name: str, key: dict, config: dict, pointers: dict, integers:
             constexprs |= dict.fromkeys(set(types) & {"rstd_ptr", "qw_ptr", "kw_ptr"})
             constexprs |= {"x_ptr": None, "dw_ptr": None} if kernel is _backward else {}
         signature = {n: types[n] for n in kernel.arg_names if n in types and n not in constexprs}
-        found.append(KernelSpec(kernel, label, signature, constexprs, config["num_warps"], divisible=integers))
+        found.append(KernelSpec(kernel, label, signature, constexprs, config["num_warps"], divisible=integers,
+                                elements=config["BLOCK_H"] * D))
     return found
 
 

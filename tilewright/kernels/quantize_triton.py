@@ -248,7 +248,7 @@ def _with_noise(v, size, first, seed, step, layer, N: tl.constexpr, NOISE: tl.co
 # ---- NF4
 
 @triton.jit
-def _nf4_quantize(x_ptr, bound_ptr, data_ptr, absmax_ptr, n, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
+def _nf4_quantize(x_ptr, bound_ptr, data_ptr, absmax_ptr, n, size, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     g = pid * GROUPS + tl.arange(0, GROUPS)
     half = tl.arange(0, BLOCK // 2)
@@ -266,8 +266,9 @@ def _nf4_quantize(x_ptr, bound_ptr, data_ptr, absmax_ptr, n, BLOCK: tl.constexpr
         code += (scaled > tl.load(bound_ptr + k)).to(tl.int32)
     code = tl.where(tl.reshape(at, (GROUPS, BLOCK // 2, 2)) < n, code, 7)
     first, second = tl.split(code)
-    byte = g[:, None] * (BLOCK // 2) + half[None, :]
-    tl.store(data_ptr + byte, ((first << 4) | second).to(tl.uint8), mask=byte < (n + 1) // 2)
+    byte = tl.arange(0, GROUPS)[:, None] * (BLOCK // 2) + half[None, :]
+    tl.store(data_ptr + pid * (GROUPS * BLOCK // 2) + byte, ((first << 4) | second).to(tl.uint8),
+             mask=byte < size - pid * (GROUPS * BLOCK // 2))
     tl.store(absmax_ptr + g, tl.where(whole, most, least), mask=g * BLOCK < n)
 
 
@@ -310,8 +311,8 @@ def nf4_quantize(x: torch.Tensor, bounds: torch.Tensor, block: int) -> tuple[tor
     absmax = x.new_empty(triton.cdiv(n, block), dtype=torch.float32)
     if n:
         groups = max(1, TILE // block)
-        _nf4_quantize[(triton.cdiv(n, groups * block),)](x, bounds, data, absmax, n, BLOCK=block, GROUPS=groups,
-                                                         num_warps=4)
+        _nf4_quantize[(triton.cdiv(n, groups * block),)](x, bounds, data, absmax, n, data.numel(),
+                                                         BLOCK=block, GROUPS=groups, num_warps=4)
     return data, absmax
 
 
@@ -633,8 +634,9 @@ def _spec(kernel, label, types, constexprs, warps=4, load=128, store=128, divisi
 
 def nf4_quantize_gate() -> list[KernelSpec]:
     return [_spec(_nf4_quantize, f"nf4 quantize {d}",
-                  {"x_ptr": f"*{d}", "bound_ptr": "*fp32", "data_ptr": "*u8", "absmax_ptr": "*fp32", "n": "i32"},
-                  {"BLOCK": 64, "GROUPS": TILE // 64}, divisible=("n",), store=0) for d in ("bf16", "fp32")]
+                  {"x_ptr": f"*{d}", "bound_ptr": "*fp32", "data_ptr": "*u8", "absmax_ptr": "*fp32", "n": "i32",
+                   "size": "i32"},
+                  {"BLOCK": 64, "GROUPS": TILE // 64}, divisible=("n", "size"), store=64, elements=TILE) for d in ("bf16", "fp32")]
 
 
 def nf4_dequantize_gate() -> list[KernelSpec]:

@@ -423,7 +423,8 @@ def _specs(D: int, itemsize: int, launches) -> list[KernelSpec]:
             options = {"BIAS": bias and not noise, "ROUND_XHAT": cast}
             for kernel, label, constexprs, warps in launches(options, noise):
                 signature = {n: types[n] for n in kernel.arg_names if n in types}
-                found.append(KernelSpec(kernel, f"{label} {tail}", signature, {**shape, **constexprs}, warps))
+                found.append(KernelSpec(kernel, f"{label} {tail}", signature, {**shape, **constexprs}, warps,
+                                        elements=constexprs.get("BLOCK_T", 1) * constexprs["BLOCK_D"]))
     return found
 
 

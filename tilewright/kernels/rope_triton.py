@@ -72,16 +72,20 @@ def _rotate(q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, pos_ptr, S, P,
 
 
 def _heuristic(half: int, itemsize: int, HQ: int, HK: int) -> dict:
-    """About 1,024 pairs in flight a program: 8 a thread, a 128-bit load of 16-bit elements."""
-    return {"BLOCK_H": max(1, 1024 // triton.next_power_of_2(half)), "num_warps": 4}
+    """8 pairs a thread, a 128-bit load of 16-bit elements. Of 64 features of 192, with which four warps spill, half as
+    many threads."""
+    warps = 4 if half > 32 else 2
+    return {"BLOCK_H": max(1, 256 * warps // triton.next_power_of_2(half)), "num_warps": warps}
 
 
 def _space(half: int, itemsize: int, HQ: int, HK: int) -> list[dict]:
     """A 128-bit load or two of each half a thread. Fewer than one pair would break in-place use: two threads would
-    load an element that one of them overwrites. (16 pairs a thread spill with 64 features of 192.)"""
+    load an element that one of them overwrites. (With 64 features of 192, 16 pairs a thread spill, and so do 8 of four
+    warps.)"""
     block_r, most = triton.next_power_of_2(half), 16 if half > 32 else 8
     return [{"BLOCK_H": block_h, "num_warps": warps} for block_h in (4, 8, 16, 32) for warps in (1, 2, 4, 8)
-            if block_h < 2 * max(HQ, HK) and 16 // itemsize <= block_h * block_r // (32 * warps) <= most]
+            if block_h < 2 * max(HQ, HK) and 16 // itemsize <= block_h * block_r // (32 * warps) <= most
+            and (half > 32 or (block_h * block_r, warps) != (1024, 4))]
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor | None, q_out: torch.Tensor, k_out: torch.Tensor | None,
@@ -117,7 +121,7 @@ def _specs(key: dict, config: dict) -> list[KernelSpec]:
                       "BLOCK_H": config["BLOCK_H"], "BLOCK_D": triton.next_power_of_2(rest) if rest else 1,
                       "INTERLEAVED": interleaved, "INVERSE": False, "HAS_POS": True, "COPY": rest > 0}
         found.append(KernelSpec(_rotate, f"rotate {label} {data}", types, constexprs, config["num_warps"],
-                                divisible=tuple(strides)))
+                                divisible=tuple(strides), elements=config["BLOCK_H"] * d))
     return found
 
 

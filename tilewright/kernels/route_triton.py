@@ -32,8 +32,8 @@ def _forward_heuristic(width: int) -> dict:
 
 
 def _backward_heuristic(width: int) -> dict:
-    """As many elements a thread, in programs that are as small as a row of 1,024 allows."""
-    return {"ROWS": max(1, 1024 // width), "num_warps": 4 if width <= 1024 else 8}
+    """Half as many elements a thread, in programs that are as small as a row of 512 allows."""
+    return {"ROWS": max(1, 512 // width), "num_warps": 4 if width <= 1024 else 8}
 
 
 def _space(width: int) -> list[dict]:
@@ -43,8 +43,8 @@ def _space(width: int) -> list[dict]:
 
 
 def _backward_space(width: int) -> list[dict]:
-    """Without 8 elements a thread on 8 warps, for which ptxas spills a few bytes."""
-    return [c for c in _space(width) if c["ROWS"] * width != 2048 or c["num_warps"] != 8]
+    """Without 8 elements a thread, for which ptxas spills a few bytes."""
+    return [c for c in _space(width) if c["ROWS"] * width != 256 * c["num_warps"]]
 
 
 @triton.jit
