@@ -189,7 +189,8 @@ COUNTED = {
     "dequantize_block_fp8": lambda: quantized(quantize_block_fp8, block=(1, 128)),
     "silu_mul_quantize": lambda: {"gate": of(4, 4096), "up": of(4, 4096)},
     "rmsnorm_quantize": lambda: {"x": of(16, 4096), "weight": of(4096)},
-    "grouped_gemm": lambda: {"x": of(256, 256), "weight": of(2, 256, 256), "offsets": torch.tensor([128, 256], dtype=torch.int32)},
+    "grouped_gemm": lambda: {"x": of(256, 256), "weight": of(2, 256, 256),
+                             "offsets": torch.tensor([128, 256], dtype=torch.int32)},
     "attention": lambda: {"q": of(1, 2, 256, 64), "k": of(1, 1, 256, 64), "v": of(1, 1, 256, 64)},
 }
 COUNTS = ROOT / "tilewright/bench/budgets/counts-triton-3.9.0.json"

@@ -13,19 +13,12 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
-
-def of_tree(source: str) -> str:
-    """The syntax tree of Python source, without positions and docstrings."""
-    tree = ast.parse(textwrap.dedent(source))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            del node.body[0]
-    return ast.dump(tree)
+from tilewright.bench.sources import meaning
 
 
 def of_files(paths: Iterable[pathlib.Path]) -> str:
     """Of whole modules."""
-    return _hash("\n".join(of_tree(path.read_text()) for path in sorted(paths)))
+    return _hash("\n".join(meaning(path.read_text()) for path in sorted(paths)))
 
 
 def of_kernel(kernel: Callable) -> str:
@@ -48,11 +41,11 @@ def _add(kernel: Any, found: dict[str, str]) -> None:
     name = f"{function.__module__}.{function.__qualname__}"
     if name in found:
         return
-    source = inspect.getsource(function)
-    found[name] = of_tree(source)
+    source = textwrap.dedent(inspect.getsource(function))
+    found[name] = meaning(source)
     reached = inspect.getclosurevars(function)
     known = {**reached.globals, **reached.nonlocals}
-    for node in ast.walk(ast.parse(textwrap.dedent(source))):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name) and node.id in known:
             _value(node.id, known[node.id], name, found)
         elif (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)

@@ -107,11 +107,16 @@ def _operators() -> list[tuple[pathlib.Path, list[str]]]:
 def _meaning(path: pathlib.Path, changed: int) -> str:
     text = path.read_text()
     if path.suffix == ".py":
-        return hashlib.sha256(ast.dump(_Meaning().visit(ast.parse(text))).encode()).hexdigest()
+        return hashlib.sha256(meaning(text).encode()).hexdigest()
     # A string, a character and a comment each begin where none of the others is open.
     text = re.sub(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')|//[^\n]*|/\*.*?\*/', lambda m: m[1] or " ", text,
                   flags=re.DOTALL)
     return " ".join(text.split())
+
+
+def meaning(source: str) -> str:
+    """The syntax tree of Python source, without positions, comments, docstrings and goals."""
+    return ast.dump(_Meaning().visit(ast.parse(source)))
 
 
 class _Meaning(ast.NodeTransformer):

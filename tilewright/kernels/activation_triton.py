@@ -14,20 +14,21 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.instructions_triton import exp_or_zero, reciprocal, sigmoid
+from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
 
 def _heuristic(columns: int, itemsize: int) -> dict:
     """8 elements a thread: one 128-bit load of each 16-bit operand."""
-    block = min(1024, triton.next_power_of_2(columns))
+    block = min(1024, next_power_of_2(columns))
     return {"BLOCK": block, "num_warps": max(1, block // 256)}
 
 
 def _space(columns: int, itemsize: int) -> list[dict]:
     """One to four 128-bit loads of each operand a thread, 16 elements at most."""
     return [{"BLOCK": block, "num_warps": warps} for block in (512, 1024, 2048, 4096) for warps in (1, 2, 4, 8)
-            if 16 // itemsize <= block // (32 * warps) <= 16 and block <= triton.next_power_of_2(columns)]
+            if 16 // itemsize <= block // (32 * warps) <= 16 and block <= next_power_of_2(columns)]
 
 
 @triton.jit
@@ -135,7 +136,7 @@ def forward(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
     y = torch.empty((rows, columns), dtype=gate.dtype, device=gate.device)
     if y.numel():
         c = FORWARD[kind].config(gate.device, columns, gate.element_size())
-        blocks = triton.cdiv(columns, c["BLOCK"])
+        blocks = cdiv(columns, c["BLOCK"])
         by = _unit(columns, gate, up)
         _forward[(rows * blocks,)](gate, up, y, columns // by, blocks, gate.stride(0) // by, up.stride(0) // by,
                                    columns // by, KIND=kind, UNIT=by, **c)
@@ -148,7 +149,7 @@ def backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, dgate: torc
     rows, columns = gate.shape
     if gate.numel():
         c = BACKWARD[kind].config(gate.device, columns, gate.element_size())
-        blocks = triton.cdiv(columns, c["BLOCK"])
+        blocks = cdiv(columns, c["BLOCK"])
         tensors = (dy, gate, up, dgate, dup)
         by = _unit(columns, *tensors)
         _backward[(rows * blocks,)](*tensors, columns // by, blocks, *(t.stride(0) // by for t in tensors),

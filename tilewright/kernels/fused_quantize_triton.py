@@ -14,6 +14,7 @@ import triton.language as tl
 from tilewright.kernels import activation_triton, launchers, rmsnorm_triton
 from tilewright.kernels.hadamard_triton import TILE, butterflies, sign_mask, signed
 from tilewright.kernels.instructions_triton import largest_magnitude, reciprocal, rounded_to, widened
+from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.quantize_triton import (
     E2M1,
     E4M3,
@@ -30,7 +31,7 @@ BLOCK = 128   # columns that share a scale in FP8
 
 # ---- NVFP4
 
-@triton.jit
+@triton.jit(do_not_specialize=["signs"])
 def _largest_transformed(x_ptr, most_ptr, n, signs, SIZE: tl.constexpr, TILE: tl.constexpr):
     """The largest magnitude of a program's elements after the transform; NaN if there is one."""
     i = tl.arange(0, TILE)
@@ -44,7 +45,7 @@ def nvfp4_largest(x: torch.Tensor, hadamard: int, signs: int | None) -> torch.Te
     """The largest magnitude, float32 [], of the transform of x, whose last dimension divides by `hadamard`."""
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
-    programs = triton.cdiv(x.numel(), TILE)
+    programs = cdiv(x.numel(), TILE)
     most = x.new_empty(programs, dtype=torch.float32)
     _largest_transformed[(programs,)](x, most, x.numel(), sign_mask(signs), SIZE=hadamard, TILE=TILE, num_warps=4)
     return most.amax()
@@ -68,7 +69,7 @@ def _nvfp4_put(x, at, data_ptr, scale_ptr, total, first, rows, row0, column0, wi
     tl.store(scale_ptr + row[:, None] * groups + g[None, :], scale, mask=(r < rows)[:, None] & (g < groups)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "bands", "key"])
 def _nvfp4_both(x_ptr, total_ptr, data_ptr, scale_ptr, turned_ptr, turned_scale_ptr, R, C, width, turned_width, bands,
                 tiles, key, TALL: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, RANDOM: tl.constexpr,
                 HARDWARE: tl.constexpr):
@@ -105,13 +106,13 @@ def nvfp4_quantize_both(
     """What `nvfp4_quantize` gives for x and for its transpose, in one pass."""
     B, R, C = x.shape
     data = x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8)
-    scale = x.new_empty((B, R, triton.cdiv(C, 16)), dtype=torch.uint8)
+    scale = x.new_empty((B, R, cdiv(C, 16)), dtype=torch.uint8)
     turned = x.new_empty((B, C, (R + 1) // 2), dtype=torch.uint8)
-    turned_scale = x.new_empty((B, C, triton.cdiv(R, 16)), dtype=torch.uint8)
+    turned_scale = x.new_empty((B, C, cdiv(R, 16)), dtype=torch.uint8)
     if x.numel():
-        high = min(HIGH, max(16, triton.next_power_of_2(R)))
-        wide = min(WIDE, max(16, triton.next_power_of_2(C)))
-        bands, tiles = triton.cdiv(R, high), triton.cdiv(C, wide)
+        high = min(HIGH, max(16, next_power_of_2(R)))
+        wide = min(WIDE, max(16, next_power_of_2(C)))
+        bands, tiles = cdiv(R, high), cdiv(C, wide)
         _nvfp4_both[(B * bands * tiles,)](x, global_scale, data, scale, turned, turned_scale, R, C, data.shape[2],
                                           turned.shape[2], bands, tiles, seed or 0, TALL=16 if square else 1,
                                           HIGH=high, WIDE=wide, RANDOM=seed is not None,
@@ -135,7 +136,7 @@ def _block_fp8_put(x, at, inside, data_ptr, inverse_ptr, first, rows, row0, colu
              mask=(r < (rows + ROWS - 1) // ROWS)[:, None] & (g < across)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "bands"])
 def _block_fp8_both(x_ptr, data_ptr, inverse_ptr, turned_ptr, turned_inverse_ptr, R, C, bands, tiles,
                     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr, STRIP: tl.constexpr,
                     HARDWARE: tl.constexpr):
@@ -183,9 +184,9 @@ def block_fp8_quantize_both(
     if side > 128 or rows & (rows - 1) or columns & (columns - 1) or seed is not None or not x.numel():
         return *block_fp8_quantize(x, rows, columns, seed), *block_fp8_quantize(x.mT.contiguous(), rows, columns, seed)
     data, turned = x.new_empty(x.shape, dtype=torch.uint8), x.new_empty((B, C, R), dtype=torch.uint8)
-    inverse = x.new_empty((B, triton.cdiv(R, rows), triton.cdiv(C, columns)), dtype=torch.float32)
-    turned_inverse = x.new_empty((B, triton.cdiv(C, rows), triton.cdiv(R, columns)), dtype=torch.float32)
-    bands, tiles = triton.cdiv(R, side), triton.cdiv(C, side)
+    inverse = x.new_empty((B, cdiv(R, rows), cdiv(C, columns)), dtype=torch.float32)
+    turned_inverse = x.new_empty((B, cdiv(C, rows), cdiv(R, columns)), dtype=torch.float32)
+    bands, tiles = cdiv(R, side), cdiv(C, side)
     _block_fp8_both[(B * bands * tiles,)](x, data, inverse, turned, turned_inverse, R, C, bands, tiles,
                                           HARDWARE=conversions(x.device), **_strips(rows, columns))
     return data, inverse, turned, turned_inverse
@@ -193,7 +194,7 @@ def block_fp8_quantize_both(
 
 # ---- silu(gate) * up, then FP8
 
-@triton.jit
+@triton.jit(do_not_specialize=["key"])
 def _silu_mul_quantize(gate_ptr, up_ptr, data_ptr, inverse_ptr, columns, tiles, gate_stride, up_stride, key,
                        UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, RANDOM: tl.constexpr,
                        HARDWARE: tl.constexpr):
@@ -224,12 +225,12 @@ SILU_TILE = 1024   # elements of a program: with 2 warps, two 128-bit loads of e
 def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """gate, up [rows, I] with contiguous columns -> bytes of codes [rows, I], inverse scales [rows, ceil(I / 128)]."""
     rows, columns = gate.shape
-    across = triton.cdiv(columns, BLOCK)
+    across = cdiv(columns, BLOCK)
     data = gate.new_empty((rows, columns), dtype=torch.uint8)
     inverse = gate.new_empty((rows, across), dtype=torch.float32)
     if gate.numel():
-        groups = min(SILU_TILE // BLOCK, triton.next_power_of_2(across))
-        tiles = triton.cdiv(across, groups)
+        groups = min(SILU_TILE // BLOCK, next_power_of_2(across))
+        tiles = cdiv(across, groups)
         by = activation_triton._unit(columns, gate, up)
         _silu_mul_quantize[(rows * tiles,)](gate, up, data, inverse, columns // by, tiles, gate.stride(0) // by,
                                             up.stride(0) // by, seed or 0, UNIT=by, BLOCK=BLOCK, GROUPS=groups,
@@ -283,7 +284,7 @@ def _normalised(x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, c, D, DTYPE: tl.const
     return y   # behind the end of a row it is 0, as x and b are there
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "key"])
 def _rmsnorm_quantize(x_ptr, w_ptr, b_ptr, y_ptr, data_ptr, inverse_ptr, T, eps, key, H: tl.constexpr,
                       D: tl.constexpr, OFFSET: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
                       WALK: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr, BLOCK: tl.constexpr,
@@ -327,11 +328,11 @@ def rmsnorm_quantize(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     T, H, D = launchers.sizes(x, weight)
     rows = T * H
     data = x.new_empty((rows, D), dtype=torch.uint8)
-    inverse = x.new_empty((rows, triton.cdiv(D, BLOCK)), dtype=torch.float32)
+    inverse = x.new_empty((rows, cdiv(D, BLOCK)), dtype=torch.float32)
     y = x.new_empty((rows if keep else 0, D))
     if T:
         c = rmsnorm_triton.FORWARD.config(x.device, D, x.element_size(), False)
-        _rmsnorm_quantize[(triton.cdiv(T, c["BLOCK_T"]), H)](
+        _rmsnorm_quantize[(cdiv(T, c["BLOCK_T"]), H)](
             x, weight, bias, y, data, inverse, T, eps, seed or 0, H=H, D=D, OFFSET=offset, WALK=c["BLOCK_D"] < D,
             BIAS=bias is not None, ROUND_XHAT=round_xhat, BLOCK=min(BLOCK, c["BLOCK_D"]), RANDOM=seed is not None,
             KEEP=keep, HARDWARE=conversions(x.device), **c)

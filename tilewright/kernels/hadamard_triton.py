@@ -93,6 +93,7 @@ def hadamard(x: torch.Tensor, size: int, seed: int | None, inverse: bool) -> tor
 def gate() -> list[KernelSpec]:
     return [KernelSpec(_hadamard, f"{d} {size}{' signs' if signs else ''}{' inverse' if inverse else ''}",
                        {"x_ptr": f"*{d}", "y_ptr": f"*{d}", "n": "i64" if inverse else "i32", "mask": "i32"},
-                       {"SIZE": size, "SIGNS": signs, "INVERSE": inverse, "TILE": TILE}, 4, divisible=("n",), elements=TILE)
+                       {"SIZE": size, "SIGNS": signs, "INVERSE": inverse, "TILE": TILE}, 4, divisible=("n",),
+                       elements=TILE)
             for d in ("bf16", "fp32") for size in (16, 32) for signs, inverse in ((False, False), (True, False),
                                                                                   (True, True))]

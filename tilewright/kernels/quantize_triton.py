@@ -26,6 +26,7 @@ import triton.language as tl
 from tilewright.kernels import aqn_triton
 from tilewright.kernels.hadamard_triton import butterflies, sign_mask, signed
 from tilewright.kernels.instructions_triton import largest_magnitude, widened
+from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 
 TILE = 2048     # elements of a program that quantises
@@ -308,10 +309,10 @@ def nf4_quantize(x: torch.Tensor, bounds: torch.Tensor, block: int) -> tuple[tor
     """x [n] -> bytes of codes, absmax [blocks].   bounds: the 15 between code values."""
     n = x.shape[0]
     data = x.new_empty((n + 1) // 2, dtype=torch.uint8)
-    absmax = x.new_empty(triton.cdiv(n, block), dtype=torch.float32)
+    absmax = x.new_empty(cdiv(n, block), dtype=torch.float32)
     if n:
         groups = max(1, TILE // block)
-        _nf4_quantize[(triton.cdiv(n, groups * block),)](x, bounds, data, absmax, n, data.numel(),
+        _nf4_quantize[(cdiv(n, groups * block),)](x, bounds, data, absmax, n, data.numel(),
                                                          BLOCK=block, GROUPS=groups, num_warps=4)
     return data, absmax
 
@@ -324,7 +325,7 @@ def nf4_dequantize(data: torch.Tensor, pairs: torch.Tensor, absmax: torch.Tensor
     out = data.new_empty(n, dtype=dtype)
     if n:
         # A block of scales is whole within what is stored at a time.
-        _nf4_dequantize[(triton.cdiv(n, max(OUT, block) * PARTS),)](
+        _nf4_dequantize[(cdiv(n, max(OUT, block) * PARTS),)](
             data, pairs.view(torch.int64), absmax, nested_absmax, table, offset, out, n, alpha, seed, step, layer,
             BLOCK=block, NESTED=offset is not None, OUT=max(OUT, block), PARTS=PARTS, NOISE=2 if alpha else 0,
             num_warps=max(OUT, block) // 256)
@@ -361,7 +362,7 @@ def nvfp4_tile(v, total, random, TALL: tl.constexpr, RANDOM: tl.constexpr, HARDW
     return tl.reshape(code, (ROWS, GROUPS * 8)), tl.reshape(scale, (ROWS, GROUPS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["key"])
 def _nvfp4_rows(x_ptr, total_ptr, data_ptr, scale_ptr, C, width, tiles, key, GROUPS: tl.constexpr,
                 RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
     """GROUPS groups of one row. Each is one thread's, in loads of 16 bytes: their largest magnitudes need no exchange,
@@ -390,7 +391,7 @@ def _nvfp4_rows(x_ptr, total_ptr, data_ptr, scale_ptr, C, width, tiles, key, GRO
     tl.store(scale_ptr + row * groups + g0 + g, scale, mask=g < groups - g0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "bands", "key", "signs"])
 def _nvfp4_quantize(x_ptr, total_ptr, data_ptr, scale_ptr, R, C, width, bands, tiles, key, signs, TALL: tl.constexpr,
                     GROUPS: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr, HADAMARD: tl.constexpr):
     """TALL rows, of one block each way, and GROUPS blocks across. width: bytes of a row, an argument so that the code
@@ -453,7 +454,7 @@ def _noise_kind(alpha: float, C: int) -> int:
 
 def _parts(C: int) -> int:
     """How many times a program of a row of C elements stores: no more than the row has."""
-    return min(PARTS, triton.next_power_of_2(triton.cdiv(C, OUT)))
+    return min(PARTS, next_power_of_2(cdiv(C, OUT)))
 
 
 def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, square: bool, seed: int | None, hadamard: int,
@@ -461,13 +462,13 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, square: bool, se
     """x [matrices, rows, C] -> bytes of codes [.., .., ceil(C / 2)], bytes of scales [.., .., ceil(C / 16)].
     hadamard: 0, or the size of the transform of x that is quantised.   signs: its seed."""
     B, R, C = x.shape
-    groups = triton.cdiv(C, 16)
+    groups = cdiv(C, 16)
     data = x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8)
     scale = x.new_empty((B, R, groups), dtype=torch.uint8)
     if x.numel():
         tall = 16 if square else 1
-        across = min(TILE // (16 * tall), triton.next_power_of_2(groups))
-        bands, tiles = triton.cdiv(R, tall), triton.cdiv(groups, across)
+        across = min(TILE // (16 * tall), next_power_of_2(groups))
+        bands, tiles = cdiv(R, tall), cdiv(groups, across)
         options = {"GROUPS": across, "RANDOM": seed is not None, "HARDWARE": conversions(x.device)}
         if square or hadamard:
             _nvfp4_quantize[(B * bands * tiles,)](x, global_scale, data, scale, R, C, data.shape[2], bands, tiles,
@@ -490,7 +491,7 @@ def nvfp4_dequantize(data: torch.Tensor, scale: torch.Tensor, global_scale: torc
     out = data.new_empty((data.shape[0], C), dtype=dtype)
     if out.numel():
         parts = _parts(C)
-        tiles = triton.cdiv(C, OUT * parts)
+        tiles = cdiv(C, OUT * parts)
         _nvfp4_dequantize[(data.shape[0] * tiles,)](data, scale, global_scale, out, C, data.shape[1], tiles, alpha,
                                                     seed, step, layer, OUT=OUT, PARTS=parts,
                                                     NOISE=_noise_kind(alpha, C), HARDWARE=conversions(data.device),
@@ -521,7 +522,7 @@ def fp8_tile(v, random, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANDOM: tl.co
     return tl.reshape(_to_e4m3(scaled, random, RANDOM, HARDWARE), (HIGH, WIDE)), inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "bands", "key"])
 def _block_fp8_quantize(x_ptr, data_ptr, inverse_ptr, R, C, bands, tiles, key, ROWS: tl.constexpr,
                         COLUMNS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr,
                         RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
@@ -552,7 +553,7 @@ def _block_fp8_quantize(x_ptr, data_ptr, inverse_ptr, R, C, bands, tiles, key, R
     tl.store(data_ptr + at, code, mask=inside)
 
 
-@triton.jit(do_not_specialize=["seed", "step", "layer"])
+@triton.jit(do_not_specialize=["R", "seed", "step", "layer"])
 def _block_fp8_dequantize(data_ptr, inverse_ptr, out_ptr, R, C, tiles, alpha, seed: tl.int64, step: tl.int64,
                           layer: tl.int64, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
                           OUT: tl.constexpr, PARTS: tl.constexpr, NOISE: tl.constexpr, HARDWARE: tl.constexpr):
@@ -582,13 +583,13 @@ def block_fp8_quantize(x: torch.Tensor, rows: int, columns: int,
                        seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """x [matrices, R, C] -> bytes of codes, inverse scales [.., ceil(R / rows), ceil(C / columns)]."""
     B, R, C = x.shape
-    bands, across = triton.cdiv(R, rows), triton.cdiv(C, columns)
+    bands, across = cdiv(R, rows), cdiv(C, columns)
     data = x.new_empty(x.shape, dtype=torch.uint8)
     inverse = x.new_empty((B, bands, across), dtype=torch.float32)
     if x.numel():
-        tall, wide = triton.next_power_of_2(rows), triton.next_power_of_2(columns)
-        groups = max(1, min(TILE // (tall * wide), triton.next_power_of_2(across)))
-        tiles = triton.cdiv(across, groups)
+        tall, wide = next_power_of_2(rows), next_power_of_2(columns)
+        groups = max(1, min(TILE // (tall * wide), next_power_of_2(across)))
+        tiles = cdiv(across, groups)
         _block_fp8_quantize[(B * bands * tiles,)](x, data, inverse, R, C, bands, tiles, seed or 0, ROWS=rows,
                                                   COLUMNS=columns, TALL=tall, WIDE=wide, GROUPS=groups,
                                                   RANDOM=seed is not None, HARDWARE=conversions(x.device),
@@ -610,7 +611,7 @@ def block_fp8_dequantize(data: torch.Tensor, inverse: torch.Tensor, rows: int, c
     out = data.new_empty(data.shape, dtype=dtype)
     if out.numel():
         parts = _parts(C)
-        tiles = triton.cdiv(C, OUT * parts)
+        tiles = cdiv(C, OUT * parts)
         _block_fp8_dequantize[(B * R * tiles,)](
             data, inverse, out, R, C, tiles, alpha, seed, step, layer, ROWS=rows, COLUMNS=columns,
             SPAN=min(OUT, columns & -columns), OUT=OUT, PARTS=parts, NOISE=_noise_kind(alpha, C),
@@ -636,7 +637,8 @@ def nf4_quantize_gate() -> list[KernelSpec]:
     return [_spec(_nf4_quantize, f"nf4 quantize {d}",
                   {"x_ptr": f"*{d}", "bound_ptr": "*fp32", "data_ptr": "*u8", "absmax_ptr": "*fp32", "n": "i32",
                    "size": "i32"},
-                  {"BLOCK": 64, "GROUPS": TILE // 64}, divisible=("n", "size"), store=64, elements=TILE) for d in ("bf16", "fp32")]
+                  {"BLOCK": 64, "GROUPS": TILE // 64}, divisible=("n", "size"), store=64, elements=TILE)
+            for d in ("bf16", "fp32")]
 
 
 def nf4_dequantize_gate() -> list[KernelSpec]:

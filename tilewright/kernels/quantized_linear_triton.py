@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.quantize_triton import E2M1, E4M3, conversions, from_e2m1, from_e4m3
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -64,7 +65,7 @@ def _tile(data_ptr, scale_ptr, nested_ptr, map_ptr, extra_ptr, value_ptr, n, liv
     return w
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _few_rows(x_ptr, data_ptr, scale_ptr, nested_ptr, map_ptr, extra_ptr, value_ptr, bias_ptr, out_ptr, T, N, K,
               x_stride, width, across, piece, FORMAT: tl.constexpr, NESTED: tl.constexpr, HARDWARE: tl.constexpr,
               BIAS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
@@ -88,7 +89,7 @@ def _few_rows(x_ptr, data_ptr, scale_ptr, nested_ptr, map_ptr, extra_ptr, value_
     tl.store(to, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=(t < T)[:, None] & live[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _sum_pieces(sums_ptr, bias_ptr, out_ptr, N, size, BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
     """out [size] = the sum of sums [SPLIT, size], and bias [N] for each N of them."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -111,7 +112,7 @@ def constants(x: torch.Tensor, format: str, N: int, block: list[int]) -> dict | 
     span = {"nf4": block[:1], "nvfp4": [16], "block_fp8": block[1:]}[format][0]
     if T * N * K == 0 or (format != "block_fp8" and (K % span or K % 2)):
         return None
-    rows = min(1024, triton.next_power_of_2(T))
+    rows = min(1024, next_power_of_2(T))
     config = FEW_ROWS.config(x.device, FORMATS[format], N, K, x.element_size(), rows)
     fits = span % config["BLOCK_K"] == 0 or (format != "block_fp8" and config["BLOCK_K"] % span == 0)
     return config if config["fused"] and fits else None
@@ -133,17 +134,17 @@ def few_rows(x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, sca
     rows, span = (block if kind == BLOCK_FP8 else (1, block[0] if kind == NF4 else 16))
     width = K if kind == BLOCK_FP8 else K // 2
     tall = _block_t(T)
-    piece = triton.cdiv(triton.cdiv(K, c["BLOCK_K"]), split) * c["BLOCK_K"]
+    piece = cdiv(cdiv(K, c["BLOCK_K"]), split) * c["BLOCK_K"]
     out = torch.empty((T, N), dtype=x.dtype, device=x.device)
     sums = out if split == 1 else torch.empty((split, T, N), dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(N, c["BLOCK_N"]), triton.cdiv(T, tall), split)
+    grid = (cdiv(N, c["BLOCK_N"]), cdiv(T, tall), split)
     _few_rows[grid](x, data, scale, nested, table, extra, values, bias, sums, T, N, K, x.stride(0), width,
-                    triton.cdiv(K, span), piece, FORMAT=kind, NESTED=table is not None,
+                    cdiv(K, span), piece, FORMAT=kind, NESTED=table is not None,
                     HARDWARE=0 if kind == NF4 else conversions(x.device),
                     BIAS=bias is not None and split == 1, ROWS=rows, GROUP=min(span, c["BLOCK_K"]), SPAN=span,
                     PRECISION=_precision(x), BLOCK_T=tall, **c)
     if split > 1:
-        _sum_pieces[(triton.cdiv(T * N, _SUM_BLOCK),)](sums, bias, out, N, T * N, BIAS=bias is not None, SPLIT=split,
+        _sum_pieces[(cdiv(T * N, _SUM_BLOCK),)](sums, bias, out, N, T * N, BIAS=bias is not None, SPLIT=split,
                                                       BLOCK=_SUM_BLOCK, num_warps=4)
     return out
 
@@ -152,7 +153,7 @@ _SUM_BLOCK = 1024
 
 
 def _block_t(T: int) -> int:
-    return max(16, min(MOST_ROWS, triton.next_power_of_2(T)))
+    return max(16, min(MOST_ROWS, next_power_of_2(T)))
 
 
 def _precision(t: torch.Tensor) -> str | None:
@@ -170,7 +171,7 @@ def _heuristic(format: int, N: int, K: int, itemsize: int, rows: int) -> dict:
     and so is bound by arithmetic sooner. SPLIT: enough blocks for all multiprocessors, of four steps at least."""
     fused = rows <= (MOST_ROWS if itemsize == 2 else 16)
     n, k = (64, 64) if itemsize == 2 else (32, 32)
-    pieces = max(1, min(_BLOCKS // triton.cdiv(N, n), triton.cdiv(K, 4 * k), 16))
+    pieces = max(1, min(_BLOCKS // cdiv(N, n), cdiv(K, 4 * k), 16))
     return dict(zip(_NAMES, (fused, n, k, 1 << pieces.bit_length() - 1, 4, 3), strict=True))
 
 
@@ -267,8 +268,8 @@ def fp8(x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.
     out = torch.empty((T, N), dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    c = FP8.config(x.device, N, K, min(4096, triton.next_power_of_2(T)), _large(x.device))
-    grid = triton.cdiv(T, c["BLOCK_M"]) * triton.cdiv(N, c["BLOCK_N"])
+    c = FP8.config(x.device, N, K, min(4096, next_power_of_2(T)), _large(x.device))
+    grid = cdiv(T, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"])
     _fp8[(grid,)](x, x_scale, w, w_scale, bias, out, T, N, K, x_scale.shape[1], BIAS=bias is not None, **c)
     return out
 
