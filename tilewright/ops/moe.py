@@ -241,8 +241,7 @@ def _register(name, forward, backward, dequantizes=None):
         arguments = (x, gate_up_proj, down_proj, expert_index, expert_weight, keep, gate_up_bias, down_bias)
         if x.numel() and down_proj.numel():
             return forward(*arguments, _gate(activation, interleaved, numbers))
-        y, pre, offsets, *rest = fake_forward(*arguments)
-        return y.zero_(), pre, offsets.zero_(), *rest
+        return tuple(t.zero_() for t in fake_forward(*arguments))
 
     def fake_forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep, *_):
         return _fake_forward(x, gate_up_proj.shape, expert_index, keep, name == "triton")
@@ -309,8 +308,7 @@ def _register_frozen(name: str, forward: Callable, backward: Callable, dequantiz
                   down_scale, down_first, down_second, down_format, down_shape, down_block, down_alpha, down_key)
         if x.numel() and all(down_shape):
             return forward(x, *weights(packed, x.dtype), expert_index, expert_weight, keep, None, None, SWIGLU)
-        y, pre, offsets, *rest = fake_forward(x, expert_index, expert_weight, keep, *packed)
-        return y.zero_(), pre, offsets.zero_(), *rest
+        return tuple(t.zero_() for t in fake_forward(x, expert_index, expert_weight, keep, *packed))
 
     def fake_forward(x, expert_index, expert_weight, keep, *packed):
         return _fake_forward(x, packed[5], expert_index, keep, name == "triton")
