@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tilewright.bench import overhead
+from tilewright.ops import cross_entropy
 from tilewright.registry import ImplementationUnavailable, operations
 
 pytest.importorskip("triton")
@@ -27,13 +28,14 @@ def steps(tokens):
     is one sequence. Nothing is launched, so that tensors hold what was in memory."""
     from tilewright.kernels import (
         attention_triton,
+        fused_quantize_triton,
         grouped_gemm_triton,
         permute_triton,
         qk_norm_rope_triton,
+        quantize_triton,
         rmsnorm_triton,
         rope_triton,
         route_triton,
-        softmax_stats_triton,
     )
 
     def new(*shape, dtype=torch.bfloat16):
@@ -58,7 +60,19 @@ def steps(tokens):
     for window in (0, 4096):
         out, lse = attention_triton.forward(q, k, k, cu, True, window, 0.0, None, 0.125, 0)
         attention_triton.backward(out, q, k, k, out, lse, cu, True, window, 0.0, None, 0.125, 0)
-    softmax_stats_triton.forward(x, new(T, dtype=i64), None, 0.0, False, False, False, False)
+    loss = cross_entropy(new(T, H).requires_grad_(), torch.zeros(T, dtype=i64), implementation="triton")
+    loss.backward()
+    one, square = torch.ones(()), T // 128 * 128   # of rows, which blocks of 128 divide
+    low = quantize_triton.nvfp4_quantize(x[None], one, False, None, 0, None)
+    quantize_triton.nvfp4_quantize(x[None, :square], one, True, T, 16, None)
+    quantize_triton.nvfp4_dequantize(low[0][0], low[1][0], one, H, torch.bfloat16, 0.0, 0, 0, 0)
+    for block in (1, 128), (128, 128):
+        low = quantize_triton.block_fp8_quantize(x[None], *block, None)
+        quantize_triton.block_fp8_dequantize(*low, *block, torch.bfloat16, 0.0, 0, 0, 0)
+        fused_quantize_triton.block_fp8_quantize_both(x[None], *block, None)
+    fused_quantize_triton.nvfp4_quantize_both(x[None, :square], one, False, T)
+    fused_quantize_triton.silu_mul_quantize(x, x, None)
+    fused_quantize_triton.rmsnorm_quantize(x, w, None, 1e-6, 0.0, True, None, True)
     offsets, slots, position = permute_triton.sort(new(T, K, dtype=i64), E)
     weight = new(T, K, dtype=f32)
     rows = permute_triton.spread(x, position, offsets)

@@ -40,6 +40,7 @@ class Operator:
 
     def __init__(self, overload: Callable, launch: Callable, *, cuda: bool):
         self.overload, self._launch, self._cuda = overload, launch, cuda
+        self.__name__ = self.__qualname__ = overload.name()   # as functions have them
         self._apply: Callable | None = None   # of the launcher with its derivative
         self._first: dict[tuple[type, ...], int] = {}   # types of arguments -> `_first_tensor`
 
