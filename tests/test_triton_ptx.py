@@ -206,8 +206,15 @@ def count(driver, name):
     return found
 
 
+WIDE = "a thread takes 32 bytes of a row or more, so that it stores 16: two loads for a sector, the second from the L1"
+FEW = "numbers of a row or a token, few beside its elements, that all threads of a program read"
 # Kernels that request more than 1.05 times the sectors that their programs touch, and why.
-UNCOALESCED: dict[str, str] = {}
+UNCOALESCED = {
+    "_rotate": "cos and sin, for each head of a token", "_backward": FEW, "_losses": FEW, "_collect": FEW,
+    "_spread": FEW, "_histogram": "a table of eight experts", "_place": "a table of eight experts",
+    "_nf4_quantize": "the 15 bounds between codes", "_nf4_dequantize": "pairs of numbers, by a byte of codes",
+    "_nvfp4_dequantize": "scales, a byte for 16 elements", "_block_fp8_dequantize": "a scale for 128 elements",
+    **dict.fromkeys(("_nvfp4_rows", "_block_fp8_quantize", "_silu_mul_quantize", "_rmsnorm_quantize"), WIDE)}
 
 
 def counted(driver, name):

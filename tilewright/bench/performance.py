@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
 import math
 import os
 import pathlib
@@ -669,6 +670,32 @@ def goals(devices: Sequence[Device]) -> list[str]:
                    [(cells, sources) for cells, sources in rows])]
 
 
+# ---- what was counted
+
+COUNTS = pathlib.Path(__file__).parent / "budgets" / "counts-triton-3.9.0.json"
+
+
+def counted() -> list[str]:
+    """What kernels ask of a GPU, as their PTX was run on a CPU."""
+    def times(counts, kind):
+        asked, least = counts["requested"][kind], counts["least"][kind]
+        return f"{asked:,} ({asked / least:.2f})" if least else "0"
+
+    head = ["op", "kernel", "sectors read", "written", "passes over shared memory", "bank conflicts", "instructions",
+            "multiply-adds"]
+    rows = [[f"`{name}`", f"`{kernel}`", times(counts, "read"), times(counts, "written"), f"{counts['wavefronts']:,}",
+             f"{counts['conflicts']:,}", f"{sum(counts['issued'].values()):,}", f"{counts['products']:,}"]
+            for name, kernels in json.loads(COUNTS.read_text()).items() for kernel, counts in kernels.items()]
+    return ["## Counts", "",
+            "What the Triton kernels ask of a GPU on aligned inputs in bfloat16, counted where their PTX for sm_90 is "
+            "run on a CPU (tests/test_triton_ptx.py); these are no times. A sector is 32 bytes of global memory, "
+            "counted once for each instruction of a warp that touches it; in parentheses, over the sectors that the "
+            "programs touch, each program's once. Above 1, several instructions of a program touch one sector, which "
+            "its L1 serves: scales and tables that many threads read, and wide rows of which a thread takes more than "
+            "16 bytes. Instructions are those of PTX, one for a warp.", "",
+            f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
 # ---- constants, training runs, files
 
 def tuned(found: Raw) -> list[str]:
@@ -893,7 +920,7 @@ def build(results: pathlib.Path, out: pathlib.Path, tables: pathlib.Path | None 
         lines += device_section(device, found, reasons, plots)
         unexplained += [f"{device.title}: {' '.join(report.key(p.other))}: {number(p.ratio)}"
                         for p in behind(device) if NO_REASON in why(p, reasons)]
-    lines += [*goals(devices), *tuned(found), *training(found, link), *files(found, link)]
+    lines += [*goals(devices), *counted(), *tuned(found), *training(found, link), *files(found, link)]
     return Page("\n".join(lines).rstrip("\n") + "\n", pictures, unexplained)
 
 
