@@ -387,9 +387,9 @@ def _router_gradient(partial_ptr, position_ptr, out_ptr, dy_ptr, bias_ptr, offse
         dy_at = dy_ptr + (s // TOP_K).to(tl.int64) * dy_stride
         for k in range(0, H, COLUMNS):
             c = k + tl.arange(0, COLUMNS)
-            mask = (position >= 0)[:, None] & (c < H)[None, :]
-            d = tl.load(dy_at[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
-            b = tl.load(bias_ptr + (e * H)[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            inside = (position >= 0)[:, None] & (c < H)[None, :]
+            d = tl.load(dy_at[:, None] + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(bias_ptr + (e * H)[:, None] + c[None, :], mask=inside, other=0.0).to(tl.float32)
             dot += tl.sum(d * b, axis=1)
     tl.store(out_ptr + s, dot, mask=s < SLOTS)
 
@@ -807,11 +807,14 @@ def gate() -> tuple[KernelSpec, ...]:
         KernelSpec(_map_tiles, "tiles", {"offsets_ptr": "*i32", "tiles_ptr": "*i32", "E": "i32", "R": "i32",
                                          "capacity": "i32"},
                    {"BLOCK_M": 128, "BLOCK": _TILE_BLOCK, "EXPERTS": 256}, load=32, store=32),
-        KernelSpec(_router_gradient, "router gradient",
-                   {"partial_ptr": "*fp32", "position_ptr": "*i32", "out_ptr": "*fp32",
-                    **dict.fromkeys(("SLOTS", "tiles", "E", "H", "dy_stride", "TOP_K"), "i32")},
-                   {"dy_ptr": None, "bias_ptr": None, "offsets_ptr": None, "BIAS": False, "BLOCK": 128, "TILES": 8,
-                    "COLUMNS": _COLUMNS, "EXPERTS": 128}, load=32, store=32),
+        *(KernelSpec(_router_gradient, f"router gradient{' biased' if bias else ''}",
+                     {"partial_ptr": "*fp32", "position_ptr": "*i32", "out_ptr": "*fp32",
+                      **(dict.fromkeys(("dy_ptr", "bias_ptr"), "*bf16") | {"offsets_ptr": "*i32"} if bias else {}),
+                      **dict.fromkeys(("SLOTS", "tiles", "E", "H", "dy_stride", "TOP_K"), "i32")},
+                     {**({} if bias else dict.fromkeys(("dy_ptr", "bias_ptr", "offsets_ptr"))), "BIAS": bias,
+                      "BLOCK": _SLOTS if bias else 128, "TILES": 8, "COLUMNS": _COLUMNS, "EXPERTS": 128},
+                     load=128 if bias else 32, store=32, divisible=("H", "dy_stride") if bias else ())
+          for bias in (False, True)),
     )
 
 
