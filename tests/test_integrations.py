@@ -624,7 +624,7 @@ def test_what_attention_cannot_be_is_refused(hf, attentions):
         layer.self_attn.attention_dropout = 0.0
     with pytest.raises(ImplementationUnavailable, match=re.escape("a mask of shape [2, 1, 9, 9]")):
         model(input_ids=tokens, attention_mask=torch.zeros(2, 1, 9, 9, device=DEVICE))
-    with pytest.raises(ValueError, match=r"unknown implementation 'flash_attention_2'; have .*_3', 'triton'"):
+    with pytest.raises(ValueError, match=r"unknown implementation 'flash_attention_2'; have .*_3', 'native', 'triton'"):
         integration.register(attn_implementation="flash_attention_2")
     for layer in model.model.layers:   # gpt-oss's sinks, sliding window and a softcap are passed on, not dropped
         layer.self_attn.attention_dropout = 0.0

@@ -482,6 +482,7 @@ def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
 
 
 def test_every_registered_case_is_in_the_plan():
+    @functools.cache
     def names(stage, device):
         return {u.name for u in suite.units(stage, OPS.values(), device, suite.DTYPES, run.Settings(), pathlib.Path())}
 
