@@ -722,7 +722,7 @@ def test_operators_pass_opcheck(op, name):
     # are made of has others only for what is constant: codes, noise.
     needed = name not in ("eager", "torch") and differentiable(op) and any(a.is_floating_point() for a in given)
     assert not needed or any(a.requires_grad for a in given), "no formula would be checked"
-    # The interpreter is slow; what compiled code makes of these is tested by test_compiles_as_one_graph_and_gives_the_same.
+    # The interpreter is slow; test_compiles_as_one_graph_and_gives_the_same compiles these, too.
     slow = name == "triton" and DEVICE == "cpu"
     for (func, _), (args, kwargs) in calls.items():
         torch.library.opcheck(func, args, kwargs, test_utils=("test_schema", "test_autograd_registration",
