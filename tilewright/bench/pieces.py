@@ -301,7 +301,8 @@ def _experts(*adapters):
             return None
         T, H = kwargs["x"].shape
         tokens = max(1, WORK // (2 * index.shape[1] * max(H, up.shape[1])))
-        names = [n for n in ("gate_up_proj", "down_proj", *adapters) if kwargs[n].shape[0] == E]
+        names = [n for n in ("gate_up_proj", "down_proj", *adapters)
+                 if kwargs.get(n) is not None and kwargs[n].shape[0] == E]
         parts = []
         for g, b in itertools.product(_blocks(E, max(1, WORK // (4 * each))), _blocks(T, tokens)):
             mine = (index[b] >= g.start) & (index[b] < g.stop)
@@ -348,6 +349,6 @@ TABLE: dict[str, Callable[[dict[str, Any]], Pieces | None]] = {
     "permute": _columns("x"),
     "unpermute": _columns("rows"),
     "grouped_gemm": _grouped_gemm,
-    "moe_mlp": _experts(),
+    "moe_mlp": _experts("gate_up_bias", "down_bias"),
     "moe_lora": _experts("gate_A", "gate_B", "up_A", "up_B", "down_A", "down_B"),
 }
