@@ -84,15 +84,16 @@ def _at(dim: int, where: slice) -> Index:
 
 # ---- ops whose rows, or columns, have nothing to do with each other
 
-def _along(dim: int, *names: str, outputs: Sequence[str], what: str = "blocks of rows") -> Callable:
+def _along(dim: int, *names: str, outputs: Sequence[str], what: str = "blocks of rows",
+           placed: bool = True) -> Callable:
     """names: arguments that are cut along `dim`.   outputs: the arguments that have the outputs' shapes (of one
-    that is not differentiable any)."""
+    that is not differentiable any).   placed: what a seed gives an element depends on its place."""
     def cut(kwargs):
         given = [n for n in names if kwargs.get(n) is not None]
         shapes = {i: kwargs[n].shape for i, n in enumerate(outputs)}
         if "up" in names and "up" not in given:   # packed
             shapes = dict.fromkeys(shapes, (*kwargs["gate"].shape[:-1], kwargs["gate"].shape[-1] // 2))
-        if kwargs[given[0]].dim() < 2 or kwargs.get("seed") is not None:   # one row, or random by an element's place
+        if kwargs[given[0]].dim() < 2 or (placed and kwargs.get("seed") is not None):
             return None
         size = kwargs[given[0]].shape[dim]
         widest = sum(kwargs[n].numel() for n in given)
@@ -340,7 +341,7 @@ TABLE: dict[str, Callable[[dict[str, Any]], Pieces | None]] = {
     "silu_mul": _along(0, "gate", "up", outputs=("gate",)),
     "gelu_mul": _along(0, "gate", "up", outputs=("gate",)),
     "silu_mul_quantize": _along(0, "gate", "up", outputs=("gate", "gate")),
-    "hadamard": _along(0, "x", outputs=("x",)),
+    "hadamard": _along(0, "x", outputs=("x",), placed=False),   # signs are of columns
     "rope": _rope,
     "attention": _attention,
     "cross_entropy": _cross_entropy,
