@@ -25,8 +25,8 @@ WALK_BLOCK = 8192   # column block beyond those
 # Of rows that a block of the backward has on their way, in shared memory: what sm_120 has for one block, and half of
 # what sm_90 has for all.
 STAGED_BYTES = 96 * 2**10
-# Rows of so many columns share a program, with 8 elements a thread: with 16, for D=128 on sm_100, ptxas spills 8 bytes
-# in the float32 forward, and 4 in the bf16 backward.
+# Rows of so many columns share a program. For D=128 on sm_100 ptxas spills 8 bytes in the float32 forward with 16
+# elements a thread.
 NARROW = 512
 # Programs a multiprocessor that share the rows of a forward with noise. Each makes the noise of its weight once, for
 # dozens of rows of a training step: made for every row, it would take longer than the row's way through memory.
@@ -38,7 +38,7 @@ def _heuristic(D: int, backward: bool) -> dict:
     walk = (WHOLE_ROW_BACKWARD if backward else WHOLE_ROW) < D
     block_d = WALK_BLOCK if walk else triton.next_power_of_2(D)
     block_t = max(1, 1024 // block_d)   # narrow rows (QK norm) share a program: a warp's loads stay 512 B
-    warp = 256 if block_t > 1 else 512
+    warp = 256 if block_t > 1 and not backward else 512
     return {"BLOCK_D": block_d, "BLOCK_T": block_t, "num_warps": min(16, max(1, block_d * block_t // warp))}
 
 
@@ -72,14 +72,15 @@ def _backward_heuristic(D: int, itemsize: int) -> dict:
 
 def _most_stages(c: dict, itemsize: int) -> int:
     step = 3 * c["BLOCK_T"] * c["BLOCK_D"] * itemsize   # of dy, x and dsum
-    return 1 + min(2, STAGED_BYTES // step)
+    # In narrow rows ptxas spills 4 bytes for sm_100 and sm_120 with a step that is loaded ahead.
+    return 1 if c["BLOCK_D"] <= NARROW else 1 + min(2, STAGED_BYTES // step)
 
 
 def _backward_space(D: int, itemsize: int) -> list[dict]:
     if D > WHOLE_ROW_BACKWARD:
         return [{"BLOCK_D": block, "BLOCK_T": 1, "num_warps": warps, "STAGES": 1}
                 for block, warps in ((4096, 16), (8192, 8))]
-    return [{**c, "STAGES": stages} for c in _blocks(D, True, 8, 8 if D <= NARROW else 16)
+    return [{**c, "STAGES": stages} for c in _blocks(D, True, 16 if D <= NARROW else 8, 16)
             for stages in range(1, _most_stages(c, itemsize) + 1)]
 
 
