@@ -57,13 +57,13 @@ test: $(STAMP) build lint .cache/smollm2/config.json
 # `make gate TRITON=3.6.0` does it with that Triton, put before this environment's in another one.
 ifeq ($(TRITON),$(PINNED_TRITON))
 GATE_PYTHON := $(BIN)/python
-gate: GATE_ARGS += --require triton,cute
+gate: REQUIRED := --require triton,cute
 gate: $(STAMP)
 else
 GATE_PYTHON := .venv-gate-$(TRITON)/bin/python
 gate: .venv-gate-$(TRITON)/.installed
 endif
-	$(GATE_PYTHON) -m tilewright.bench compile-gate $(GATE_ARGS)
+	$(GATE_PYTHON) -m tilewright.bench compile-gate $(REQUIRED) $(GATE_ARGS)
 
 gate-all:
 	$(MAKE) gate GATE_ARGS="--all $(GATE_ARGS)"

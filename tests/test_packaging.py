@@ -120,7 +120,8 @@ def test_the_sdist_holds_the_repository_and_its_tests_are_found(built, source, t
                and not (root / p.relative_to(source)).exists()]
     assert (root / "csrc").is_dir() and not missing
     # Of tests that between them import all that lies beside them; to collect them all takes a minute.
-    some = ("tests/test_cute.py", "tests/test_context_parallel.py", "tests/test_style.py", "tests/benchmark")
+    some = ("tests/test_cute.py", "tests/test_context_parallel.py", "tests/test_pieces.py", "tests/test_style.py",
+            "tests/benchmark")
     found = run("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *some, cwd=root, PYTHONPATH=str(root))
     assert all(name in found for name in some)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ class Implementation:
     tunables: returns the launches whose constants `bench tune` may search (kernels.tuning.Tunable).
     aliases: further names that a user may write; nothing lists or returns them.
     rounds_between: rounds to the dtype between steps that the eager twin takes in a wider one. It is within the
-        contract of its own op, but `auto` makes no such part of an op that is composed of several.
+        contract of its own op, but `auto` does not take it as a part of an op that is composed of several.
     """
 
     name: str
@@ -178,6 +179,8 @@ class Op:
         self._table: dict[tuple[str, torch.device, torch.dtype, Any], Callable] = {}   # of `pick`
         self._unpinned: dict[tuple[torch.device, torch.dtype], str] = {}
         self._by_key = types.SimpleNamespace()   # of what is added to a dictionary while it traces Dynamo sees nothing
+        self._id = f"{self.name} {id(self)}"
+        _by_id[self._id] = self
 
     @property
     def autocast(self) -> Any:
@@ -271,7 +274,7 @@ class Op:
         if torch.compiler.is_dynamo_compiling():
             # In parts: Dynamo hands a NamedTuple over without its values.
             asked = () if request is None else (type(request), tuple(request))
-            return getattr(self._by_key, _resolve_constant(self, name, tensor.device, tensor.dtype, *asked))
+            return getattr(self._by_key, _resolve_constant(self._id, name, tensor.device, tensor.dtype, *asked))
         key = (name, tensor.device, tensor.dtype, request)
         try:
             found = self._table.get(key)
@@ -290,10 +293,15 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.device(device) if there else contextlib.nullcontext()
 
 
-def _resolve_constant(op: Op, name: str, device: torch.device, dtype: torch.dtype, kind: type | None = None,
+# For `_resolve_constant`: before torch 2.13, Dynamo takes constants as arguments, and no Op.
+_by_id: weakref.WeakValueDictionary[str, Op] = weakref.WeakValueDictionary()
+
+
+def _resolve_constant(op_id: str, name: str, device: torch.device, dtype: torch.dtype, kind: type | None = None,
                       values: tuple = ()) -> str:
     # torch.compile runs this once while it traces, instead of tracing imports and probes. It must return a constant,
     # so the callable is left in a namespace, under a key that is written once and never changes.
+    op = _by_id[op_id]
     request = None if kind is None else kind(*values)
     key = f"{name} {device} {short(dtype)} {request}"
     if not hasattr(op._by_key, key):

@@ -506,7 +506,7 @@ def main(argv: list[str] | None = None) -> int:
             notes.append(f"wrote {path.name}: {len(budgets)} budgets")
             stale = []
         elif budgets is None:
-            have = ", ".join(sorted(p.stem for p in BUDGETS.glob("*.json"))) or "none"
+            have = ", ".join(sorted(p.stem for p in BUDGETS.glob(f"{compiler.name}-*.json"))) or "none"
             notes.append(f"no budgets for {compiler.name} {compiler.version()} (there are: {have}): only "
                          "compilation, spills, local memory, needs and the GPUs' limits were checked")
         failures += judge(mine, specs, budgets, stale)

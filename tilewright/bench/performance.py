@@ -19,6 +19,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -672,7 +673,12 @@ def goals(devices: Sequence[Device]) -> list[str]:
 
 # ---- what was counted
 
-COUNTS = pathlib.Path(__file__).parent / "budgets" / "counts-triton-3.9.0.json"
+BUDGETS = pathlib.Path(__file__).parent / "budgets"
+
+
+def counts_of(triton: str) -> pathlib.Path:
+    """The file of counts of the kernels as this version of Triton compiles them."""
+    return BUDGETS / f"counts-triton-{triton}.json"
 
 
 def counted() -> list[str]:
@@ -681,11 +687,12 @@ def counted() -> list[str]:
         asked, least = counts["requested"][kind], counts["least"][kind]
         return f"{asked:,} ({asked / least:.2f})" if least else "0"
 
+    latest = max(BUDGETS.glob(counts_of("*").name), key=lambda p: [int(n) for n in re.findall(r"\d+", p.stem)])
     head = ["op", "kernel", "sectors read", "written", "passes over shared memory", "bank conflicts", "instructions",
             "multiply-adds"]
     rows = [[f"`{name}`", f"`{kernel}`", times(counts, "read"), times(counts, "written"), f"{counts['wavefronts']:,}",
              f"{counts['conflicts']:,}", f"{sum(counts['issued'].values()):,}", f"{counts['products']:,}"]
-            for name, kernels in json.loads(COUNTS.read_text()).items() for kernel, counts in kernels.items()]
+            for name, kernels in json.loads(latest.read_text()).items() for kernel, counts in kernels.items()]
     return ["## Counts", "",
             "What the Triton kernels ask of a GPU on aligned inputs in bfloat16, counted where their PTX for sm_90 is "
             "run on a CPU (tests/test_triton_ptx.py); these are no times. A sector is 32 bytes of global memory, "

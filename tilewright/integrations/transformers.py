@@ -202,7 +202,7 @@ def _experts(name, implementation):
         if getattr(self, "_is_expert_parallel", False):
             # There any index from num_experts on is that of an expert elsewhere; moe_mlp has one for all of them.
             top_k_index = top_k_index.clamp(max=gate_up.shape[0])
-        with _checks.no_autocast(hidden_states):   # moe_mlp's products are not autocast's
+        with _checks.no_autocast(hidden_states):   # autocast must not change the dtype of moe_mlp's products
             y = moe_mlp(hidden_states.to(dtype), gate_up, down, top_k_index, top_k_weights,
                         gate=Gate(*gate), implementation=implementation, **biases)
         return y.to(hidden_states.dtype)

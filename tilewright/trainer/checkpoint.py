@@ -408,6 +408,6 @@ def _check(folder: pathlib.Path, state: dict[str, Any], run: dict[str, dict[str,
         then = state["run"].get(kind, {})
         if absent := now.keys() - then.keys():
             raise ValueError(f"{folder} was written by a version that did not record {kind}: "
-                             f"{', '.join(sorted(absent))}, so nothing shows that they are this run's. {_ANEW}")
+                             f"{', '.join(sorted(absent))}. It cannot be compared with this run's. {_ANEW}")
         if differ := {k: (then.get(k), v) for k, v in now.items() if then.get(k) != v}:
             raise ValueError(f"{folder} was written with another {kind}: {differ} (checkpoint, configuration). {_ANEW}")
