@@ -1,5 +1,6 @@
 """Set-up that every test shares. Triton's interpreter must be chosen before any kernel module is imported."""
 
+import contextlib
 import os
 
 import torch
@@ -8,6 +9,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    with contextlib.suppress(ModuleNotFoundError):   # without Triton
+        import interpreter
+
+        interpreter.install()
 
 # Files that take longest, which may have few tests. A file begun last that takes minutes would leave the other
 # processes of a run without work.

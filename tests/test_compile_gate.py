@@ -428,7 +428,9 @@ def test_every_triton_module_is_in_the_gate_and_every_kernel_has_a_budget():
     path = compile_gate.BUDGETS / name
     if not path.exists():
         pytest.skip(f"no budgets for {path.stem}")
-    differ = set(json.loads(path.read_text())) ^ set(keys)
+    budgets = json.loads(path.read_text())
+    archs = tuple({key.split()[-1] for key in budgets})   # all, of the pinned Triton
+    differ = set(budgets) ^ {key for key in keys if key.endswith(archs)}
     assert not differ, f"run `python -m tilewright.bench compile-gate --update`: {sorted(differ)}"
 
 

@@ -203,6 +203,10 @@ def test_autocast_does_what_the_op_declares(op, name):
     *((name, "cuda") for name in ("rmsnorm", "add_rmsnorm", "silu_mul", "gelu_mul"))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=short)
 def test_autocast_gives_the_dtype_that_pytorch_gives(name, device, dtype):
+    if name == "linear_cross_entropy" and not hasattr(F, name):
+        pytest.skip(f"torch {torch.__version__} has no F.linear_cross_entropy")
+    if "rmsnorm" in name and device == "cuda" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 does not autocast F.rms_norm on CUDA to float32, 2.13 does")
     op = OPS[name]
     made = contract.convert(whole_case(op).make("cpu", torch.float32, 0), dtype)
     with contextlib.ExitStack() as stack:
