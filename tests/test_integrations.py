@@ -232,6 +232,12 @@ def test_autocast_computes_in_its_dtype(hf, monkeypatch):
     assert found[1]["model.layers.0.mlp.experts.down_proj"].dtype == torch.float32
 
 
+# Where transformers' own rotary embedding is not traced whole either (it asks whether a device has autocast).
+WHOLE_GRAPHS = pytest.mark.skipif(torch.__version__ < "2.12", reason=f"torch {torch.__version__} breaks the graphs of "
+                                  "experts: its Dynamo takes no module as an argument of a constant function")
+
+
+@WHOLE_GRAPHS
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_experts_are_one_graph(hf, name):
     skip_unless_usable(MOE_MLP, name, torch.float32)
@@ -450,6 +456,7 @@ def test_a_gate_of_its_own(hf, gate, reason):
     assert reason or found.endswith("(_apply_gate)")
 
 
+@WHOLE_GRAPHS
 def test_compiled_layers_that_share_code_keep_limits_of_their_own(hf):
     if DEVICE == "cpu" and "cpp" not in MOE_MLP.usable("cpu", torch.float32):
         pytest.skip("eager reads sizes on the host")
@@ -757,6 +764,7 @@ def compiled(model, fullgraph, **inputs):
         torch._dynamo.reset()
 
 
+@WHOLE_GRAPHS
 @pytest.mark.parametrize("kind, told", [("llama", "padding"), ("persimmon", "documents"), ("gpt_oss", "documents")])
 def test_a_compiled_model_is_one_graph(hf, attentions, kind, told):
     model = dense(hf, kind, layers=2 if kind == "gpt_oss" else 1)

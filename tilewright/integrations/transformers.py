@@ -178,7 +178,10 @@ def _asked(experts: torch.nn.Module, said: tuple) -> tuple[str | None, tuple]:
     return reason, () if reason else astuple(_gate(experts, said))
 
 
-_asked._dynamo_marked_constant = True   # see registry._resolve_constant
+if torch.__version__ < "2.12":   # there Dynamo takes no module as an argument of a constant: the graph breaks here
+    _asked = torch.compiler.disable(_asked)
+else:
+    _asked._dynamo_marked_constant = True   # see registry._resolve_constant
 
 
 def _experts(name, implementation):
@@ -193,7 +196,7 @@ def _experts(name, implementation):
         if getattr(self, "is_transposed", False):
             gate_up, down = gate_up.mT, down.mT   # read as they lie where the implementation can
         device = hidden_states.device.type
-        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        autocast = _checks.autocasts(device)
         dtype = torch.get_autocast_dtype(device) if autocast else gate_up.dtype
         gate_up, down = gate_up.to(dtype), down.to(dtype)
         biases = {}
@@ -394,10 +397,10 @@ class _Said:
 def _traced_mask(shape, q_offset, kv_offset, function, attention_mask, device, said):
     """`_mask` while torch.compile traces it: what functions close over cannot be read, so the arguments beside tell
     what transformers has made of them."""
-    from transformers import masking_utils
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     batch, _, queries, keys = shape
-    plain = function is masking_utils.causal_mask_function or function is masking_utils.bidirectional_mask_function
+    plain = function is causal_mask_function or function is bidirectional_mask_function
     if any((said.get("use_vmap"), not plain and function.__name__ != "and_mask", isinstance(q_offset, torch.Tensor),
             getattr(said.get("config"), "attention_chunk_size", None) is not None,
             attention_mask is not None and attention_mask.dim() != 2)):
@@ -500,7 +503,7 @@ def _of_one_dtype(q, k, v):
     with weights, where norms or a rotation in float32 have left q or k another."""
     device = q.device.type
     dtype = v.dtype
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and dtype != torch.float64:
+    if _checks.autocasts(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 

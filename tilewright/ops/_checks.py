@@ -71,7 +71,7 @@ class Autocast(NamedTuple):
     arguments: tuple[str, ...]
 
 
-def _autocasts(device: str) -> bool:
+def autocasts(device: str) -> bool:
     """Whether autocast is on. PyTorch raises for a device type that it does not know, such as meta."""
     return (device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)) and torch.is_autocast_enabled(device)
 
@@ -97,7 +97,7 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
         @functools.wraps(fn)
         def following(*args, **kwargs):
             tensor = args[0] if args else kwargs.get(names[0])
-            if not isinstance(tensor, torch.Tensor) or not _autocasts(device := tensor.device.type):
+            if not isinstance(tensor, torch.Tensor) or not autocasts(device := tensor.device.type):
                 return fn(*args, **kwargs)
             products = convention == "products"
             if not products and device == "cpu":
@@ -126,7 +126,7 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
 
 def no_autocast(t: torch.Tensor) -> contextlib.AbstractContextManager:
     """A context without autocast on t's device: kernels do not follow it, so what stands in for them may not either."""
-    return torch.autocast(t.device.type, enabled=False) if _autocasts(t.device.type) else contextlib.nullcontext()
+    return torch.autocast(t.device.type, enabled=False) if autocasts(t.device.type) else contextlib.nullcontext()
 
 
 def same_device(**tensors: torch.Tensor | None) -> None:
