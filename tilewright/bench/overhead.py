@@ -1,7 +1,8 @@
 """What the dispatch above a kernel costs: the same tiny call at several depths, in microseconds.
 
 public: the op's function, with its argument checks.
-launch: Triton's own launch of the first kernel, where it is Triton that runs; the floor of any such call.
+launch: Triton's own launch of the first kernel, where it is Triton that runs: `kernel[grid](...)`.
+kept: the same launch as launchers make it, from what `kernels.launch_triton` keeps; the floor of any such call.
 resolved: what `Op.resolve` returns, with the arguments that the public function passes on.
 operator: the first registered torch operator that it calls, alone.
 pick: `Op.pick` alone, the look-up between public and resolved.
@@ -24,7 +25,7 @@ from tilewright import platform
 from tilewright.bench import timing
 from tilewright.registry import Op, operations, short
 
-LEVELS = ("public", "resolved", "operator", "launch", "pick")
+LEVELS = ("public", "resolved", "operator", "launch", "kept", "pick")
 
 
 class _FirstOperator(TorchDispatchMode):
@@ -87,22 +88,28 @@ def not_launched(arch: int = 90) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _first_launch() -> Iterator[list[Callable[[], object]]]:
-    """Collects the first launch of a Triton kernel inside the block, as a callable that repeats it."""
-    found: list[Callable[[], object]] = []
+def _first_launch() -> Iterator[dict[str, Callable[[], object]]]:
+    """Collects the first launch of a Triton kernel inside the block, as callables that repeat it: Triton's way, and from
+    what is kept."""
+    found: dict[str, Callable[[], object]] = {}
     if platform.no_module("triton"):
         yield found
         return
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
+    from tilewright.kernels import launch_triton
+
+    launch_triton.forget()   # so that it is Triton who launches
     with contextlib.ExitStack() as stack:
         for kind in (JITFunction, InterpretedFunction):
             run = kind.run
 
             def spy(kernel, *args, run=run, **options):
                 if not found:
-                    found.append(lambda: run(kernel, *args, **options))
+                    constants = {name: value for name, value in options.items() if name not in ("grid", "warmup")}
+                    found["launch"] = lambda: run(kernel, *args, **options)
+                    found["kept"] = lambda: launch_triton.launch(kernel, options["grid"], *args, **constants)
                 return run(kernel, *args, **options)
 
             stack.enter_context(mock.patch.object(kind, "run", spy))
@@ -136,9 +143,7 @@ def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], 
     if recorder.found is not None:
         operator, inner, inner_options = recorder.found
         found["operator"] = lambda: operator(*inner, **inner_options)
-    if launches:
-        found["launch"] = launches[0]
-    return found
+    return {**found, **launches}
 
 
 def overhead(ops: Iterable[Op], device: str, dtype: torch.dtype, *, rounds: int = 30, sample_seconds: float = 0.004,

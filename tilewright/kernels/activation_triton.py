@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.instructions_triton import exp_or_zero, reciprocal, sigmoid
+from tilewright.kernels.launch_triton import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -138,8 +139,8 @@ def forward(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
         c = FORWARD[kind].config(gate.device, columns, gate.element_size())
         blocks = cdiv(columns, c["BLOCK"])
         by = _unit(columns, gate, up)
-        _forward[(rows * blocks,)](gate, up, y, columns // by, blocks, gate.stride(0) // by, up.stride(0) // by,
-                                   columns // by, KIND=kind, UNIT=by, **c)
+        launch(_forward, (rows * blocks,), gate, up, y, columns // by, blocks, gate.stride(0) // by, up.stride(0) // by,
+               columns // by, KIND=kind, UNIT=by, **c)
     return y
 
 
@@ -152,8 +153,8 @@ def backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, dgate: torc
         blocks = cdiv(columns, c["BLOCK"])
         tensors = (dy, gate, up, dgate, dup)
         by = _unit(columns, *tensors)
-        _backward[(rows * blocks,)](*tensors, columns // by, blocks, *(t.stride(0) // by for t in tensors),
-                                    KIND=kind, UNIT=by, **c)
+        launch(_backward, (rows * blocks,), *tensors, columns // by, blocks, *(t.stride(0) // by for t in tensors),
+               KIND=kind, UNIT=by, **c)
 
 
 _NAMES = ("silu", "gelu_tanh", "gelu_erf")

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.grouped_gemm_triton import _large, _precision, tile_map
+from tilewright.kernels.launch_triton import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -366,7 +367,8 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch
     if lse.numel():
         c = FORWARD.config(q.device, *_key(q, softcap))
         tiles, capacity, count = _tiles(cu_seqlens, B, S, c["BLOCK_M"])
-        _forward[(count, H)](
+        launch(
+            _forward, (count, H),
             q, k, v, None if sinks is None else sinks.float().contiguous(), out, lse, tiles, cu_seqlens, capacity, S,
             k.shape[2], offset, window, scale, softcap, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             *out.stride()[:3], **_options(q, k, cu_seqlens, causal, window, softcap), SINKS=sinks is not None, **c)
@@ -388,14 +390,16 @@ def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     if lse.numel():
         c = BACKWARD_Q.config(q.device, *_key(q, softcap))
         tiles, capacity, count = _tiles(cu_seqlens, B, S, c["BLOCK_M"])
-        _backward_q[(count, H)](
+        launch(
+            _backward_q, (count, H),
             dout, q, k, v, out, lse, dq, delta, tiles, cu_seqlens, capacity, S, Sk, offset, window, scale, softcap,
             *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             *dq.stride()[:3], **options, **c)
     if dk.numel():
         c = BACKWARD_KV.config(q.device, *_key(q, softcap))
         tiles, capacity, count = _tiles(cu_seqlens, B, Sk, c["BLOCK_N"])
-        _backward_kv[(count, Hk)](
+        launch(
+            _backward_kv, (count, Hk),
             dout, q, k, v, lse, delta, dk, dv, tiles, cu_seqlens, capacity, S, Sk, offset, window, scale, softcap,
             *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
             **options, **c)

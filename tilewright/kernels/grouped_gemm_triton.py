@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilewright.kernels.launch_triton import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -459,8 +460,8 @@ def tile_map(offsets: torch.Tensor, rows: int, block: int = MAP_ROWS, whole: boo
     make = torch.zeros if whole else torch.empty
     tiles = make(map_size(rows, E, block), dtype=torch.int32, device=offsets.device)
     capacity = tiles.shape[0] // 3
-    _map_tiles[(E + 1,)](offsets, tiles, E, rows, capacity, BLOCK_M=block, BLOCK=_TILE_BLOCK,
-                         EXPERTS=triton.next_power_of_2(E + 1))
+    launch(_map_tiles, (E + 1,), offsets, tiles, E, rows, capacity, BLOCK_M=block, BLOCK=_TILE_BLOCK,
+           EXPERTS=triton.next_power_of_2(E + 1))
     return tiles
 
 
@@ -492,10 +493,10 @@ def _launch(tunable, x, w, out, pre, hw, partial, offsets, slots, top_k, weight,
             w, block = w.unflatten(1, (2, N)), [2, wide, c["BLOCK_K"]]
         w = TensorDescriptor.from_tensor(w, [1, *block])
     grid = min(blocks, capacity * (MAP_ROWS // c["BLOCK_M"]) * triton.cdiv(N, wide))
-    _gemm[(grid,)](x, w, out, pre, hw, partial, tiles, slots, weight, bias, E, capacity, N, K, x_stride,
-                   expert_stride, w_stride, top_k, GATHER=slots is not None, TRANSPOSED=transposed, EPILOGUE=epilogue,
-                   STORE_PRE=pre is not None, STORE_H=hw is not None, BIAS=bias is not None, TMA_X=tma_x, TMA_W=tma_w,
-                   PRECISION=_precision(out), MAP_ROWS=MAP_ROWS, **gate, **c)
+    launch(_gemm, (grid,), x, w, out, pre, hw, partial, tiles, slots, weight, bias, E, capacity, N, K, x_stride,
+           expert_stride, w_stride, top_k, GATHER=slots is not None, TRANSPOSED=transposed, EPILOGUE=epilogue,
+           STORE_PRE=pre is not None, STORE_H=hw is not None, BIAS=bias is not None, TMA_X=tma_x, TMA_W=tma_w,
+           PRECISION=_precision(out), MAP_ROWS=MAP_ROWS, **gate, **c)
 
 
 def _product(tunable, x, weight, offsets, transposed, bias=None, tiles=None):
@@ -545,7 +546,8 @@ def backward_weight(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, sl
     descriptors = aligned and dy.element_size() == 2 and _has_tma(dy.device)
     tma = {n: descriptors and not gathered for n, gathered in gathers.items()}
     grid = E * triton.cdiv(N, c["BLOCK_N"]) * triton.cdiv(K, c["BLOCK_K"])
-    _dweight[(grid,)](
+    launch(
+        _dweight, (grid,),
         TensorDescriptor.from_tensor(dy, [c["BLOCK_R"], c["BLOCK_N"]]) if tma["dy"] else dy,
         TensorDescriptor.from_tensor(x, [c["BLOCK_R"], c["BLOCK_K"]]) if tma["x"] else x,
         out, offsets, slots, rows, N, K, dy.stride(0), x.stride(0), top_k, GATHER_DY=gathers["dy"],
@@ -608,7 +610,8 @@ def down_dswiglu(dy: torch.Tensor, down_proj: torch.Tensor, pre: torch.Tensor, e
     columns = triton.next_power_of_2(parts)
     block = max(1, 1024 // columns) if bias is None else _SLOTS
     E = offsets.shape[0]
-    _router_gradient[(triton.cdiv(dweight.numel(), block),)](
+    launch(
+        _router_gradient, (triton.cdiv(dweight.numel(), block),),
         partial, position, dweight, None if bias is None else dy, None if bias is None else bias.contiguous(),
         None if bias is None else offsets, dweight.numel(), parts, E, K, dy.stride(0), top_k, BIAS=bias is not None,
         BLOCK=block, TILES=columns, COLUMNS=_COLUMNS, EXPERTS=triton.next_power_of_2(E))

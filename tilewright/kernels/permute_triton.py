@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.launch_triton import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -90,11 +91,12 @@ def sort(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
     runs = max(1, cdiv(tiles, steps))
     by_tile = expert_index.new_empty((runs * steps, num_experts), dtype=torch.int32)
     by_run = expert_index.new_empty((runs, num_experts), dtype=torch.int32)
-    _histogram[(runs, cdiv(num_experts, EXPERTS))](expert_index, by_tile, by_run, R, num_experts, steps,
-                                                          TILE=TILE, EXPERTS=EXPERTS, num_warps=8)
+    launch(_histogram, (runs, cdiv(num_experts, EXPERTS)), expert_index, by_tile, by_run, R, num_experts, steps,
+                  TILE=TILE, EXPERTS=EXPERTS, num_warps=8)
     width = max(16, next_power_of_2(num_experts))
-    _place[(runs,)](expert_index, by_tile, by_run, offsets, slots, position, R, num_experts, steps, runs, TILE=TILE,
-                    WIDTH=width, ROWS=max(1, 4096 // width), num_warps=8)
+    launch(_place, (runs,),
+           expert_index, by_tile, by_run, offsets, slots, position, R, num_experts, steps, runs, TILE=TILE,
+           WIDTH=width, ROWS=max(1, 4096 // width), num_warps=8)
     return offsets, slots, position
 
 
@@ -226,7 +228,7 @@ def _used(position: torch.Tensor) -> torch.Tensor:
     """COUNTS parts of the number of rows in use."""
     used = position.new_empty(COUNTS)
     steps = max(1, cdiv(position.numel(), COUNTS * 1024))
-    _count[(COUNTS,)](position, used, position.numel(), steps, BLOCK=1024, num_warps=4)
+    launch(_count, (COUNTS,), position, used, position.numel(), steps, BLOCK=1024, num_warps=4)
     return used
 
 
@@ -240,8 +242,8 @@ def spread(x: torch.Tensor, position: torch.Tensor, offsets: torch.Tensor | None
         c = SPREAD.config(x.device, columns, x.element_size())
         blocks = cdiv(columns, c["BLOCK"])
         by = _unit(columns, x)
-        _spread[(x.shape[0] * blocks,)](x, position, used, rows, columns // by, blocks, x.stride(0) // by,
-                                        rows.shape[0], K=K, COUNTS=used.shape[0], UNIT=by, UNROLL=_unroll(K), **c)
+        launch(_spread, (x.shape[0] * blocks,), x, position, used, rows, columns // by, blocks, x.stride(0) // by,
+               rows.shape[0], K=K, COUNTS=used.shape[0], UNIT=by, UNROLL=_unroll(K), **c)
     return rows
 
 
@@ -253,8 +255,9 @@ def collect(rows: torch.Tensor, weight: torch.Tensor | None, position: torch.Ten
         c = COLLECT.config(rows.device, columns, rows.element_size())
         blocks = cdiv(columns, c["BLOCK"])
         by = _unit(columns, rows)
-        _collect[(T * blocks,)](rows, weight, position, y, columns // by, blocks, rows.stride(0) // by, rows.shape[0],
-                                WEIGHTED=weight is not None, K=K, UNIT=by, UNROLL=_unroll(K), **c)
+        launch(_collect, (T * blocks,),
+               rows, weight, position, y, columns // by, blocks, rows.stride(0) // by, rows.shape[0],
+               WEIGHTED=weight is not None, K=K, UNIT=by, UNROLL=_unroll(K), **c)
     return y
 
 
@@ -268,9 +271,9 @@ def backward(dy: torch.Tensor, rows: torch.Tensor | None, weight: torch.Tensor,
         c = BACKWARD.config(dy.device, columns, dy.element_size())
         by = _unit(columns, dy) if rows is None else _unit(columns, dy, rows)
         used = _used(position)
-        _backward[(T,)](dy, rows, weight, position, used, drows, dweight, columns // by, dy.stride(0) // by,
-                        0 if rows is None else rows.stride(0) // by, T * K, DOTS=rows is not None, K=K, COUNTS=COUNTS,
-                        UNIT=by, UNROLL=_unroll(K), **c)
+        launch(_backward, (T,), dy, rows, weight, position, used, drows, dweight, columns // by, dy.stride(0) // by,
+               0 if rows is None else rows.stride(0) // by, T * K, DOTS=rows is not None, K=K, COUNTS=COUNTS,
+               UNIT=by, UNROLL=_unroll(K), **c)
     else:
         dweight.zero_()
     return drows, dweight

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.launch_triton import launch
 from tilewright.kernels.launchers import next_power_of_2
 from tilewright.kernels.rmsnorm_triton import programs
 from tilewright.kernels.spec import KernelSpec
@@ -302,11 +303,11 @@ def forward(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Te
     if B * S == 0:
         return
     c = FORWARD.config(q.device, D, half, q.element_size(), HQ, HK, norm)
-    _forward[(B * S,)](qkv, q, k, rstd, q_weight, k_weight, cos, sin, positions, S, cos.shape[0], eps, offset,
-                       *qkv.stride()[:2], q.stride(0), q.stride(2), k.stride(0), k.stride(2), HQ=HQ, HK=HK, D=D,
-                       HALF=half, **_blocks(D, half), INTERLEAVED=interleaved, NORM=norm,
-                       HAS_POS=positions is not None, KEEP=rstd is not None, INPLACE=q.data_ptr() == qkv.data_ptr(),
-                       **c)
+    launch(_forward, (B * S,), qkv, q, k, rstd, q_weight, k_weight, cos, sin, positions, S, cos.shape[0], eps, offset,
+           *qkv.stride()[:2], q.stride(0), q.stride(2), k.stride(0), k.stride(2), HQ=HQ, HK=HK, D=D,
+           HALF=half, **_blocks(D, half), INTERLEAVED=interleaved, NORM=norm,
+           HAS_POS=positions is not None, KEEP=rstd is not None, INPLACE=q.data_ptr() == qkv.data_ptr(),
+           **c)
 
 
 def backward(dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor | None, qkv: torch.Tensor | None,
@@ -324,10 +325,11 @@ def backward(dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor 
     P = min(programs(dqkv, each), B * S) if norm else B * S
     dw = torch.empty((P, 2, D), dtype=torch.float32, device=dqkv.device) if norm else None
     strides = [s for d in (dq, dk, dv) for s in (d.stride()[:3] if d is not None else (0, 0, 0))]
-    _backward[(P,)](dq, dk, dv, qkv, rstd, q_weight, k_weight, dqkv, dw, cos, sin, positions, B * S, S, cos.shape[0],
-                    offset, *strides, *(qkv.stride()[:2] if norm else (0, 0)), HQ=HQ, HK=HK, D=D, HALF=half,
-                    **_blocks(D, half), BLOCK_V=next_power_of_2(D), INTERLEAVED=interleaved, NORM=norm,
-                    HAS_POS=positions is not None, DQ=dq is not None, DK=dk is not None, DV=dv is not None, **c)
+    launch(_backward, (P,),
+           dq, dk, dv, qkv, rstd, q_weight, k_weight, dqkv, dw, cos, sin, positions, B * S, S, cos.shape[0],
+           offset, *strides, *(qkv.stride()[:2] if norm else (0, 0)), HQ=HQ, HK=HK, D=D, HALF=half,
+           **_blocks(D, half), BLOCK_V=next_power_of_2(D), INTERLEAVED=interleaved, NORM=norm,
+           HAS_POS=positions is not None, DQ=dq is not None, DK=dk is not None, DV=dv is not None, **c)
     return None if dw is None else dw.sum(0)
 
 

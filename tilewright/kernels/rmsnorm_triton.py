@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels import aqn_triton, launchers
+from tilewright.kernels.launch_triton import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -300,7 +301,8 @@ _SUM = {"BLOCK_P": 32, "BLOCK": 32}   # a warp reads 128 bytes of each row; 128 
 def _summed(partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """out, which takes the sum over the other dimensions of partial, contiguous and float32."""
     columns = out.numel()
-    _sum_programs[(triton.cdiv(columns, _SUM["BLOCK"]),)](partial, out, partial.numel() // columns, columns, **_SUM)
+    launch(_sum_programs, (triton.cdiv(columns, _SUM["BLOCK"]),),
+           partial, out, partial.numel() // columns, columns, **_SUM)
     return out
 
 
@@ -350,9 +352,10 @@ def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat, alpha, s
         walk, blocks = c["BLOCK_D"] < D, launchers.cdiv(T, c["BLOCK_T"])
         if alpha and not walk:
             blocks = min(blocks, max(1, programs(x, NOISE_PROGRAMS) // H))
-        _forward[(blocks, H)](x, residual, weight, bias, y, total, rstd, T, eps, offset, alpha, seed, step, layer,
-                              H=H, D=D, WALK=walk, ADD=residual is not None, BIAS=bias is not None,
-                              ROUND_XHAT=round_xhat, NOISE=alpha != 0, **c)
+        launch(_forward, (blocks, H),
+               x, residual, weight, bias, y, total, rstd, T, eps, offset, alpha, seed, step, layer,
+               H=H, D=D, WALK=walk, ADD=residual is not None, BIAS=bias is not None,
+               ROUND_XHAT=round_xhat, NOISE=alpha != 0, **c)
     return y, total, rstd
 
 
@@ -380,8 +383,8 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
     walk = block_d < D
     db = torch.empty(0, dtype=torch.float32, device=x.device)   # stands for both until the number of programs is known
     if walk:
-        _backward_walk[(T, H)](dy, dsum, x, rstd, weight, dx, T, offset, alpha, seed, step, layer, H=H, D=D,
-                               BLOCK_D=block_d, DSUM=dsum is not None, NOISE=alpha != 0, num_warps=warps)
+        launch(_backward_walk, (T, H), dy, dsum, x, rstd, weight, dx, T, offset, alpha, seed, step, layer, H=H, D=D,
+               BLOCK_D=block_d, DSUM=dsum is not None, NOISE=alpha != 0, num_warps=warps)
         kernel, warps, block_t = _weight_walk, 4, 1
         columns = triton.cdiv(D, 1024)
         constants = {"H": H, "D": D, "BLOCK_D": 1024, "BIAS": has_bias, "ROUND_XHAT": round_xhat}
@@ -400,7 +403,7 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
     dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
     if has_bias:
         db = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
-    kernel[(P, H, columns)](*arguments(dw, db), **constants, num_warps=warps)
+    launch(kernel, (P, H, columns), *arguments(dw, db), **constants, num_warps=warps)
     dbias = _summed(db, weight.new_empty(D)) if has_bias else weight.new_empty(0)
     return dx, _summed(dw, torch.empty_like(weight)), dbias
 

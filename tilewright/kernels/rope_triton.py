@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.launch_triton import launch
 from tilewright.kernels.launchers import next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -98,12 +99,12 @@ def rotate(q: torch.Tensor, k: torch.Tensor | None, q_out: torch.Tensor, k_out: 
     kk, ko = (q, q_out) if k is None else (k, k_out)
     c = ROTATE.config(q.device, half, q.element_size(), HQ, 0 if k is None else k.shape[1])
     rest = D - 2 * half
-    _rotate[(B * S,)](q, kk, q_out, ko, cos, sin, positions, S, cos.shape[0],
-                      *q.stride()[:3], *kk.stride()[:3], *q_out.stride()[:3], *ko.stride()[:3],
-                      HQ=HQ, HK=0 if k is None else k.shape[1], D=D, HALF=half,
-                      BLOCK_R=next_power_of_2(half), BLOCK_D=next_power_of_2(rest) if rest else 1,
-                      INTERLEAVED=interleaved, INVERSE=inverse, HAS_POS=positions is not None,
-                      COPY=rest > 0 and q.data_ptr() != q_out.data_ptr(), **c)
+    launch(_rotate, (B * S,), q, kk, q_out, ko, cos, sin, positions, S, cos.shape[0],
+           *q.stride()[:3], *kk.stride()[:3], *q_out.stride()[:3], *ko.stride()[:3],
+           HQ=HQ, HK=0 if k is None else k.shape[1], D=D, HALF=half,
+           BLOCK_R=next_power_of_2(half), BLOCK_D=next_power_of_2(rest) if rest else 1,
+           INTERLEAVED=interleaved, INVERSE=inverse, HAS_POS=positions is not None,
+           COPY=rest > 0 and q.data_ptr() != q_out.data_ptr(), **c)
 
 
 def _specs(key: dict, config: dict) -> list[KernelSpec]:

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.launch_triton import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -249,13 +250,14 @@ def forward(logits: torch.Tensor, bias: torch.Tensor | None, k: int, sigmoid: bo
     count = logits.new_empty((programs, E), dtype=torch.int32)
     square = logits.new_empty(programs, dtype=torch.float32)
     if T:
-        _forward[(programs,)](logits, bias, index, weight, probability, count, square, T, logits.stride(0), steps,
-                              scale, E=E, K=k, SIZE=size, GROUPS=groups, TOP=topk_groups, BIASED=bias is not None,
-                              SIGMOID=sigmoid, RENORMALIZE=renormalize, GP=GP, SP=SP, ROWS=rows,
-                              num_warps=c["num_warps"])
+        launch(_forward, (programs,),
+               logits, bias, index, weight, probability, count, square, T, logits.stride(0), steps,
+               scale, E=E, K=k, SIZE=size, GROUPS=groups, TOP=topk_groups, BIASED=bias is not None,
+               SIGMOID=sigmoid, RENORMALIZE=renormalize, GP=GP, SP=SP, ROWS=rows,
+               num_warps=c["num_warps"])
     width = next_power_of_2(E)
-    _finish[(1,)](probability, count, square, counts, balance, z, T, programs, E=E, WIDTH=width,
-                  ROWS=max(1, 4096 // width), num_warps=8)
+    launch(_finish, (1,), probability, count, square, counts, balance, z, T, programs, E=E, WIDTH=width,
+           ROWS=max(1, 4096 // width), num_warps=8)
     return found
 
 
@@ -269,9 +271,9 @@ def backward(g_weight: torch.Tensor, g_balance: torch.Tensor, g_z: torch.Tensor,
         width = next_power_of_2(E)
         c = BACKWARD.config(logits.device, width)
         rows = _rows(c, T)
-        _backward[(cdiv(T, rows),)](g_weight, g_balance, g_z, logits, index, counts, out, T, logits.stride(0),
-                                           scale, E=E, K=index.shape[1], SIGMOID=sigmoid, RENORMALIZE=renormalize,
-                                           WIDTH=width, ROWS=rows, num_warps=c["num_warps"])
+        launch(_backward, (cdiv(T, rows),), g_weight, g_balance, g_z, logits, index, counts, out, T, logits.stride(0),
+                      scale, E=E, K=index.shape[1], SIGMOID=sigmoid, RENORMALIZE=renormalize,
+                      WIDTH=width, ROWS=rows, num_warps=c["num_warps"])
     return out
 
 

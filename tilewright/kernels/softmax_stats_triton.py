@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels import launchers
+from tilewright.kernels.launch_triton import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -394,13 +395,13 @@ def losses(stats: launchers.Stats, rows: slice, asked: launchers.Asked, found: l
     weights = asked.class_weight
     g = [torch.empty_like(stats.log_sum) for _ in range(3 if smooth else 2)]
     total = stats.log_sum.new_empty(())
-    _losses[(1,)](stats.peak, stats.log_sum, stats.target, stats.weighted, target,
-                  asked.target if how == "count" else None, weights, asked.weight_sum,
-                  None if asked.token_weight is None else asked.token_weight[rows], tensor, before,
-                  found.losses[rows], total, found.divisor, g[0], g[1], g[2] if smooth else None, n, T, asked.V,
-                  asked.ignore_index, number, asked.label_smoothing, asked.z_loss, SMOOTH=smooth,
-                  WEIGHTS=weights is not None, Z_LOSS=asked.z_loss != 0, TOKENS=asked.token_weight is not None,
-                  DIVISOR=how, DIVIDE=asked.divide, FIRST=first, num_warps=LOSS_WARPS)
+    launch(_losses, (1,), stats.peak, stats.log_sum, stats.target, stats.weighted, target,
+           asked.target if how == "count" else None, weights, asked.weight_sum,
+           None if asked.token_weight is None else asked.token_weight[rows], tensor, before,
+           found.losses[rows], total, found.divisor, g[0], g[1], g[2] if smooth else None, n, T, asked.V,
+           asked.ignore_index, number, asked.label_smoothing, asked.z_loss, SMOOTH=smooth,
+           WEIGHTS=weights is not None, Z_LOSS=asked.z_loss != 0, TOKENS=asked.token_weight is not None,
+           DIVISOR=how, DIVIDE=asked.divide, FIRST=first, num_warps=LOSS_WARPS)
     return total, g[0], g[1], g[2] if smooth else None
 
 
@@ -433,7 +434,7 @@ def scale_(out: torch.Tensor, factor: torch.Tensor) -> None:
     if n:
         # Four programs of eight warps fill a multiprocessor's bandwidth.
         most = 4 * torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else 2
-        _scale[(min(most, triton.cdiv(n, SCALE_BLOCK.value)),)](out, factor, n, num_warps=8)
+        launch(_scale, (min(most, triton.cdiv(n, SCALE_BLOCK.value)),), out, factor, n, num_warps=8)
 
 
 def vector(t: torch.Tensor) -> int:
@@ -466,11 +467,12 @@ def forward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tens
         weights = class_weight if smooth else None
         c = FORWARD.config(logits.device, V, logits.element_size(), not (softcap or smooth or entropy or argmax))
         by = units(V, logits)
-        _forward[(T,)](logits, target, weights, None if weights is None else weights.sum(), peak, log_sum, picked,
-                       weighted, mean, best, V // by["V_UNIT"], logits.stride(0) // by["UNIT"], softcap,
-                       launchers.inverse(softcap), **by, VECTOR=vector(logits), PEEL=peels(V, logits),
-                       CAPPED=softcap != 0, SMOOTH=smooth, WEIGHTS=weights is not None, MEAN=entropy,
-                       ARGMAX=argmax, **c)
+        launch(_forward, (T,),
+               logits, target, weights, None if weights is None else weights.sum(), peak, log_sum, picked,
+               weighted, mean, best, V // by["V_UNIT"], logits.stride(0) // by["UNIT"], softcap,
+               launchers.inverse(softcap), **by, VECTOR=vector(logits), PEEL=peels(V, logits),
+               CAPPED=softcap != 0, SMOOTH=smooth, WEIGHTS=weights is not None, MEAN=entropy,
+               ARGMAX=argmax, **c)
     return peak, log_sum, picked, weighted, mean, best
 
 
@@ -484,12 +486,12 @@ def _launch_backward(out, logits, target, class_weight, softcap, peak, log_sum, 
     c = BACKWARD.config(logits.device, V, logits.element_size(), plain)
     blocks = triton.cdiv(V + (vector(logits) - 1 if peel else 0), c["BLOCK"])
     by = units(V, logits, out)
-    _backward[(T, blocks)](logits, target, class_weight, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
-                           g_mean, scale, out, V // by["V_UNIT"], logits.stride(0) // by["UNIT"],
-                           out.stride(0) // by["UNIT"], softcap, launchers.inverse(softcap), **by,
-                           VECTOR=vector(logits), PEEL=peel, CAPPED=softcap != 0, SMOOTH=g_weighted is not None,
-                           WEIGHTS=g_weighted is not None and class_weight is not None,
-                           MEAN=g_mean is not None, SCALE=0 if scale is None else 1 if scale.numel() == 1 else 2, **c)
+    launch(_backward, (T, blocks), logits, target, class_weight, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
+           g_mean, scale, out, V // by["V_UNIT"], logits.stride(0) // by["UNIT"],
+           out.stride(0) // by["UNIT"], softcap, launchers.inverse(softcap), **by,
+           VECTOR=vector(logits), PEEL=peel, CAPPED=softcap != 0, SMOOTH=g_weighted is not None,
+           WEIGHTS=g_weighted is not None and class_weight is not None,
+           MEAN=g_mean is not None, SCALE=0 if scale is None else 1 if scale.numel() == 1 else 2, **c)
 
 
 backward, backward_ = launchers.statistics_backwards(_launch_backward)
