@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 MOST = 2   # compilations of a kernel with one set of constants: numbers that are multiples of 16 gain from it
 
 
-def steps(tokens):
+def steps(tokens, dtype=torch.bfloat16):
     """One launch of each kernel whose integers follow the number of tokens of a step: packed documents, so that there
     is one sequence. Nothing is launched, so that tensors hold what was in memory."""
     from tilewright.kernels import (
@@ -38,7 +38,7 @@ def steps(tokens):
         route_triton,
     )
 
-    def new(*shape, dtype=torch.bfloat16):
+    def new(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype)
 
     def heads(n):
@@ -104,7 +104,7 @@ def main():
         return stub
 
     stub = SimpleNamespace(run=lambda *a: None, launch_metadata=lambda *a: None, function=None, packed_metadata=None)
-    JITFunction._do_compile = compiled
+    own, JITFunction._do_compile = JITFunction._do_compile, compiled
     lengths = random.Random(0)
     with overhead.not_launched():
         for _ in range(200):
@@ -116,7 +116,54 @@ def main():
         operations()["rmsnorm"].public(x, x[0], implementation="triton")
     except ImplementationUnavailable as error:
         after = str(error)
-    return {"compilations": found, "rows": found_rows, "after": after}
+    JITFunction._do_compile = own
+    return {"compilations": found, "rows": found_rows, "after": after, "kept": kept()}
+
+
+def kept():
+    """Launches made from what is kept and by Triton, with the same arguments: how many were, of how many kernels, and
+    which of them differ in the kernel that runs, in its grid or in what it is given."""
+    from triton.runtime.jit import JITFunction
+
+    from tilewright.kernels import launch_triton
+
+    ran, other = [], set()
+    counts = Counter()
+
+    def compiled(kernel, key, signature, device, constants, options, attributes, warmup):
+        def run(x, y, z, stream, function, metadata, entering, enter, leave, *passed):
+            passed = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in passed]
+            ran.append((key, (x, y, z), passed, enter is None))
+
+        kernel.device_caches[device][0][key] = stub = SimpleNamespace(
+            run=run, launch_metadata=lambda *a: None, function=None, packed_metadata=None)
+        return stub
+
+    def checked(kernel, grid, *arguments, **constants):
+        ran.clear()
+        launch(kernel, grid, *arguments, **constants)
+        kernel[grid](*arguments, **constants)
+        (*first, is_kept), (*second, _) = ran
+        counts[kernel.fn.__module__ + kernel.fn.__name__] += is_kept
+        if first != second:
+            other.add(f"{kernel.fn.__name__}: {first} is not {second}")
+
+    launch, JITFunction._do_compile = launch_triton.launch, compiled
+    for module in [m for name, m in sys.modules.items() if name.startswith("tilewright.kernels.")]:
+        if getattr(module, "launch", None) is launch and module is not launch_triton:
+            module.launch = checked
+        for kernel in [k for k in vars(module).values() if isinstance(k, JITFunction)]:
+            kernel.device_caches.clear()
+    launch_triton.forget()
+    with overhead.not_launched():
+        for tokens in (1024, 1024, 1040, 1041, 16, 1):
+            for dtype in (torch.bfloat16, torch.float16):
+                steps(max(tokens, 128), dtype)
+        rmsnorm = sys.modules["tilewright.kernels.rmsnorm_triton"]
+        for shift in (0, 0, 1, 0):   # the first element after a boundary of 16 bytes
+            x = torch.empty(8 * 64 + shift)[shift:].view(8, 64)
+            rmsnorm.forward(x, x[0], None, 1e-6, 0.0, True, 0.0, 0, 0, 0)
+    return {"counts": counts, "different": sorted(other)}
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +179,12 @@ def test_packed_lengths_ask_for_few_compilations(ran):
     found = ran["compilations"]
     assert len(found) >= 30, f"kernels are missing: {sorted(found)}"
     assert max(found.values()) <= MOST, {name: n for name, n in found.items() if n > MOST}
+
+
+def test_a_kept_launch_is_the_one_that_triton_would_make(ran):
+    """The same compiled kernel, grid and arguments, whatever changes: numbers, dtypes, alignment."""
+    assert ran["kept"]["different"] == []
+    assert len([name for name, n in ran["kept"]["counts"].items() if n]) >= 20, ran["kept"]["counts"]
 
 
 def test_host_time_of_a_launch_is_measured_without_a_gpu(ran):

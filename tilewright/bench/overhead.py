@@ -89,8 +89,8 @@ def not_launched(arch: int = 90) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _first_launch() -> Iterator[dict[str, Callable[[], object]]]:
-    """Collects the first launch of a Triton kernel inside the block, as callables that repeat it: Triton's way, and from
-    what is kept."""
+    """Collects the first launch of a Triton kernel inside the block, as callables that repeat it: Triton's way, and
+    from what is kept."""
     found: dict[str, Callable[[], object]] = {}
     if platform.no_module("triton"):
         yield found

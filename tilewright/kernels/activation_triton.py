@@ -1,9 +1,10 @@
 """silu(gate) * up and gelu(gate) * up in Triton. The definition is tilewright/ops/activation.py.
 
-gate and up are [rows, I] matrices with a row stride each and contiguous columns. Strides and I come in units of UNIT
-elements, 16 bytes where they all are multiples of that: it is then in the code that rows are aligned, where Triton by
-itself takes note of multiples of 16 elements only (32 bytes, of bf16). A program takes BLOCK columns
-of one row: BLOCKS programs in a row, numbered row by row in one grid dimension (the others end at 65,535).
+gate and up are [rows, I] matrices with a row stride each and contiguous columns, or contiguous tensors [..., I].
+Strides and I come in units of UNIT elements, 16 bytes where they all are multiples of that: it is then in the code that
+rows are aligned, where Triton by itself takes note of multiples of 16 elements only (32 bytes, of bf16). A program
+takes BLOCK columns of one row: BLOCKS programs in a row, numbered row by row in one grid dimension (the others end at
+65,535).
 float32 math, one rounding on store. KIND: 0 SiLU, 1 GELU (tanh), 2 GELU (erf).
 """
 
@@ -126,34 +127,47 @@ def _backward(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, columns, BLOCKS, dy_
     tl.store(dup_ptr + row * dup_stride * UNIT + c, (d * a).to(dup_ptr.dtype.element_ty), mask=mask)
 
 
-def _unit(columns: int, *tensors: torch.Tensor) -> int:
+def unit(itemsize: int, columns: int, *strides: int) -> int:
     """Elements in which columns and row strides are counted."""
-    vector = 16 // tensors[0].element_size()
-    return vector if columns % vector == 0 and all(t.stride(0) % vector == 0 for t in tensors) else 1
+    vector = 16 // itemsize
+    for stride in strides:
+        columns |= stride   # vector is a power of 2
+    return 1 if columns % vector else vector
+
+
+def _stride(t: torch.Tensor, columns: int) -> int:
+    """From one row to the next."""
+    return t.stride(0) if t.dim() == 2 else columns
 
 
 def forward(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
-    rows, columns = gate.shape
-    y = torch.empty((rows, columns), dtype=gate.dtype, device=gate.device)
-    if y.numel():
-        c = FORWARD[kind].config(gate.device, columns, gate.element_size())
+    """In the shape of gate."""
+    shape = gate.shape
+    columns = shape[-1]
+    y = torch.empty(shape, dtype=gate.dtype, device=gate.device)
+    if n := y.numel():
+        size = gate.element_size()
+        c = FORWARD[kind].config(gate.device, columns, size)
         blocks = cdiv(columns, c["BLOCK"])
-        by = _unit(columns, gate, up)
-        launch(_forward, (rows * blocks,), gate, up, y, columns // by, blocks, gate.stride(0) // by, up.stride(0) // by,
-               columns // by, KIND=kind, UNIT=by, **c)
+        gate_stride, up_stride = _stride(gate, columns), _stride(up, columns)
+        by = unit(size, columns, gate_stride, up_stride)
+        launch(_forward, (n // columns * blocks,), gate, up, y, columns // by, blocks, gate_stride // by,
+               up_stride // by, columns // by, KIND=kind, UNIT=by, **c)
     return y
 
 
 def backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, dgate: torch.Tensor, dup: torch.Tensor,
              kind: int) -> None:
     """Writes dgate and dup, which may be the halves of one tensor."""
-    rows, columns = gate.shape
-    if gate.numel():
-        c = BACKWARD[kind].config(gate.device, columns, gate.element_size())
+    columns = gate.shape[-1]
+    if n := gate.numel():
+        size = gate.element_size()
+        c = BACKWARD[kind].config(gate.device, columns, size)
         blocks = cdiv(columns, c["BLOCK"])
         tensors = (dy, gate, up, dgate, dup)
-        by = _unit(columns, *tensors)
-        launch(_backward, (rows * blocks,), *tensors, columns // by, blocks, *(t.stride(0) // by for t in tensors),
+        strides = [_stride(t, columns) for t in tensors]
+        by = unit(size, columns, *strides)
+        launch(_backward, (n // columns * blocks,), *tensors, columns // by, blocks, *(s // by for s in strides),
                KIND=kind, UNIT=by, **c)
 
 

@@ -231,7 +231,7 @@ def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, seed: int | None) ->
     if gate.numel():
         groups = min(SILU_TILE // BLOCK, next_power_of_2(across))
         tiles = cdiv(across, groups)
-        by = activation_triton._unit(columns, gate, up)
+        by = activation_triton.unit(gate.element_size(), columns, gate.stride(0), up.stride(0))
         _silu_mul_quantize[(rows * tiles,)](gate, up, data, inverse, columns // by, tiles, gate.stride(0) // by,
                                             up.stride(0) // by, seed or 0, UNIT=by, BLOCK=BLOCK, GROUPS=groups,
                                             RANDOM=seed is not None, HARDWARE=conversions(gate.device),

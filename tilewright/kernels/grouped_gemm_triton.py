@@ -26,6 +26,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewright.kernels.launch_triton import launch
+from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -444,7 +445,7 @@ def _precision(t: torch.Tensor) -> str | None:
 
 def _key(N: int, K: int, x: torch.Tensor, rows: int, experts: int, aligned: bool) -> tuple:
     """Of a Tunable. rows: of an average expert, as a power of two, 1,024 at most, which few token counts tell apart."""
-    average = min(1024, triton.next_power_of_2(max(1, rows // experts)))
+    average = min(1024, next_power_of_2(max(1, rows // experts)))
     return N, K, x.element_size(), average, aligned, _large(x.device)
 
 
@@ -461,7 +462,7 @@ def tile_map(offsets: torch.Tensor, rows: int, block: int = MAP_ROWS, whole: boo
     tiles = make(map_size(rows, E, block), dtype=torch.int32, device=offsets.device)
     capacity = tiles.shape[0] // 3
     launch(_map_tiles, (E + 1,), offsets, tiles, E, rows, capacity, BLOCK_M=block, BLOCK=_TILE_BLOCK,
-           EXPERTS=triton.next_power_of_2(E + 1))
+           EXPERTS=next_power_of_2(E + 1))
     return tiles
 
 
@@ -492,7 +493,7 @@ def _launch(tunable, x, w, out, pre, hw, partial, offsets, slots, top_k, weight,
         if halves:
             w, block = w.unflatten(1, (2, N)), [2, wide, c["BLOCK_K"]]
         w = TensorDescriptor.from_tensor(w, [1, *block])
-    grid = min(blocks, capacity * (MAP_ROWS // c["BLOCK_M"]) * triton.cdiv(N, wide))
+    grid = min(blocks, capacity * (MAP_ROWS // c["BLOCK_M"]) * cdiv(N, wide))
     launch(_gemm, (grid,), x, w, out, pre, hw, partial, tiles, slots, weight, bias, E, capacity, N, K, x_stride,
            expert_stride, w_stride, top_k, GATHER=slots is not None, TRANSPOSED=transposed, EPILOGUE=epilogue,
            STORE_PRE=pre is not None, STORE_H=hw is not None, BIAS=bias is not None, TMA_X=tma_x, TMA_W=tma_w,
@@ -545,7 +546,7 @@ def backward_weight(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, sl
     c = c if slots is None else _gathered(c)
     descriptors = aligned and dy.element_size() == 2 and _has_tma(dy.device)
     tma = {n: descriptors and not gathered for n, gathered in gathers.items()}
-    grid = E * triton.cdiv(N, c["BLOCK_N"]) * triton.cdiv(K, c["BLOCK_K"])
+    grid = E * cdiv(N, c["BLOCK_N"]) * cdiv(K, c["BLOCK_K"])
     launch(
         _dweight, (grid,),
         TensorDescriptor.from_tensor(dy, [c["BLOCK_R"], c["BLOCK_N"]]) if tma["dy"] else dy,
@@ -602,19 +603,19 @@ def down_dswiglu(dy: torch.Tensor, down_proj: torch.Tensor, pre: torch.Tensor, e
     dy = _rows(dy)
     w, turned = _weights(down_proj, True)
     tile = DOWN_DSWIGLU.config(dy.device, *_key(N, K, dy, rows, offsets.shape[0], _fits(dy, w, N)))["BLOCK_N"]
-    parts = triton.cdiv(N, tile)
+    parts = cdiv(N, tile)
     partial = torch.empty((rows, parts), dtype=torch.float32, device=dy.device)
     _launch(DOWN_DSWIGLU, dy, w, dpre, pre, hw, partial, offsets, slots, top_k, expert_weight, rows, N, K,
             turned, DSWIGLU, gate=gate, tiles=tiles)
     dweight = torch.empty(position.shape, dtype=torch.float32, device=dy.device)
-    columns = triton.next_power_of_2(parts)
+    columns = next_power_of_2(parts)
     block = max(1, 1024 // columns) if bias is None else _SLOTS
     E = offsets.shape[0]
     launch(
-        _router_gradient, (triton.cdiv(dweight.numel(), block),),
+        _router_gradient, (cdiv(dweight.numel(), block),),
         partial, position, dweight, None if bias is None else dy, None if bias is None else bias.contiguous(),
         None if bias is None else offsets, dweight.numel(), parts, E, K, dy.stride(0), top_k, BIAS=bias is not None,
-        BLOCK=block, TILES=columns, COLUMNS=_COLUMNS, EXPERTS=triton.next_power_of_2(E))
+        BLOCK=block, TILES=columns, COLUMNS=_COLUMNS, EXPERTS=next_power_of_2(E))
     return dpre, dweight, hw
 
 

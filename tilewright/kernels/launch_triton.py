@@ -47,8 +47,8 @@ def forget() -> None:
 
 
 def _finder(kernel: Any, types: tuple[type, ...]) -> Callable | None:
-    """find(grid, constants, *arguments), which launches with arguments of these types if it can, and says whether it did;
-    None where none can. It is written as source: a loop over arguments would take twice as long."""
+    """find(grid, constants, *arguments), which launches with arguments of these types if it can, and says whether it
+    did; None where none can. It is written as source: a loop over arguments would take twice as long."""
     if not isinstance(kernel, JITFunction) or any(p.is_constexpr for p in kernel.params[:len(types)]):
         return None
     names = [f"a{i}" for i in range(len(types))]

@@ -31,7 +31,7 @@ def sizes(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:
 def normalised(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Uninitialised y, x + residual (None without one) and rstd."""
     total = None if residual is None else torch.empty_like(residual)
-    return torch.empty_like(x), total, x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(x), total, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 
 def rmsnorm_forwards(launch: Callable) -> tuple[Callable, Callable]:

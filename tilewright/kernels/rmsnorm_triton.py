@@ -37,7 +37,7 @@ NOISE_PROGRAMS = 4
 def _heuristic(D: int, backward: bool) -> dict:
     """Aims at 16 to 32 elements a thread in one operand."""
     walk = (WHOLE_ROW_BACKWARD if backward else WHOLE_ROW) < D
-    block_d = WALK_BLOCK if walk else triton.next_power_of_2(D)
+    block_d = WALK_BLOCK if walk else launchers.next_power_of_2(D)
     block_t = max(1, 1024 // block_d)   # narrow rows (QK norm) share a program: a warp's loads stay 512 B
     warp = 256 if block_t > 1 and not backward else 512
     return {"BLOCK_D": block_d, "BLOCK_T": block_t, "num_warps": min(16, max(1, block_d * block_t // warp))}
@@ -301,7 +301,7 @@ _SUM = {"BLOCK_P": 32, "BLOCK": 32}   # a warp reads 128 bytes of each row; 128 
 def _summed(partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """out, which takes the sum over the other dimensions of partial, contiguous and float32."""
     columns = out.numel()
-    launch(_sum_programs, (triton.cdiv(columns, _SUM["BLOCK"]),),
+    launch(_sum_programs, (launchers.cdiv(columns, _SUM["BLOCK"]),),
            partial, out, partial.numel() // columns, columns, **_SUM)
     return out
 
@@ -336,7 +336,7 @@ def _sharing(kernel, T: int, block_t: int, groups: int, warps: int, x: torch.Ten
             _ = compiled.run
             _resident[key] = resident(compiled.n_regs, compiled.metadata.shared, warps, of)
         each = _resident[key] * of.multi_processor_count
-    return max(1, min(each // groups, triton.cdiv(T, block_t)))
+    return max(1, min(each // groups, launchers.cdiv(T, block_t)))
 
 
 def programs(t: torch.Tensor, each: int) -> int:
@@ -386,7 +386,7 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
         launch(_backward_walk, (T, H), dy, dsum, x, rstd, weight, dx, T, offset, alpha, seed, step, layer, H=H, D=D,
                BLOCK_D=block_d, DSUM=dsum is not None, NOISE=alpha != 0, num_warps=warps)
         kernel, warps, block_t = _weight_walk, 4, 1
-        columns = triton.cdiv(D, 1024)
+        columns = launchers.cdiv(D, 1024)
         constants = {"H": H, "D": D, "BLOCK_D": 1024, "BIAS": has_bias, "ROUND_XHAT": round_xhat}
 
         def arguments(dw, db):

@@ -76,14 +76,14 @@ def _heuristic(half: int, itemsize: int, HQ: int, HK: int) -> dict:
     """8 pairs a thread, a 128-bit load of 16-bit elements. Of 64 features of 192, with which four warps spill, half as
     many threads."""
     warps = 4 if half > 32 else 2
-    return {"BLOCK_H": max(1, 256 * warps // triton.next_power_of_2(half)), "num_warps": warps}
+    return {"BLOCK_H": max(1, 256 * warps // next_power_of_2(half)), "num_warps": warps}
 
 
 def _space(half: int, itemsize: int, HQ: int, HK: int) -> list[dict]:
     """A 128-bit load or two of each half a thread. Fewer than one pair would break in-place use: two threads would
     load an element that one of them overwrites. (With 64 features of 192, 16 pairs a thread spill, and so do 8 of four
     warps.)"""
-    block_r, most = triton.next_power_of_2(half), 16 if half > 32 else 8
+    block_r, most = next_power_of_2(half), 16 if half > 32 else 8
     return [{"BLOCK_H": block_h, "num_warps": warps} for block_h in (4, 8, 16, 32) for warps in (1, 2, 4, 8)
             if block_h < 2 * max(HQ, HK) and 16 // itemsize <= block_h * block_r // (32 * warps) <= most
             and (half > 32 or (block_h * block_r, warps) != (1024, 4))]
@@ -118,8 +118,8 @@ def _specs(key: dict, config: dict) -> list[KernelSpec]:
     for d, interleaved in ((2 * half, False), (2 * half, True)) if half != 32 else ((192, True),):
         rest = d - 2 * half
         label = f"{'interleaved' if interleaved else 'half-split'} D={d}{f' R={2 * half}' if rest else ''}"
-        constexprs = {"HQ": hq, "HK": hk, "D": d, "HALF": half, "BLOCK_R": triton.next_power_of_2(half),
-                      "BLOCK_H": config["BLOCK_H"], "BLOCK_D": triton.next_power_of_2(rest) if rest else 1,
+        constexprs = {"HQ": hq, "HK": hk, "D": d, "HALF": half, "BLOCK_R": next_power_of_2(half),
+                      "BLOCK_H": config["BLOCK_H"], "BLOCK_D": next_power_of_2(rest) if rest else 1,
                       "INTERLEAVED": interleaved, "INVERSE": False, "HAS_POS": True, "COPY": rest > 0}
         found.append(KernelSpec(_rotate, f"rotate {label} {data}", types, constexprs, config["num_warps"],
                                 divisible=tuple(strides), elements=config["BLOCK_H"] * d))

@@ -434,7 +434,7 @@ def scale_(out: torch.Tensor, factor: torch.Tensor) -> None:
     if n:
         # Four programs of eight warps fill a multiprocessor's bandwidth.
         most = 4 * torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else 2
-        launch(_scale, (min(most, triton.cdiv(n, SCALE_BLOCK.value)),), out, factor, n, num_warps=8)
+        launch(_scale, (min(most, launchers.cdiv(n, SCALE_BLOCK.value)),), out, factor, n, num_warps=8)
 
 
 def vector(t: torch.Tensor) -> int:
@@ -484,7 +484,7 @@ def _launch_backward(out, logits, target, class_weight, softcap, peak, log_sum, 
     peel = peels(V, logits, out)
     plain = not (softcap or g_weighted is not None or g_mean is not None)
     c = BACKWARD.config(logits.device, V, logits.element_size(), plain)
-    blocks = triton.cdiv(V + (vector(logits) - 1 if peel else 0), c["BLOCK"])
+    blocks = launchers.cdiv(V + (vector(logits) - 1 if peel else 0), c["BLOCK"])
     by = units(V, logits, out)
     launch(_backward, (T, blocks), logits, target, class_weight, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
            g_mean, scale, out, V // by["V_UNIT"], logits.stride(0) // by["UNIT"],

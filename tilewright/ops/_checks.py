@@ -97,7 +97,11 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
         @functools.wraps(fn)
         def following(*args, **kwargs):
             tensor = args[0] if args else kwargs.get(names[0])
-            if not isinstance(tensor, torch.Tensor) or not autocasts(device := tensor.device.type):
+            if not isinstance(tensor, torch.Tensor):
+                return fn(*args, **kwargs)
+            # The names of two cost less than asking the device.
+            device = "cuda" if tensor.is_cuda else "cpu" if tensor.is_cpu else tensor.device.type
+            if not autocasts(device):
                 return fn(*args, **kwargs)
             products = convention == "products"
             if not products and device == "cpu":

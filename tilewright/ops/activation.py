@@ -110,7 +110,8 @@ def _validate(gate, up):
             raise ValueError(f"a packed gate must have an even last dimension, got {list(gate.shape)}")
         return
     _checks.floating("up", up)
-    _checks.shape("up", up, tuple(gate.shape), "that of gate")
+    if up.shape != gate.shape:
+        _checks.shape("up", up, tuple(gate.shape), "that of gate")
     if up.dtype != gate.dtype:
         raise TypeError(f"up must have gate's dtype {gate.dtype}, got {up.dtype}")
     _checks.same_device(gate=gate, up=up)
@@ -197,29 +198,40 @@ def _torch():
 
 def _rows(t: torch.Tensor) -> torch.Tensor:
     """[..., I] as [rows, I]: a view if the last dimension is contiguous and the others merge, else a copy."""
-    t = t.reshape(t.numel() // max(1, t.shape[-1]), t.shape[-1])   # -1 fails where there are no elements
+    if t.dim() != 2:
+        t = t.reshape(t.numel() // max(1, t.shape[-1]), t.shape[-1])   # -1 fails where there are no elements
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
 
 
 _loaded: dict[str, object] = {}
 
 
-def _register(name, forward, backward):
-    """Two operators, split and packed: slicing a packed input would pad and add two gradients."""
+def _rows_or_dense(t: torch.Tensor) -> torch.Tensor:
+    """The same, but a contiguous tensor is left as it is: a view takes longer than half of a launch."""
+    return t if t.is_contiguous() else _rows(t)
+
+
+def _register(name, forward, backward, rows=_rows):
+    """Two operators, split and packed: slicing a packed input would pad and add two gradients.
+
+    rows: makes of [..., I] what the launchers take.
+    """
 
     def split_forward(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
-        return forward(_rows(gate), _rows(up), kind).view(gate.shape)
+        y = forward(rows(gate), rows(up), kind)
+        return y if y.dim() == gate.dim() else y.view(gate.shape)
 
     def split_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor,
                        kind: int) -> tuple[torch.Tensor, torch.Tensor]:
         dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
-        backward(_rows(dy), _rows(gate), _rows(up), _rows(dgate), _rows(dup), kind)
+        backward(rows(dy), rows(gate), rows(up), rows(dgate), rows(dup), kind)
         return dgate, dup
 
     def packed_forward(packed: torch.Tensor, kind: int) -> torch.Tensor:
         inner = packed.shape[-1] // 2
         both = _rows(packed)
-        return forward(both[:, :inner], both[:, inner:], kind).view(*packed.shape[:-1], inner)
+        y = forward(both[:, :inner], both[:, inner:], kind)
+        return y if packed.dim() == 2 else y.view(*packed.shape[:-1], inner)
 
     def packed_backward(dy: torch.Tensor, packed: torch.Tensor, kind: int) -> torch.Tensor:
         inner = packed.shape[-1] // 2
@@ -254,7 +266,7 @@ def _triton():
     if "triton" not in _loaded:
         from tilewright.kernels import activation_triton as k
 
-        _loaded["triton"] = _register("triton", k.forward, k.backward)
+        _loaded["triton"] = _register("triton", k.forward, k.backward, _rows_or_dense)
     return _loaded["triton"]
 
 
