@@ -55,8 +55,8 @@ def steps(tokens, dtype=torch.bfloat16):
     qkv, norm = new(1, T, 8 * 64), new(64)
     qk_norm_rope_triton.forward(qkv, norm, norm, q, k, new(1, T, 6, dtype=f32), table, table, positions, 1e-6, 0.0,
                                 False)
-    qk_norm_rope_triton.backward(q, k, k, qkv, new(1, T, 6, dtype=f32), norm, norm, qkv, table, table, positions, 4, 2,
-                                 0.0, False)
+    qk_norm_rope_triton.backward(q, k, k, qkv, new(1, T, 6, dtype=f32), norm, norm, qkv, norm, norm, table, table,
+                                 positions, 4, 2, 0.0, False)
     for window in (0, 4096):
         out, lse = attention_triton.forward(q, k, k, cu, True, window, 0.0, None, 0.125, 0)
         attention_triton.backward(out, q, k, k, out, lse, cu, True, window, 0.0, None, 0.125, 0)

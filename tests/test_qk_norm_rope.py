@@ -5,6 +5,7 @@ import torch
 from helpers import DEVICE, OperatorNames, skip_unless_usable
 from torch.utils.checkpoint import checkpoint
 
+from tilewright import platform
 from tilewright.ops import qk_norm_rope, rmsnorm, rope
 from tilewright.ops.qk_norm_rope import QK_NORM_ROPE
 
@@ -252,6 +253,24 @@ def test_one_operator_is_the_whole_backward(name, norm):
     nodes = [n.target for n in graphs[-1].graph.nodes if n.op == "call_function"]
     called = [t.name().split(".")[0] for t in nodes if hasattr(t, "name")]
     assert called == [operator], called
+
+
+def test_backward_is_two_launches_and_no_other_kernel(monkeypatch):
+    """The second sums what programs found for both weights, and casts it."""
+    if reason := platform.no_triton(DEVICE):
+        pytest.skip(reason)
+    from tilewright.kernels import qk_norm_rope_triton as k
+    from tilewright.kernels import rmsnorm_triton
+
+    qkv, w = torch.ones(1, 5, 32, device=DEVICE), torch.ones(8, device=DEVICE)
+    q, k_and_v = (torch.ones(1, n, 5, 8, device=DEVICE) for n in (2, 1))
+    rstd, table, new = torch.ones(1, 5, 3, device=DEVICE), torch.ones(5, 4, device=DEVICE), [w.clone(), w.clone()]
+    for module in (k, rmsnorm_triton):
+        monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: seen.names.append(kernel.fn.__name__))
+    with OperatorNames() as seen:
+        k.backward(q, k_and_v, k_and_v, qkv, rstd, w, w, qkv.clone(), *new, table, table, None, 2, 1, 0.0, False)
+    assert [name for name in seen.names if name not in ("aten::empty.memory_format", "aten::clone")] == [
+        "_backward", "_sum_programs"]
 
 
 @FUSED

@@ -221,6 +221,11 @@ def test_the_programs_shares_are_summed_and_cast_in_one_launch(rows, columns):
 
     partial = torch.randn(rows, columns, device=DEVICE)
     for dtype in (torch.float32, torch.float16):
-        found = kernel._summed(partial, torch.empty(columns, dtype=dtype, device=DEVICE))
-        torch.testing.assert_close(found, partial.double().sum(0).to(dtype), rtol=2 * torch.finfo(dtype).eps,
-                                   atol=rows * torch.finfo(torch.float32).eps)
+        found = kernel.summed(partial, torch.empty(columns, dtype=dtype, device=DEVICE))
+        close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": rows * torch.finfo(torch.float32).eps}
+        torch.testing.assert_close(found, partial.double().sum(0).to(dtype), **close)
+        both = torch.stack((partial, partial.flip(0) * 3), 1)
+        two = [torch.empty(columns, dtype=dtype, device=DEVICE) for _ in range(2)]
+        kernel.summed(both, *two)
+        for t, part in zip(two, both.double().sum(0), strict=True):
+            torch.testing.assert_close(t, part.to(dtype), **close)

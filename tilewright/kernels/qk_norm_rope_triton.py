@@ -16,7 +16,7 @@ import triton.language as tl
 
 from tilewright.kernels.launch_triton import launch
 from tilewright.kernels.launchers import next_power_of_2
-from tilewright.kernels.rmsnorm_triton import programs
+from tilewright.kernels.rmsnorm_triton import programs, summed
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -312,14 +312,17 @@ def forward(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Te
 
 def backward(dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor | None, qkv: torch.Tensor | None,
              rstd: torch.Tensor | None, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None,
-             dqkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, HQ: int, HK: int,
-             offset: float, interleaved: bool) -> torch.Tensor | None:
-    """Writes dqkv [B, S, (HQ + 2 HK) D] and returns the gradients of the weights of q and of k, [2, D] in float32, or
-    None without weights. A gradient that is None is zero."""
+             dqkv: torch.Tensor, dq_weight: torch.Tensor | None, dk_weight: torch.Tensor | None, cos: torch.Tensor,
+             sin: torch.Tensor, positions: torch.Tensor | None, HQ: int, HK: int, offset: float,
+             interleaved: bool) -> None:
+    """Writes dqkv [B, S, (HQ + 2 HK) D] and, with weights, their gradients, [D] each. A gradient that is None is zero.
+    """
     B, S, W = dqkv.shape
     D, half, norm = W // (HQ + 2 * HK), cos.shape[1], q_weight is not None
     if B * S == 0:
-        return torch.zeros(2, D, dtype=torch.float32, device=dqkv.device) if norm else None
+        for d in (dq_weight, dk_weight) if norm else ():
+            d.zero_()
+        return
     c = dict(BACKWARD.config(dqkv.device, D, half, dqkv.element_size(), HQ, HK, norm))
     each = c.pop("PROGRAMS")
     P = min(programs(dqkv, each), B * S) if norm else B * S
@@ -330,7 +333,8 @@ def backward(dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor 
            offset, *strides, *(qkv.stride()[:2] if norm else (0, 0)), HQ=HQ, HK=HK, D=D, HALF=half,
            **_blocks(D, half), BLOCK_V=next_power_of_2(D), INTERLEAVED=interleaved, NORM=norm,
            HAS_POS=positions is not None, DQ=dq is not None, DK=dk is not None, DV=dv is not None, **c)
-    return None if dw is None else dw.sum(0)
+    if norm:
+        summed(dw, dq_weight, dk_weight)
 
 
 # ---- what the compile gate compiles

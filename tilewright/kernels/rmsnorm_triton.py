@@ -284,25 +284,36 @@ def _weight_walk(dy_ptr, x_ptr, rstd_ptr, dw_ptr, db_ptr, T, H: tl.constexpr, D:
 
 
 @triton.jit
-def _sum_programs(partial_ptr, out_ptr, P, COLUMNS, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr):
-    """out [COLUMNS] = the sum over the P rows of partial, in their order by BLOCK_P, rounded once."""
+def _sum_programs(partial_ptr, out_ptr, second_ptr, P, COLUMNS, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr):
+    """out [COLUMNS] = the sum over the P rows of partial, in their order by BLOCK_P, rounded once. With second
+    [COLUMNS], partial is [P, 2, COLUMNS], and of a grid's second dimension 1 makes that one."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     p = tl.arange(0, BLOCK_P)
+    stride = COLUMNS
+    if second_ptr is not None:
+        stride = 2 * COLUMNS
+        partial_ptr += tl.program_id(1) * COLUMNS
     acc = tl.zeros([BLOCK_P, BLOCK], tl.float32)
     for first in range(0, P, BLOCK_P):
-        at = (first + p).to(tl.int64)[:, None] * COLUMNS + c[None, :]
+        at = (first + p).to(tl.int64)[:, None] * stride + c[None, :]
         acc += tl.load(partial_ptr + at, mask=(first + p < P)[:, None] & (c < COLUMNS)[None, :], other=0.0)
-    tl.store(out_ptr + c, tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty), mask=c < COLUMNS)
+    total, mask = tl.sum(acc, axis=0), c < COLUMNS
+    if second_ptr is not None:
+        which = tl.program_id(1) + tl.zeros([BLOCK], tl.int32)
+        tl.store(second_ptr + c, total.to(second_ptr.dtype.element_ty), mask=mask & (which == 1))
+        mask = mask & (which == 0)
+    tl.store(out_ptr + c, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 _SUM = {"BLOCK_P": 32, "BLOCK": 32}   # a warp reads 128 bytes of each row; 128 programs for 4,096 columns
 
 
-def _summed(partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """out, which takes the sum over the other dimensions of partial, contiguous and float32."""
+def summed(partial: torch.Tensor, out: torch.Tensor, second: torch.Tensor | None = None) -> torch.Tensor:
+    """out, which takes the sum over the first dimension of partial [P, *out.shape], contiguous and float32, in one
+    launch; with second, of out's shape, partial is [P, 2, *out.shape]."""
     columns = out.numel()
-    launch(_sum_programs, (launchers.cdiv(columns, _SUM["BLOCK"]),),
-           partial, out, partial.numel() // columns, columns, **_SUM)
+    launch(_sum_programs, (launchers.cdiv(columns, _SUM["BLOCK"]), 1 if second is None else 2),
+           partial, out, second, partial.shape[0], columns, **_SUM)
     return out
 
 
@@ -404,8 +415,9 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
     if has_bias:
         db = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
     launch(kernel, (P, H, columns), *arguments(dw, db), **constants, num_warps=warps)
-    dbias = _summed(db, weight.new_empty(D)) if has_bias else weight.new_empty(0)
-    return dx, _summed(dw, torch.empty_like(weight)), dbias
+    # Of every head the bias is one, and so it is a sum over heads too.
+    dbias = summed(db.view(P * H, D), weight.new_empty(D)) if has_bias else weight.new_empty(0)
+    return dx, summed(dw, torch.empty_like(weight)), dbias
 
 
 # The usual training step; float32 weights, which cost most registers in forward; and all in float32:
@@ -466,7 +478,8 @@ TUNABLES = (FORWARD, BACKWARD)
 
 def gate() -> tuple[KernelSpec, ...]:
     """What sums the programs' shares, whose constants are not searched: 16 bytes a thread of what it reads."""
-    return tuple(KernelSpec(_sum_programs, f"sum of dw {t}",
-                            {"partial_ptr": "*fp32", "out_ptr": f"*{t}", "P": "i32", "COLUMNS": "i32"}, _SUM,
+    return tuple(KernelSpec(_sum_programs, f"sum of dw {t}{' twice' if two else ''}",
+                            {"partial_ptr": "*fp32", "out_ptr": f"*{t}", **({"second_ptr": f"*{t}"} if two else {}),
+                             "P": "i32", "COLUMNS": "i32"}, {**({} if two else {"second_ptr": None}), **_SUM},
                             divisible=("COLUMNS",), store=32 if t == "fp32" else 16)
-                 for t in ("bf16", "fp32"))
+                 for t, two in (("bf16", False), ("fp32", False), ("bf16", True)))

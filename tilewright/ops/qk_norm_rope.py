@@ -162,10 +162,9 @@ def _register(name, write, gradients, dtypes=_checks.ACCEPTED):
                  interleaved: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         grads = [last_contiguous(d) for d in (dq, dk, dv)]
         dqkv, dq_weight, dk_weight = _new_gradients(grads, q_weight, k_weight, num_heads, num_kv_heads)
-        found = gradients(*grads, qkv, rstd, q_weight, k_weight, dqkv, cos, sin, positions, num_heads, num_kv_heads,
-                          offset, interleaved)
-        if q_weight is not None:
-            dq_weight, dk_weight = (d.to(w.dtype, copy=True) for d, w in zip(found, (q_weight, k_weight), strict=True))
+        of_weights = (None, None) if q_weight is None else (dq_weight, dk_weight)
+        gradients(*grads, qkv, rstd, q_weight, k_weight, dqkv, *of_weights, cos, sin, positions, num_heads,
+                  num_kv_heads, offset, interleaved)
         return dqkv, dq_weight, dk_weight
 
     op = define(f"qk_norm_rope_{name}", forward, fake)
@@ -304,11 +303,13 @@ def _triton():
 
 def _cpp():
     if "cpp" not in _loaded:
-        def gradients(dq, dk, dv, qkv, rstd, q_weight, k_weight, dqkv, *rest):
+        def gradients(dq, dk, dv, qkv, rstd, q_weight, k_weight, dqkv, dq_weight, dk_weight, *rest):
             dw = None if q_weight is None else q_weight.new_empty(2, q_weight.shape[0], dtype=torch.float32)
             torch.ops.tilewright.qk_norm_rope_cpp_gradients.default(dq, dk, dv, qkv, rstd, q_weight, k_weight, dqkv, dw,
                                                                     *rest)
-            return dw
+            if dw is not None:
+                dq_weight.copy_(dw[0])
+                dk_weight.copy_(dw[1])
 
         _loaded["cpp"] = _register("cpp", torch.ops.tilewright.qk_norm_rope_cpp_write.default, gradients,
                                    (torch.float32, torch.bfloat16))
