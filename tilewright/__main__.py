@@ -22,7 +22,10 @@ def explain(op_name: str | None, device_type: str, dtype: torch.dtype) -> int:
     for op in ops.values() if op_name is None else [ops[op_name]]:
         chosen = None if no_device else op.choose(device_type, dtype)
         for impl in op.implementations:
-            reason = impl.why_not(device_type, dtype) or no_device or "usable"
+            reason = impl.why_not(device_type, dtype) or no_device
+            if reason is None:
+                does = impl.does(device_type)
+                reason = f"usable; {does}" if does else "usable"
             mark = "*" if impl.name == chosen else " "
             print(f"{op.name:<{wide}} {mark} {impl.name:<{narrow}}  {reason}")
         if op_name is not None:

@@ -56,6 +56,7 @@ class Implementation:
     aliases: further names that a user may write; nothing lists or returns them.
     rounds_between: rounds to the dtype between steps that the eager twin takes in a wider one. It is within the
         contract of its own op, but `auto` does not take it as a part of an op that is composed of several.
+    does: device type on which it is usable -> a sentence on what it does there, which `tilewright explain` prints.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Implementation:
     tunables: Callable[[], Any] = no_kernels
     aliases: tuple[str, ...] = ()
     rounds_between: bool = False
+    does: Callable[[str], str | None] = always
 
     def why_not(self, device_type: str, dtype: torch.dtype | None = None, request: Any = None) -> str | None:
         """None if usable for such tensors here, else the reason."""

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from tilewright import platform
-from tilewright.ops import _checks, cases
+from tilewright.ops import _checks, cases, moe_quack
 from tilewright.ops._library import define, differentiate
 from tilewright.ops.activation import ACTIVATIONS, SILU, SILU_MUL, Gate, gate_eager, gate_parts
 from tilewright.ops.aqn import AQN
@@ -409,9 +409,9 @@ def _column(expert_weight, slots, dtype):
     return expert_weight.flatten()[slots][:, None].to(dtype)
 
 
-def _compose(name):
-    """Of the grouped GEMM of this name; the rest is what `auto` would take, whatever is pinned. The gathered rows are a
-    copy, which lives as long as one product."""
+def _composed(name):
+    """forward and backward of the grouped GEMM of this name; the rest is what `auto` would take, whatever is pinned.
+    The gathered rows are a copy, which lives as long as one product."""
     product, backward_x, backward_weight = operators(name)
 
     def forward(x, gate_up_proj, down_proj, expert_index, expert_weight, keep, gate_up_bias, down_bias, gate):
@@ -432,18 +432,63 @@ def _compose(name):
         weighted, dpre, dots = _between(dh, pre, weight, gate)
         none = partial(dy.new_empty, 0)   # results may not share memory
         ddown = backward_weight(rows, weighted, offsets) if needs[2] else none()
-        ddown_bias = (backward_weight(rows, weight.to(dy.dtype), offsets)[..., 0].contiguous() if needs[5] else none())
+        ddown_bias = _of_bias(backward_weight, rows, weight.to(dy.dtype), offsets) if needs[5] else none()
         del rows, dh, weighted
         dgate_up = backward_weight(dpre, x[token], offsets) if needs[1] else none()
-        dgate_up_bias = backward_weight(dpre, _ones(dpre), offsets)[..., 0].contiguous() if needs[4] else none()
+        dgate_up_bias = _of_bias(backward_weight, dpre, _ones(dpre), offsets) if needs[4] else none()
         dx = (UNPERMUTE.part(dy)(backward_x(dpre, _weight(gate_up_proj), offsets), None, position) if needs[0]
               else none())
-        dweight = _of_slots(dots, position) if needs[3] else dots.new_empty(0)
-        if needs[3] and down_bias is not None:
-            dweight += _bias_dots(dy, down_bias, offsets, position)
+        dweight = _of_routing(dots, dy, down_bias, offsets, position) if needs[3] else dots.new_empty(0)
         return dx, dgate_up, ddown, dweight, dgate_up_bias, ddown_bias
 
-    return _register(name, forward, backward)
+    return forward, backward
+
+
+def _compose(name):
+    return _register(name, *_composed(name))
+
+
+def _quack():
+    """What QuACK's epilogues have is fused; other gates and widths, and its versions that lack them, are composed."""
+    from quack import gemm_interface
+
+    composed_forward, composed_backward = composed = _composed("quack")
+    if moe_quack.lacking(gemm_interface):
+        return _register("quack", *composed)
+    fused_forward, fused_backward = moe_quack.launchers(
+        gemm_interface, lambda x, index, E: PERMUTE.part(x)(None, index, E)[1:],
+        lambda rows, weight, position: UNPERMUTE.part(rows)(rows, weight, position), _weight)
+    _, _, backward_weight = operators("quack")
+
+    def forward(x, gate_up_proj, *rest):
+        fused = moe_quack.fits(gate_up_proj, x.element_size(), rest[-1])
+        return (fused_forward if fused else composed_forward)(x, gate_up_proj, *rest)
+
+    def backward(dy, x, gate_up_proj, down_proj, expert_weight, down_bias, pre, offsets, slots, position, tiles, gate,
+                 needs):
+        if not moe_quack.fits(gate_up_proj, dy.element_size(), gate):
+            return composed_backward(dy, x, gate_up_proj, down_proj, expert_weight, down_bias, pre, offsets, slots,
+                                     position, tiles, gate, needs)
+        *found, dots, dpre = fused_backward(dy, x, gate_up_proj, down_proj, expert_weight, pre, offsets, slots,
+                                            position, gate, needs)
+        none = partial(dy.new_empty, 0)   # results may not share memory
+        dweight = _of_routing(dots, dy, down_bias, offsets, position) if needs[3] else dots.new_empty(0)
+        dgate_up_bias = _of_bias(backward_weight, dpre, _ones(dpre), offsets) if needs[4] else none()
+        ddown_bias = (_of_bias(backward_weight, dy[slots // position.shape[1]],
+                               _column(expert_weight, slots, dy.dtype), offsets) if needs[5] else none())
+        return *(none() if d is None else d for d in found), dweight, dgate_up_bias, ddown_bias
+
+    return _register("quack", forward, backward)
+
+
+def _of_bias(backward_weight, rows, column, offsets):
+    return backward_weight(rows, column, offsets)[..., 0].contiguous()
+
+
+def _of_routing(dots, dy, down_bias, offsets, position):
+    """The gradient of the routing's weights, of <dh, h> of rows."""
+    dweight = _of_slots(dots, position)
+    return dweight if down_bias is None else dweight.add_(_bias_dots(dy, down_bias, offsets, position))
 
 
 def _of_slots(of_rows, position):
@@ -599,7 +644,7 @@ MOE_MLP = Op(
         Implementation("triton", _triton, platform.no_triton, tunables=_tunables),
         _of("cpp"),
         _of("native"),
-        _of("quack"),
+        replace(_of("quack"), load=cache(_quack), does=moe_quack.explain),
     ),
     _CASES,
     # The gradient of a weight is <dh, h> in the fused ones and <dy, row> in the twin: one number by two ways, each of
