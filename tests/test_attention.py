@@ -209,6 +209,25 @@ def test_many_tiles(name, variant):
         torch.testing.assert_close(f, e, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("window", [0, 72], ids=["causal", "window"])
+def test_triton_masks_blocks_at_the_edge_alone(monkeypatch, window):
+    """Not all blocks of logits that forward and backward make have a mask, and each mask that is made hides something.
+    (That no loop divides is looked for by the compile gate.)"""
+    if not platform.interpreting():
+        pytest.skip("counts in Triton's interpreter, which TRITON_INTERPRET asks for")
+    skip_unless_usable(ATTENTION, "triton", torch.float32)
+    from tilewright.kernels import attention_triton as k
+
+    masks, blocks = [], []
+    monkeypatch.setattr(k, "_seen", lambda *a, own=k._seen: masks.append(own(*a)) or masks[-1])
+    monkeypatch.setattr(k, "_logits", lambda *a, own=k._logits: blocks.append(0) or own(*a))
+    q, *kv = (t[:, :1] for t in qkv(128))
+    out, lse = k.forward(q, *kv, None, True, window, 0.0, None, 1.0, 0)
+    k.backward(out, q, *kv, out, lse, None, True, window, 0.0, None, 1.0, 0)
+    assert masks and all(not m.handle.data.all() for m in masks)
+    assert len(blocks) >= (1.3 if window else 2) * len(masks), (len(blocks), len(masks))
+
+
 @EVERY
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("causal", [True, False])

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from tilewright.bench import compile_gate, machine_code
+from tilewright.bench import compile_gate, machine_code, ptx_loops
 from tilewright.kernels.spec import KernelSpec
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -51,6 +51,15 @@ def product(x_ptr, y_ptr, BLOCK: tl.constexpr):
     at = i[:, None] * BLOCK + i[None, :]
     x = tl.load(x_ptr + at).to(tl.float16)
     tl.store(y_ptr + at, tl.dot(x, x))
+
+
+@triton.jit
+def loops(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.zeros([BLOCK], tl.float32)
+    for j in range(n):
+        x += tl.load(x_ptr + j // n * BLOCK + i)
+    tl.store(y_ptr + i, x / tl.sum(x))
 
 
 FACTOR = tl.constexpr(2)
@@ -146,6 +155,7 @@ WGMMA = {90: ("wgmma",), 100: ("tcgen05",)}
 for name, needs in {
     "need wide": (copy, 1024, ("n",), {}), "need no loads": (strided, 1024, (), {"load": 0}),
     "need loads": (strided, 1024, (), {}), "need stores": (copy, 1024, ("n",), {"store": 256}),
+    "need no divisions": (loops, 1024, ("n",), {"undivided": True}),
     "need wgmma": (copy, 1024, ("n",), {"uses": WGMMA}), "has wgmma": (product, 64, (), {"uses": WGMMA}),
 }.items():
     kernel, block, divisible, options = needs
@@ -256,6 +266,7 @@ def test_an_access_that_stays_narrow_is_seen(planted):
     ("need loads", "strided sm_90: needs a global load of 128 bits, the widest has 32 in PTX and 32 in SASS"),
     ("need stores", "copy sm_90: needs a global store of 256 bits, the widest has 128 in PTX and 128 in SASS"),
     ("need wgmma", "copy sm_90: needs wgmma, uses none such in PTX and none such in SASS"),
+    ("need no divisions", "loops sm_90: has 1 divisions in loops; accepted: 0"),
 ])
 def test_a_need_that_is_not_met_is_red_and_no_update_excuses_it(planted, name, sentence):
     assert planted[name]["code"] == 1
@@ -310,6 +321,29 @@ def test_a_need_is_looked_for_in_ptx_and_in_machine_code():
     assert said == "needs tma, uses tma in PTX and mma in SASS"
     assert unmet(replace(plain, uses={100: ("tcgen05",)})) == []
     assert unmet(replace(plain, load=0), load=16) == []
+    assert unmet(plain, loop_divisions=0) == []
+
+
+def test_divisions_in_loops_are_read_from_ptx():
+    """Of a loop in a loop each counts once; what is before, between or behind, and comments, not at all."""
+    ptx = """
+        div.s32 %r1, %r2, %r3;
+    $L__BB0_1:
+        rem.u32 %r4, %r4, %r1;
+    $L__BB0_2:                       // =>This Inner Loop Header
+        rcp.approx.ftz.f32 %f1, %f2; // div.s32
+        mov.b32 %r7, %div.s32;
+        @%p1 bra $L__BB0_4;
+        div.full.f32 %f3, %f1, %f2;
+    $L__BB0_4:
+        @%p2 bra $L__BB0_2;
+        bra.uni $L__BB0_1;
+        div.rn.f32 %f4, %f5, %f6;
+        bra $L__BB0_9;
+    $L__BB0_9:
+        ret;"""
+    assert ptx_loops.divisions(ptx) == 3
+    assert ptx_loops.divisions(ptx.split("$L__BB0_2")[0]) == 0
 
 
 @pytest.mark.parametrize("ptx, load", [

@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tilewright import platform
-from tilewright.bench import gate_cute, kernel_digest, machine_code
+from tilewright.bench import gate_cute, kernel_digest, machine_code, ptx_loops
 from tilewright.kernels import tuning
 from tilewright.kernels.spec import CuteSpec, KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -60,6 +60,7 @@ class Facts:
     shared: bytes a block.   load, store, uses: as `machine_code.ptx_facts` reads them from PTX.
     The rest: as `machine_code.sass_facts` reads it from machine code; None where nothing can disassemble it.
     per_element: instructions a thread divided by its elements, of specs that say how many elements a program takes.
+    loop_divisions: divisions in loops, as `ptx_loops.divisions` counts them in PTX, of specs that may have none.
     """
 
     registers: int
@@ -77,6 +78,7 @@ class Facts:
     sass_uses: tuple[str, ...] | None = None
     instructions: int | None = None
     per_element: float | None = None
+    loop_divisions: int | None = None
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,19 @@ class Compiler:
         """Of all that decides about facts and verdict but the compiler: the kernel, its constants and needs, and what
         reads machine code."""
         text = f"{self.identity(spec)} {getattr(spec, 'elements', 0)} {self.source(spec)} {_reader()}"
+        if getattr(spec, "undivided", False):
+            text += f" undivided {_loop_reader()}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @functools.cache
 def _reader() -> str:
     return kernel_digest.of_files([pathlib.Path(machine_code.__file__)])
+
+
+@functools.cache
+def _loop_reader() -> str:
+    return kernel_digest.of_files([pathlib.Path(ptx_loops.__file__)])
 
 
 # ---- Triton
@@ -177,8 +186,9 @@ def _compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
         # 3.9 announces another default of fp fusion; the launchers use the default, so the gate does.
         warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    return (Facts(*resources(said.getvalue()), compiled.metadata.shared, **machine_code.ptx_facts(compiled.asm["ptx"])),
-            compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    return (Facts(*resources(said.getvalue()), compiled.metadata.shared, **machine_code.ptx_facts(ptx),
+                  loop_divisions=ptx_loops.divisions(ptx) if spec.undivided else None), compiled.asm["cubin"])
 
 
 def resources(log: str) -> tuple[int, int, int]:
@@ -353,6 +363,8 @@ def unmet(result: Result, spec: Any) -> list[str]:
     if f is None:
         return []
     found = []
+    if f.loop_divisions:
+        found.append(f"has {f.loop_divisions} divisions in loops; accepted: 0")
     for kind in ("load", "store"):
         need, have = getattr(spec, kind), {"PTX": getattr(f, kind), "SASS": getattr(f, f"sass_{kind}")}
         if any(bits is not None and bits < need for bits in have.values()):

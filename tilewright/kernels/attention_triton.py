@@ -509,6 +509,7 @@ def _specs_of(kernel, name, pointers, strides, sinks, tiled):
             found.append(KernelSpec(
                 kernel, f"{name} {label} D={width} {data}{'' if key['large'] else ' small'}", own, constexprs,
                 config["num_warps"], config["num_stages"], divisible=divisible, **_arch(key),
+                undivided=kernel is not _forward and data == "bf16" and not key["capped"],
                 uses={90: ("wgmma",), 100: ("tcgen05",)} if data == "bf16" and config[tiled] >= 64 else {}))
         return found
 

@@ -23,6 +23,7 @@ class KernelSpec:
         reason beside it.   uses: compute capability -> families of instructions, keys of
         `bench.machine_code.FAMILIES`, e.g. {90: ("wgmma", "tma"), 100: ("tcgen05", "tma")}.
     elements: of a streaming kernel, how many elements a program takes: instructions an element are then budgeted.
+    undivided: no loop may divide, which the gate looks for in PTX.
     """
 
     kernel: Any
@@ -39,6 +40,7 @@ class KernelSpec:
     store: int = 128
     uses: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     elements: int = 0
+    undivided: bool = False
 
 
 @dataclass(frozen=True)
