@@ -86,14 +86,17 @@ def find(grid, constants, {", ".join(names)}):
     {"; ".join(f"p{name} = {name}.data_ptr()" for name in pointers)}
     if ({" | ".join(f"p{name}" for name in pointers)}) & 15 or hooks or runtime.debug or {hooked}:
         return False
+    active = driver.active
     device = {pointers[0]}.get_device()
+    if device < 0:   # a tensor of a CPU, for what stands for a GPU
+        device = active.get_current_device()
     key = device, {", ".join(key)}
     found = kept.get(key)
     if found is None:
         return keep(key, grid, constants, ({", ".join(names)},))
     run, function, metadata, rest, _ = found
     x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-    run(x, y, z, driver.active.get_current_stream(device), function, metadata, None, None, None,
+    run(x, y, z, active.get_current_stream(device), function, metadata, None, None, None,
         {", ".join(passed)}, *rest)
     return True
 """

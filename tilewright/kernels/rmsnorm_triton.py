@@ -198,6 +198,10 @@ def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, 
     w = _weight(w_ptr, h, 0, offset, alpha, seed, step, layer, D, BLOCK_D, NOISE)
     dw = tl.zeros([BLOCK_D], tl.float32)
     db = tl.zeros([BLOCK_D], tl.float32)
+    # Where a thread may have but one product of a sum, products are rounded first: of an fma with the first addition of
+    # an exchange between threads, each of two threads would have another last bit, and either could be the one that is
+    # kept (seen in what is compiled for narrow rows on four warps, and for a D that no four divide).
+    APART: tl.constexpr = NOISE or BLOCK_T > 1
     for block in tl.range(p, tl.cdiv(T, BLOCK_T), P, num_stages=STAGES):
         t = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
         row = t * H + h
@@ -211,15 +215,15 @@ def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, 
         g = dy.to(tl.float32)
         if BIAS:
             db += tl.sum(g, axis=0)
+        normed = xhat
         if ROUND_XHAT:
-            dw += tl.sum(g * xhat.to(dy_ptr.dtype.element_ty).to(tl.float32), axis=0)
+            normed = xhat.to(dy_ptr.dtype.element_ty).to(tl.float32)
+        if APART:
+            dw += tl.sum(tl.fma(g, normed, 0.0), axis=0)
         else:
-            dw += tl.sum(g * xhat, axis=0)
+            dw += tl.sum(g * normed, axis=0)
         g = g * w[None, :]
-        if NOISE:
-            # Products are rounded first: of an fma with the first addition of an exchange between threads, each of two
-            # threads would have another last bit, and either could be the one that is kept (seen in what is compiled
-            # for a D that no four divide).
+        if APART:
             c = tl.sum(tl.fma(g, xhat, 0.0), axis=1) / D
         else:
             c = tl.sum(g * xhat, axis=1) / D
