@@ -124,6 +124,7 @@ def kept():
     """Launches made from what is kept and by Triton, with the same arguments: how many were, of how many kernels, and
     which of them differ in the kernel that runs, in its grid or in what it is given."""
     from triton.runtime.jit import JITFunction
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     from tilewright.kernels import launch_triton
 
@@ -132,7 +133,8 @@ def kept():
 
     def compiled(kernel, key, signature, device, constants, options, attributes, warmup):
         def run(x, y, z, stream, function, metadata, entering, enter, leave, *passed):
-            passed = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in passed]
+            passed = [str(vars(a) if isinstance(a, TensorDescriptor) else
+                          a.data_ptr() if isinstance(a, torch.Tensor) else a) for a in passed]
             ran.append((key, (x, y, z), passed, enter is None))
 
         kernel.device_caches[device][0][key] = stub = SimpleNamespace(
@@ -144,7 +146,8 @@ def kept():
         launch(kernel, grid, *arguments, **constants)
         kernel[grid](*arguments, **constants)
         (*first, is_kept), (*second, _) = ran
-        counts[kernel.fn.__module__ + kernel.fn.__name__] += is_kept
+        described = " with descriptors" * any(isinstance(a, TensorDescriptor) for a in arguments)
+        counts[f"{kernel.fn.__module__}.{kernel.fn.__name__}{described}"] += is_kept
         if first != second:
             other.add(f"{kernel.fn.__name__}: {first} is not {second}")
 
@@ -155,6 +158,7 @@ def kept():
         for kernel in [k for k in vars(module).values() if isinstance(k, JITFunction)]:
             kernel.device_caches.clear()
     launch_triton.forget()
+    sys.modules["tilewright.kernels.grouped_gemm_triton"]._has_tma = lambda device: True
     with overhead.not_launched():
         for tokens in (1024, 1024, 1040, 1041, 16, 1):
             for dtype in (torch.bfloat16, torch.float16):
@@ -184,7 +188,8 @@ def test_packed_lengths_ask_for_few_compilations(ran):
 def test_a_kept_launch_is_the_one_that_triton_would_make(ran):
     """The same compiled kernel, grid and arguments, whatever changes: numbers, dtypes, alignment."""
     assert ran["kept"]["different"] == []
-    assert len([name for name, n in ran["kept"]["counts"].items() if n]) >= 20, ran["kept"]["counts"]
+    kept = {name for name, n in ran["kept"]["counts"].items() if n}
+    assert len(kept) >= 20 and "tilewright.kernels.grouped_gemm_triton._gemm with descriptors" in kept, kept
 
 
 def test_host_time_of_a_launch_is_measured_without_a_gpu(ran):

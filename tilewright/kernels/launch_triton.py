@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from triton import JITFunction, knobs
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST = 1024   # launches that are kept of a kernel and types of arguments; beyond, those seen so far are forgotten
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -64,6 +65,8 @@ def _finder(kernel: Any, types: tuple[type, ...]) -> Callable | None:
                 key.append(name)
             elif not parameter.annotation_type:
                 key.append(f"-{_INT32} <= {name} < {_INT32}")
+        elif kind is TensorDescriptor:   # aligned, or it would not be one
+            key.append(f"{name}.base.dtype, {name}.padding, *{name}.block_shape")
         elif kind not in (float, type(None)):
             return None
     if not pointers:
