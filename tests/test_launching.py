@@ -126,7 +126,7 @@ def kept():
     from triton.runtime.jit import JITFunction
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from tilewright.kernels import launch_triton
+    from tilewright.kernels import launch as kept_launches
 
     ran, other = [], set()
     counts = Counter()
@@ -151,13 +151,13 @@ def kept():
         if first != second:
             other.add(f"{kernel.fn.__name__}: {first} is not {second}")
 
-    launch, JITFunction._do_compile = launch_triton.launch, compiled
+    launch, JITFunction._do_compile = kept_launches.launch, compiled
     for module in [m for name, m in sys.modules.items() if name.startswith("tilewright.kernels.")]:
-        if getattr(module, "launch", None) is launch and module is not launch_triton:
+        if getattr(module, "launch", None) is launch and module is not kept_launches:
             module.launch = checked
         for kernel in [k for k in vars(module).values() if isinstance(k, JITFunction)]:
             kernel.device_caches.clear()
-    launch_triton.forget()
+    kept_launches.forget()
     sys.modules["tilewright.kernels.grouped_gemm_triton"]._has_tma = lambda device: True
     with overhead.not_launched():
         for tokens in (1024, 1024, 1040, 1041, 16, 1):

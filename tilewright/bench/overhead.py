@@ -2,7 +2,7 @@
 
 public: the op's function, with its argument checks.
 launch: Triton's own launch of the first kernel, where it is Triton that runs: `kernel[grid](...)`.
-kept: the same launch as launchers make it, from what `kernels.launch_triton` keeps; the floor of any such call.
+kept: the same launch as launchers make it, from what `kernels.launch` keeps; the floor of any such call.
 resolved: what `Op.resolve` returns, with the arguments that the public function passes on.
 operator: the first registered torch operator that it calls, alone.
 pick: `Op.pick` alone, the look-up between public and resolved.
@@ -98,9 +98,9 @@ def _first_launch() -> Iterator[dict[str, Callable[[], object]]]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    from tilewright.kernels import launch_triton
+    from tilewright.kernels import launch as kept_launches
 
-    launch_triton.forget()   # so that it is Triton who launches
+    kept_launches.forget()   # so that it is Triton who launches
     with contextlib.ExitStack() as stack:
         for kind in (JITFunction, InterpretedFunction):
             run = kind.run
@@ -109,7 +109,7 @@ def _first_launch() -> Iterator[dict[str, Callable[[], object]]]:
                 if not found:
                     constants = {name: value for name, value in options.items() if name not in ("grid", "warmup")}
                     found["launch"] = lambda: run(kernel, *args, **options)
-                    found["kept"] = lambda: launch_triton.launch(kernel, options["grid"], *args, **constants)
+                    found["kept"] = lambda: kept_launches.launch(kernel, options["grid"], *args, **constants)
                 return run(kernel, *args, **options)
 
             stack.enter_context(mock.patch.object(kind, "run", spy))

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.grouped_gemm_triton import _large, _precision, tile_map
-from tilewright.kernels.launch_triton import launch
+from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable

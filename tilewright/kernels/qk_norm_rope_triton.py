@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels.launch_triton import launch
+from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import next_power_of_2
 from tilewright.kernels.rmsnorm_triton import programs, summed
 from tilewright.kernels.spec import KernelSpec

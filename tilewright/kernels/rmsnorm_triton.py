@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels import aqn_triton, launchers
-from tilewright.kernels.launch_triton import launch
+from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -200,8 +200,9 @@ def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, 
     db = tl.zeros([BLOCK_D], tl.float32)
     # Where a thread may have but one product of a sum, products are rounded first: of an fma with the first addition of
     # an exchange between threads, each of two threads would have another last bit, and either could be the one that is
-    # kept (seen in what is compiled for narrow rows on four warps, and for a D that no four divide).
-    APART: tl.constexpr = NOISE or BLOCK_T > 1
+    # kept. Seen of dw in narrow rows of 16 bits on four warps, and of c with noise, for a D that no four divide; not in
+    # float32, where with a bias and D=128 ptxas would spill 8 bytes for sm_90.
+    APART: tl.constexpr = BLOCK_T > 1 and x_ptr.dtype.element_ty != tl.float32
     for block in tl.range(p, tl.cdiv(T, BLOCK_T), P, num_stages=STAGES):
         t = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
         row = t * H + h
@@ -223,7 +224,7 @@ def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, 
         else:
             dw += tl.sum(g * normed, axis=0)
         g = g * w[None, :]
-        if APART:
+        if NOISE:
             c = tl.sum(tl.fma(g, xhat, 0.0), axis=1) / D
         else:
             c = tl.sum(g * xhat, axis=1) / D

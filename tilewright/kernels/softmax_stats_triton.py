@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels import launchers
-from tilewright.kernels.launch_triton import launch
+from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
