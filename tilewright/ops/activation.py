@@ -114,7 +114,8 @@ def _validate(gate, up):
         _checks.shape("up", up, tuple(gate.shape), "that of gate")
     if up.dtype != gate.dtype:
         raise TypeError(f"up must have gate's dtype {gate.dtype}, got {up.dtype}")
-    _checks.same_device(gate=gate, up=up)
+    if up.device != gate.device:
+        _checks.same_device(gate=gate, up=up)
 
 
 # ---- the definition

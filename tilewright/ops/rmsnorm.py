@@ -97,7 +97,8 @@ def _validate(x, weight, bias, eps, offset, cast):
         if bias.dtype != weight.dtype:
             raise TypeError(f"bias must have weight's dtype {weight.dtype}, got {bias.dtype}")
     check_options(eps, offset, cast)
-    _checks.same_device(x=x, weight=weight, bias=bias)
+    if bias is not None or weight.device != x.device:
+        _checks.same_device(x=x, weight=weight, bias=bias)
 
 
 # ---- the definition

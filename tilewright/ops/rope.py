@@ -129,7 +129,9 @@ def _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens):
     if D < 2:
         raise ValueError(f"q must have a head width of at least 2, got {list(q.shape)}")
     R = check_tables(B, S, D, cos, sin, rotary_dim, position_ids, cu_seqlens)
-    _checks.same_device(q=q, k=k, cos=cos, sin=sin, position_ids=position_ids, cu_seqlens=cu_seqlens)
+    if (position_ids is not None or cu_seqlens is not None or not q.device == cos.device == sin.device
+            or (k is not None and k.device != q.device)):
+        _checks.same_device(q=q, k=k, cos=cos, sin=sin, position_ids=position_ids, cu_seqlens=cu_seqlens)
     return R
 
 
