@@ -1,4 +1,4 @@
-// NF4, NVFP4 and block-scaled FP8 on the CPU. The definitions are tilewright/ops/{nf4,nvfp4,block_fp8}.py, and
+// NF4, NVFP4, block-scaled FP8 and MXFP8 on the CPU. The definitions are tilewright/ops/{nf4,nvfp4,block_fp8,mxfp8}.py, and
 // tilewright/ops/quantize.py for the rounding; what is quantised has the same bytes there and here.
 //
 // Quantising is plain loops that the compiler vectorises. Looking codes up is written for the byte shuffles and
@@ -270,20 +270,6 @@ void nvfp4_band(const T* x, int64_t stride, int64_t rows, int64_t n, float total
   }
 }
 
-template <class F>
-void with_random(bool random, F&& f) {
-  if (random) return f(std::true_type{});
-  return f(std::false_type{});
-}
-
-// x turned: row j of the tile is column j of x. It stays in the second-level cache.
-template <class T>
-void turn(const T* x, int64_t stride, int64_t rows, int64_t columns, float* tile, int64_t width) {
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < columns; ++c) tile[c * width + r] = load(x[r * stride + c]);
-  }
-}
-
 constexpr int64_t TURN_ROWS = 128, TURN_COLUMNS = 64;  // of a tile in NVFP4: 32 KiB
 
 // x [matrices, R, C] and, if asked, the transposes; hadamard: 0 or the size of the transform before.
@@ -486,7 +472,8 @@ void check_tile(int64_t rows, int64_t columns) {
   STD_TORCH_CHECK(rows >= 1 && columns >= 1, "tilewright: a block must have rows and columns");
 }
 
-// x [matrices, R, C] and, if asked, the transposes.
+// x [matrices, R, C] and, if asked, the transposes.   S: of the scales; of MXFP8, in blocks of 1 x 32, uint8_t.
+template <class S>
 std::tuple<Tensor, Tensor, Tensor, Tensor> block_fp8_any(const Tensor& x, int64_t rows, int64_t columns,
                                                          std::optional<int64_t> seed, bool transpose) {
   check_matrices("x", x);
@@ -495,9 +482,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_fp8_any(const Tensor& x, int64_
   const int64_t own_bands = ceil_div(R, rows), own_across = ceil_div(C, columns);
   const int64_t turned_bands = ceil_div(C, rows), turned_across = ceil_div(R, columns), T_B = transpose ? B : 0;
   Tensor data = torch::stable::new_empty(x, {B, R, C}, ScalarType::Byte);
-  Tensor inverse = torch::stable::new_empty(x, {B, own_bands, own_across}, ScalarType::Float);
+  Tensor inverse = torch::stable::new_empty(x, {B, own_bands, own_across}, scales_type<S>());
   Tensor data_t = torch::stable::new_empty(x, {T_B, C, R}, ScalarType::Byte);
-  Tensor inverse_t = torch::stable::new_empty(x, {T_B, turned_bands, turned_across}, ScalarType::Float);
+  Tensor inverse_t = torch::stable::new_empty(x, {T_B, turned_bands, turned_across}, scales_type<S>());
   const uint64_t key = uint64_t(seed.value_or(0));
   // Of rows that hold whole blocks both ways, or all rows.
   const int64_t long_side = std::max(rows, columns), short_side = std::min(rows, columns);
@@ -507,7 +494,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_fp8_any(const Tensor& x, int64_
     using T = decltype(element);
     const T* const from = in<T>(x);
     uint8_t *const to = out<uint8_t>(data), *const to_t = out<uint8_t>(data_t);
-    float *const scales = out<float>(inverse), *const scales_t = out<float>(inverse_t);
+    S *const scales = out<S>(inverse), *const scales_t = out<S>(inverse_t);
     with_random(seed.has_value(), [&](auto random_bits) {
       constexpr bool RANDOM = decltype(random_bits)::value;
       torch::stable::parallel_for(0, B * bands, grain(height * C), [&](int64_t begin, int64_t end) {
@@ -519,7 +506,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_fp8_any(const Tensor& x, int64_
             for (int64_t c = 0; c < C; c += columns) {
               const int64_t at = (b * R + r) * C + c;
               scales[(b * own_bands + r / rows) * own_across + c / columns] =
-                  fp8_block<RANDOM>(from + at, C, std::min(rows, high - r), std::min(columns, C - c), key, uint64_t(at),
+                  fp8_block<RANDOM, S>(from + at, C, std::min(rows, high - r), std::min(columns, C - c), key, uint64_t(at),
                                     uint64_t(C), words, to + at, C);
             }
           }
@@ -531,7 +518,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_fp8_any(const Tensor& x, int64_
               for (int64_t j = c; j < last; j += rows) {
                 const int64_t at = (b * C + j) * R + r;
                 scales_t[(b * turned_bands + j / rows) * turned_across + r / columns] =
-                    fp8_block<RANDOM>(tile.data() + (j - c) * columns, columns, std::min(rows, last - j), n, key,
+                    fp8_block<RANDOM, S>(tile.data() + (j - c) * columns, columns, std::min(rows, last - j), n, key,
                                       uint64_t(at), uint64_t(R), words, to_t + at, R);
               }
             }
@@ -544,38 +531,45 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_fp8_any(const Tensor& x, int64_
 }
 
 std::tuple<Tensor, Tensor> block_fp8_quantize(Tensor x, int64_t rows, int64_t columns, std::optional<int64_t> seed) {
-  auto [data, inverse, data_t, inverse_t] = block_fp8_any(x, rows, columns, seed, false);
+  auto [data, inverse, data_t, inverse_t] = block_fp8_any<float>(x, rows, columns, seed, false);
   return {data, inverse};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> block_fp8_quantize_both(Tensor x, int64_t rows, int64_t columns,
                                                                    std::optional<int64_t> seed) {
-  return block_fp8_any(x, rows, columns, seed, true);
+  return block_fp8_any<float>(x, rows, columns, seed, true);
 }
 
-Tensor block_fp8_dequantize(Tensor data, Tensor inverse, int64_t rows, int64_t columns, bool half, double alpha,
-                            int64_t seed, int64_t step, int64_t layer) {
+std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor x, std::optional<int64_t> seed) {
+  auto [data, scale, data_t, scale_t] = block_fp8_any<uint8_t>(x, 1, 32, seed, false);
+  return {data, scale};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> mxfp8_quantize_both(Tensor x, std::optional<int64_t> seed) {
+  return block_fp8_any<uint8_t>(x, 1, 32, seed, true);
+}
+
+template <class S>
+Tensor block_fp8_values(const Tensor& data, const Tensor& inverse, int64_t B, int64_t R, int64_t C, int64_t rows,
+                        int64_t columns, bool half, double alpha, int64_t seed, int64_t step, int64_t layer) {
   const Noise noise = noise_of(alpha, seed, step, layer);
-  check_matrices("data", data);
-  check_tile(rows, columns);
-  const int64_t B = data.size(0), R = data.size(1), C = data.size(2), bands = ceil_div(R, rows);
-  const int64_t across = ceil_div(C, columns);
+  const int64_t bands = ceil_div(R, rows), across = ceil_div(C, columns);
   check_bytes("data", data, B * R * C);
-  check_floats("inverse", inverse, B * bands * across);
-  Tensor y = huge(torch::stable::new_empty(data, {B, R, C}, half ? ScalarType::BFloat16 : ScalarType::Float));
+  check_scales<S>("inverse", inverse, B * bands * across);
+  Tensor y = huge(torch::stable::new_empty(data, data.sizes(), half ? ScalarType::BFloat16 : ScalarType::Float));
   with_dtype(half, [&](auto element) {
     using T = decltype(element);
     const uint8_t* const from = in<uint8_t>(data);
-    const float* const scales = in<float>(inverse);
+    const S* const scales = in<S>(inverse);
     T* const to = out<T>(y);
     torch::stable::parallel_for(0, B * R, grain(C), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
-        const float* const own = scales + (r / R * bands + r % R / rows) * across;
+        const S* const own = scales + (r / R * bands + r % R / rows) * across;
         for (int64_t b = 0; b < across; ++b) {
           const int64_t at = b * columns, n = std::min(columns, C - at);
           const uint8_t* const codes = from + r * C + at;
           T* const values = to + r * C + at;
-          const float scale = own[b];
+          const float scale = fp8_inverse(own[b]);
           if (!noise) {
             TW_SIMD
             for (int64_t i = 0; i < n; ++i) store(values + i, from_e4m3(codes[i]) * scale);
@@ -597,6 +591,19 @@ Tensor block_fp8_dequantize(Tensor data, Tensor inverse, int64_t rows, int64_t c
   return y;
 }
 
+Tensor block_fp8_dequantize(Tensor data, Tensor inverse, int64_t rows, int64_t columns, bool half, double alpha,
+                            int64_t seed, int64_t step, int64_t layer) {
+  check_matrices("data", data);
+  check_tile(rows, columns);
+  return block_fp8_values<float>(data, inverse, data.size(0), data.size(1), data.size(2), rows, columns, half, alpha,
+                                 seed, step, layer);
+}
+
+Tensor mxfp8_dequantize(Tensor data, Tensor scale, bool half, double alpha, int64_t seed, int64_t step, int64_t layer) {
+  STD_TORCH_CHECK(data.dim() == 2, "tilewright: data must be a matrix");
+  return block_fp8_values<uint8_t>(data, scale, 1, data.size(0), data.size(1), 1, 32, half, alpha, seed, step, layer);
+}
+
 }  // namespace
 }  // namespace tw
 
@@ -615,6 +622,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def("block_fp8_cpp_quantize_both(Tensor x, int rows, int columns, int? seed) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("block_fp8_cpp_dequantize(Tensor data, Tensor inverse, int rows, int columns, bool half, float alpha, SymInt seed, "
         "SymInt step, SymInt layer) -> Tensor");
+  m.def("mxfp8_cpp_quantize(Tensor x, int? seed) -> (Tensor, Tensor)");
+  m.def("mxfp8_cpp_quantize_both(Tensor x, int? seed) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("mxfp8_cpp_dequantize(Tensor data, Tensor scale, bool half, float alpha, SymInt seed, SymInt step, "
+        "SymInt layer) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
@@ -627,4 +638,7 @@ STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
   m.impl("block_fp8_cpp_quantize", TORCH_BOX(&tw::block_fp8_quantize));
   m.impl("block_fp8_cpp_quantize_both", TORCH_BOX(&tw::block_fp8_quantize_both));
   m.impl("block_fp8_cpp_dequantize", TORCH_BOX(&tw::block_fp8_dequantize));
+  m.impl("mxfp8_cpp_quantize", TORCH_BOX(&tw::mxfp8_quantize));
+  m.impl("mxfp8_cpp_quantize_both", TORCH_BOX(&tw::mxfp8_quantize_both));
+  m.impl("mxfp8_cpp_dequantize", TORCH_BOX(&tw::mxfp8_dequantize));
 }

@@ -96,16 +96,37 @@ TW_INLINE int32_t largest(const T* x, int64_t n) {
   return most;
 }
 
-// One block in FP8: its codes, and its inverse scale.   stride, code_stride: from row to row.   element, pitch: the
-// number of the first element, and from row to row, for random bits.
-template <bool RANDOM, class T>
-TW_INLINE float fp8_block(const T* x, int64_t stride, int64_t rows, int64_t n, uint64_t key, uint64_t element,
-                          uint64_t pitch, std::vector<uint32_t>& words, uint8_t* code, int64_t code_stride) {
-  int32_t found = 0;
-  for (int64_t r = 0; r < rows; ++r) found = std::max(found, largest(x + r * stride, n));
+// What a block with the largest magnitude `found` (bits) is multiplied by.   inverse: what is stored; of MXFP8 the byte
+// of an exponent.
+TW_INLINE float fp8_scale(int32_t found, float& inverse) {
   float most = bits<float>(found);
   most = most < 0x1p-100f ? 0x1p-100f : most;
-  const float scale = found == 0 ? 1.0f : 1.0f / most * 448.0f;
+  inverse = found == 0 ? 1.0f : most / 448.0f;
+  return found == 0 ? 1.0f : 1.0f / most * 448.0f;
+}
+
+TW_INLINE float fp8_scale(int32_t found, uint8_t& inverse) {
+  int32_t e = int32_t((uint32_t(found) + 0x1FFFFFu) >> 23) - 8;
+  e = found >= 0x7F800000 ? 255 : e < 0 ? 0 : e;
+  inverse = uint8_t(e);
+  return bits<float>(uint32_t(254 - e) << 23);
+}
+
+// What stored scales stand for.
+TW_INLINE float fp8_inverse(float inverse) { return inverse; }
+TW_INLINE float fp8_inverse(uint8_t e) {
+  return bits<float>(e == 0 ? 0x00400000u : e == 255 ? 0x7FC00000u : uint32_t(e) << 23);
+}
+
+// One block in FP8: its codes, and its inverse scale, or of MXFP8 (S is uint8_t) its byte.   stride, code_stride: from
+// row to row.   element, pitch: the number of the first element, and from row to row, for random bits.
+template <bool RANDOM, class S, class T>
+TW_INLINE S fp8_block(const T* x, int64_t stride, int64_t rows, int64_t n, uint64_t key, uint64_t element,
+                      uint64_t pitch, std::vector<uint32_t>& words, uint8_t* code, int64_t code_stride) {
+  int32_t found = 0;
+  for (int64_t r = 0; r < rows; ++r) found = std::max(found, largest(x + r * stride, n));
+  S inverse;
+  const float scale = fp8_scale(found, inverse);
   for (int64_t r = 0; r < rows; ++r) {
     const T* const own = x + r * stride;
     uint8_t* const to = code + r * code_stride;
@@ -114,7 +135,15 @@ TW_INLINE float fp8_block(const T* x, int64_t stride, int64_t rows, int64_t n, u
     TW_SIMD
     for (int64_t i = 0; i < n; ++i) to[i] = to_e4m3<RANDOM>(load(own[i]) * scale, RANDOM ? random[i] : 0);
   }
-  return found == 0 ? 1.0f : most / 448.0f;
+  return inverse;
+}
+
+// x turned: row j of the tile is column j of x. It stays in the second-level cache.
+template <class T>
+void turn(const T* x, int64_t stride, int64_t rows, int64_t columns, float* tile, int64_t width) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; ++c) tile[c * width + r] = load(x[r * stride + c]);
+  }
 }
 
 // ---- checks
@@ -131,12 +160,27 @@ inline void check_floats(const char* name, const Tensor& t, int64_t elements) {
                   elements, " float32 numbers");
 }
 
+template <class S>
+void check_scales(const char* name, const Tensor& t, int64_t elements) {
+  if (std::is_same_v<S, float>) check_floats(name, t, elements);
+  else check_bytes(name, t, elements);
+}
+
+template <class S>
+constexpr ScalarType scales_type() { return std::is_same_v<S, float> ? ScalarType::Float : ScalarType::Byte; }
+
 inline void check_matrices(const char* name, const Tensor& t) {
   check_row_major(name, t);
   STD_TORCH_CHECK(t.dim() == 3, "tilewright: ", name, " must be [matrices, rows, columns]");
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <class F>
+void with_random(bool random, F&& f) {
+  if (random) return f(std::true_type{});
+  return f(std::false_type{});
+}
 
 template <class F>
 void with_dtype(bool half, F&& f) {

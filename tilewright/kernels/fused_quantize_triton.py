@@ -1,5 +1,6 @@
 """Quantisation in Triton with something else in the same pass over memory: the transpose, the largest magnitude of a
-Hadamard transform, silu(gate) * up, RMSNorm. The definitions are tilewright/ops/{nvfp4,block_fp8,fused_quantize}.py.
+Hadamard transform, silu(gate) * up, RMSNorm, add + RMSNorm. The definitions are
+tilewright/ops/{nvfp4,block_fp8,mxfp8,fused_quantize}.py. A kernel tells MXFP8 by its scales, which are bytes.
 
 What is quantised is first rounded to the inputs' dtype, where the op by itself would round it: the bytes are those of
 the two ops one after the other.
@@ -26,7 +27,7 @@ from tilewright.kernels.quantize_triton import (
 )
 from tilewright.kernels.spec import KernelSpec
 
-BLOCK = 128   # columns that share a scale in FP8
+BLOCK, MX_BLOCK = 128, 32   # columns that share a scale in FP8, and in MXFP8
 
 
 # ---- NVFP4
@@ -124,10 +125,15 @@ def nvfp4_quantize_both(
 # ---- block-scaled FP8
 
 @triton.jit
-def _block_fp8_put(x, at, inside, data_ptr, inverse_ptr, first, rows, row0, column0, columns, ROWS: tl.constexpr,
-                   COLUMNS: tl.constexpr, HARDWARE: tl.constexpr):
+def _block_fp8_put(x, at, inside, data_ptr, inverse_ptr, first, rows, row0, column0, columns, key, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
     """Quantises the tile x at (row0, column0) of a matrix whose first row of blocks is number `first` of all."""
-    code, inverse = fp8_tile(x.to(tl.float32), 0, ROWS, COLUMNS, False, HARDWARE)
+    if RANDOM:
+        random = random_bits(at, key)
+    else:
+        random = 0
+    MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
+    code, inverse = fp8_tile(x.to(tl.float32), random, ROWS, COLUMNS, RANDOM, HARDWARE, MX)
     tl.store(data_ptr + at, code, mask=inside)
     r = row0 // ROWS + tl.arange(0, x.shape[0] // ROWS)
     g = column0 // COLUMNS + tl.arange(0, x.shape[1] // COLUMNS)
@@ -155,7 +161,7 @@ def _block_fp8_both(x_ptr, data_ptr, inverse_ptr, turned_ptr, turned_inverse_ptr
         at = (b * R + r)[:, None] * C + c[None, :]
         x = tl.load(x_ptr + at, mask=inside, other=0.0)
         _block_fp8_put(x, at, inside, data_ptr, inverse_ptr, b * ((R + ROWS - 1) // ROWS), R, row0 + start, column0, C,
-                       ROWS, COLUMNS, HARDWARE)
+                       0, ROWS, COLUMNS, False, HARDWARE)
     for start in range(0, SIDE, STRIP):
         r = row0 + side
         c = column0 + start + strip
@@ -163,7 +169,7 @@ def _block_fp8_both(x_ptr, data_ptr, inverse_ptr, turned_ptr, turned_inverse_ptr
         at = (b * C + c)[:, None] * R + r[None, :]
         inside = (c < C)[:, None] & (r < R)[None, :]
         _block_fp8_put(tl.trans(x), at, inside, turned_ptr, turned_inverse_ptr, b * ((C + ROWS - 1) // ROWS), C,
-                       column0 + start, row0, R, ROWS, COLUMNS, HARDWARE)
+                       column0 + start, row0, R, 0, ROWS, COLUMNS, False, HARDWARE)
 
 
 def _strips(rows: int, columns: int) -> dict:
@@ -192,6 +198,71 @@ def block_fp8_quantize_both(
     return data, inverse, turned, turned_inverse
 
 
+# ---- MXFP8 of a matrix, or of silu(gate) * up, and of its transpose
+
+@triton.jit(do_not_specialize=["rows", "bands", "key"])
+def _mxfp8_both(x_ptr, up_ptr, data_ptr, scale_ptr, turned_ptr, turned_scale_ptr, rows, columns, bands, tiles, stride,
+                up_stride, key, ROW_UNIT: tl.constexpr, UNIT: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+                RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
+    """A tile of HIGH x WIDE of x, or of silu(x) * up where there is an up, and the same of its transpose. columns and
+    strides in units of UNIT elements, rows (of a matrix) of ROW_UNIT: what it stores is known to be aligned so."""
+    R = rows * ROW_UNIT
+    C = columns * UNIT
+    band = (tl.program_id(0) // tiles).to(tl.int64)
+    b = band // bands
+    row0 = (band % bands) * HIGH
+    column0 = (tl.program_id(0) % tiles) * WIDE
+    r = row0 + tl.arange(0, HIGH)
+    c = column0 + tl.arange(0, WIDE)
+    inside = (r < R)[:, None] & (c < C)[None, :]
+    row = b * R + r
+    x = tl.load(x_ptr + (row * stride * UNIT)[:, None] + c[None, :], mask=inside, other=0.0)
+    y = widened(x)
+    if up_ptr is not None:
+        up = tl.load(up_ptr + (row * up_stride * UNIT)[:, None] + c[None, :], mask=inside, other=0.0)
+        y = rounded_to(activation_triton.activation(y, 0) * widened(up), x.dtype)
+    at = row[:, None] * C + c[None, :]
+    _block_fp8_put(y, at, inside, data_ptr, scale_ptr, b * R, R, row0, column0, C, key, 1, 32, RANDOM, HARDWARE)
+    at = (b * C + c)[:, None] * R + r[None, :]
+    inside = (c < C)[:, None] & (r < R)[None, :]
+    _block_fp8_put(tl.trans(y), at, inside, turned_ptr, turned_scale_ptr, b * C, C, column0, row0, R, key, 1, 32,
+                   RANDOM, HARDWARE)
+
+
+def _mxfp8_warps(random: bool) -> int:
+    """16 elements a thread, and 8 where each has random bits."""
+    return 16 if random else 8
+
+
+def _both(x, up, B, R, C, seed):
+    """x and up [B * R, C] with contiguous columns."""
+    data, turned = x.new_empty((B, R, C), dtype=torch.uint8), x.new_empty((B, C, R), dtype=torch.uint8)
+    scale = x.new_empty((B, R, cdiv(C, MX_BLOCK)), dtype=torch.uint8)
+    turned_scale = x.new_empty((B, C, cdiv(R, MX_BLOCK)), dtype=torch.uint8)
+    if x.numel():
+        bands, tiles = cdiv(R, HIGH), cdiv(C, WIDE)
+        by = activation_triton._unit(C, x, x if up is None else up)
+        row_unit = 16 if R % 16 == 0 else 1
+        _mxfp8_both[(B * bands * tiles,)](
+            x, up, data, scale, turned, turned_scale, R // row_unit, C // by, bands, tiles, x.stride(0) // by,
+            0 if up is None else up.stride(0) // by, seed or 0, ROW_UNIT=row_unit, UNIT=by, HIGH=HIGH, WIDE=WIDE,
+            RANDOM=seed is not None, HARDWARE=conversions(x.device), num_warps=_mxfp8_warps(seed is not None))
+    return data, scale, turned, turned_scale
+
+
+def mxfp8_quantize_both(x: torch.Tensor,
+                        seed: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `mxfp8_quantize` gives for x and for its transpose, in one pass."""
+    B, R, C = x.shape
+    return _both(x.view(B * R, C), None, B, R, C, seed)
+
+
+def silu_mul_mxfp8_both(gate: torch.Tensor, up: torch.Tensor, rows: int, seed: int | None) -> tuple[
+        torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same of silu(gate) * up.   gate, up [matrices * rows, I] with contiguous columns."""
+    return _both(gate, up, gate.shape[0] // max(rows, 1), rows, gate.shape[1], seed)
+
+
 # ---- silu(gate) * up, then FP8
 
 @triton.jit(do_not_specialize=["key"])
@@ -212,7 +283,8 @@ def _silu_mul_quantize(gate_ptr, up_ptr, data_ptr, inverse_ptr, columns, tiles, 
         random = random_bits(at, key)
     else:
         random = 0
-    code, inverse = fp8_tile(tl.reshape(y, (1, GROUPS * BLOCK)), random, 1, BLOCK, RANDOM, HARDWARE)
+    MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
+    code, inverse = fp8_tile(tl.reshape(y, (1, GROUPS * BLOCK)), random, 1, BLOCK, RANDOM, HARDWARE, MX)
     tl.store(data_ptr + at, tl.reshape(code, (GROUPS * BLOCK,)), mask=mask)
     g = tile * GROUPS + tl.arange(0, GROUPS)
     across = (n + BLOCK - 1) // BLOCK
@@ -222,24 +294,32 @@ def _silu_mul_quantize(gate_ptr, up_ptr, data_ptr, inverse_ptr, columns, tiles, 
 SILU_TILE = 1024   # elements of a program: with 2 warps, two 128-bit loads of each bf16 operand a thread
 
 
-def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate, up [rows, I] with contiguous columns -> bytes of codes [rows, I], inverse scales [rows, ceil(I / 128)]."""
+def _scales(x, rows, columns, mx):
+    """Room for the inverse scales of rows, and the columns of a block."""
+    block = MX_BLOCK if mx else BLOCK
+    return x.new_empty((rows, cdiv(columns, block)), dtype=torch.uint8 if mx else torch.float32), block
+
+
+def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, seed: int | None,
+                      mx: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate, up [rows, I] with contiguous columns -> bytes of codes [rows, I], inverse scales [rows, ceil(I / 128)]; mx:
+    bytes of scales [rows, ceil(I / 32)]."""
     rows, columns = gate.shape
-    across = cdiv(columns, BLOCK)
     data = gate.new_empty((rows, columns), dtype=torch.uint8)
-    inverse = gate.new_empty((rows, across), dtype=torch.float32)
+    inverse, block = _scales(gate, rows, columns, mx)
     if gate.numel():
-        groups = min(SILU_TILE // BLOCK, next_power_of_2(across))
+        across = inverse.shape[1]
+        groups = min(SILU_TILE // block, next_power_of_2(across))
         tiles = cdiv(across, groups)
         by = activation_triton.unit(gate.element_size(), columns, gate.stride(0), up.stride(0))
         _silu_mul_quantize[(rows * tiles,)](gate, up, data, inverse, columns // by, tiles, gate.stride(0) // by,
-                                            up.stride(0) // by, seed or 0, UNIT=by, BLOCK=BLOCK, GROUPS=groups,
+                                            up.stride(0) // by, seed or 0, UNIT=by, BLOCK=block, GROUPS=groups,
                                             RANDOM=seed is not None, HARDWARE=conversions(gate.device),
-                                            num_warps=max(1, groups * BLOCK // 512))
+                                            num_warps=max(1, groups * block // 512))
     return data, inverse
 
 
-# ---- RMSNorm, then FP8
+# ---- RMSNorm, or add + RMSNorm, then FP8
 
 @triton.jit
 def _quantise_rows(y, at, mask, data_ptr, inverse_ptr, row, in_t, column0, D, key, BLOCK: tl.constexpr,
@@ -249,7 +329,8 @@ def _quantise_rows(y, at, mask, data_ptr, inverse_ptr, row, in_t, column0, D, ke
         random = random_bits(at, key)
     else:
         random = 0
-    code, inverse = fp8_tile(y, random, 1, BLOCK, RANDOM, HARDWARE)
+    MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
+    code, inverse = fp8_tile(y, random, 1, BLOCK, RANDOM, HARDWARE, MX)
     tl.store(data_ptr + at, code, mask=mask)
     g = column0 // BLOCK + tl.arange(0, y.shape[1] // BLOCK)
     across = (D + BLOCK - 1) // BLOCK
@@ -284,11 +365,23 @@ def _normalised(x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, c, D, DTYPE: tl.const
     return y   # behind the end of a row it is 0, as x and b are there
 
 
+@triton.jit
+def _summed(x_ptr, residual_ptr, sum_ptr, at, mask, STORE: tl.constexpr):
+    """What is normalised, float32: x, or its sum with the residual, rounded to the residual's dtype."""
+    x = widened(tl.load(x_ptr + at, mask=mask, other=0.0))
+    if residual_ptr is not None:
+        total = (x + widened(tl.load(residual_ptr + at, mask=mask, other=0.0))).to(sum_ptr.dtype.element_ty)
+        if STORE:
+            tl.store(sum_ptr + at, total, mask=mask)
+        x = widened(total)
+    return x
+
+
 @triton.jit(do_not_specialize=["T", "key"])
-def _rmsnorm_quantize(x_ptr, w_ptr, b_ptr, y_ptr, data_ptr, inverse_ptr, T, eps, key, H: tl.constexpr,
-                      D: tl.constexpr, OFFSET: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-                      WALK: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr, BLOCK: tl.constexpr,
-                      RANDOM: tl.constexpr, KEEP: tl.constexpr, HARDWARE: tl.constexpr):
+def _rmsnorm_quantize(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, data_ptr, inverse_ptr, T, eps, key,
+                      H: tl.constexpr, D: tl.constexpr, OFFSET: tl.constexpr, BLOCK_T: tl.constexpr,
+                      BLOCK_D: tl.constexpr, WALK: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr,
+                      BLOCK: tl.constexpr, RANDOM: tl.constexpr, KEEP: tl.constexpr, HARDWARE: tl.constexpr):
     """rmsnorm_triton._forward, whose sums and order of operations it keeps, and the quantisation of its rows."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = tl.program_id(1)
@@ -299,7 +392,7 @@ def _rmsnorm_quantize(x_ptr, w_ptr, b_ptr, y_ptr, data_ptr, inverse_ptr, T, eps,
     if not WALK:
         mask = in_t[:, None] & (cols < D)[None, :]
         at = row[:, None] * D + cols[None, :]
-        x = widened(tl.load(x_ptr + at, mask=mask, other=0.0))
+        x = _summed(x_ptr, residual_ptr, sum_ptr, at, mask, True)
         rstd = reciprocal(tl.sqrt(tl.sum(x * x, axis=1) / D + eps))
         y = _normalised(x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, cols, D, DTYPE, OFFSET, BIAS, ROUND_XHAT, KEEP)
         _quantise_rows(y, at, mask, data_ptr, inverse_ptr, row, in_t, 0, D, key, BLOCK, RANDOM, HARDWARE)
@@ -308,42 +401,47 @@ def _rmsnorm_quantize(x_ptr, w_ptr, b_ptr, y_ptr, data_ptr, inverse_ptr, T, eps,
         for start in range(0, D, BLOCK_D):
             c = start + cols
             mask = in_t[:, None] & (c < D)[None, :]
-            x = widened(tl.load(x_ptr + row[:, None] * D + c[None, :], mask=mask, other=0.0))
+            x = _summed(x_ptr, residual_ptr, sum_ptr, row[:, None] * D + c[None, :], mask, True)
             ss += x * x
         rstd = reciprocal(tl.sqrt(tl.sum(ss, axis=1) / D + eps))
         for start in range(0, D, BLOCK_D):
             c = start + cols
             mask = in_t[:, None] & (c < D)[None, :]
             at = row[:, None] * D + c[None, :]
-            x = widened(tl.load(x_ptr + at, mask=mask, other=0.0))
+            x = _summed(x_ptr, residual_ptr, sum_ptr, at, mask, False)
             y = _normalised(x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, c, D, DTYPE, OFFSET, BIAS, ROUND_XHAT, KEEP)
             _quantise_rows(y, at, mask, data_ptr, inverse_ptr, row, in_t, start, D, key, BLOCK, RANDOM, HARDWARE)
 
 
-def rmsnorm_quantize(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float,
-                     round_xhat: bool, seed: int | None,
-                     keep: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [.., D] -> bytes of codes [rows, D], inverse scales [rows, ceil(D / 128)], and what was quantised [rows, D], or
-    [0, D] unless it is to be kept. With the constants of rmsnorm's launch, which decide the order of its sums."""
+def rmsnorm_quantize(
+        x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float,
+        offset: float, round_xhat: bool, seed: int | None, keep: bool,
+        mx: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [.., D] -> bytes of codes [rows, D], inverse scales [rows, ceil(D / 128)] (mx: bytes of scales [rows,
+    ceil(D / 32)]), what was quantised [rows, D], or [0, D] unless it is to be kept, and the sum with the residual
+    [rows, D], or [0, D] without one. With the constants of rmsnorm's launch, or of add_rmsnorm's, which decide the
+    order of its sums."""
     T, H, D = launchers.sizes(x, weight)
-    rows = T * H
+    rows, add = T * H, residual is not None
     data = x.new_empty((rows, D), dtype=torch.uint8)
-    inverse = x.new_empty((rows, cdiv(D, BLOCK)), dtype=torch.float32)
+    inverse, block = _scales(x, rows, D, mx)
     y = x.new_empty((rows if keep else 0, D))
+    total = residual.new_empty((rows, D)) if add else x.new_empty((0, D))
     if T:
-        c = rmsnorm_triton.FORWARD.config(x.device, D, x.element_size(), False)
+        c = rmsnorm_triton.FORWARD.config(x.device, D, x.element_size(), add)
         _rmsnorm_quantize[(cdiv(T, c["BLOCK_T"]), H)](
-            x, weight, bias, y, data, inverse, T, eps, seed or 0, H=H, D=D, OFFSET=offset, WALK=c["BLOCK_D"] < D,
-            BIAS=bias is not None, ROUND_XHAT=round_xhat, BLOCK=min(BLOCK, c["BLOCK_D"]), RANDOM=seed is not None,
-            KEEP=keep, HARDWARE=conversions(x.device), **c)
-    return data, inverse, y
+            x, residual, weight, bias, y, total, data, inverse, T, eps, seed or 0, H=H, D=D, OFFSET=offset,
+            WALK=c["BLOCK_D"] < D, BIAS=bias is not None, ROUND_XHAT=round_xhat, BLOCK=min(block, c["BLOCK_D"]),
+            RANDOM=seed is not None, KEEP=keep, HARDWARE=conversions(x.device), **c)
+    return data, inverse, y, total
 
 
 # ---- for the compile gate
 
 def _spec(kernel, label, types, constexprs, num_warps, **need):
     signature = {n: types[n] for n in kernel.arg_names if n in types}
-    return KernelSpec(kernel, label, signature, constexprs, num_warps, **need)
+    absent = dict.fromkeys({"up_ptr", "residual_ptr"} & set(kernel.arg_names) - set(types))
+    return KernelSpec(kernel, label, signature, {**constexprs, **absent}, num_warps, **need)
 
 
 def nvfp4_gate() -> list[KernelSpec]:
@@ -381,38 +479,70 @@ def block_fp8_gate() -> list[KernelSpec]:
     return found
 
 
-def silu_mul_gate() -> list[KernelSpec]:
-    """Rows aligned to 16 bytes, and an odd width, whose rows are read element by element. The codes of 8 elements of a
-    thread are 8 bytes."""
+def mxfp8_gate(silu: bool = False) -> list[KernelSpec]:
+    """Matrices whose sides are multiples of 16; and of silu(gate) * up of an odd number of rows, of which the transpose
+    is stored byte by byte."""
     found = []
-    for d, unit, random in (("bf16", 8, False), ("bf16", 8, True), ("bf16", 1, False), ("fp32", 4, False)):
-        types = {"gate_ptr": f"*{d}", "up_ptr": f"*{d}", "data_ptr": "*u8", "inverse_ptr": "*fp32", "columns": "i32",
-                 "tiles": "i32", "gate_stride": "i32", "up_stride": "i32", "key": "i64"}
-        label = f"silu_mul quantize {d}{' random' if random else ''}{' odd' if unit == 1 else ''}"
-        found.append(_spec(_silu_mul_quantize, label, types,
-                           {"UNIT": unit, "BLOCK": BLOCK, "GROUPS": SILU_TILE // BLOCK, "RANDOM": random,
-                            "HARDWARE": 1}, SILU_TILE // 512, load=0 if unit == 1 else 128, store=0, elements=SILU_TILE,
+    for d, row_unit, random in (("bf16", 16, False), ("bf16", 16, True), ("fp32", 16, False), ("bf16", 1, False)):
+        if row_unit == 1 and not silu:
+            continue
+        types = {"x_ptr": f"*{d}", "data_ptr": "*u8", "scale_ptr": "*u8", "turned_ptr": "*u8",
+                 "turned_scale_ptr": "*u8", "rows": "i32", "columns": "i32", "bands": "i32", "tiles": "i32",
+                 "stride": "i32", "up_stride": "i32", "key": "i64", **({"up_ptr": f"*{d}"} if silu else {})}
+        label = f"{'silu_mul mxfp8' if silu else 'mxfp8 quantize'} both {d}{' random' if random else ''}"
+        found.append(_spec(_mxfp8_both, f"{label}{' odd' if row_unit == 1 else ''}", types,
+                           {"ROW_UNIT": row_unit, "UNIT": 8 if d == "bf16" else 4, "HIGH": HIGH, "WIDE": WIDE,
+                            "RANDOM": random, "HARDWARE": 1}, _mxfp8_warps(random), store=0, elements=2 * HIGH * WIDE,
                            **{} if random else E4M3))
     return found
 
 
-def rmsnorm_gate() -> list[KernelSpec]:
+def silu_mul_gate() -> list[KernelSpec]:
+    """Rows aligned to 16 bytes, and an odd width, whose rows are read element by element. The codes of 8 elements of a
+    thread are 8 bytes."""
     found = []
-    for d, weight, bias, cast, random, keep in (("bf16", "bf16", False, True, False, False),
-                                                ("bf16", "fp32", True, True, False, True),
-                                                ("bf16", "bf16", False, True, True, False),
-                                                ("fp32", "fp32", True, False, False, True)):
-        for D in (128, 4096, 8192, 16384, 65536):
-            types = {"x_ptr": f"*{d}", "w_ptr": f"*{weight}", "b_ptr": f"*{weight}", "y_ptr": f"*{d}",
-                     "data_ptr": "*u8", "inverse_ptr": "*fp32", "T": "i32", "eps": "fp32",
-                     "key": "i64"}
-            c = dict(rmsnorm_triton.FORWARD.heuristic(D=D, itemsize=2 if d == "bf16" else 4, add=False))
-            num_warps = c.pop("num_warps")
-            label = f"rmsnorm quantize {d} weight={weight}{' bias' if bias else ''}{' random' if random else ''} D={D}"
-            found.append(_spec(_rmsnorm_quantize, label, types,
-                               {"H": 8 if D == 128 else 1, "D": D, "OFFSET": 1.0 if bias else 0.0,
-                                "WALK": c["BLOCK_D"] < D, "BIAS": bias,
-                                "ROUND_XHAT": cast, "BLOCK": BLOCK, "RANDOM": random, "KEEP": keep, "HARDWARE": 1,
-                                **c}, num_warps, store=128 if keep else 0,
-                               elements=c["BLOCK_T"] * c["BLOCK_D"], **{} if random else E4M3))
-    return found
+    for d, unit, random, mx in (("bf16", 8, False, False), ("bf16", 8, True, False), ("bf16", 1, False, False),
+                                ("fp32", 4, False, False), ("bf16", 8, False, True), ("fp32", 4, True, True)):
+        block = MX_BLOCK if mx else BLOCK
+        types = {"gate_ptr": f"*{d}", "up_ptr": f"*{d}", "data_ptr": "*u8", "inverse_ptr": "*u8" if mx else "*fp32",
+                 "columns": "i32", "tiles": "i32", "gate_stride": "i32", "up_stride": "i32", "key": "i64"}
+        label = f"silu_mul quantize {'mxfp8 ' if mx else ''}{d}{' random' if random else ''}"
+        found.append(_spec(_silu_mul_quantize, f"{label}{' odd' if unit == 1 else ''}", types,
+                           {"UNIT": unit, "BLOCK": block, "GROUPS": SILU_TILE // block, "RANDOM": random,
+                            "HARDWARE": 1}, SILU_TILE // 512, load=0 if unit == 1 else 128, store=0, elements=SILU_TILE,
+                           **{} if random else E4M3))
+    return [*found, *mxfp8_gate(silu=True)]
+
+
+_WIDTHS = (128, 4096, 8192, 16384, 65536)   # of which a program has several rows, one, and a part of one
+# x and weight, whether there is a bias, whether the normalised row is rounded, random rounding, whether it is kept.
+_NORMS = (("bf16", "bf16", False, True, False, False), ("bf16", "fp32", True, True, False, True),
+          ("bf16", "bf16", False, True, True, False), ("fp32", "fp32", True, False, False, True))
+
+
+def rmsnorm_gate() -> list[KernelSpec]:
+    return [*(_rmsnorm_spec(*norm, D) for norm in _NORMS for D in _WIDTHS),
+            *(_rmsnorm_spec(*_NORMS[0], D, mx=True) for D in (128, 4096))]
+
+
+def add_rmsnorm_gate() -> list[KernelSpec]:
+    """The residual in x's dtype, and in float32 where the normalised row is not rounded then; MXFP8."""
+    return [*(_rmsnorm_spec(*_NORMS[0], D, add="bf16") for D in _WIDTHS),
+            *(_rmsnorm_spec("bf16", "bf16", False, False, False, True, D, add="fp32") for D in (4096, 16384)),
+            *(_rmsnorm_spec(*_NORMS[0], D, add="bf16", mx=True) for D in (128, 4096))]
+
+
+def _rmsnorm_spec(d, weight, bias, cast, random, keep, D, *, add="", mx=False) -> KernelSpec:
+    """add: the residual's dtype, or none."""
+    types = {"x_ptr": f"*{d}", "w_ptr": f"*{weight}", "b_ptr": f"*{weight}", "y_ptr": f"*{d}", "data_ptr": "*u8",
+             "inverse_ptr": "*u8" if mx else "*fp32", "T": "i32", "eps": "fp32", "key": "i64",
+             "sum_ptr": f"*{add or d}", **({"residual_ptr": f"*{add}"} if add else {})}
+    c = dict(rmsnorm_triton.FORWARD.heuristic(D=D, itemsize=2 if d == "bf16" else 4, add=bool(add)))
+    num_warps = c.pop("num_warps")
+    label = (f"{'add_' if add else ''}rmsnorm quantize {'mxfp8 ' if mx else ''}{d} weight={weight}"
+             f"{f' residual={add}' if add else ''}{' bias' if bias else ''}{' random' if random else ''} D={D}")
+    return _spec(_rmsnorm_quantize, label, types,
+                 {"H": 8 if D == 128 else 1, "D": D, "OFFSET": 1.0 if bias else 0.0, "WALK": c["BLOCK_D"] < D,
+                  "BIAS": bias, "ROUND_XHAT": cast, "BLOCK": MX_BLOCK if mx else BLOCK, "RANDOM": random, "KEEP": keep,
+                  "HARDWARE": 1, **c}, num_warps, store=128 if keep or add else 0,
+                 elements=c["BLOCK_T"] * c["BLOCK_D"], **{} if random else E4M3)

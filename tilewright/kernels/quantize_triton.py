@@ -1,5 +1,5 @@
-"""NF4, NVFP4 and block-scaled FP8 in Triton. The definitions are in tilewright/ops/{nf4,nvfp4,block_fp8}.py, and the
-rounding in tilewright/ops/quantize.py; what is quantised has the same bytes there and here.
+"""NF4, NVFP4, block-scaled FP8 and MXFP8 in Triton. The definitions are in tilewright/ops/{nf4,nvfp4,block_fp8,mxfp8}.py,
+and the rounding in tilewright/ops/quantize.py; what is quantised has the same bytes there and here.
 
 HARDWARE says which conversions the GPU has (see `conversions`): those of e4m3 from compute capability 8.9 on, those of
 e2m1 from 10.0 on. They give the same bits as the integer operations on float32 that stand in for them elsewhere: on
@@ -499,23 +499,41 @@ def nvfp4_dequantize(data: torch.Tensor, scale: torch.Tensor, global_scale: torc
     return out
 
 
-# ---- block-scaled FP8
+# ---- block-scaled FP8, and MXFP8 as blocks of 1 x 32 with a byte for a scale
 
 @triton.jit
-def _fp8_scales(most):
-    """What blocks with these largest magnitudes are multiplied by, and the inverses."""
-    floor = tl.where(most < 7.888609052210118e-31, 7.888609052210118e-31, most)   # 2^-100
-    zero = most == 0.0
-    return tl.where(zero, 1.0, tl.div_rn(1.0, floor) * 448.0), tl.where(zero, 1.0, tl.div_rn(floor, 448.0))
+def _fp8_scales(most, MX: tl.constexpr):
+    """What blocks with these largest magnitudes are multiplied by, and the inverses: of MXFP8 bytes of exponents."""
+    if MX:
+        bits = most.to(tl.int32, bitcast=True)
+        e = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 0)
+        e = tl.where(bits < 0x7F800000, e, 255)
+        scale = ((254 - e) << 23).to(tl.float32, bitcast=True)
+        inverse = e.to(tl.uint8)
+    else:
+        floor = tl.where(most < 7.888609052210118e-31, 7.888609052210118e-31, most)   # 2^-100
+        zero = most == 0.0
+        scale = tl.where(zero, 1.0, tl.div_rn(1.0, floor) * 448.0)
+        inverse = tl.where(zero, 1.0, tl.div_rn(floor, 448.0))
+    return scale, inverse
 
 
 @triton.jit
-def fp8_tile(v, random, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
+def _from_e8m0(byte):
+    """float32 of exponents' bytes: 2^-127 is a subnormal number, and 255 is NaN."""
+    e = byte.to(tl.int32)
+    bits = tl.where(e == 0, 0x400000, e << 23)
+    return tl.where(e == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fp8_tile(v, random, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr,
+             MX: tl.constexpr):
     """Codes of float32 v [rows, columns] and the inverse scales of its blocks, which are ROWS x COLUMNS."""
     HIGH: tl.constexpr = v.shape[0]
     WIDE: tl.constexpr = v.shape[1]
     v = tl.reshape(v, (HIGH // ROWS, ROWS, WIDE // COLUMNS, COLUMNS))
-    scale, inverse = _fp8_scales(largest_magnitude(largest_magnitude(v, 3), 1))
+    scale, inverse = _fp8_scales(largest_magnitude(largest_magnitude(v, 3), 1), MX)
     if RANDOM:
         random = tl.reshape(random, (HIGH // ROWS, ROWS, WIDE // COLUMNS, COLUMNS))
     scaled = v * scale[:, None, :, None]
@@ -542,7 +560,8 @@ def _block_fp8_quantize(x_ptr, data_ptr, inverse_ptr, R, C, bands, tiles, key, R
     if TALL > 1:
         inside &= ((i < ROWS) & (i < R - (band % bands) * ROWS))[:, None, None]
     v = widened(tl.load(x_ptr + at, mask=inside, other=0.0))
-    scale, inverse = _fp8_scales(largest_magnitude(largest_magnitude(v, 2), 0))
+    MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
+    scale, inverse = _fp8_scales(largest_magnitude(largest_magnitude(v, 2), 0), MX)
     across = (C + COLUMNS - 1) // COLUMNS
     tl.store(inverse_ptr + band.to(tl.int64) * across + g0 + g, inverse, mask=g < across - g0)
     if RANDOM:
@@ -569,7 +588,10 @@ def _block_fp8_dequantize(data_ptr, inverse_ptr, out_ptr, R, C, tiles, alpha, se
     for part in tl.static_range(PARTS):
         left = C - start - part * OUT
         held += (tl.load(data_ptr + first + part * OUT + i, mask=i < left, other=0),)
-        scales += (tl.load(inverse_ptr + (start + part * OUT + span) // COLUMNS, mask=span < left, other=0.0),)
+        scale = tl.load(inverse_ptr + (start + part * OUT + span) // COLUMNS, mask=span < left, other=0)
+        if inverse_ptr.dtype.element_ty == tl.uint8:
+            scale = _from_e8m0(scale)
+        scales += (scale,)
     for part in tl.static_range(PARTS):
         v = _scaled(from_e4m3(held[part], HARDWARE), scales[part], OUT)
         if NOISE:
@@ -582,10 +604,19 @@ def _block_fp8_dequantize(data_ptr, inverse_ptr, out_ptr, R, C, tiles, alpha, se
 def block_fp8_quantize(x: torch.Tensor, rows: int, columns: int,
                        seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """x [matrices, R, C] -> bytes of codes, inverse scales [.., ceil(R / rows), ceil(C / columns)]."""
+    return _quantize(x, rows, columns, seed, torch.float32)
+
+
+def mxfp8_quantize(x: torch.Tensor, seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [matrices, R, C] -> bytes of codes, bytes of scales [.., R, ceil(C / 32)]."""
+    return _quantize(x, 1, 32, seed, torch.uint8)
+
+
+def _quantize(x, rows, columns, seed, scales):
     B, R, C = x.shape
     bands, across = cdiv(R, rows), cdiv(C, columns)
     data = x.new_empty(x.shape, dtype=torch.uint8)
-    inverse = x.new_empty((B, bands, across), dtype=torch.float32)
+    inverse = x.new_empty((B, bands, across), dtype=scales)
     if x.numel():
         tall, wide = next_power_of_2(rows), next_power_of_2(columns)
         groups = max(1, min(TILE // (tall * wide), next_power_of_2(across)))
@@ -594,8 +625,6 @@ def block_fp8_quantize(x: torch.Tensor, rows: int, columns: int,
                                                   COLUMNS=columns, TALL=tall, WIDE=wide, GROUPS=groups,
                                                   RANDOM=seed is not None, HARDWARE=conversions(x.device),
                                                   num_warps=_warps(tall * wide * groups, seed is not None))
-    else:
-        inverse.fill_(1.0)
     return data, inverse
 
 
@@ -617,6 +646,12 @@ def block_fp8_dequantize(data: torch.Tensor, inverse: torch.Tensor, rows: int, c
             SPAN=min(OUT, columns & -columns), OUT=OUT, PARTS=parts, NOISE=_noise_kind(alpha, C),
             HARDWARE=conversions(data.device), num_warps=OUT // 256)
     return out
+
+
+def mxfp8_dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, alpha: float, seed: int, step: int,
+                     layer: int) -> torch.Tensor:
+    """data [R, C], scale [R, ceil(C / 32)], bytes -> [R, C]."""
+    return block_fp8_dequantize(data[None], scale, 1, 32, dtype, alpha, seed, step, layer)[0]
 
 
 # ---- for the compile gate
@@ -686,25 +721,42 @@ def nvfp4_dequantize_gate() -> list[KernelSpec]:
             for d in ("bf16", "fp32") for noise, kind in NOISES for hardware, (name, archs) in E2M1.items()]
 
 
-def block_fp8_quantize_gate() -> list[KernelSpec]:
+def _fp8_quantize_specs(name: str, scales: str, blocks) -> list[KernelSpec]:
+    """blocks: what says it in a label, rows, columns, and blocks in a tile."""
     found = []
     for d in ("bf16", "fp32"):
-        for rows, groups in ((128, 1), (1, TILE // 128)):
+        for label, rows, columns, groups in blocks:
             for random in (False, True):
                 found.append(_spec(
-                    _block_fp8_quantize, f"block_fp8 quantize {d} {rows}x128{' random' if random else ''}",
-                    {"x_ptr": f"*{d}", "data_ptr": "*u8", "inverse_ptr": "*fp32", "R": "i32", "C": "i32",
+                    _block_fp8_quantize, f"{name} quantize {d}{label}{' random' if random else ''}",
+                    {"x_ptr": f"*{d}", "data_ptr": "*u8", "inverse_ptr": scales, "R": "i32", "C": "i32",
                      "bands": "i32", "tiles": "i32", "key": "i64"},
-                    {"ROWS": rows, "COLUMNS": 128, "TALL": rows, "WIDE": 128, "GROUPS": groups, "RANDOM": random,
-                     "HARDWARE": 1}, _warps(rows * 128 * groups, random), divisible=("C",),
-                    elements=rows * 128 * groups, **{} if random else E4M3))
+                    {"ROWS": rows, "COLUMNS": columns, "TALL": rows, "WIDE": columns, "GROUPS": groups,
+                     "RANDOM": random, "HARDWARE": 1}, _warps(rows * columns * groups, random), divisible=("C",),
+                    elements=rows * columns * groups, **{} if random else E4M3))
     return found
 
 
-def block_fp8_dequantize_gate() -> list[KernelSpec]:
-    return [_spec(_block_fp8_dequantize, f"block_fp8 dequantize {d}{kind}",
-                  {"data_ptr": "*u8", "inverse_ptr": "*fp32", "out_ptr": f"*{d}", "R": "i32", "C": "i32",
+def block_fp8_quantize_gate() -> list[KernelSpec]:
+    return _fp8_quantize_specs("block_fp8", "*fp32", ((" 128x128", 128, 128, 1), (" 1x128", 1, 128, TILE // 128)))
+
+
+def mxfp8_quantize_gate() -> list[KernelSpec]:
+    return _fp8_quantize_specs("mxfp8", "*u8", (("", 1, 32, TILE // 32),))
+
+
+def _fp8_dequantize_specs(name: str, scales: str, rows: int, columns: int) -> list[KernelSpec]:
+    return [_spec(_block_fp8_dequantize, f"{name} dequantize {d}{kind}",
+                  {"data_ptr": "*u8", "inverse_ptr": scales, "out_ptr": f"*{d}", "R": "i32", "C": "i32",
                    "tiles": "i32", **aqn_triton.TYPES},
-                  {"ROWS": 128, "COLUMNS": 128, "SPAN": 128, "OUT": OUT, "PARTS": PARTS, "NOISE": noise,
+                  {"ROWS": rows, "COLUMNS": columns, "SPAN": columns, "OUT": OUT, "PARTS": PARTS, "NOISE": noise,
                    "HARDWARE": 1}, OUT // 256, load=0, divisible=("C",), elements=OUT * PARTS, **E4M3)
             for d in ("bf16", "fp32") for noise, kind in NOISES]
+
+
+def block_fp8_dequantize_gate() -> list[KernelSpec]:
+    return _fp8_dequantize_specs("block_fp8", "*fp32", 128, 128)
+
+
+def mxfp8_dequantize_gate() -> list[KernelSpec]:
+    return _fp8_dequantize_specs("mxfp8", "*u8", 1, 32)

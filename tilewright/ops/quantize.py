@@ -1,5 +1,5 @@
-"""What the quantised formats share: rounding to few bits, random bits, checks. The formats are in nf4.py, nvfp4.py and
-block_fp8.py.
+"""What the quantised formats share: rounding to few bits, random bits, checks. The formats are in nf4.py, nvfp4.py,
+block_fp8.py and mxfp8.py.
 
 Every implementation of a `quantize_*` gives the same bytes: each step is one correctly rounded float32 operation or an
 integer one, and the eager twins write the steps down. Nothing here is differentiable: weights are frozen, and a
@@ -27,7 +27,7 @@ SHAPES = {"llama-3-8b-down": (4096, 14336), "deepseek-v3-o": (7168, 16384)}
 
 
 class Quantized:
-    """What quantised tensors share: NF4, NVFP4 and BlockFP8. Each is a frozen dataclass and a node of pytrees.
+    """What quantised tensors share: NF4, NVFP4, BlockFP8 and MXFP8. Each is a frozen dataclass and a node of pytrees.
 
     shape, dtype: of the tensor that was quantised.
     """
@@ -152,9 +152,10 @@ def float_scales(tensors, name: str) -> torch.Tensor:
 
 
 def _look(scales: torch.Tensor, what: str) -> torch.Tensor:
-    """A copy of the scales of the blocks of x (or what else), which are not finite where x is not."""
-    if not scales.is_cuda and not scales.isfinite().all():
-        where = (~scales.isfinite()).nonzero()[0].tolist()
+    """A copy of the scales of the blocks of x (or what else), which are not finite where x is not: as bytes of E8M0
+    255."""
+    if not scales.is_cuda and (bad := scales == 255 if scales.dtype == torch.uint8 else ~scales.isfinite()).any():
+        where = bad.nonzero()[0].tolist()
         raise ValueError(f"{what} must be finite (in float32), got an infinity or a NaN" +
                          (f" in block {where}" if where else ""))
     return scales.clone()

@@ -58,11 +58,7 @@ def add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, e
     Everything else as in `rmsnorm`. Differentiable once in x, residual, weight and bias.
     """
     _validate(x, weight, bias, eps, offset, cast)
-    _checks.floating("residual", residual)
-    _checks.shape("residual", residual, tuple(x.shape), "that of x")
-    if residual.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"residual must be {x.dtype} (that of x) or torch.float32, got {residual.dtype}")
-    _checks.same_device(x=x, residual=residual)
+    check_residual(x, residual)
     return ADD_RMSNORM.pick(implementation, x)(x, residual, weight, bias, eps, offset, cast, *aqn.arguments(noise))
 
 
@@ -77,6 +73,14 @@ def check_options(eps, offset, cast):
     if not -math.inf < offset < math.inf:
         raise ValueError(f"offset must be a finite number, got {offset!r}")
     _checks.choice("cast", cast, CASTS)
+
+
+def check_residual(x, residual):
+    _checks.floating("residual", residual)
+    _checks.shape("residual", residual, tuple(x.shape), "that of x")
+    if residual.dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"residual must be {x.dtype} (that of x) or torch.float32, got {residual.dtype}")
+    _checks.same_device(x=x, residual=residual)
 
 
 def _validate(x, weight, bias, eps, offset, cast):
@@ -118,9 +122,13 @@ def rmsnorm_eager(x, weight, bias=None, eps=1e-6, offset=0.0, cast="llama", alph
     return y.to(x.dtype)
 
 
-def add_rmsnorm_eager(x, residual, weight, bias=None, eps=1e-6, offset=0.0, cast="llama", *noise):
+def sum_eager(x, residual):
     acc = torch.promote_types(x.dtype, torch.float32)
-    total = (x.to(acc) + residual.to(acc)).to(residual.dtype)
+    return (x.to(acc) + residual.to(acc)).to(residual.dtype)
+
+
+def add_rmsnorm_eager(x, residual, weight, bias=None, eps=1e-6, offset=0.0, cast="llama", *noise):
+    total = sum_eager(x, residual)
     return rmsnorm_eager(total, weight, bias, eps, offset, cast, *noise).to(x.dtype), total
 
 
