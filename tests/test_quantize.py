@@ -1,4 +1,4 @@
-"""NF4, NVFP4 and block-scaled FP8: the bytes, against the projects that defined them; every implementation against the
+"""NF4, NVFP4, block-scaled FP8 and MXFP8: the bytes, against the projects that defined them; every implementation against the
 eager twins; rounding, odd sizes, checkpoints, torch.compile, refusals."""
 
 import dataclasses
@@ -17,19 +17,23 @@ from tilewright.bench import contract
 from tilewright.ops import (
     block_fp8,
     dequantize_block_fp8,
+    dequantize_mxfp8,
     dequantize_nf4,
     dequantize_nvfp4,
+    mxfp8,
     nf4,
     nvfp4,
     quantize,
     quantize_block_fp8,
+    quantize_mxfp8,
     quantize_nf4,
     quantize_nvfp4,
 )
 from tilewright.registry import FLOATS, short
 
 FORMATS = {"nf4": (nf4.QUANTIZE_NF4, nf4.DEQUANTIZE_NF4), "nvfp4": (nvfp4.QUANTIZE_NVFP4, nvfp4.DEQUANTIZE_NVFP4),
-           "block_fp8": (block_fp8.QUANTIZE_BLOCK_FP8, block_fp8.DEQUANTIZE_BLOCK_FP8)}
+           "block_fp8": (block_fp8.QUANTIZE_BLOCK_FP8, block_fp8.DEQUANTIZE_BLOCK_FP8),
+           "mxfp8": (mxfp8.QUANTIZE_MXFP8, mxfp8.DEQUANTIZE_MXFP8)}
 OPS = [op for pair in FORMATS.values() for op in pair]
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", FLOATS, ids=short)
@@ -116,13 +120,13 @@ def test_dequantising_keeps_the_contract(op, dtype, poisoned):
 def test_results_are_near_what_was_quantised(format, dtype):
     """Half the widest gap of each code, against the block's largest magnitude."""
     up, down = both(format)
-    x = randn(40, 80, dtype=dtype)
+    x = randn(40, 96, dtype=dtype)
     y = down(up(x))
     assert y.shape == x.shape and y.dtype == dtype and y.is_contiguous()
     # NF4: half of (1 - 0.696); e2m1: half of 2 in 6, and a 16th for the scale's rounding, which 6 may clip; e4m3: 16
-    # in 448. bf16 adds its own.
-    bound = {"nf4": 0.152, "nvfp4": 1 / 6 + 1 / 16, "block_fp8": 16 / 448}[format] + 2**-8
-    size = 64 if format == "nf4" else 16
+    # in 448, or, where the scale is a power of two, in 256. bf16 adds its own.
+    bound = {"nf4": 0.152, "nvfp4": 1 / 6 + 1 / 16, "block_fp8": 16 / 448, "mxfp8": 16 / 256}[format] + 2**-8
+    size = {"nf4": 64, "mxfp8": 32}.get(format, 16)
     most = x.float().view(-1, size).abs().amax(1, keepdim=True)
     assert ((y.float() - x.float()).view(-1, size).abs() <= bound * most).all()
 
@@ -400,6 +404,81 @@ def test_block_fp8_of_activations_by_hand():
             assert_same_bytes(q.data[r, 128 * b:128 * (b + 1)], (part * (1 / most * 448)).to(torch.float8_e4m3fn))
 
 
+# ---- torchao, compressed-tensors
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_mxfp8_is_what_torchao_writes_and_reads(dtype):
+    module = oracle("torchao.prototype.mx_formats.mx_tensor")
+    x = randn(64, 256, dtype=dtype)
+    x[:4] *= 1e-30
+    x[4:8] *= 1e30
+    x[8, :32] = 448 * 2.0**-5   # the largest of its scale, and what is next to it
+    x[9, :32] = 450 * 2.0**-5
+    x[10, :64] = 0
+    q = quantize_mxfp8(x)
+    scale, data = module.to_mx(x, torch.float8_e4m3fn, 32, module.ScaleCalculationMode.RCEIL)
+    assert_same_bytes(q.data, data)
+    assert_same_bytes(q.scale, scale)
+    assert q.scale[8, 0].float() == 2.0**-5 and q.scale[9, 0].float() == 2.0**-4
+    assert_same_bytes(dequantize_mxfp8(q), module.to_dtype(data, scale, torch.float8_e4m3fn, 32, dtype))
+
+
+def test_mxfp8_has_the_keys_of_compressed_tensors():
+    compressor = oracle("compressed_tensors.compressors.mxfp8.base").MXFP8QuantizationCompressor
+    scheme = oracle("compressed_tensors.quantization").preset_name_to_scheme("MXFP8", ["Linear"])
+    q = quantize_mxfp8(randn(4, 96, dtype=torch.bfloat16))
+    found = q.to_safetensors("weight")
+    assert {n: t.dtype for n, t in found.items()} == {"weight": torch.float8_e4m3fn, "weight_scale": torch.uint8}
+    there = compressor.decompress({n: t.cpu() for n, t in found.items()}, scheme)
+    assert torch.equal(there["weight"].float(), dequantize_mxfp8(q).float().cpu())
+    for tensors in (found, {**found, "weight_scale": q.scale}):
+        again = mxfp8.MXFP8.from_safetensors(tensors)
+        assert again.dtype == q.dtype
+        assert_same(again, q)
+    with pytest.raises(KeyError, match="w_scale is missing"):
+        mxfp8.MXFP8.from_safetensors({"w": q.data}, "w")
+    broken = found["weight_scale"].clone()
+    broken[2, 1] = 255
+    with pytest.raises(ValueError, match="weight_scale must be finite"):
+        mxfp8.MXFP8.from_safetensors({**found, "weight_scale": broken})
+    with pytest.raises(ValueError, match="weight_scale must have shape"):
+        mxfp8.MXFP8.from_safetensors({**found, "weight_scale": broken[:, 1:]})
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
+def test_mxfp8_scales_are_the_least_that_saturate_nothing(name, poisoned):
+    """Every exponent, with what is largest for a scale, and what is next above; subnormal numbers too."""
+    skip_unless_usable(mxfp8.QUANTIZE_MXFP8, name, torch.float32)
+    exponents = torch.arange(-149, 120, device=DEVICE, dtype=torch.float64)
+    for factor, byte in ((448.0, 127), (448.0 * (1 + 2.0**-23), 128), (2.0**8, 127), (224.0 * (1 + 2.0**-23), 127)):
+        most = factor * 2.0**exponents
+        x = torch.zeros(len(most), 40, device=DEVICE)
+        x[:, 3] = -most.float()
+        x[:, 35] = 2.0   # of the short block
+        q = quantize_mxfp8(x, implementation=name)
+        expected = (exponents + byte).clamp_min(0)
+        fits = exponents >= -127   # below, the scale is the least one
+        assert torch.equal(raw(q.scale[:, 0]).double()[fits], expected[fits])
+        assert (raw(q.scale[:, 0])[exponents < -128] == 0).all()
+        assert (raw(q.scale[:, 1]) == 127 - 7).all()
+        values = dequantize_mxfp8(q, implementation=name)
+        assert ((values[:, 3].double() + most).abs()[fits] <= most[fits] / 16).all()
+        assert (values[:, 35] == 2).all()
+    assert not raw(quantize_mxfp8(torch.zeros(2, 40, device=DEVICE), implementation=name).scale).any()
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
+def test_mxfp8_values_of_every_code_and_scale(name):
+    """Exact in float32, subnormal results and the two ends of the scales included."""
+    skip_unless_usable(mxfp8.DEQUANTIZE_MXFP8, name, torch.float32)
+    data = torch.arange(256, dtype=torch.uint8).repeat(32, 1).view(torch.float8_e4m3fn).to(DEVICE)
+    scale = torch.arange(256, dtype=torch.uint8).view(32, 8).view(torch.float8_e8m0fnu).to(DEVICE)
+    found = dequantize_mxfp8(mxfp8.MXFP8(data, scale, torch.float32), implementation=name)
+    expected = data.double() * scale.double().repeat_interleave(32, 1)
+    assert torch.equal(found.isnan(), expected.isnan()) and expected.isnan().sum() == 32 + 2 * 31
+    assert torch.equal(found.nan_to_num(7.0), expected.float().nan_to_num(7.0))
+
+
 # ---- rounding
 
 def test_e4m3_is_rounded_as_torch_rounds_it():
@@ -448,7 +527,7 @@ def test_philox_gives_the_published_words():
     assert not torch.equal(quantize.philox(7, 50, "cpu"), quantize.philox(7 + 2**32, 50, "cpu"))
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "block_fp8"])
+@pytest.mark.parametrize("format", ["nvfp4", "block_fp8", "mxfp8"])
 @pytest.mark.parametrize("value", [0.1, 0.9, 2.3, 5.3])
 def test_random_rounding_has_the_right_mean(format, value):
     """Up with probability p in n draws: within 5 standard deviations of the mean."""
@@ -466,7 +545,7 @@ def test_random_rounding_has_the_right_mean(format, value):
     assert not torch.equal(raw(other.data), raw(up(x).data))
 
 
-@pytest.mark.parametrize("format, largest", [("nvfp4", 6.0), ("block_fp8", 448.0)])
+@pytest.mark.parametrize("format, largest", [("nvfp4", 6.0), ("block_fp8", 448.0), ("mxfp8", 448.0)])
 def test_random_rounding_leaves_what_needs_none(format, largest):
     x = torch.tensor([[largest, -largest, 3, 1.5, -0.5, 0, 2, 4] * 4], device=DEVICE)
     up, down = both(format, seed=3)
@@ -654,6 +733,10 @@ def test_options_that_do_not_fit_are_refused_by_name():
         (lambda: quantize_nvfp4(x, global_scale=torch.ones(1, device=DEVICE)), ValueError,
          r"global_scale must have shape \[\]"),
         (lambda: quantize_nvfp4(x[0, 0]), ValueError, "x must have at least 1 dimension"),
+        (lambda: quantize_mxfp8(x, transpose=1), TypeError, "transpose must be a bool, got 1"),
+        (lambda: quantize_mxfp8(x[0], transpose=True), ValueError, "x must have at least 2 dimensions"),
+        (lambda: quantize_mxfp8(x[0, 0]), ValueError, "x must have at least 1 dimension"),
+        (lambda: quantize_mxfp8(x, seed=-1), ValueError, r"seed must be 0 to 2\^63 - 1, got -1"),
         (lambda: quantize_block_fp8(x[0]), ValueError, "x must have at least 2 dimensions"),
         (lambda: quantize_block_fp8(x, block=128), ValueError, "block must be two positive ints .* got 128"),
         (lambda: quantize_block_fp8(x, block=(129, 128)), ValueError, r"block must be .* got \(129, 128\)"),
