@@ -1,5 +1,5 @@
-"""Quantisation with something else in the same pass: the Hadamard transform, the transpose, silu(gate) * up, RMSNorm.
-The bytes are those of the ops one after the other, in the interpreter and in what Triton compiles (as in
+"""Quantisation with something else in the same pass: the Hadamard transform, the transpose, silu(gate) * up, RMSNorm, add
+and RMSNorm. The bytes are those of the ops one after the other, in the interpreter and in what Triton compiles (as in
 test_triton_ptx.py, by another process that prints a line of JSON for each test)."""
 
 import itertools
@@ -16,23 +16,27 @@ from helpers import DEVICE, skip_unless_usable
 
 from tilewright import platform
 from tilewright.ops import (
+    add_rmsnorm,
+    add_rmsnorm_quantize,
     block_fp8,
     dequantize_nvfp4,
     hadamard,
+    mxfp8,
     nvfp4,
     quantize_block_fp8,
+    quantize_mxfp8,
     quantize_nvfp4,
     rmsnorm,
     rmsnorm_quantize,
     silu_mul,
     silu_mul_quantize,
 )
-from tilewright.ops.fused_quantize import RMSNORM_QUANTIZE, SILU_MUL_QUANTIZE
+from tilewright.ops.fused_quantize import ADD_RMSNORM_QUANTIZE, RMSNORM_QUANTIZE, SILU_MUL_QUANTIZE
 from tilewright.registry import FLOATS, short
 
 ROOT = pathlib.Path(__file__).parents[1]
-OPS = {"nvfp4": nvfp4.QUANTIZE_NVFP4, "block_fp8": block_fp8.QUANTIZE_BLOCK_FP8, "silu_mul": SILU_MUL_QUANTIZE,
-       "rmsnorm": RMSNORM_QUANTIZE}
+OPS = {"nvfp4": nvfp4.QUANTIZE_NVFP4, "block_fp8": block_fp8.QUANTIZE_BLOCK_FP8, "mxfp8": mxfp8.QUANTIZE_MXFP8,
+       "silu_mul": SILU_MUL_QUANTIZE, "rmsnorm": RMSNORM_QUANTIZE, "add_rmsnorm": ADD_RMSNORM_QUANTIZE}
 FUSED = pytest.mark.parametrize("name", ["triton", "cpp"])
 EVERY_DTYPE = pytest.mark.parametrize("dtype", FLOATS, ids=short)
 
@@ -139,13 +143,22 @@ def test_block_fp8_of_both_ways(name, shape, options, poisoned):
         assert_same(q, quantize_block_fp8(t, block=block, seed=seed, implementation=name))
 
 
+@pytest.mark.parametrize("name, shape, options", list(grid([{}, {"seed": 2}])))
+def test_mxfp8_of_both_ways(name, shape, options, poisoned):
+    skip_unless_usable(OPS["mxfp8"], name, torch.float32)
+    x = drawn(*shape)
+    found = quantize_mxfp8(x, transpose=True, **options, implementation=name)
+    for q, t in zip(found, (x, x.mT), strict=True):
+        assert_same(q, quantize_mxfp8(t, **options, implementation=name))
+
+
 @pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
 def test_both_ways_of_other_dtypes_and_strides(name):
     for dtype in (torch.bfloat16, torch.float16):
-        for op, call in ((OPS["nvfp4"], quantize_nvfp4),
+        for op, call in ((OPS["nvfp4"], quantize_nvfp4), (OPS["mxfp8"], quantize_mxfp8),
                          (OPS["block_fp8"], lambda x, **k: quantize_block_fp8(x, block=(1, 128), **k))):
-            if dtype not in op.implementation(name).dtypes or (name == "triton" and dtype == torch.bfloat16 and
-                                                               DEVICE == "cpu"):
+            if dtype not in op.implementation(name).dtypes or (name == "triton" and DEVICE == "cpu" and (
+                    dtype == torch.bfloat16 or op is OPS["mxfp8"])):   # which has block FP8's loads
                 continue
             skip_unless_usable(op, name, dtype)
             x = drawn(70, 150, dtype=dtype)
@@ -173,25 +186,49 @@ def activations(dtype, shape, packed, strided):
     return tuple(randn(*shape, dtype=dtype, seed=s) for s in (1, 2))
 
 
-def silu_mul_both(name, dtype, shape, packed, strided, seed):
+def skip_more_halves(name, dtype, shape):
+    if name == "triton" and dtype == torch.float16 and DEVICE == "cpu" and shape != (3, 5, 200):
+        pytest.skip("seconds in the interpreter, for the same kernel after its load")
+
+
+FORMATS = {"block_fp8": lambda y, **options: quantize_block_fp8(y, block=(1, 128), **options), "mxfp8": quantize_mxfp8}
+
+
+def silu_mul_both(name, dtype, shape, packed, strided, seed, formats=FORMATS, transpose=True):
     tensors = activations(dtype, shape, packed, strided)
-    found = silu_mul_quantize(*tensors, seed=seed, implementation=name)
     product = silu_mul(*tensors, implementation=name)
-    assert_same(found, quantize_block_fp8(product, block=(1, 128), seed=seed, implementation=name))
+    for format in formats:
+        found = silu_mul_quantize(*tensors, seed=seed, format=format, implementation=name)
+        assert_same(found, FORMATS[format](product, seed=seed, implementation=name))
+    if transpose and len(shape) > 1:
+        found = silu_mul_quantize(*tensors, seed=seed, format="mxfp8", transpose=True, implementation=name)
+        for q, t in zip(found, (product, product.mT), strict=True):
+            assert_same(q, quantize_mxfp8(t, seed=seed, implementation=name))
 
 
-def rmsnorm_both(name, dtype, shape, seed, **options):
+def rmsnorm_both(name, dtype, shape, seed, formats=FORMATS, add=None, **options):
+    """add: the residual's dtype."""
     options = {**options, "implementation": name}
     x = randn(*shape, dtype=dtype)
     weight = randn(*shape[-2 if options.pop("per_head", False) else -1:], dtype=dtype, seed=1)
     if options.pop("bias", False):
         options["bias"] = randn(shape[-1], dtype=dtype, seed=2)
     x.view(-1)[:shape[-1]] = 0   # rows of zeros
-    found, kept = rmsnorm_quantize(x, weight, **options, seed=seed, return_normalised=True)
-    y = rmsnorm(x, weight, **options)
-    assert torch.equal(raw(kept), raw(y)) and kept.shape == x.shape
-    assert_same(found, quantize_block_fp8(y, block=(1, 128), seed=seed, implementation=name))
-    assert_same(rmsnorm_quantize(x, weight, **options, seed=seed), found)
+    given, whole, fused = (x, weight), rmsnorm, rmsnorm_quantize
+    if add:
+        residual = randn(*shape, dtype=add, seed=3)
+        residual.view(-1)[:shape[-1]] = 0
+        given, whole, fused = (x, residual, weight), add_rmsnorm, add_rmsnorm_quantize
+    expected = whole(*given, **options)
+    y, *total = expected if add else (expected,)
+    for format in formats:
+        q, *totals, kept = fused(*given, **options, seed=seed, format=format, return_normalised=True)
+        for f, e in zip((kept, *totals), (y, *total), strict=True):
+            assert_same(f, e)
+        assert_same(q, FORMATS[format](y, seed=seed, implementation=name))
+    again = fused(*given, **options, seed=seed, format=format)
+    for f, e in zip(again if add else (again,), (q, *totals), strict=True):
+        assert_same(f, e)
 
 
 @pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
@@ -202,7 +239,9 @@ def rmsnorm_both(name, dtype, shape, seed, **options):
     ((3, 0), False, False, 2), ((1, 1), True, False, None)], ids=str)
 def test_silu_mul_gives_the_bytes_of_the_two_ops(name, dtype, shape, packed, strided, seed, poisoned):
     skip_unless_usable(OPS["silu_mul"], name, dtype)
-    silu_mul_both(name, dtype, shape, packed, strided, seed)
+    skip_more_halves(name, dtype, shape)
+    # Wide in the interpreter: a second for each more.
+    silu_mul_both(name, dtype, shape, packed, strided, seed, transpose=name != "triton" or shape[-1] < 1000)
 
 
 @pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
@@ -213,7 +252,9 @@ def test_silu_mul_gives_the_bytes_of_the_two_ops(name, dtype, shape, packed, str
     ((2, 17000), None, {"cast": "gemma"}), ((3, 1), 2, {})], ids=str)
 def test_rmsnorm_gives_the_bytes_of_the_two_ops(name, dtype, shape, seed, options, poisoned):
     skip_unless_usable(OPS["rmsnorm"], name, dtype)
+    skip_more_halves(name, dtype, shape)
     rmsnorm_both(name, dtype, shape, seed, **options)
+    rmsnorm_both(name, dtype, shape, seed, ("mxfp8",), torch.float32 if shape[-1] == 200 else dtype, **options)
 
 
 @pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
@@ -225,14 +266,18 @@ def test_what_is_not_finite_is_refused_by_name(name, bad):
         skip_unless_usable(op, name, torch.float32)
     x = randn(3, 300)
     x[1, 200] = bad
-    with pytest.raises(ValueError, match=r"silu\(gate\) \* up must be finite .* in block \[0, 1, 1\]"):
-        silu_mul_quantize(x, torch.ones_like(x), implementation=name)
     with pytest.raises(ValueError, match=r"silu\(gate\) \* up must be finite"):   # the product alone is not
         silu_mul_quantize(torch.full((1, 8), 1e30, device=DEVICE), torch.full((1, 8), 1e30, device=DEVICE),
                           implementation=name)
-    with pytest.raises(ValueError, match=r"the normalised x must be finite .* in block \[0, 1, \d\]"):
-        rmsnorm_quantize(x, torch.ones(300, device=DEVICE), implementation=name)
-    for call in (lambda: quantize_block_fp8(x, block=(1, 128), transpose=True, implementation=name),
+    for format, block in (("block_fp8", 1), ("mxfp8", 6)):
+        with pytest.raises(ValueError, match=rf"silu\(gate\) \* up must be finite .* in block \[0, 1, {block}\]"):
+            silu_mul_quantize(x, torch.ones_like(x), format=format, implementation=name)
+        with pytest.raises(ValueError, match=r"the normalised x must be finite .* in block \[0, 1, \d\]"):
+            rmsnorm_quantize(x, torch.ones(300, device=DEVICE), format=format, implementation=name)
+        with pytest.raises(ValueError, match=r"the normalised x \+ residual must be finite .* in block \[0, 1, \d\]"):
+            add_rmsnorm_quantize(x, x, torch.ones(300, device=DEVICE), format=format, implementation=name)
+    for call in (lambda: quantize_mxfp8(x, transpose=True, implementation=name),
+                 lambda: quantize_block_fp8(x, block=(1, 128), transpose=True, implementation=name),
                  lambda: quantize_nvfp4(x, transpose=True, implementation=name)):
         with pytest.raises(ValueError, match="x must be finite"):
             call()
@@ -241,7 +286,9 @@ def test_what_is_not_finite_is_refused_by_name(name, bad):
 def test_nothing_is_differentiable():
     x = randn(4, 128).requires_grad_()
     q, y = rmsnorm_quantize(x, torch.ones(128, device=DEVICE), return_normalised=True)
-    found = [*q.tensors(), y, *silu_mul_quantize(x).tensors(), *quantize_nvfp4(x, hadamard=16).tensors(),
+    p, *rows = add_rmsnorm_quantize(x, x, torch.ones(128, device=DEVICE), return_normalised=True, format="mxfp8")
+    found = [*q.tensors(), y, *p.tensors(), *rows, *silu_mul_quantize(x).tensors(),
+             *quantize_nvfp4(x, hadamard=16).tensors(),
              *itertools.chain(*(q.tensors() for q in quantize_block_fp8(x, transpose=True)))]
     assert not any(t.requires_grad for t in found)
 
@@ -265,9 +312,11 @@ def test_operators_pass_opcheck(name):
         quantize_block_fp8(x, block=(1, 32), transpose=True, implementation=name)
         quantize_block_fp8(x, block=(3, 7), seed=1, transpose=True, implementation=name)
         silu_mul_quantize(x, seed=1, implementation=name)
-        rmsnorm_quantize(x, x[0], seed=1, return_normalised=True, implementation=name)
+        silu_mul_quantize(x, format="mxfp8", transpose=True, implementation=name)
+        add_rmsnorm_quantize(x, x.clone(), x[0], seed=1, return_normalised=True, format="mxfp8", implementation=name)
+        quantize_mxfp8(x, transpose=True, implementation=name)
     kernels = {f for f in found if name in f.name()}
-    assert len(kernels) == 6, kernels
+    assert len(kernels) == 8, kernels
     for func in kernels:
         torch.library.opcheck(func, found[func])
 
@@ -281,7 +330,9 @@ def test_compile_as_one_graph(name):
         return (quantize_nvfp4(x, hadamard=16, hadamard_seed=3, implementation=name),
                 *quantize_nvfp4(x, transpose=True, square=True, implementation=name),
                 *quantize_block_fp8(x, block=(1, 16), transpose=True, implementation=name),
-                silu_mul_quantize(x, implementation=name), rmsnorm_quantize(x, w, implementation=name))
+                silu_mul_quantize(x, implementation=name), rmsnorm_quantize(x, w, implementation=name),
+                *silu_mul_quantize(x, format="mxfp8", transpose=True, implementation=name),
+                *add_rmsnorm_quantize(x, 2 * x, w, format="mxfp8", implementation=name))
 
     torch._dynamo.reset()
     x, w = randn(20, 48), randn(48)
@@ -310,6 +361,15 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
         (lambda: rmsnorm_quantize(x, w[:5]), ValueError, "weight must have shape"),
         (lambda: rmsnorm_quantize(x, w, seed=2.0), TypeError, "seed must be an int or None, got 2.0"),
         (lambda: rmsnorm_quantize(x, w, return_normalised=1), TypeError, "return_normalised must be a bool, got 1"),
+        (lambda: rmsnorm_quantize(x, w, format="nf4"), ValueError, r"format must be one of \['block_fp8', 'mxfp8'\], got"),
+        (lambda: add_rmsnorm_quantize(x, x[:2], w), ValueError, "residual must have shape"),
+        (lambda: add_rmsnorm_quantize(x, x.half(), w), TypeError, "residual must be torch.float32"),
+        (lambda: add_rmsnorm_quantize(x, x, w, seed=-1), ValueError, "seed must be 0 to"),
+        (lambda: silu_mul_quantize(x, format="nvfp4"), ValueError, "format must be one of .*, got 'nvfp4'"),
+        (lambda: silu_mul_quantize(x, transpose=True), ValueError, "transpose must be False with format 'block_fp8'"),
+        (lambda: silu_mul_quantize(x, format="mxfp8", transpose=0), TypeError, "transpose must be a bool, got 0"),
+        (lambda: silu_mul_quantize(x[0], format="mxfp8", transpose=True), ValueError,
+         r"gate must have at least 2 dimensions for a transpose, got shape \[72\]"),
     ]:
         with pytest.raises(error, match=message):
             call()
@@ -319,13 +379,18 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
 
 # bfloat16, which the interpreter truncates; and widths of rows in one warp, in several, and walked in blocks.
 COMPILED = {
-    "silu_mul": (90, silu_mul_both, BF16 := torch.bfloat16, (3, 1160), True, False, None),
-    "silu_mul_odd": (100, silu_mul_both, BF16, (2, 131), False, True, 5),
-    "rmsnorm": (90, rmsnorm_both, BF16, (3, 4096), None),
-    "rmsnorm_100": (100, rmsnorm_both, BF16, (2, 1000), 3),
+    "silu_mul": (90, silu_mul_both, BF16 := torch.bfloat16, (3, 1160), True, False, None, BLOCKS := ("block_fp8",),
+                 False),
+    "silu_mul_odd": (100, silu_mul_both, BF16, (2, 131), False, True, 5, BLOCKS, False),
+    "silu_mul_mxfp8": (90, silu_mul_both, BF16, (48, 72), True, False, None, ("mxfp8",)),
+    "rmsnorm": (90, rmsnorm_both, BF16, (3, 4096), None, BLOCKS),
+    "rmsnorm_100": (100, rmsnorm_both, BF16, (2, 1000), 3, BLOCKS),
     "rmsnorm_narrow": (90, rmsnorm_both, BF16, (11, 100), None),
-    "rmsnorm_walked": (90, rmsnorm_both, BF16, (1, 16640), None),
-    "rmsnorm_float32": (90, rmsnorm_both, torch.float32, (2, 2100), None),
+    "rmsnorm_walked": (90, rmsnorm_both, BF16, (1, 16640), None, BLOCKS),
+    "rmsnorm_float32": (90, rmsnorm_both, torch.float32, (2, 2100), None, BLOCKS),
+    "add_rmsnorm": (90, rmsnorm_both, BF16, (2, 1000), None, FORMATS, BF16),
+    "add_rmsnorm_float32": (90, rmsnorm_both, BF16, (1, 1000), None, BLOCKS, torch.float32),
+    "add_rmsnorm_walked": (90, rmsnorm_both, BF16, (1, 16640), None, BLOCKS, BF16),
 }
 
 
@@ -334,6 +399,10 @@ def transposes(name, dtype):
     for options in ({"block": (1, 128)}, {"block": (32, 32)}):
         for q, e in zip(quantize_block_fp8(x, transpose=True, **options, implementation=name),
                         quantize_block_fp8(x, transpose=True, **options, implementation="eager"), strict=True):
+            assert_same(q, e)
+    for options in ({}, {"seed": 1}):
+        for q, e in zip(quantize_mxfp8(x[:64], transpose=True, **options, implementation=name),
+                        quantize_mxfp8(x[:64], transpose=True, **options, implementation="eager"), strict=True):
             assert_same(q, e)
     for options in ({}, {"square": True, "seed": 1}):
         for q, e in zip(quantize_nvfp4(x, transpose=True, **options, implementation=name),
