@@ -24,6 +24,7 @@ from tilewright.kernels.quantize_triton import (
     fp8_tile,
     nvfp4_tile,
     random_bits,
+    random_kind,
 )
 from tilewright.kernels.spec import KernelSpec
 
@@ -57,7 +58,7 @@ def _nvfp4_put(x, at, data_ptr, scale_ptr, total, first, rows, row0, column0, wi
                TALL: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
     """Quantises the tile x at (row0, column0) of a matrix whose first row is number `first` of all."""
     if RANDOM:
-        random = random_bits(at, key)
+        random = random_bits(at, key, RANDOM)
     else:
         random = 0
     code, scale = nvfp4_tile(x.to(tl.float32), total, random, TALL, RANDOM, HARDWARE)
@@ -116,7 +117,7 @@ def nvfp4_quantize_both(
         bands, tiles = cdiv(R, high), cdiv(C, wide)
         _nvfp4_both[(B * bands * tiles,)](x, global_scale, data, scale, turned, turned_scale, R, C, data.shape[2],
                                           turned.shape[2], bands, tiles, seed or 0, TALL=16 if square else 1,
-                                          HIGH=high, WIDE=wide, RANDOM=seed is not None,
+                                          HIGH=high, WIDE=wide, RANDOM=random_kind(seed, R, C),
                                           HARDWARE=conversions(x.device),
                                           num_warps=_nvfp4_warps(seed is not None))
     return data, scale, turned, turned_scale
@@ -129,7 +130,7 @@ def _block_fp8_put(x, at, inside, data_ptr, inverse_ptr, first, rows, row0, colu
                    COLUMNS: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
     """Quantises the tile x at (row0, column0) of a matrix whose first row of blocks is number `first` of all."""
     if RANDOM:
-        random = random_bits(at, key)
+        random = random_bits(at, key, RANDOM)
     else:
         random = 0
     MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
@@ -246,7 +247,8 @@ def _both(x, up, B, R, C, seed):
         _mxfp8_both[(B * bands * tiles,)](
             x, up, data, scale, turned, turned_scale, R // row_unit, C // by, bands, tiles, x.stride(0) // by,
             0 if up is None else up.stride(0) // by, seed or 0, ROW_UNIT=row_unit, UNIT=by, HIGH=HIGH, WIDE=WIDE,
-            RANDOM=seed is not None, HARDWARE=conversions(x.device), num_warps=_mxfp8_warps(seed is not None))
+            RANDOM=random_kind(seed, R, C), HARDWARE=conversions(x.device),
+            num_warps=_mxfp8_warps(seed is not None))
     return data, scale, turned, turned_scale
 
 
@@ -280,7 +282,7 @@ def _silu_mul_quantize(gate_ptr, up_ptr, data_ptr, inverse_ptr, columns, tiles, 
     y = rounded_to(activation_triton.activation(widened(gate), 0) * widened(up), gate.dtype)
     at = row * n + c
     if RANDOM:
-        random = random_bits(at, key)
+        random = random_bits(at, key, RANDOM)
     else:
         random = 0
     MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
@@ -314,7 +316,7 @@ def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, seed: int | None,
         by = activation_triton.unit(gate.element_size(), columns, gate.stride(0), up.stride(0))
         _silu_mul_quantize[(rows * tiles,)](gate, up, data, inverse, columns // by, tiles, gate.stride(0) // by,
                                             up.stride(0) // by, seed or 0, UNIT=by, BLOCK=block, GROUPS=groups,
-                                            RANDOM=seed is not None, HARDWARE=conversions(gate.device),
+                                            RANDOM=random_kind(seed, columns), HARDWARE=conversions(gate.device),
                                             num_warps=max(1, groups * block // 512))
     return data, inverse
 
@@ -325,8 +327,8 @@ def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, seed: int | None,
 def _quantise_rows(y, at, mask, data_ptr, inverse_ptr, row, in_t, column0, D, key, BLOCK: tl.constexpr,
                    RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
     """y [rows, columns] float32, from column column0 on; `at` in all of x."""
-    if RANDOM:
-        random = random_bits(at, key)
+    if RANDOM:   # D is known to the compiler, and it makes the words of four once by itself
+        random = random_bits(at, key, RANDOM)
     else:
         random = 0
     MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
@@ -462,7 +464,7 @@ def nvfp4_gate() -> list[KernelSpec]:
                 label = f"nvfp4 quantize both {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
                 for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
                     found.append(_spec(_nvfp4_both, f"{label}{name}", types,
-                                       {"TALL": tall, "HIGH": HIGH, "WIDE": WIDE, "RANDOM": random,
+                                       {"TALL": tall, "HIGH": HIGH, "WIDE": WIDE, "RANDOM": 2 * random,
                                         "HARDWARE": hardware}, _nvfp4_warps(random), store=0,
                                        divisible=("R", "C", "width", "turned_width"), elements=2 * HIGH * WIDE,
                                        **archs))
@@ -499,7 +501,7 @@ def mxfp8_gate(silu: bool = False) -> list[KernelSpec]:
         label = f"{'silu_mul mxfp8' if silu else 'mxfp8 quantize'} both {d}{' random' if random else ''}"
         found.append(_spec(_mxfp8_both, f"{label}{' odd' if row_unit == 1 else ''}", types,
                            {"ROW_UNIT": row_unit, "UNIT": 8 if d == "bf16" else 4, "HIGH": HIGH, "WIDE": WIDE,
-                            "RANDOM": random, "HARDWARE": 1}, _mxfp8_warps(random), store=0, elements=2 * HIGH * WIDE,
+                            "RANDOM": 2 * random, "HARDWARE": 1}, _mxfp8_warps(random), store=0, elements=2 * HIGH * WIDE,
                            **{} if random else E4M3))
     return found
 
@@ -515,7 +517,7 @@ def silu_mul_gate() -> list[KernelSpec]:
                  "columns": "i32", "tiles": "i32", "gate_stride": "i32", "up_stride": "i32", "key": "i64"}
         label = f"silu_mul quantize {'mxfp8 ' if mx else ''}{d}{' random' if random else ''}"
         found.append(_spec(_silu_mul_quantize, f"{label}{' odd' if unit == 1 else ''}", types,
-                           {"UNIT": unit, "BLOCK": block, "GROUPS": SILU_TILE // block, "RANDOM": random,
+                           {"UNIT": unit, "BLOCK": block, "GROUPS": SILU_TILE // block, "RANDOM": 2 * random,
                             "HARDWARE": 1}, SILU_TILE // 512, load=0 if unit == 1 else 128, store=0, elements=SILU_TILE,
                            **{} if random else E4M3))
     return [*found, *mxfp8_gate(silu=True)]

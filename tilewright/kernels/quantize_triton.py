@@ -92,82 +92,57 @@ def _from_e2m1(code):
     return (v.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
 
 
+_BYTES = "abcd"
 # Four bytes of two codes each, of four numbers for the low halves and four for the high ones. The first operand of the
 # instruction becomes the high half.
-_TO_E2M1: tl.constexpr = tl.constexpr("""
-{
+_TO_E2M1: tl.constexpr = tl.constexpr(f"""
+{{
 .reg .b8 e2m1_a, e2m1_b, e2m1_c, e2m1_d;
-cvt.rn.satfinite.e2m1x2.f32 e2m1_a, $5, $1;
-cvt.rn.satfinite.e2m1x2.f32 e2m1_b, $6, $2;
-cvt.rn.satfinite.e2m1x2.f32 e2m1_c, $7, $3;
-cvt.rn.satfinite.e2m1x2.f32 e2m1_d, $8, $4;
-mov.b32 $0, {e2m1_a, e2m1_b, e2m1_c, e2m1_d};
-}
+{"".join(f"cvt.rn.satfinite.e2m1x2.f32 e2m1_{b}, ${i + 5}, ${i + 1};{chr(10)}" for i, b in enumerate(_BYTES))}\
+mov.b32 $0, {{e2m1_a, e2m1_b, e2m1_c, e2m1_d}};
+}}
 """)
+
+
+def _halves(low: int, high: int) -> str:
+    """Two float16 in `both` as the numbers of two results."""
+    return f"mov.b32 {{half_a, half_b}}, both;\ncvt.f32.f16 ${low}, half_a;\ncvt.f32.f16 ${high}, half_b;\n"
+
+
 # The reverse, by way of float16, which holds all of e2m1's values: four for the low halves, four for the high ones.
-_FROM_E2M1: tl.constexpr = tl.constexpr("""
-{
+_FROM_E2M1: tl.constexpr = tl.constexpr(f"""
+{{
 .reg .b8 e2m1_a, e2m1_b, e2m1_c, e2m1_d;
 .reg .b16 half_a, half_b;
 .reg .b32 both;
-mov.b32 {e2m1_a, e2m1_b, e2m1_c, e2m1_d}, $8;
-cvt.rn.f16x2.e2m1x2 both, e2m1_a;
-mov.b32 {half_a, half_b}, both;
-cvt.f32.f16 $0, half_a;
-cvt.f32.f16 $4, half_b;
-cvt.rn.f16x2.e2m1x2 both, e2m1_b;
-mov.b32 {half_a, half_b}, both;
-cvt.f32.f16 $1, half_a;
-cvt.f32.f16 $5, half_b;
-cvt.rn.f16x2.e2m1x2 both, e2m1_c;
-mov.b32 {half_a, half_b}, both;
-cvt.f32.f16 $2, half_a;
-cvt.f32.f16 $6, half_b;
-cvt.rn.f16x2.e2m1x2 both, e2m1_d;
-mov.b32 {half_a, half_b}, both;
-cvt.f32.f16 $3, half_a;
-cvt.f32.f16 $7, half_b;
-}
+mov.b32 {{e2m1_a, e2m1_b, e2m1_c, e2m1_d}}, $8;
+{"".join(f"cvt.rn.f16x2.e2m1x2 both, e2m1_{b};{chr(10)}{_halves(i, i + 4)}" for i, b in enumerate(_BYTES))}\
+}}
 """)
+
+
+def _by_e4m3(sign: str, code: str, first: int) -> str:
+    """Four results from `first` on, of the halves whose signs and magnitudes these instructions move into place."""
+    pairs = (f"cvt.rn.f16x2.e4m3x2 both, {pair};\nmul.rn.f16x2 both, both, by;\n{_halves(first + i, first + i + 1)}"
+             for i, pair in ((0, "first"), (2, "second")))
+    return f"""{sign}
+{code}
+and.b32 code, code, 0x1c1c1c1c;
+or.b32 code, code, sign;
+mov.b32 {{first, second}}, code;
+{"".join(pairs)}"""
+
+
 # The reverse on GPUs that convert e4m3 alone: the three bits of a magnitude, two places up, are e4m3's for a 64th of
 # it, subnormal numbers included.
-_FROM_E2M1_BY_E4M3: tl.constexpr = tl.constexpr("""
-{
+_FROM_E2M1_BY_E4M3: tl.constexpr = tl.constexpr(f"""
+{{
 .reg .b32 sign, code, both, by;
 .reg .b16 first, second, half_a, half_b;
 mov.b32 by, 0x54005400;
-shl.b32 sign, $8, 4;
-and.b32 sign, sign, 0x80808080;
-shl.b32 code, $8, 2;
-and.b32 code, code, 0x1c1c1c1c;
-or.b32 code, code, sign;
-mov.b32 {first, second}, code;
-cvt.rn.f16x2.e4m3x2 both, first;
-mul.rn.f16x2 both, both, by;
-mov.b32 {half_a, half_b}, both;
-cvt.f32.f16 $0, half_a;
-cvt.f32.f16 $1, half_b;
-cvt.rn.f16x2.e4m3x2 both, second;
-mul.rn.f16x2 both, both, by;
-mov.b32 {half_a, half_b}, both;
-cvt.f32.f16 $2, half_a;
-cvt.f32.f16 $3, half_b;
-and.b32 sign, $8, 0x80808080;
-shr.u32 code, $8, 2;
-and.b32 code, code, 0x1c1c1c1c;
-or.b32 code, code, sign;
-mov.b32 {first, second}, code;
-cvt.rn.f16x2.e4m3x2 both, first;
-mul.rn.f16x2 both, both, by;
-mov.b32 {half_a, half_b}, both;
-cvt.f32.f16 $4, half_a;
-cvt.f32.f16 $5, half_b;
-cvt.rn.f16x2.e4m3x2 both, second;
-mul.rn.f16x2 both, both, by;
-mov.b32 {half_a, half_b}, both;
-cvt.f32.f16 $6, half_a;
-cvt.f32.f16 $7, half_b;
-}
+{_by_e4m3("shl.b32 sign, $8, 4;" + chr(10) + "and.b32 sign, sign, 0x80808080;", "shl.b32 code, $8, 2;", 0)}\
+{_by_e4m3("and.b32 sign, $8, 0x80808080;", "shr.u32 code, $8, 2;", 4)}\
+}}
 """)
 
 
@@ -215,15 +190,29 @@ def conversions(device: torch.device) -> int:
 
 
 @triton.jit
-def random_bits(element, key):
-    """32 bits for each element (int64): see `philox` in tilewright/ops/quantize.py."""
-    block = element >> 2
+def random_bits(element, key, RANDOM: tl.constexpr):
+    """32 bits for each element (int64): see `philox` in tilewright/ops/quantize.py. RANDOM: 2 if each four in a row begin
+    with a multiple of four, and so are the words of one block, else 1."""
+    if RANDOM == 2:   # of four the first, which the thread that holds them has
+        block, _ = tl.split(tl.reshape(element >> 2, (element.numel // 4, 2, 2)))
+        block, _ = tl.split(block)
+    else:
+        block = element >> 2
     c0 = block.to(tl.uint32)
     c1 = (block >> 32).to(tl.uint32)
     c2 = c0 * 0
     c0, c1, c2, c3 = tl.philox(key, c0, c1, c2, c2)
-    word = element & 3
-    return tl.where(word < 2, tl.where(word == 0, c0, c1), tl.where(word == 2, c2, c3))
+    if RANDOM == 2:
+        words = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), element.shape)
+    else:
+        word = element & 3
+        words = tl.where(word < 2, tl.where(word == 0, c0, c1), tl.where(word == 2, c2, c3))
+    return words
+
+
+def random_kind(seed: int | None, *sides: int) -> int:
+    """RANDOM of a kernel whose rows, and what else begins within a row, are so many elements long."""
+    return 0 if seed is None else 1 if any(n % 4 for n in sides) else 2
 
 
 @triton.jit
@@ -380,7 +369,7 @@ def _nvfp4_rows(x_ptr, total_ptr, data_ptr, scale_ptr, C, width, tiles, key, GRO
     scale, inverse = _nvfp4_scales(most, tl.load(total_ptr), HARDWARE)
     v = tl.reshape(v * inverse[None, :, None], (PARTS, GROUPS, VEC // 2, 2))
     if RANDOM:
-        random = tl.reshape(random_bits(first + at, key), (PARTS, GROUPS, VEC // 2, 2))
+        random = tl.reshape(random_bits(first + at, key, RANDOM), (PARTS, GROUPS, VEC // 2, 2))
     else:
         random = 0
     code = _to_e2m1(v, random, RANDOM, HARDWARE == 2 and not RANDOM)
@@ -409,7 +398,7 @@ def _nvfp4_quantize(x_ptr, total_ptr, data_ptr, scale_ptr, R, C, width, bands, t
         v = butterflies(signed(tl.reshape(v, (TALL * GROUPS * 16,)), i, signs, HADAMARD), HADAMARD)
         v = tl.reshape(v, (TALL, GROUPS * 16))
     if RANDOM:
-        random = random_bits(at, key)
+        random = random_bits(at, key, RANDOM)
     else:
         random = 0
     code, scale = nvfp4_tile(v, tl.load(total_ptr), random, TALL, RANDOM, HARDWARE)
@@ -469,7 +458,7 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, square: bool, se
         tall = 16 if square else 1
         across = min(TILE // (16 * tall), next_power_of_2(groups))
         bands, tiles = cdiv(R, tall), cdiv(groups, across)
-        options = {"GROUPS": across, "RANDOM": seed is not None, "HARDWARE": conversions(x.device)}
+        options = {"GROUPS": across, "RANDOM": random_kind(seed, C), "HARDWARE": conversions(x.device)}
         if square or hadamard:
             _nvfp4_quantize[(B * bands * tiles,)](x, global_scale, data, scale, R, C, data.shape[2], bands, tiles,
                                                   seed or 0, sign_mask(signs), TALL=tall, HADAMARD=hadamard,
@@ -565,7 +554,7 @@ def _block_fp8_quantize(x_ptr, data_ptr, inverse_ptr, R, C, bands, tiles, key, R
     across = (C + COLUMNS - 1) // COLUMNS
     tl.store(inverse_ptr + band.to(tl.int64) * across + g0 + g, inverse, mask=g < across - g0)
     if RANDOM:
-        random = random_bits(at, key)
+        random = random_bits(at, key, RANDOM)
     else:
         random = 0
     code = _to_e4m3(v * scale[None, :, None], random, RANDOM, HARDWARE)
@@ -623,7 +612,8 @@ def _quantize(x, rows, columns, seed, scales):
         tiles = cdiv(across, groups)
         _block_fp8_quantize[(B * bands * tiles,)](x, data, inverse, R, C, bands, tiles, seed or 0, ROWS=rows,
                                                   COLUMNS=columns, TALL=tall, WIDE=wide, GROUPS=groups,
-                                                  RANDOM=seed is not None, HARDWARE=conversions(x.device),
+                                                  RANDOM=random_kind(seed, C, columns),
+                                                  HARDWARE=conversions(x.device),
                                                   num_warps=_warps(tall * wide * groups, seed is not None))
     return data, inverse
 
@@ -707,7 +697,7 @@ def nvfp4_quantize_gate() -> list[KernelSpec]:
             for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
                 found.append(_spec(kernel, f"{label}{f' hadamard {size}' if size else ''}{name}",
                                    {n: t for n, t in {"x_ptr": f"*{d}", **types}.items() if n in kernel.arg_names},
-                                   {"GROUPS": groups, "RANDOM": random, "HARDWARE": hardware, **own}, warps,
+                                   {"GROUPS": groups, "RANDOM": 2 * random, "HARDWARE": hardware, **own}, warps,
                                    divisible=("C", "width"), store=0, elements=TILE, **archs))
     return found
 
@@ -732,7 +722,7 @@ def _fp8_quantize_specs(name: str, scales: str, blocks) -> list[KernelSpec]:
                     {"x_ptr": f"*{d}", "data_ptr": "*u8", "inverse_ptr": scales, "R": "i32", "C": "i32",
                      "bands": "i32", "tiles": "i32", "key": "i64"},
                     {"ROWS": rows, "COLUMNS": columns, "TALL": rows, "WIDE": columns, "GROUPS": groups,
-                     "RANDOM": random, "HARDWARE": 1}, _warps(rows * columns * groups, random), divisible=("C",),
+                     "RANDOM": 2 * random, "HARDWARE": 1}, _warps(rows * columns * groups, random), divisible=("C",),
                     elements=rows * columns * groups, **{} if random else E4M3))
     return found
 
