@@ -20,12 +20,15 @@ from tilewright.ops import (
     aqn_schedule,
     block_fp8,
     dequantize_block_fp8,
+    dequantize_mxfp8,
     dequantize_nf4,
     dequantize_nvfp4,
+    mxfp8,
     nf4,
     nvfp4,
     quantize,
     quantize_block_fp8,
+    quantize_mxfp8,
     quantize_nf4,
     quantize_nvfp4,
     rmsnorm,
@@ -220,7 +223,8 @@ FORMATS = {"nf4": (nf4.DEQUANTIZE_NF4, dequantize_nf4, quantize_nf4),
            "block_fp8": (block_fp8.DEQUANTIZE_BLOCK_FP8, dequantize_block_fp8,
                          functools.partial(quantize_block_fp8, block=(16, 16))),
            "block_fp8_odd": (block_fp8.DEQUANTIZE_BLOCK_FP8, dequantize_block_fp8,
-                             functools.partial(quantize_block_fp8, block=(3, 7)))}
+                             functools.partial(quantize_block_fp8, block=(3, 7))),
+           "mxfp8": (mxfp8.DEQUANTIZE_MXFP8, dequantize_mxfp8, quantize_mxfp8)}
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS)
 SHAPES = pytest.mark.parametrize("shape", [(5, 37), (3, 7, 72), (2, 3, 33), (1, 1), (2, 1100)], ids=str)
 
@@ -235,6 +239,8 @@ def steps(format, q):
         return (0.5 * 0.0795803 * scale).repeat_interleave(q.block_size)[:math.prod(q.shape)].view(q.shape)
     if format == "nvfp4":
         return (0.5 * q.scale.float() * q.global_scale).repeat_interleave(16, -1)[..., :q.shape[-1]]
+    if format == "mxfp8":
+        return (0.125 * q.scale.float()).repeat_interleave(32, -1)[..., :q.shape[-1]]
     rows, columns = q.block
     step = 0.125 * q.scale_inv
     return step.repeat_interleave(rows, -2).repeat_interleave(columns, -1)[..., :q.shape[-2], :q.shape[-1]]

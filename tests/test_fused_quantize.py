@@ -1,5 +1,5 @@
-"""Quantisation with something else in the same pass: the Hadamard transform, the transpose, silu(gate) * up, RMSNorm, add
-and RMSNorm. The bytes are those of the ops one after the other, in the interpreter and in what Triton compiles (as in
+"""Quantisation with something else in the same pass: the Hadamard transform, the transpose, silu(gate) * up, RMSNorm,
+add + RMSNorm. The bytes are those of the ops one after the other, in the interpreter and in what Triton compiles (as in
 test_triton_ptx.py, by another process that prints a line of JSON for each test)."""
 
 import itertools
@@ -361,7 +361,7 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
         (lambda: rmsnorm_quantize(x, w[:5]), ValueError, "weight must have shape"),
         (lambda: rmsnorm_quantize(x, w, seed=2.0), TypeError, "seed must be an int or None, got 2.0"),
         (lambda: rmsnorm_quantize(x, w, return_normalised=1), TypeError, "return_normalised must be a bool, got 1"),
-        (lambda: rmsnorm_quantize(x, w, format="nf4"), ValueError, r"format must be one of \['block_fp8', 'mxfp8'\], got"),
+        (lambda: rmsnorm_quantize(x, w, format="nf4"), ValueError, r"format must be one of \['block_fp8', 'mxfp8'\]"),
         (lambda: add_rmsnorm_quantize(x, x[:2], w), ValueError, "residual must have shape"),
         (lambda: add_rmsnorm_quantize(x, x.half(), w), TypeError, "residual must be torch.float32"),
         (lambda: add_rmsnorm_quantize(x, x, w, seed=-1), ValueError, "seed must be 0 to"),

@@ -71,8 +71,12 @@ def steps(tokens, dtype=torch.bfloat16):
         quantize_triton.block_fp8_dequantize(*low, *block, torch.bfloat16, 0.0, 0, 0, 0)
         fused_quantize_triton.block_fp8_quantize_both(x[None], *block, None)
     fused_quantize_triton.nvfp4_quantize_both(x[None, :square], one, False, T)
-    fused_quantize_triton.silu_mul_quantize(x, x, None)
-    fused_quantize_triton.rmsnorm_quantize(x, w, None, 1e-6, 0.0, True, None, True)
+    for mx in (False, True):
+        fused_quantize_triton.silu_mul_quantize(x, x, None, mx)
+        fused_quantize_triton.rmsnorm_quantize(x, x, w, None, 1e-6, 0.0, True, None, True, mx)
+    quantize_triton.mxfp8_dequantize(*(t[0] for t in quantize_triton.mxfp8_quantize(x[None], None)), torch.bfloat16,
+                                     0.0, 0, 0, 0)
+    fused_quantize_triton.mxfp8_quantize_both(x[None], None)
     offsets, slots, position = permute_triton.sort(new(T, K, dtype=i64), E)
     weight = new(T, K, dtype=f32)
     rows = permute_triton.spread(x, position, offsets)

@@ -132,6 +132,7 @@ COUNTERPARTS = {
     "rmsnorm": lambda x, weight, **_: F.rms_norm(x, x.shape[-1:], weight),
     "add_rmsnorm": lambda x, residual, weight, **_: F.rms_norm(x + residual, x.shape[-1:], weight),
     "rmsnorm_quantize": lambda x, weight, **_: F.rms_norm(x, x.shape[-1:], weight),
+    "add_rmsnorm_quantize": lambda x, residual, weight, **_: F.rms_norm(x + residual, x.shape[-1:], weight),
     "silu_mul": lambda gate, up, **_: F.silu(gate) * up,
     "gelu_mul": lambda gate, up, **_: F.gelu(gate) * up,
     "attention": lambda q, k, v, **_: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),

@@ -1,5 +1,5 @@
-"""NF4, NVFP4, block-scaled FP8 and MXFP8: the bytes, against the projects that defined them; every implementation against the
-eager twins; rounding, odd sizes, checkpoints, torch.compile, refusals."""
+"""NF4, NVFP4, block-scaled FP8 and MXFP8: the bytes, against the projects that defined them; every implementation
+against the eager twins; rounding, odd sizes, checkpoints, torch.compile, refusals."""
 
 import dataclasses
 import functools

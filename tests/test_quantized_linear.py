@@ -14,6 +14,7 @@ from tilewright.ops import (
     dequantize_block_fp8,
     fp8_linear,
     quantize_block_fp8,
+    quantize_mxfp8,
     quantize_nf4,
     quantize_nvfp4,
     quantized_linear,
@@ -310,11 +311,34 @@ def test_fp8_is_never_chosen_for_quantized_linear():
     assert contract.error(quantized_linear(x, q).detach(), exact.detach())[0] < 1e-5
 
 
+@EVERY_FUSED
+@pytest.mark.parametrize("rows, K", [(3, 80), (70, 64), (3, 33)])
+def test_mxfp8_is_read_as_the_others(name, rows, K, monkeypatch):
+    """Of few rows C++ asks for no dequantised weight."""
+    skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
+    x, q, bias = randn(rows, K).requires_grad_(), quantize_mxfp8(randn(24, K, seed=1)), randn(24, seed=2)
+    w = dequantize(q)
+    kept = []
+    with monkeypatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t,
+                                                                                  lambda t: t):
+        if name == "cpp" and rows < 64 and K % 16 == 0:
+            patch.setattr(MODULE, "dense", None)
+        y = quantized_linear(x, q, bias, implementation=name)
+    assert storages(*kept) == storages(*q.tensors())
+    close(y, x @ w.t() + bias)
+    close(torch.autograd.grad(y.sum(), x)[0], w.sum(0).expand(rows, K))
+    for part, change, message in (("scale", lambda t: t[1:], r"q\.scale must have shape"),
+                                  ("scale", lambda t: t.view(torch.uint8), r"q\.scale must be a float8_e8m0fnu tensor"),
+                                  ("data", lambda t: t.view(torch.float8_e5m2), r"q\.data must be a float8_e4m3fn")):
+        with pytest.raises((TypeError, ValueError), match=message):
+            quantized_linear(x, dataclasses.replace(q, **{part: change(getattr(q, part))}), implementation=name)
+
+
 # ---- refusals
 
 @pytest.mark.parametrize("change, error, message", [
     ({"q": quantize_nf4(torch.ones(2, 3, 64))}, ValueError, "q must have shape [N, K], got [2, 3, 64]"),
-    ({"q": torch.ones(24, 64)}, TypeError, "q must be an NF4, NVFP4 or BlockFP8, got Tensor"),
+    ({"q": torch.ones(24, 64)}, TypeError, "q must be an NF4, NVFP4, BlockFP8 or MXFP8, got Tensor"),
     ({"x": torch.ones(5, 63)}, ValueError, "x must have shape [..., 64], with q's K, got [5, 63]"),
     ({"x": torch.ones(())}, ValueError, "x must have shape [..., 64], with q's K, got []"),
     ({"x": torch.ones(5, 64, dtype=torch.int32)}, TypeError, "x must be one of float32, bfloat16, float16, float64"),

@@ -747,7 +747,7 @@ def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
     for folder in ("tilewright", "csrc"):
         shutil.copytree(root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     rows = {"rmsnorm", "add_rmsnorm"}
-    fused = rows | {"qk_norm_rope", "silu_mul_quantize", "rmsnorm_quantize"}
+    fused = rows | {"qk_norm_rope", "silu_mul_quantize", "rmsnorm_quantize", "add_rmsnorm_quantize"}
     edits = [
         (("tilewright/ops/rope.py", "", "# another\n"), set()),
         (("tilewright/ops/rope.py", '"""', '"""Another word. '), set()),

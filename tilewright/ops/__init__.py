@@ -49,7 +49,7 @@ OPS = {op.name: op for op in (RMSNORM, ADD_RMSNORM, SILU_MUL, GELU_MUL, ROPE, QK
 
 __all__ = ["AQN", "MXFP8", "NF4", "NVFP4", "OPS", "BlockFP8", "Gate", "add_rmsnorm", "add_rmsnorm_quantize",
            "aqn_noise", "aqn_schedule", "attention", "checked_targets", "cross_entropy", "dequantize_block_fp8",
-           "dequantize_mxfp8", "dequantize_nf4", "dequantize_nvfp4", "fp8_linear", "gelu_mul", "grouped_gemm", "hadamard",
-           "linear_cross_entropy", "linear_logprob", "moe_lora", "moe_mlp", "permute", "qk_norm_rope",
+           "dequantize_mxfp8", "dequantize_nf4", "dequantize_nvfp4", "fp8_linear", "gelu_mul", "grouped_gemm",
+           "hadamard", "linear_cross_entropy", "linear_logprob", "moe_lora", "moe_mlp", "permute", "qk_norm_rope",
            "quantize_block_fp8", "quantize_mxfp8", "quantize_nf4", "quantize_nvfp4", "quantized_linear", "rmsnorm",
            "rmsnorm_quantize", "rope", "route", "silu_mul", "silu_mul_quantize", "sort_by_expert", "unpermute"]

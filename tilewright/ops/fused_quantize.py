@@ -1,5 +1,5 @@
-"""Three ops with their results in FP8, as the product behind them takes its inputs: block-scaled in blocks of 1 x 128, or
-MXFP8. The bfloat16 result is never written to memory, or written in the same pass.
+"""Three ops with their results in FP8, as the product behind them takes its inputs: block-scaled in blocks of 1 x 128,
+or MXFP8. The bfloat16 result is never written to memory, or written in the same pass.
 
 Each gives, byte for byte, what the op and `quantize_block_fp8(..., block=(1, 128))` or `quantize_mxfp8` give one after
 the other in the same implementation: the result is rounded to the input's dtype before it is quantised.
@@ -36,8 +36,8 @@ def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor | None = None, *, see
     format: "block_fp8", with a float32 scale for each 1 x 128 block, or "mxfp8", with a power of two for each 32
         elements of a row.
     transpose: returns (q, that of the product's transpose), bit for bit as `quantize_mxfp8` does, from one read of gate
-        and up: what the gradient of the projection's weight multiplies. Only in MXFP8, whose blocks of 32 rows a program
-        holds; the result has 2 dimensions or more.
+        and up (eager: two of the product): what the gradient of the projection's weight multiplies. Only in MXFP8, of
+        whose transpose a program holds the blocks, 32 rows; the result has 2 dimensions or more.
     implementation: "auto", or one of triton, cpp, eager.
 
     Returns a BlockFP8 or MXFP8 of shape [..., I], of gate's dtype. In float32; the product is rounded to gate's dtype,
@@ -268,9 +268,9 @@ def _timed(make, models):
 
 
 # A code of e4m3 has 3 bits of mantissa: where the twin's value and another's, a rounding apart, lie on two sides of a
-# tie, the codes are neighbours, 1/8 of the smaller apart. In MXFP8 a block's largest magnitude may lie so on two sides of
-# 448 times a power of two: the scale is then twice the other, and codes are halves. Tests compare bytes with the two ops
-# of one implementation.
+# tie, the codes are neighbours, 1/8 of the smaller apart. In MXFP8 a block's largest magnitude may lie so on two sides
+# of 448 times a power of two: the scale is then twice the other, and codes are halves. Tests compare bytes with the two
+# ops of one implementation.
 def _atol(dtype, kwargs):
     return 1.25 if kwargs.get("format") == "mxfp8" else 0.125
 

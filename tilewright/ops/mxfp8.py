@@ -1,5 +1,5 @@
-"""MXFP8: float8_e4m3fn with a power of two for each 32 consecutive elements of a row, an E8M0 byte b for 2^(b - 127) (OCP
-Microscaling Formats 1.0), as tensor cores of compute capability 10 take their inputs."""
+"""MXFP8: float8_e4m3fn with a power of two for each 32 consecutive elements of a row, an E8M0 byte b for 2^(b - 127), as
+tensor cores of compute capability 10 take their inputs (OCP Microscaling Formats 1.0)."""
 
 from __future__ import annotations
 

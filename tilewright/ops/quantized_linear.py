@@ -24,19 +24,22 @@ from tilewright.ops import _checks, cases, nf4, quantize
 from tilewright.ops._library import define, differentiate
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import DEQUANTIZE_BLOCK_FP8, BlockFP8, dequantize_block_fp8, quantize_block_fp8
+from tilewright.ops.mxfp8 import DEQUANTIZE_MXFP8, E8M0, MXFP8
+from tilewright.ops.mxfp8 import BLOCK as MX_BLOCK
 from tilewright.ops.nf4 import DEQUANTIZE_NF4, NF4, quantize_nf4
 from tilewright.ops.nvfp4 import DEQUANTIZE_NVFP4, NVFP4, quantize_nvfp4
 from tilewright.ops.quantize import Quantized
 from tilewright.registry import Case, Cost, Implementation, On, Op, short
 
-_DEQUANTIZE = {NF4: DEQUANTIZE_NF4, NVFP4: DEQUANTIZE_NVFP4, BlockFP8: DEQUANTIZE_BLOCK_FP8}
+_DEQUANTIZE = {NF4: DEQUANTIZE_NF4, NVFP4: DEQUANTIZE_NVFP4, BlockFP8: DEQUANTIZE_BLOCK_FP8, MXFP8: DEQUANTIZE_MXFP8}
 
 
 def dequantize(q: Quantized, *, dtype: torch.dtype | None = None, noise: AQN | None = None,
                implementation: str = "auto") -> torch.Tensor:
-    """`dequantize_nf4`, `dequantize_nvfp4` or `dequantize_block_fp8`, by q's format, whose arguments these are."""
+    """`dequantize_nf4`, `dequantize_nvfp4`, `dequantize_block_fp8` or `dequantize_mxfp8`, by q's format, whose arguments
+    these are."""
     if type(q) not in _DEQUANTIZE:
-        raise TypeError(f"q must be an NF4, NVFP4 or BlockFP8, got {type(q).__name__}")
+        raise TypeError(f"q must be an NF4, NVFP4, BlockFP8 or MXFP8, got {type(q).__name__}")
     options = {} if noise is None else {"noise": noise}
     return _DEQUANTIZE[type(q)].public(q, dtype=dtype, implementation=implementation, **options)
 
@@ -47,7 +50,7 @@ def quantized_linear(x: torch.Tensor, q: Quantized, bias: torch.Tensor | None = 
     """y = x @ dequant(q)^T + bias.
 
     x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides.
-    q: NF4, NVFP4 or BlockFP8 of shape [N, K]; frozen. It is read in x's dtype, whatever dtype it was quantised from.
+    q: NF4, NVFP4, BlockFP8 or MXFP8 of shape [N, K]; frozen. It is read in x's dtype, whatever dtype it was quantised from.
     bias: [N] in x's dtype, or None.
     noise: what `dequantize_*` adds to the weight, the same in forward and backward; None for nothing.
     Returns [..., N] in x's dtype. The weight is dequantised in float32 and rounded to x's dtype; products are summed in
@@ -91,7 +94,7 @@ def fp8_linear(x: torch.Tensor, q: BlockFP8, bias: torch.Tensor | None = None, *
 def _validate(x, q, bias):
     quantize.source(x)
     if type(q) not in _DEQUANTIZE:
-        raise TypeError(f"q must be an NF4, NVFP4 or BlockFP8, got {type(q).__name__}")
+        raise TypeError(f"q must be an NF4, NVFP4, BlockFP8 or MXFP8, got {type(q).__name__}")
     if len(q.shape) != 2:
         raise ValueError(f"q must have shape [N, K], got {list(q.shape)}")
     _checks.same_device(x=x, q=q.tensors()[0], bias=bias)
@@ -115,7 +118,7 @@ def checked_noise(noise):
 class Packed(NamedTuple):
     """data, scale, first, second: q's tensors, those that its format has not None; FP8 as bytes, which share memory.
 
-    format: "nf4", "nvfp4" or "block_fp8".   shape: q's.   block: NF4's block_size, block FP8's rows and columns.
+    format: "nf4", "nvfp4", "block_fp8" or "mxfp8".   shape: q's.   block: NF4's block_size, block FP8's rows and columns.
     alpha, key: of the noise, its scale and (seed, step, layer).
     """
 
@@ -132,15 +135,18 @@ class Packed(NamedTuple):
 
 def pack(q: Quantized, noise: AQN | None) -> Packed:
     """Raises TypeError for FP8 of another kind: its bytes would be taken for those of this one."""
-    for name, t in (("q.scale", q.scale),) if isinstance(q, NVFP4) else (("q.data", q.data),) if isinstance(
-            q, BlockFP8) else ():
-        if t.dtype != quantize.E4M3:
-            raise TypeError(f"{name} must be a {short(quantize.E4M3)} tensor, got {short(t.dtype)}")
+    for cls, name, dtype in ((NVFP4, "scale", quantize.E4M3), (BlockFP8, "data", quantize.E4M3),
+                             (MXFP8, "data", quantize.E4M3), (MXFP8, "scale", E8M0)):
+        if isinstance(q, cls) and (t := getattr(q, name)).dtype != dtype:
+            raise TypeError(f"q.{name} must be a {short(dtype)} tensor, got {short(t.dtype)}")
     of_noise = (0.0, [0, 0, 0]) if noise is None else (float(noise.alpha), [noise.seed, noise.step, noise.layer])
     if isinstance(q, NF4):
         return Packed(q.data, q.absmax, q.nested_absmax, q.offset, "nf4", list(q.shape), [q.block_size], *of_noise)
     if isinstance(q, NVFP4):
         return Packed(q.data, q.scale.view(torch.uint8), q.global_scale, None, "nvfp4", list(q.shape), [], *of_noise)
+    if isinstance(q, MXFP8):
+        return Packed(q.data.view(torch.uint8), q.scale.view(torch.uint8), None, None, "mxfp8", list(q.shape), [],
+                      *of_noise)
     return Packed(q.data.view(torch.uint8), q.scale_inv, None, None, "block_fp8", list(q.shape), list(q.block),
                   *of_noise)
 
@@ -150,6 +156,8 @@ def unpack(p: Packed, dtype: torch.dtype) -> tuple[Quantized, AQN | None]:
         q = NF4(p.data, p.scale, p.first, p.second, tuple(p.shape), dtype, p.block[0])
     elif p.format == "nvfp4":
         q = NVFP4(p.data, p.scale.view(quantize.E4M3), p.first, tuple(p.shape), dtype)
+    elif p.format == "mxfp8":
+        q = MXFP8(p.data.view(quantize.E4M3), p.scale.view(E8M0), dtype)
     else:
         q = BlockFP8(p.data.view(quantize.E4M3), p.scale, tuple(p.block), dtype)
     return q, AQN(p.alpha, *p.key) if p.alpha else None
@@ -314,6 +322,8 @@ def _triton():
         from tilewright.kernels import quantized_linear_triton as k
 
         def few_rows(x, bias, packed):
+            if packed.format == "mxfp8":   # a step of the kernel takes more columns than share a scale
+                return None
             config = k.constants(x, packed.format, packed.shape[0], packed.block)
             if config is None:
                 return None
@@ -330,11 +340,15 @@ def _cpp():
 
         def few_rows(x, bias, packed):
             N, K = packed.shape
-            rows, span = {"nf4": (1, *packed.block), "nvfp4": (1, 16), "block_fp8": packed.block}[packed.format]
+            rows, span = {"nf4": (1, *packed.block), "nvfp4": (1, 16), "mxfp8": (1, MX_BLOCK), "block_fp8": packed.block}[
+                packed.format]
             # Codes are taken 16 at a time, of one scale.
             if not 0 < x.shape[0] <= _CPP_ROWS[x.dtype] or N * K == 0 or K % 16 or span % 16 or (
                     packed.format == "nf4" and K % span):
                 return None
+            if packed.format == "mxfp8":   # with float32 scales, an eighth of the weight's bytes: the values are the same
+                quantize.part("q.scale", packed.scale, torch.uint8, (N, -(-K // MX_BLOCK)), packed.data)
+                packed = packed._replace(scale=packed.scale.view(E8M0).float(), format="block_fp8", block=[rows, span])
             bias, data, scale, nested, table, extra, _ = _read_by_kernel(x, bias, packed)
             return product(x.contiguous(), bias, data, scale, nested, table, extra, _CPP_FORMATS[packed.format], N,
                            rows, span)
