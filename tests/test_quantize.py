@@ -450,7 +450,7 @@ def test_mxfp8_scales_are_the_least_that_saturate_nothing(name, poisoned):
     """Every exponent, with what is largest for a scale, and what is next above; subnormal numbers too."""
     skip_unless_usable(mxfp8.QUANTIZE_MXFP8, name, torch.float32)
     exponents = torch.arange(-149, 120, device=DEVICE, dtype=torch.float64)
-    for factor, byte in ((448.0, 127), (448.0 * (1 + 2.0**-23), 128), (2.0**8, 127), (224.0 * (1 + 2.0**-23), 127)):
+    for factor, byte in ((448.0, 127), (448 + 2.0**-15, 128), (256.0, 127), (224 + 2.0**-16, 127)):
         most = factor * 2.0**exponents
         x = torch.zeros(len(most), 40, device=DEVICE)
         x[:, 3] = -most.float()
