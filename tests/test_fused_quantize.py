@@ -401,8 +401,8 @@ def transposes(name, dtype):
                         quantize_block_fp8(x, transpose=True, **options, implementation="eager"), strict=True):
             assert_same(q, e)
     for options in ({}, {"seed": 1}):
-        for q, e in zip(quantize_mxfp8(x[:64], transpose=True, **options, implementation=name),
-                        quantize_mxfp8(x[:64], transpose=True, **options, implementation="eager"), strict=True):
+        for q, e in zip(quantize_mxfp8(x[:64, :148], transpose=True, **options, implementation=name),
+                        quantize_mxfp8(x[:64, :148], transpose=True, **options, implementation="eager"), strict=True):
             assert_same(q, e)
     for options in ({}, {"square": True, "seed": 1}):
         for q, e in zip(quantize_nvfp4(x, transpose=True, **options, implementation=name),

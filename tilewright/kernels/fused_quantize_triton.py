@@ -416,8 +416,8 @@ def _rmsnorm_quantize(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, data_pt
 
 
 def _registers(wider: bool) -> dict:
-    """Of a launch whose residual is wider than x. Without a bound ptxas aims at 48 registers a thread for sm_90 in rows of
-    4,096, and spills 8 bytes for them; with this one, which the largest block has, it takes 58."""
+    """Of a launch whose residual is wider than x. Without a bound ptxas aims at 48 registers a thread for sm_90 in rows
+    of 4,096, and spills 8 bytes for them; with this one, which the largest block has, it takes 58."""
     return {"maxnreg": 128} if wider else {}
 
 
@@ -501,8 +501,8 @@ def mxfp8_gate(silu: bool = False) -> list[KernelSpec]:
         label = f"{'silu_mul mxfp8' if silu else 'mxfp8 quantize'} both {d}{' random' if random else ''}"
         found.append(_spec(_mxfp8_both, f"{label}{' odd' if row_unit == 1 else ''}", types,
                            {"ROW_UNIT": row_unit, "UNIT": 8 if d == "bf16" else 4, "HIGH": HIGH, "WIDE": WIDE,
-                            "RANDOM": 2 * random, "HARDWARE": 1}, _mxfp8_warps(random), store=0, elements=2 * HIGH * WIDE,
-                           **{} if random else E4M3))
+                            "RANDOM": 2 * random, "HARDWARE": 1}, _mxfp8_warps(random), store=0,
+                           elements=2 * HIGH * WIDE, **{} if random else E4M3))
     return found
 
 

@@ -1,5 +1,6 @@
-"""NF4, NVFP4, block-scaled FP8 and MXFP8 in Triton. The definitions are in tilewright/ops/{nf4,nvfp4,block_fp8,mxfp8}.py,
-and the rounding in tilewright/ops/quantize.py; what is quantised has the same bytes there and here.
+"""NF4, NVFP4, block-scaled FP8 and MXFP8 in Triton. The definitions are in
+tilewright/ops/{nf4,nvfp4,block_fp8,mxfp8}.py, and the rounding in tilewright/ops/quantize.py; what is quantised has the
+same bytes there and here.
 
 HARDWARE says which conversions the GPU has (see `conversions`): those of e4m3 from compute capability 8.9 on, those of
 e2m1 from 10.0 on. They give the same bits as the integer operations on float32 that stand in for them elsewhere: on
@@ -191,8 +192,8 @@ def conversions(device: torch.device) -> int:
 
 @triton.jit
 def random_bits(element, key, RANDOM: tl.constexpr):
-    """32 bits for each element (int64): see `philox` in tilewright/ops/quantize.py. RANDOM: 2 if each four in a row begin
-    with a multiple of four, and so are the words of one block, else 1."""
+    """32 bits for each element (int64): see `philox` in tilewright/ops/quantize.py. RANDOM: 2 if each four in a row
+    begin with a multiple of four, and so are the words of one block, else 1."""
     if RANDOM == 2:   # of four the first, which the thread that holds them has
         block, _ = tl.split(tl.reshape(element >> 2, (element.numel // 4, 2, 2)))
         block, _ = tl.split(block)

@@ -1,5 +1,5 @@
-"""MXFP8: float8_e4m3fn with a power of two for each 32 consecutive elements of a row, an E8M0 byte b for 2^(b - 127), as
-tensor cores of compute capability 10 take their inputs (OCP Microscaling Formats 1.0)."""
+"""MXFP8: float8_e4m3fn with a power of two for each 32 consecutive elements of a row, an E8M0 byte b for 2^(b - 127),
+as tensor cores of compute capability 10 take their inputs (OCP Microscaling Formats 1.0)."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ QUANTIZE_MXFP8 = Op(
      Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED)),
     (*all_cases(lambda x: {"x": x}, 8.25), _case("random", (5, 37), seed=1),
      _case("transpose", (40, 70), transpose=True), _case("transpose_experts", (2, 33, 48), transpose=True),
-     _case("transpose_random", (2, 17, 33), transpose=True, seed=3), *_timed_transposes()),
+     _case("transpose_random", (2, 20, 36), transpose=True, seed=3), *_timed_transposes()),
     goals=cases.near_copy(85, "forward"),
 )
 DEQUANTIZE_MXFP8 = Op(

@@ -24,20 +24,21 @@ from tilewright.ops import _checks, cases, nf4, quantize
 from tilewright.ops._library import define, differentiate
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import DEQUANTIZE_BLOCK_FP8, BlockFP8, dequantize_block_fp8, quantize_block_fp8
-from tilewright.ops.mxfp8 import DEQUANTIZE_MXFP8, E8M0, MXFP8
 from tilewright.ops.mxfp8 import BLOCK as MX_BLOCK
+from tilewright.ops.mxfp8 import DEQUANTIZE_MXFP8, E8M0, MXFP8
 from tilewright.ops.nf4 import DEQUANTIZE_NF4, NF4, quantize_nf4
 from tilewright.ops.nvfp4 import DEQUANTIZE_NVFP4, NVFP4, quantize_nvfp4
 from tilewright.ops.quantize import Quantized
 from tilewright.registry import Case, Cost, Implementation, On, Op, short
 
-_DEQUANTIZE = {NF4: DEQUANTIZE_NF4, NVFP4: DEQUANTIZE_NVFP4, BlockFP8: DEQUANTIZE_BLOCK_FP8, MXFP8: DEQUANTIZE_MXFP8}
+_DEQUANTIZE = {NF4: DEQUANTIZE_NF4, NVFP4: DEQUANTIZE_NVFP4, BlockFP8: DEQUANTIZE_BLOCK_FP8,
+               MXFP8: DEQUANTIZE_MXFP8}
 
 
 def dequantize(q: Quantized, *, dtype: torch.dtype | None = None, noise: AQN | None = None,
                implementation: str = "auto") -> torch.Tensor:
-    """`dequantize_nf4`, `dequantize_nvfp4`, `dequantize_block_fp8` or `dequantize_mxfp8`, by q's format, whose arguments
-    these are."""
+    """`dequantize_nf4`, `dequantize_nvfp4`, `dequantize_block_fp8` or `dequantize_mxfp8`, by q's format, whose
+    arguments these are."""
     if type(q) not in _DEQUANTIZE:
         raise TypeError(f"q must be an NF4, NVFP4, BlockFP8 or MXFP8, got {type(q).__name__}")
     options = {} if noise is None else {"noise": noise}
@@ -50,7 +51,8 @@ def quantized_linear(x: torch.Tensor, q: Quantized, bias: torch.Tensor | None = 
     """y = x @ dequant(q)^T + bias.
 
     x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides.
-    q: NF4, NVFP4, BlockFP8 or MXFP8 of shape [N, K]; frozen. It is read in x's dtype, whatever dtype it was quantised from.
+    q: NF4, NVFP4, BlockFP8 or MXFP8 of shape [N, K]; frozen. It is read in x's dtype, whatever dtype it was quantised
+        from.
     bias: [N] in x's dtype, or None.
     noise: what `dequantize_*` adds to the weight, the same in forward and backward; None for nothing.
     Returns [..., N] in x's dtype. The weight is dequantised in float32 and rounded to x's dtype; products are summed in
@@ -118,7 +120,8 @@ def checked_noise(noise):
 class Packed(NamedTuple):
     """data, scale, first, second: q's tensors, those that its format has not None; FP8 as bytes, which share memory.
 
-    format: "nf4", "nvfp4", "block_fp8" or "mxfp8".   shape: q's.   block: NF4's block_size, block FP8's rows and columns.
+    format: "nf4", "nvfp4", "block_fp8" or "mxfp8".   shape: q's.   block: NF4's block_size, block FP8's rows and
+        columns.
     alpha, key: of the noise, its scale and (seed, step, layer).
     """
 
@@ -340,13 +343,13 @@ def _cpp():
 
         def few_rows(x, bias, packed):
             N, K = packed.shape
-            rows, span = {"nf4": (1, *packed.block), "nvfp4": (1, 16), "mxfp8": (1, MX_BLOCK), "block_fp8": packed.block}[
-                packed.format]
+            rows, span = {"nf4": (1, *packed.block), "nvfp4": (1, 16), "mxfp8": (1, MX_BLOCK),
+                          "block_fp8": packed.block}[packed.format]
             # Codes are taken 16 at a time, of one scale.
             if not 0 < x.shape[0] <= _CPP_ROWS[x.dtype] or N * K == 0 or K % 16 or span % 16 or (
                     packed.format == "nf4" and K % span):
                 return None
-            if packed.format == "mxfp8":   # with float32 scales, an eighth of the weight's bytes: the values are the same
+            if packed.format == "mxfp8":   # with float32 scales, an eighth of the weight's bytes; values are the same
                 quantize.part("q.scale", packed.scale, torch.uint8, (N, -(-K // MX_BLOCK)), packed.data)
                 packed = packed._replace(scale=packed.scale.view(E8M0).float(), format="block_fp8", block=[rows, span])
             bias, data, scale, nested, table, extra, _ = _read_by_kernel(x, bias, packed)
