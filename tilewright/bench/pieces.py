@@ -93,7 +93,7 @@ def _along(dim: int, *names: str, outputs: Sequence[str], what: str = "blocks of
         shapes = {i: kwargs[n].shape for i, n in enumerate(outputs)}
         if "up" in names and "up" not in given:   # packed
             shapes = dict.fromkeys(shapes, (*kwargs["gate"].shape[:-1], kwargs["gate"].shape[-1] // 2))
-        if kwargs[given[0]].dim() < 2 or (placed and kwargs.get("seed") is not None):
+        if kwargs[given[0]].dim() < 2 or kwargs.get("transpose") or (placed and kwargs.get("seed") is not None):
             return None
         size = kwargs[given[0]].shape[dim]
         widest = sum(kwargs[n].numel() for n in given)
