@@ -3,9 +3,10 @@
     python -m tilewright.bench tune --minutes 9 [--op OP,..] [--case CASE,..] [--dtype DTYPE,..] [--tables DIR]
 
 For every timed case of every op, every implementation with tunable launches is called once, to see which constants it
-asks for; each such launch is then timed with every candidate of its space, interleaved, in the pass of the op that the
-launch belongs to. The fastest whose results hold the numerics contract is kept, if it is faster than the heuristic by
-more than the spread; else the heuristic stands, and that is written down too. Constants of a launch are searched once,
+asks for; each such launch is then timed with every candidate of its space, interleaved: a kernel's launch by itself,
+constants of something else in the pass of the op that they belong to. The fastest with which the op holds the numerics
+contract is kept, if it is faster than the heuristic by more than the spread; else the heuristic stands, and that is
+written down too. Constants of a launch are searched once,
 in the first case that asks for them with the same key. As `suite`: a call ends in time, the next one goes on.
 """
 
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from tilewright import platform, registry
-from tilewright.bench import contract, pieces, report, run, runner, sources, suite, timing
+from tilewright.bench import contract, launches, pieces, report, run, runner, sources, suite, timing
 from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
@@ -64,25 +65,19 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
     provider = Provider(impl.name, functools.partial(op.public, implementation=impl.name))
     mine = contract.convert(kwargs, None) if kwargs.get("inplace") else kwargs
     passes = run.passes(provider, mine)
-    timed = passes.get(tunable.which, passes["forward"])
     clock = timing.clock(device)
     told: list[Config] = []
 
-    def with_config(config):
-        before, fn = (timed.before, timed.fn) if isinstance(timed, timing.After) else (None, timed)
+    def task(config):
+        def first():
+            if config not in told:
+                told.append(config)
+                trying(config)
 
-        def under(call):
-            def called():
-                if config not in told:
-                    told.append(config)
-                    trying(config)
-                with tunable.override(place, key, config):
-                    return call()
-            return called
+        return launches.timed(tunable, key, config, place, passes, first, shared)
 
-        return timing.After(under(before), under(fn)) if before else under(fn)
-
-    tasks = {i: with_config(c) for i, c in enumerate(candidates) if c not in crashed}
+    shared: dict[tuple, torch.Tensor] = {}
+    tasks = {i: task(c) for i, c in enumerate(candidates) if c not in crashed}
     measure = functools.partial(timing.interleave, clock=clock, rounds=rounds, max_seconds=seconds)
     timings, errors = measure(tasks, seed=run.SEED)
     rejected = {**errors, **{i: "ended its process" for i, c in enumerate(candidates) if c in crashed}}
