@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewright.bench import contract, report, run, runner, sources, suite, timing, tune
+from tilewright.bench import contract, launches, report, run, runner, sources, suite, timing, tune
 from tilewright.bench.__main__ import main
 from tilewright.bench.runner import Unit
 from tilewright.kernels import tuning
@@ -896,7 +896,7 @@ def searched(monkeypatch, spoil=()):
     op._by_name = {i.name: i for i in op.implementations}
     impl = op.implementations[0]
     case = op.cases[0]
-    ((asked, key),) = tune.asked_for(op, impl, case.make("cpu", torch.float32, 0))
+    ((asked, key),) = launches.asked_for(op, impl, case.make("cpu", torch.float32, 0))
     assert asked is t and key == (100, 4)
     return tune.search(op, impl, case, torch.float32, t, key, "cpu", rounds=5)
 
@@ -945,7 +945,7 @@ def test_a_search_that_ended_in_the_middle_goes_on_where_it_was(tmp_path, monkey
                 "heuristic_us": 1.0}
 
     monkeypatch.setattr(tune, "search", search)
-    monkeypatch.setattr(tune, "asked_for", lambda *_: [(t, (8,)) for t in launches])
+    monkeypatch.setattr(launches, "asked_for", lambda *_: [(t, (8,)) for t in launches])
     op = fake_op(right=rmsnorm_eager)
     meta = {**META, "date": "2026-01-01T00:00:00", "commit": None, "dirty": None}
 
@@ -1035,7 +1035,7 @@ def test_contract_of_an_op_holds_with_every_candidate():
     case = next(c for c in op.cases if "contract" in c.tags)
     kwargs = case.make("cpu", torch.float32, 0)
     by = contract.reference(op, kwargs, torch.float32)
-    for t, key in tune.asked_for(op, op.implementation("cpp"), kwargs):
+    for t, key in launches.asked_for(op, op.implementation("cpp"), kwargs):
         for config in t.candidates(**t.named(key)):
             with t.override(CPU, key, config):
                 assert all(f.holds for f in contract.judge(op, "cpp", kwargs, by))
@@ -1045,7 +1045,7 @@ def test_contract_of_an_op_holds_with_every_candidate():
     ((1.0, 1.0, 1.0), (2.0, 2.0, 2.0), True), ((1.0, 1.0, 3.0), (2.0, 2.0, 2.0), False),
     ((1.995, 1.995, 1.995), (2.0, 2.0, 2.0), False)], ids=["clear", "overlapping", "half a percent"])
 def test_what_counts_as_faster(ours, theirs, faster):
-    assert tune._faster(timing.Timing.of(ours), timing.Timing.of(theirs)) is faster
+    assert timing.faster(timing.Timing.of(ours), timing.Timing.of(theirs)) is faster
 
 
 def test_searches_of_another_device_or_with_other_versions_are_none(tmp_path):
@@ -1060,7 +1060,7 @@ def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, mo
     """What was being tried is on disk before it is called; after a crash it is rejected, and the rest is searched."""
     t = tunable()
     op = fake_op(fake=lambda x, *rest: rmsnorm_eager(x, *rest))
-    monkeypatch.setattr(tune, "asked_for", lambda *_: [(t, (100, 4))])
+    monkeypatch.setattr(launches, "asked_for", lambda *_: [(t, (100, 4))])
     monkeypatch.setattr(tune, "search", functools.partial(tune.search, rounds=1, seconds=0.0))
     meta = {**META, "date": "2026-01-01T00:00:00", "commit": None, "dirty": None}
     unit = tune.unit(op, op.implementations[0], op.cases[1], "cpu", torch.float32, tmp_path, meta)

@@ -1,4 +1,5 @@
-"""A launch by itself: the kernels that one `Tunable` starts in a pass of an op, as a callable that starts them again."""
+"""A launch by itself: the kernels that one `Tunable` starts in a pass of an op, as a callable that starts them again.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +11,20 @@ from unittest import mock
 
 import torch
 
-from tilewright.bench import timing
+from tilewright.bench import contract, timing
+from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
+from tilewright.registry import Implementation, Op
 
 LARGE = 2**20   # bytes
+
+
+def asked_for(op: Op, impl: Implementation, kwargs: dict[str, Any]) -> list[tuple[Tunable, tuple]]:
+    """The launches of one forward and backward, with their keys, that this implementation declares."""
+    mine = set(impl.tunables())
+    with tuning.recording() as seen:
+        contract.run(op, impl.name, contract.convert(kwargs, None))
+    return [(tunable, key) for tunable, key in seen if tunable in mine]
 
 
 def kernels(tunable: Tunable, key: tuple, config: Config) -> list[Any]:

@@ -1,9 +1,10 @@
-"""A GPU that is not there: ops run as on one, their kernels are compiled for it, nothing is launched and nothing computed.
+"""A GPU that is not there: ops run as on one, their kernels are compiled for it, nothing is launched or computed.
 
-Inside `gpu`, tensors on "cuda" are PyTorch's meta tensors, which have shapes, strides and offsets but no memory, and say
-that they are on a GPU. So everything that the host does with a call it does here: choices of implementations and
-constants, backward passes, and Triton's `JITFunction.run`, which specializes arguments and looks up what it has compiled
-before it asks for the driver's launch. The key of a compiled kernel is thus made by the code that makes it on a GPU.
+Inside `gpu`, tensors on "cuda" are PyTorch's meta tensors, which have shapes, strides and offsets but no memory, and
+say that they are on a GPU. So everything that the host does with a call it does here: choices of implementations and
+constants, backward passes, and Triton's `JITFunction.run`, which specializes arguments and looks up what it has
+compiled before it asks for the driver's launch. The key of a compiled kernel is made by the code that makes it on a
+GPU.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def _call(operator: _library.Operator, *args) -> Any:
 
 @contextlib.contextmanager
 def gpu(arch: int = 90, name: str = "a GPU that is not there") -> Iterator[None]:
-    """Inside, tensors are made and moved to a device "cuda" of compute capability `arch` (90: 9.0) that has no memory."""
+    """Inside, "cuda" is a device of compute capability `arch` (90: 9.0) without memory."""
     from triton.runtime import driver
 
     processors, _, shared = DEVICES[arch]

@@ -7,6 +7,7 @@ Stages, in this order, over every op, implementation and case of the registry:
     roofline   copy bandwidth and dense matmul: what the device can do at all
     sanitize   a small launch of each op with a goal under compute-sanitizer's memcheck and racecheck (CUDA)
     goals      the cases that a goal of this device speaks of: `auto` and the peers that have the op
+    ab         the open questions of `bench.variants`: two ways each, interleaved, on the case that decides
     parity     the numerics contract of every implementation, on every small case, in every dtype it takes
     graph      CUDA-graph capture and replay of every implementation that runs on CUDA tensors
     big        cases of more than 2^31 elements (CUDA)
@@ -24,6 +25,7 @@ Exit code: 0, all is there and holds; 1, an implementation broke the contract or
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -33,27 +35,41 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tilewright import platform, registry
-from tilewright.bench import contract, overhead, peers, performance, report, run, runner, sources, timing
+from tilewright.bench import (
+    contract,
+    launches,
+    overhead,
+    peers,
+    performance,
+    pieces,
+    report,
+    run,
+    runner,
+    sources,
+    timing,
+    variants,
+)
 from tilewright.bench.options import at_least, has_device, names
-from tilewright.bench.providers import BASELINES
+from tilewright.bench.providers import BASELINES, Provider
 from tilewright.bench.runner import Unit
+from tilewright.bench.variants import Variant
 from tilewright.kernels import tuning
 from tilewright.registry import Op, short
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 TIMED = (torch.bfloat16, torch.float32)
 BY_NAME = {short(d): d for d in (*DTYPES, torch.float64)}
-STAGES = ("roofline", "sanitize", "goals", "parity", "graph", "big", "time", "overhead")
+STAGES = ("roofline", "sanitize", "goals", "ab", "parity", "graph", "big", "time", "overhead")
 FIRST = ("roofline", "sanitize", "goals", "overhead")   # of --goals
 # Stages that share processes. Those of the second group can run side by side: nothing is timed there.
-GROUPS = (("roofline",), ("sanitize",), ("goals",), ("parity", "graph"), ("big", "time", "overhead"))
+GROUPS = (("roofline",), ("sanitize",), ("goals",), ("ab",), ("parity", "graph"), ("big", "time", "overhead"))
 
 
 # ---- the units
@@ -232,6 +248,88 @@ def unmet(op: Op, device: str, out: pathlib.Path) -> set[tuple[str, torch.dtype]
     return found
 
 
+def ab_unit(asked: Sequence[Variant], op: Op, case: registry.Case, device: str, settings: run.Settings) -> Unit:
+    """The variants that this case decides, all interleaved: of both ways, each only if its contract holds, the times,
+    and which is faster beyond the spread."""
+    dtype = torch.bfloat16
+
+    def make():
+        kwargs = case.make(device, dtype, run.SEED)
+        reference = contract.reference(op, kwargs, dtype, cut=pieces.of(op, kwargs))
+        results, tasks = [], {}
+        for variant in asked:
+            shared = {}
+            for way, what in variant.ways.items():
+                impl = _implementation(variant, op, what, device)
+                status, reason, timed = _judged(variant, op, impl, kwargs, what, shared, reference)
+                if way == "other" and status in ("broken", "error"):   # an answer, and no fault: nothing goes this way
+                    status = "rejected"
+                results.append(_result(impl.name, dtype, status, reason and f"{variant.name}: {way}: {reason}"))
+                tasks |= {(variant.name, way, which): fn for which, fn in timed.items()}
+        del reference
+        run.free(device, compiled=False)
+        timings, errors = timing.interleave(tasks, _clock(device), rounds=settings.rounds,
+                                            max_seconds=settings.max_seconds, seed=run.SEED)
+        tasks.clear()
+        run.free(device)
+        return {"op": op.name, "case": case.name, "results": results,
+                "timed": [found for variant in asked for found in _verdicts(variant, timings)],
+                "not_timed": [f"{' '.join(key)}: {reason}" for key, reason in errors.items()]}
+
+    unit = _checks("ab", op, case, device, [dtype], make, 300.0)
+    options = {**unit.options, "ways": {v.name: v.ways for v in asked}, "settings": vars(settings), **_threads(device)}
+    return replace(unit, options=options, blank={**unit.blank, "timed": []})
+
+
+def _judged(variant: Variant, op: Op, impl: registry.Implementation, kwargs: dict[str, Any],
+            what: Mapping[str, Any] | str, shared: dict,
+            reference: contract.Reference) -> tuple[str, str | None, dict[str, Any]]:
+    """A way's status, the reason, and what is timed of it, by pass."""
+    device, dtype = contract.leaves(kwargs)[0].device, torch.bfloat16
+    if reason := impl.why_not(device.type, dtype):
+        return "unavailable", reason, {}
+    try:
+        passes = run.passes(Provider(impl.name, functools.partial(op.public, implementation=impl.name)),
+                            contract.convert(kwargs, None) if kwargs.get("inplace") else kwargs)
+        goes: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if not isinstance(what, str):
+            tunable, key = next((t, k) for t, k in launches.asked_for(op, impl, kwargs) if t.name == variant.launch)
+            config = {**tunable.heuristic(**tunable.named(key)), **what}
+            goes = tunable.override(device, key, config)
+            passes = {tunable.which: launches.timed(tunable, key, config, device, passes, shared=shared)}
+        with goes:
+            broken = contract.broken(contract.judge(op, impl.name, kwargs, reference))
+    except registry.ImplementationUnavailable as error:
+        return "unavailable", str(error), {}
+    except Exception as error:
+        timing.still_there(error, variant.name)
+        return "error", timing.first_line(error), {}
+    return ("broken", "; ".join(map(str, broken)), {}) if broken else ("holds", None, passes)
+
+
+def _implementation(variant: Variant, op: Op, what: Mapping[str, Any] | str, device: str) -> registry.Implementation:
+    """The one that a way names; or of those that have the launch the first that is usable here."""
+    if isinstance(what, str):
+        return op.implementation(what)
+    having = [i for i in op.implementations if any(t.name == variant.launch for t in i.tunables())]
+    return min(having, key=lambda i: i.why_not(device, torch.bfloat16) is not None)
+
+
+def _verdicts(variant: Variant, timings: Mapping[tuple[str, ...], timing.Timing]) -> list[dict[str, Any]]:
+    """Of each pass that was timed both ways: microseconds, by how much the other way is faster (in percent of its
+    time), and which is faster by more than the spread: None if neither is."""
+    found = []
+    for which in report.PASSES:
+        now, other = (timings.get((variant.name, way, which)) for way in variant.ways)
+        if now and other:
+            better = "other" if timing.faster(other, now) else "now" if timing.faster(now, other) else None
+            us = {way: {n: getattr(t, n) * 1e6 for n in ("median", "p20", "p80")}
+                  for way, t in zip(variant.ways, (now, other), strict=True)}
+            found.append({"question": variant.name, "pass": which, **us,
+                          "faster_percent": 100 * (now.median / other.median - 1), "better": better})
+    return found
+
+
 def sanitize_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype) -> Unit:
     """A call and its backward in a process of their own, under each of compute-sanitizer's tools."""
     code = (f"import torch; from tilewright.bench import contract; from tilewright.ops import OPS; "
@@ -301,6 +399,14 @@ def units(stage: str, ops: Iterable[Op], device: str, dtypes: Sequence[torch.dty
                 and any(goals_here(op, device)) and torch.bfloat16 in taken[op.name]]
     if stage == "goals":
         return goal_units(ops, device, settings, out, cases)
+    if stage == "ab" and torch.bfloat16 in dtypes:
+        deciding = {}
+        for v in variants.VARIANTS:   # in their order, and not the registry's
+            for op, case in tagged(device):
+                if (op.name, case.name) == (v.op, v.case) and _implementation(v, op, v.now, device).why_not(
+                        device, torch.bfloat16) is None:
+                    deciding.setdefault((op.name, case.name), (op, case, []))[2].append(v)
+        return [ab_unit(asked, op, case, device, settings) for op, case, asked in deciding.values()]
     if stage == "parity":
         return [parity_unit(op, case, device, taken[op.name]) for op, case in tagged("contract") if taken[op.name]]
     if stage == "graph" and device == "cuda":
@@ -334,7 +440,10 @@ def describe(document: dict[str, Any]) -> str:
         for r in document["results"]:
             count[r["status"]] = count.get(r["status"], 0) + 1
         bad = [f"{r['implementation']} {r['dtype']}: {r['reason']}" for r in document["results"]
-               if r["status"] in ("broken", "error")]
+               if r["status"] in ("broken", "error", "rejected")]
+        bad += [f"{t['question']}: {t['pass']} {t['now']['median']:.1f} us now, {t['other']['median']:.1f} otherwise "
+                f"({t['faster_percent']:+.1f} %): {t['better'] or 'neither'} is faster"
+                for t in document.get("timed", ())]
         return ", ".join(f"{n} {s}" for s, n in count.items()) + "".join(f"\n    {b}" for b in bad)
     if document["rows"] and "provider" in document["rows"][0]:
         return "".join("\n    " + report.line(r) for r in document["rows"] if r["status"] != "unavailable")

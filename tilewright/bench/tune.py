@@ -34,21 +34,12 @@ from tilewright.kernels.tuning import Config, Tunable
 from tilewright.registry import Case, Implementation, Op, short
 
 DTYPES = (torch.bfloat16, torch.float32)
-LEAST_GAIN = 1.01   # below that, a difference would not outlive the next compiler
 
 
 def usable(op: Op, device: str, dtype: torch.dtype) -> list[Implementation]:
     """Implementations with something to tune that can be timed here."""
     return [i for i in op.implementations if i.why_not(device, dtype) is None and i.tunables()
             and not (i.name == "triton" and device == "cpu")]
-
-
-def asked_for(op: Op, impl: Implementation, kwargs: dict[str, Any]) -> list[tuple[Tunable, tuple]]:
-    """The launches of one forward and backward, with their keys, that this implementation declares."""
-    mine = set(impl.tunables())
-    with tuning.recording() as seen:
-        contract.run(op, impl.name, contract.convert(kwargs, None))
-    return [(tunable, key) for tunable, key in seen if tunable in mine]
 
 
 def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable: Tunable, key: tuple, device: str,
@@ -88,7 +79,7 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
     for i in sorted(timings, key=lambda i: timings[i].median):
         if i == 0:
             break
-        if 0 in timings and not _faster(timings[i], timings[0]):
+        if 0 in timings and not timing.faster(timings[i], timings[0]):
             continue
         with tunable.override(place, key, candidates[i]):
             broken = contract.broken(contract.judge(op, impl.name, kwargs, by))
@@ -98,7 +89,7 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
         if 0 in timings:
             # The fastest of many is also the luckiest: it must be faster again, in rounds of the two alone.
             pair, _ = measure({k: tasks[k] for k in (0, i)}, seed=run.SEED + 1)
-            if set(pair) != {0, i} or not _faster(pair[i], pair[0]):
+            if set(pair) != {0, i} or not timing.faster(pair[i], pair[0]):
                 continue
             timings.update(pair)
         best = i
@@ -111,10 +102,6 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
             "heuristic_us": micros(0), "op": op.name, "case": case.name, "dtype": short(dtype),
             "tried": [{"config": c, "median_us": micros(i)} for i, c in enumerate(candidates)],
             "rejected": [{"config": candidates[i], "reason": r} for i, r in rejected.items()]}
-
-
-def _faster(a: timing.Timing, b: timing.Timing) -> bool:
-    return a.p80 < b.p20 and a.median * LEAST_GAIN < b.median
 
 
 def unit(op: Op, impl: Implementation, case: Case, device: str, dtype: torch.dtype, out: pathlib.Path,
@@ -134,7 +121,7 @@ def unit(op: Op, impl: Implementation, case: Case, device: str, dtype: torch.dty
             report.write_json(out / f"{name}.json", {"schema": runner.SCHEMA, "meta": made, "entries": entries,
                                                      "trying": trying, "crashed": crashed, "unfinished": True})
 
-        for tunable, key in asked_for(op, impl, case.make(device, dtype, run.SEED)):
+        for tunable, key in launches.asked_for(op, impl, case.make(device, dtype, run.SEED)):
             of = _key({"launch": tunable.name, "key": tunable.named(key)})
             if of not in done:
                 entries.append({"launch": tunable.name, **search(
