@@ -68,6 +68,23 @@ endif
 gate-all:
 	$(MAKE) gate GATE_ARGS="--all $(GATE_ARGS)"
 
+# What a GPU launches first, compiled here by the Triton and for the Python that its machine has (3.12 with torch 2.11),
+# so that its minutes are not spent on compiling: for scripts/gpu.sh, in RESULTS.
+GPU_PYTHON := 3.12
+GPU_ARCH := 90
+RESULTS ?= build/gpu
+.PHONY: gpu-cache
+gpu-cache: .venv-gate-$(GPU_TRITON)/.installed build/triton-$(GPU_TRITON)-$(GPU_PYTHON)/.unpacked
+	TRITON_CACHE_DIR=$(CURDIR)/build/gpu-cache .venv-gate-$(GPU_TRITON)/bin/python -m tilewright.bench gpu-cache \
+		--arch $(GPU_ARCH) --triton build/triton-$(GPU_TRITON)-$(GPU_PYTHON)/triton --out $(RESULTS)/triton-cache.tar.gz
+
+build/triton-$(GPU_TRITON)-$(GPU_PYTHON)/.unpacked: $(STAMP)
+	mkdir -p $(@D)
+	$(BIN)/python -m pip download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 -d $(@D) triton==$(GPU_TRITON)
+	cd $(@D) && $(CURDIR)/$(BIN)/python -m zipfile -e triton-*.whl . && rm triton-*.whl
+	touch $@
+
 # All but Triton is taken from this environment.
 .venv-gate-%/.installed: $(STAMP)
 	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)

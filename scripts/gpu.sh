@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Everything that this repository wants to know of a GPU, in one command, from its root:
 #
-#     scripts/gpu.sh RESULTS MINUTES [STAGE...]       stages: goals search again rest tests report (default: all)
+#     scripts/gpu.sh RESULTS MINUTES [STAGE...]       stages: goals ab search again rest tests report (default: all)
 #
-# RESULTS is a folder such as bench_results/nvidia-h200-2026-12-01. What decides first comes first: the goals, the search
-# of the constants behind those that are not met, the goals again; then all of the suite, the tests and the page. Every
+# RESULTS is a folder such as bench_results/nvidia-h200-2026-12-01. What decides first comes first: the goals, the open
+# questions that two ways each can answer, the search of the constants behind those goals that are not met, the goals
+# again; then all of the suite, the tests and the page. Every
 # stage ends within its share of the minutes and goes on where an earlier call stopped, so calls may be as short as the
 # machine's lease, and one call may ask for some stages only (docs/benchmarking.md says which); tests that have passed
 # are not run again before the sources change. Where $OUT is set, each result is appended to $OUT/results.jsonl when it
-# is made, and all that was found is packed into $OUT, Triton's cache among it; a triton-cache.tar.gz in RESULTS is
-# unpacked first. COMMIT names the sources where there is no git. Where wheels were brought (see prepare_wheels.py), run
+# is made, and all that was found is packed into $OUT, Triton's cache among it; a triton-cache.tar.gz in RESULTS, as an
+# earlier call or `make gpu-cache` has made it, is unpacked first. COMMIT names the sources where there is no git. Where wheels were brought (see prepare_wheels.py), run
 # `. TARGET/env.sh` first.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -17,7 +18,7 @@ PYTHON=${PYTHON:-python3}
 results=${1:?the folder of results}
 minutes=${2:?minutes for this call}
 shift 2
-stages=${*:-goals search again rest tests report}
+stages=${*:-goals ab search again rest tests report}
 export PYTHONUNBUFFERED=1 TILEWRIGHT_REQUIRE=triton PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 # Truth in float64 fills the memory that bfloat16 has cut into its own sizes.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
@@ -26,7 +27,14 @@ code=0
 mkdir -p "$results"
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$PWD/build/triton-cache}
 mkdir -p "$TRITON_CACHE_DIR"
-if [ -f "$results/triton-cache.tar.gz" ]; then tar xzf "$results/triton-cache.tar.gz" -C "$TRITON_CACHE_DIR"; fi
+if [ -f "$results/triton-cache.tar.gz" ]; then
+    tar xzf "$results/triton-cache.tar.gz" -C "$TRITON_CACHE_DIR"
+    # Triton lists a kernel's files by absolute paths, and compiles again where they are not there.
+    find "$TRITON_CACHE_DIR" -name '__grp__*.json' -exec \
+        sed -i -E "s#\"/[^\"]*/([^/\"]+/[^/\"]+)\"#\"$TRITON_CACHE_DIR/\1\"#g" {} +
+fi
+kernels() { find "$TRITON_CACHE_DIR" -name '*.cubin' | wc -l; }
+before=$(kernels)
 
 left() {   # minutes of what is left, as a share in percent
     awk "BEGIN { m = ($minutes - ($SECONDS - $began) / 60 - 0.5) * $1 / 100; print (m > 0.1 ? m : 0.1) }"
@@ -59,21 +67,24 @@ pack() {   # a machine that is taken away keeps nothing else
     [ -n "${OUT:-}" ] || return 0
     tar czf "$OUT/.results" "$results" tilewright/kernels/tuned docs/performance.md docs/img 2>/dev/null
     mv "$OUT/.results" "$OUT/results.tar.gz"
-    tar czf "$OUT/.cache" -C "$TRITON_CACHE_DIR" . && mv "$OUT/.cache" "$OUT/triton-cache.tar.gz"
+    # Without the text that lies beside machine code: a launch does not read it.
+    tar czf "$OUT/.cache" --exclude='*.source' --exclude='*.tt*ir' --exclude='*.llir' --exclude='*.ptx' \
+        --exclude='tmp.pid*' -C "$TRITON_CACHE_DIR" . && mv "$OUT/.cache" "$OUT/triton-cache.tar.gz"
 }
 
 suite() { "$PYTHON" -m tilewright.bench suite --out "$results" $commit $stream "$@"; }
 
 for stage in $stages; do
     case $stage in
-    goals | search | again | rest | tests | report) ;;
-    *) echo "unknown stage $stage; have goals search again rest tests report" >&2; exit 2 ;;
+    goals | ab | search | again | rest | tests | report) ;;
+    *) echo "unknown stage $stage; have goals ab search again rest tests report" >&2; exit 2 ;;
     esac
 done
 for stage in $stages; do
     echo "== $stage, $(((SECONDS - began) / 60)) min in"
     case $stage in
     goals) suite --goals --minutes "$(left 90)" ;;
+    ab) suite --stage ab --minutes "$(left 80)" ;;
     search) "$PYTHON" -m tilewright.bench tune --goals "$results" --dtype bfloat16 --minutes "$(left 70)" \
         --work "$results/tune" $commit ;;
     again) suite --goals --minutes "$(left 70)" ;;   # only what other constants were found for is timed again
@@ -82,7 +93,9 @@ for stage in $stages; do
     report) "$PYTHON" -m tilewright.bench report ;;
     esac
     found=$?
-    echo "== $stage: exit code $found"
+    now=$(kernels)
+    echo "== $stage: exit code $found; $((now - before)) kernels compiled, $before were there"
+    before=$now
     pack
     # 3, time ran out, must not hide a failure.
     if [ "$found" -ne 0 ] && { [ "$code" -eq 0 ] || [ "$code" -eq 3 ]; }; then code=$found; fi

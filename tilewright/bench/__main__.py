@@ -19,6 +19,7 @@ ELSEWHERE = {
                      "compile every GPU kernel without a GPU, against its budgets"),
     "suite": ("tilewright.bench.suite", "check and time every op here within a budget of minutes, resumably"),
     "tune": ("tilewright.bench.tune", "search launch constants within a budget of minutes, and write them down"),
+    "gpu-cache": ("tilewright.bench.gpu_cache", "compile what a GPU launches first into Triton's cache, without a GPU"),
     "report": ("tilewright.bench.performance", "write docs/performance.md from committed raw results"),
 }
 DTYPES = {registry.short(d): d for d in (*registry.FLOATS, torch.float64)}
@@ -115,9 +116,9 @@ def main(argv: list[str] | None = None, begun: float | None = None) -> int:
         return 0
 
     if args.command == "overhead":
-        from tilewright.bench import overhead
+        from tilewright.bench import overhead, pretend
 
-        if args.not_launched and (reason := overhead.no_compiling()):
+        if args.not_launched and (reason := pretend.no_compiling()):
             parser.error(f"--not-launched: {reason}")
         settings = run.Settings(rounds=args.rounds, sample_seconds=args.sample_ms / 1e3)
         device, of = ("cpu", "triton") if args.not_launched else (args.device, None)

@@ -19,6 +19,12 @@ from tilewright.registry import Implementation, Op
 LARGE = 2**20   # bytes
 
 
+def usable(op: Op, device: str, dtype: torch.dtype) -> list[Implementation]:
+    """Implementations with something to tune that can be timed here."""
+    return [i for i in op.implementations if i.why_not(device, dtype) is None and i.tunables()
+            and not (i.name == "triton" and device == "cpu")]
+
+
 def asked_for(op: Op, impl: Implementation, kwargs: dict[str, Any]) -> list[tuple[Tunable, tuple]]:
     """The launches of one forward and backward, with their keys, that this implementation declares."""
     mine = set(impl.tunables())

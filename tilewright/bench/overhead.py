@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright import platform
-from tilewright.bench import timing
+from tilewright.bench import pretend, timing
 from tilewright.registry import Op, operations, short
 
 LEVELS = ("public", "resolved", "operator", "launch", "kept", "pick")
@@ -39,38 +38,6 @@ class _FirstOperator(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _NoDriver:
-    """Triton's driver of a GPU that is not there: it loads and launches nothing."""
-
-    utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
-                            load_binary=lambda name, cubin, shared, device: (name, name, 0, 0, 1024),
-                            unload_module=lambda name: None)
-
-    def __init__(self, arch: int):
-        from triton.backends.compiler import GPUTarget
-
-        self._target = GPUTarget("cuda", arch, 32)
-
-    def get_current_device(self):
-        return -1   # Triton keeps by device what it compiled
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return self._target
-
-    def launcher_cls(self, source, metadata):
-        return lambda *arguments: None
-
-
-def no_compiling() -> str | None:
-    """None if `not_launched` can be used in this process, else the reason."""
-    if platform.interpreting():
-        return "Triton's interpreter, which TRITON_INTERPRET asks for, compiles nothing"
-    return platform.no_module("triton")
-
-
 @contextlib.contextmanager
 def not_launched(arch: int = 90) -> Iterator[None]:
     """Inside, Triton's implementations take tensors of a CPU. Kernels are compiled for compute capability `arch` (90:
@@ -79,7 +46,7 @@ def not_launched(arch: int = 90) -> Iterator[None]:
     from triton.runtime import driver
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(driver, "_active", _NoDriver(arch)))
+        stack.enter_context(mock.patch.object(driver, "_active", pretend.NoDriver(arch)))
         stack.enter_context(mock.patch.object(platform, "interpreting", lambda: True))
         for op in operations().values():   # what is chosen inside may not be chosen outside
             stack.enter_context(mock.patch.object(op, "_table", {}))

@@ -20,13 +20,20 @@ from unittest import mock
 import torch
 from torch.utils import _device
 
-from tilewright import registry
+from tilewright import platform, registry
 from tilewright.ops import _library
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 # By compute capability, of the devices that are most often found: multiprocessors (H100 and H200 SXM, B200, RTX PRO
 # 6000), bytes of shared memory a block and a multiprocessor. (CUDA C++ Programming Guide, "Technical Specifications".)
 DEVICES = {90: (132, 227 * 1024, 228 * 1024), 100: (148, 227 * 1024, 228 * 1024), 120: (188, 99 * 1024, 100 * 1024)}
+
+
+def no_compiling() -> str | None:
+    """None if `not_launched` can be used in this process, else the reason."""
+    if platform.interpreting():
+        return "Triton's interpreter, which TRITON_INTERPRET asks for, compiles nothing"
+    return platform.no_module("triton")
 
 
 def registers(cubin: bytes) -> int:

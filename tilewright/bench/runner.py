@@ -210,7 +210,7 @@ def supervise(commands: Sequence[Sequence[str]], out: pathlib.Path, until: float
     def stop(*which):
         processes = [running.pop(i) for i in which]
         for process in processes:
-            _kill(process)
+            kill(process)
         deadline = time.time() + DYING
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -296,8 +296,9 @@ def _died(code: int) -> str:
     return f"exit code {code}"
 
 
-def _kill(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):   # the whole session: compilers it has started too
+def kill(process: subprocess.Popen) -> None:
+    """Ends a process that was started in a session of its own, and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 

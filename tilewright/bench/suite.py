@@ -260,7 +260,7 @@ def ab_unit(asked: Sequence[Variant], op: Op, case: registry.Case, device: str, 
         for variant in asked:
             shared = {}
             for way, what in variant.ways.items():
-                impl = _implementation(variant, op, what, device)
+                impl = implementation(variant, op, what, device)
                 status, reason, timed = _judged(variant, op, impl, kwargs, what, shared, reference)
                 if way == "other" and status in ("broken", "error"):   # an answer, and no fault: nothing goes this way
                     status = "rejected"
@@ -307,7 +307,7 @@ def _judged(variant: Variant, op: Op, impl: registry.Implementation, kwargs: dic
     return ("broken", "; ".join(map(str, broken)), {}) if broken else ("holds", None, passes)
 
 
-def _implementation(variant: Variant, op: Op, what: Mapping[str, Any] | str, device: str) -> registry.Implementation:
+def implementation(variant: Variant, op: Op, what: Mapping[str, Any] | str, device: str) -> registry.Implementation:
     """The one that a way names; or of those that have the launch the first that is usable here."""
     if isinstance(what, str):
         return op.implementation(what)
@@ -403,7 +403,7 @@ def units(stage: str, ops: Iterable[Op], device: str, dtypes: Sequence[torch.dty
         deciding = {}
         for v in variants.VARIANTS:   # in their order, and not the registry's
             for op, case in tagged(device):
-                if (op.name, case.name) == (v.op, v.case) and _implementation(v, op, v.now, device).why_not(
+                if (op.name, case.name) == (v.op, v.case) and implementation(v, op, v.now, device).why_not(
                         device, torch.bfloat16) is None:
                     deciding.setdefault((op.name, case.name), (op, case, []))[2].append(v)
         return [ab_unit(asked, op, case, device, settings) for op, case, asked in deciding.values()]

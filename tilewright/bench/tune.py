@@ -16,7 +16,10 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import pathlib
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -25,7 +28,7 @@ from typing import Any
 import torch
 
 from tilewright import platform, registry
-from tilewright.bench import contract, launches, pieces, report, run, runner, sources, suite, timing
+from tilewright.bench import contract, launches, pieces, pretend, report, run, runner, sources, suite, timing
 from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
@@ -34,12 +37,6 @@ from tilewright.kernels.tuning import Config, Tunable
 from tilewright.registry import Case, Implementation, Op, short
 
 DTYPES = (torch.bfloat16, torch.float32)
-
-
-def usable(op: Op, device: str, dtype: torch.dtype) -> list[Implementation]:
-    """Implementations with something to tune that can be timed here."""
-    return [i for i in op.implementations if i.why_not(device, dtype) is None and i.tunables()
-            and not (i.name == "triton" and device == "cpu")]
 
 
 def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable: Tunable, key: tuple, device: str,
@@ -135,6 +132,27 @@ def unit(op: Op, impl: Implementation, case: Case, device: str, dtype: torch.dty
     return Unit(name, make, {"entries": [], "trying": None, "crashed": []}, 150.0, source=sources.digest(op))
 
 
+def compile_beforehand(ops: Sequence[str], goals: pathlib.Path | None, until: float) -> None:
+    """Compiles the candidates behind goals on all cores but one, so that the process that times them finds them in
+    Triton's cache; within half of the time that is left."""
+    major, minor = torch.cuda.get_device_capability()
+    arch = 10 * major + minor
+    if pretend.no_compiling() or arch not in pretend.DEVICES:
+        return
+    seconds = (until - time.time()) / 2
+    # It asks no GPU: with one in sight, PyTorch would start it in each process.
+    command = ["env", "CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "tilewright.bench", "gpu-cache", "--what",
+               "search", "--arch", str(arch), "--op", ",".join(ops), "--minutes", f"{seconds / 60:.2f}", "--jobs",
+               str(max(1, len(os.sched_getaffinity(0)) - 1)), *(["--goals", str(goals)] if goals else [])]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        process.wait(seconds + runner.DYING)
+    except subprocess.TimeoutExpired:
+        print("compiling beforehand: did not end in time")
+    finally:
+        runner.kill(process)
+
+
 def _crashed(path: pathlib.Path, meta: dict[str, Any]) -> list[list]:
     """[launch, key, constants] of those that an earlier attempt with these sources did not survive."""
     try:
@@ -153,7 +171,7 @@ def _key(entry: dict[str, Any]) -> tuple[str, str]:
 def units(ops: Sequence[Op], device: str, dtypes: Sequence[torch.dtype], out: pathlib.Path, meta: dict[str, Any],
           cases: Sequence[str] | None = None) -> list[Unit]:
     return [unit(op, impl, case, device, dtype, out, meta) for dtype in dtypes for op in ops
-            for impl in usable(op, device, dtype) for case in run.timed(op, device, cases)]
+            for impl in launches.usable(op, device, dtype) for case in run.timed(op, device, cases)]
 
 
 def _entries(out: pathlib.Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
@@ -250,6 +268,8 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
     try:
         with runner.alone(out):
             with contextlib.suppress(KeyboardInterrupt):   # what was found is written down all the same
+                if args.device == "cuda" and not all(runner.current(u, out, meta) for u in plan):
+                    compile_beforehand(args.op, args.goals, until)
                 going = runner.supervise([runner.again(["tune", *argv], until=until, since=begun)], out, until)
             for path in write_tables(out, args.tables, meta):
                 print(f"wrote {path}")
