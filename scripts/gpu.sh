@@ -29,9 +29,10 @@ export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$PWD/build/triton-cache}
 mkdir -p "$TRITON_CACHE_DIR"
 if [ -f "$results/triton-cache.tar.gz" ]; then
     tar xzf "$results/triton-cache.tar.gz" -C "$TRITON_CACHE_DIR"
-    # Triton lists a kernel's files by absolute paths, and compiles again where they are not there.
-    find "$TRITON_CACHE_DIR" -name '__grp__*.json' -exec \
-        sed -i -E "s#\"/[^\"]*/([^/\"]+/[^/\"]+)\"#\"$TRITON_CACHE_DIR/\1\"#g" {} +
+    # Triton lists a kernel's files by absolute paths, and compiles again where one of them is not there.
+    find "$TRITON_CACHE_DIR" -name '__grp__*.json' -exec sed -i -E \
+        -e 's#"[^"]*\.(source|ttir|ttgir|llir|ptx)": "[^"]*", ##g' \
+        -e "s#\"/[^\"]*/([^/\"]+/[^/\"]+)\"#\"$TRITON_CACHE_DIR/\1\"#g" {} +
 fi
 kernels() { find "$TRITON_CACHE_DIR" -name '*.cubin' | wc -l; }
 before=$(kernels)

@@ -17,7 +17,9 @@ import torch
 
 from tilewright.bench import contract, launches, report, run, runner, sources, suite, timing, tune
 from tilewright.bench.__main__ import main
+from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
+from tilewright.bench.variants import Variant
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Tunable
 from tilewright.ops import OPS
@@ -585,11 +587,11 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
     code, calls, said = call()
     assert code == 3, said   # the search had no time
     bench = [c.removeprefix("-m tilewright.bench ") for c in calls if c.startswith("-m tilewright.bench")]
-    assert [b.split()[0] for b in bench] == ["suite", "tune", "suite", "suite", "report"]
-    assert ["--goals" in b for b in bench] == [True, True, True, False, False]
-    assert "--goals results" in bench[1] and all(f"--stream {out}/results.jsonl" in b for b in bench if b[0] == "s")
-    minutes = [float(b.split("--minutes ")[1].split()[0]) for b in bench[:4]]
-    assert all(0 < m <= 2.5 * share for m, share in zip(minutes, (0.9, 0.7, 0.7, 0.8), strict=True)), minutes
+    assert [b.split()[0] for b in bench] == ["suite", "suite", "tune", "suite", "suite", "report"]
+    assert ["--goals" in b for b in bench] == [True, False, True, True, False, False]
+    assert "--stage ab" in bench[1] and "--goals results" in bench[2] and all(f"--stream {out}/results.jsonl" in b for b in bench if b[0] == "s")
+    minutes = [float(b.split("--minutes ")[1].split()[0]) for b in bench[:5]]
+    assert all(0 < m <= 2.5 * share for m, share in zip(minutes, (0.9, 0.8, 0.7, 0.7, 0.8), strict=True)), minutes
     with tarfile.open(out / "triton-cache.tar.gz") as packed:
         assert "./kernel" in packed.getnames()
     shutil.rmtree(tmp_path / "build")
@@ -657,7 +659,7 @@ def test_only_what_times_nothing_runs_side_by_side(tmp_path, monkeypatch):
     assert main(["suite", "--minutes", "1", "--out", str(tmp_path), "--device", "cpu", "--op", "rope", "--jobs",
                  "4"]) == 3
     tasks = [[runner.a_task(c)[1] for c in commands] for commands in started]
-    assert [(t[0]["group"], len(t), {x["of"] for x in t}) for t in tasks] == [(0, 1, {1}), (3, 4, {4}), (4, 1, {1})]
+    assert [(t[0]["group"], len(t), {x["of"] for x in t}) for t in tasks] == [(0, 1, {1}), (4, 4, {4}), (5, 1, {1})]
     assert [x["worker"] for x in tasks[1]] == [0, 1, 2, 3] and {x["parent"] for t in tasks for x in t} == {os.getpid()}
 
 
@@ -882,7 +884,7 @@ def test_every_candidate_names_what_the_heuristic_does(op):
             assert not t.keys or any(len(t.candidates(**t.named(key))) > 1 for key in t.keys), "nothing to search"
 
 
-def searched(monkeypatch, spoil=()):
+def waiting(spoil, dtype):
     """An op that takes as long as its constant says, and is wrong for the constants in `spoil`."""
     t = tunable()
 
@@ -892,10 +894,15 @@ def searched(monkeypatch, spoil=()):
         return rmsnorm_eager(x, weight, bias, eps, offset, cast) * (1.02 if wait in spoil else 1)
 
     op = fake_op(fake=compute)
-    op.implementations = (replace(op.implementations[0], tunables=lambda: (t,)), *op.implementations[1:])
+    op.implementations = (replace(op.implementations[0], tunables=lambda: (t,), dtypes=(dtype,)),
+                          *op.implementations[1:])
     op._by_name = {i.name: i for i in op.implementations}
-    impl = op.implementations[0]
-    case = op.cases[0]
+    return t, op
+
+
+def searched(monkeypatch, spoil=()):
+    t, op = waiting(spoil, torch.float32)
+    impl, case = op.implementations[0], op.cases[0]
     ((asked, key),) = launches.asked_for(op, impl, case.make("cpu", torch.float32, 0))
     assert asked is t and key == (100, 4)
     return tune.search(op, impl, case, torch.float32, t, key, "cpu", rounds=5)
@@ -1094,6 +1101,62 @@ def test_a_lost_device_ends_the_process_whatever_raised(tmp_path):
                     {{"device": "a cpu"}})""")
     assert subprocess.run([sys.executable, "-c", code]).returncode == runner.LOST
     assert "ZeroDivisionError" in value(tmp_path, "running-0")["lost"]
+
+
+def test_a_launch_is_timed_by_itself():
+    """Of moe_mlp, whose passes start the same kernel for several launches: only that of the one asked about."""
+    op = OPS["moe_mlp"]
+    impl, case = op.implementation("triton"), next(c for c in op.cases if "contract" in c.tags)
+    kwargs = case.make("cpu", torch.float32, 0)
+    passes = run.passes(Provider("triton", functools.partial(op.public, implementation="triton")), kwargs)
+    asked = [(t, k) for t, k in launches.asked_for(op, impl, kwargs) if t.op in ("moe_mlp", "grouped_gemm")]
+    assert len(asked) >= 6
+    started = []
+
+    def watching(kernel, run, args, options):
+        started.append((kernel.fn.__name__, options))
+
+    shared = {}
+    for t, k in asked:
+        config = {**t.heuristic(**t.named(k)), "GROUP": 3}
+        again = launches.timed(t, k, config, CPU, passes, shared=shared)
+        again()
+        with launches._watched(lambda *_: None, watching):
+            again()
+        ((name, options),) = started
+        assert options["GROUP"] == 3 and {"EPILOGUE": options.get("EPILOGUE")} == {
+            "EPILOGUE": {"up_swiglu": 1, "down_dswiglu": 2, "backward_weight": None}.get(t.launch, 0)}, t.name
+        assert name == ("_dweight" if t.launch == "backward_weight" else "_gemm")
+        started.clear()
+
+
+def test_a_launch_that_no_pass_starts_is_said():
+    op = OPS["rmsnorm"]
+    kwargs = RAGGED.make("cpu", torch.float32, 0)
+    passes = run.passes(Provider("triton", functools.partial(op.public, implementation="triton")), kwargs)
+    forward = op.implementation("triton").tunables()[0]
+    with pytest.raises(RuntimeError, match="no pass of the op starts a kernel of rmsnorm/forward for .*'D': 99"):
+        launches.timed(forward, (99, 4, False), forward.heuristic(99, 4, False), CPU, passes)()
+
+
+@pytest.mark.parametrize("other, spoil, status, better", [
+    (1, (), "holds", "other"), (9, (), "holds", "now"), (1, (1,), "rejected", None)], ids=["faster", "slower", "wrong"])
+def test_which_of_two_ways_is_faster(tables, monkeypatch, other, spoil, status, better):
+    """Both judged by the contract, timed in the same rounds; one that is wrong has no time, and is no failure."""
+    t, op = waiting(spoil, torch.bfloat16)
+    monkeypatch.setattr(suite.variants, "VARIANTS", (
+        Variant("a shorter wait", "rmsnorm", "tiny", "fake/step", {"WAIT": other}),
+        Variant("of another op", "rope", "tiny", "fake/step", {"WAIT": other})))
+    (unit,) = plan(op, "ab")
+    document = unit.make()
+    assert unit.name == "ab/rmsnorm.tiny" and [r["status"] for r in document["results"]] == ["holds", status]
+    assert [v["better"] for v in document["timed"]] == ([better] if better else [])
+    for v in document["timed"]:
+        assert v["pass"] == "forward" and (v["faster_percent"] > 0) == (better == "other")
+        assert v["now"]["p20"] <= v["now"]["median"] <= v["now"]["p80"]
+        assert f"{better} is faster" in suite.describe(document)
+    assert not suite.failures(document)
+    json.dumps(document, allow_nan=False)
 
 
 def test_luck_is_not_taken_for_speed(tables, monkeypatch):

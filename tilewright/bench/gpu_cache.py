@@ -220,8 +220,8 @@ NEEDED = (".cubin", ".json")   # of a kernel; the rest is text, which a launch d
 
 
 def pack(cache: pathlib.Path, hashes: Iterable[str], path: pathlib.Path) -> int:
-    """Writes what a launch of these kernels reads into an archive; returns its size. What lists the files names them by
-    their places here; `scripts/gpu.sh` puts its own in place of these."""
+    """Writes what a launch of these kernels reads into an archive; returns its size. The lists among it name all files
+    that were made, by their places here; `scripts/gpu.sh` puts its own in place of these."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w:gz", compresslevel=9) as archive:
         for name in sorted(map(folder, hashes)):
@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         key = key_of_build(args.triton)
     except (ValueError, OSError) as error:
         p.error(f"argument --triton: {error}")
-    with pretend.gpu(args.arch):
+    with pretend.gpu(args.arch, compiles=False):
         todo = calls(args.what, [ops[n] for n in args.op], args.goals)
     found, said = fill(todo, args.arch, key, args.jobs, began + 60 * args.minutes)
     kinds = collections.Counter("no time" if s.endswith(": no time") else "raised" for s in said)

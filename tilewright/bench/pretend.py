@@ -56,9 +56,10 @@ def registers(cubin: bytes) -> int:
 class NoDriver:
     """Triton's driver of a GPU that is not there: it loads and launches nothing."""
 
-    def __init__(self, arch: int):
+    def __init__(self, arch: int, device: int = -1):
         from triton.backends.compiler import GPUTarget
 
+        self._device = device   # Triton keeps by device what it compiled
         self._target = GPUTarget("cuda", arch, 32)
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": DEVICES[arch][1]},
@@ -66,7 +67,7 @@ class NoDriver:
             unload_module=lambda name: None)
 
     def get_current_device(self):
-        return -1   # Triton keeps by device what it compiled
+        return self._device
 
     def get_current_stream(self, device):
         return 0
@@ -138,10 +139,24 @@ def _call(operator: _library.Operator, *args) -> Any:
     return operator._launch(*args)
 
 
+def _not_compiled(kernel, key, signature, device, *_):
+    """Takes the place of a compiled kernel, of which it keeps nothing."""
+    found = kernel.device_caches[device][0][key] = SimpleNamespace(
+        run=lambda *_: None, launch_metadata=lambda *_: None, function=None, packed_metadata=None, n_regs=0,
+        metadata=SimpleNamespace(shared=0))
+    return found
+
+
 @contextlib.contextmanager
-def gpu(arch: int = 90, name: str = "a GPU that is not there") -> Iterator[None]:
-    """Inside, "cuda" is a device of compute capability `arch` (90: 9.0) without memory."""
+def gpu(arch: int = 90, name: str = "a GPU that is not there", compiles: bool = True) -> Iterator[None]:
+    """Inside, "cuda" is a device of compute capability `arch` (90: 9.0) without memory.
+
+    compiles: whether Triton's kernels are compiled; else they are nothing, for what wants to see calls alone.
+    """
     from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from tilewright.kernels import rmsnorm_triton
 
     processors, _, shared = DEVICES[arch]
     properties = SimpleNamespace(
@@ -160,7 +175,9 @@ def gpu(arch: int = 90, name: str = "a GPU that is not there") -> Iterator[None]
         def put(where, name, value):
             stack.enter_context(mock.patch.object(where, name, value, create=True))
 
-        put(driver, "_active", NoDriver(arch))
+        put(driver, "_active", NoDriver(arch, -1 if compiles else -2))
+        if not compiles:
+            put(JITFunction, "_do_compile", _not_compiled)
         for name_, value in says.items():
             put(torch.cuda, name_, value)
         put(torch, "Generator", _Generator)
@@ -176,6 +193,7 @@ def gpu(arch: int = 90, name: str = "a GPU that is not there") -> Iterator[None]
             put(torch.Tensor, name_, _made(getattr(torch.Tensor, name_)))
         for name_ in ("rand_like", "randn_like", "empty_like", "zeros_like", "ones_like", "full_like", "randint_like"):
             put(torch, name_, _made(getattr(torch, name_)))
+        put(rmsnorm_triton, "_resident", {})   # it is asked of what was compiled
         for op in registry.operations().values():   # what is chosen inside may not be chosen outside
             put(op, "_table", {})
             put(op, "_unpinned", {})

@@ -52,8 +52,9 @@ VARIANTS = (
     Variant("rmsnorm: two rows a block, for one", "rmsnorm", "qwen3-30b-a3b", "rmsnorm/forward",
             {"BLOCK_T": 2, "num_warps": 8}),
     Variant("rmsnorm: cute, for triton", "rmsnorm", "qwen3-8b", None, "cute", "triton"),
-    Variant("unpermute: at most 128 registers a thread in the backward", "unpermute", "qwen3-30b-a3b",
-            "unpermute/backward", {"maxnreg": 128}),
+    # Three blocks an SM instead of two, without a spill (128 registers spill under Triton 3.9).
+    Variant("unpermute: at most 160 registers a thread in the backward", "unpermute", "qwen3-30b-a3b",
+            "unpermute/backward", {"maxnreg": 160}),
     Variant("cross_entropy: four pieces of a row loaded ahead, for three", "cross_entropy", "llama-3-8b",
             "cross_entropy/forward", {"STAGES": 4}),
     Variant("cross_entropy: cute, for triton", "cross_entropy", "llama-3-8b", None, "cute", "triton"),
