@@ -1,4 +1,4 @@
-"""A dry run of scripts/gpu.sh on the CPU: its real stages over three ops of one tiny case each, in calls that are cut."""
+"""A dry run of scripts/gpu.sh on the CPU: its real stages, over three ops with tiny cases, in calls that are cut."""
 
 import collections
 import json
@@ -31,7 +31,8 @@ def _scaled_down(op, *, reaches):
     op.goals = (Goal("", "forward", "roofline_percent", at_least=1e-9 if reaches else 1e9, dtypes=("bfloat16",)),)
     return op
 
-OPS = {n: _scaled_down(OPS[n], reaches=n != "linear_cross_entropy") for n in ("linear_cross_entropy", "rmsnorm", "rope")}
+OPS = {n: _scaled_down(OPS[n], reaches=n != "linear_cross_entropy")
+       for n in ("linear_cross_entropy", "rmsnorm", "rope")}
 """
 # Samples are short and few: the numbers are not looked at.
 TIMING = """
