@@ -87,7 +87,11 @@ def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[],
 def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timing.Roofline,
             clock: timing.CpuClock | timing.CudaClock, settings: Settings,
             only: Iterable[str] | None = None) -> list[dict]:
-    """The rows of one (op, case, dtype): the gate, then interleaved rounds over the providers that passed."""
+    """The rows of one (op, case, dtype): the gate, then interleaved rounds over the providers that passed, and over
+    copies of as many bytes as each pass moves at least, which the shares of the roof are against.
+
+    only: names of providers; default all.
+    """
     kwargs = case.make(device, dtype, SEED)
     auto = op.choose(device, dtype)
     rows, tasks, inputs = {}, {}, {}
@@ -131,6 +135,7 @@ def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timin
     for (name, _), reason in errors.items():
         if name != COPY:   # then the roofline's stands in
             rows[name].update(status="error", reason=reason)
+    # What is left in `timings` is of providers.
     copies = {bytes_: timings.pop((name, bytes_)).median for name, bytes_ in list(timings) if name == COPY}
     floors, large = roofline.floors(cost, short(dtype), copies), roofline.floors(cost, short(dtype))
     work = {"forward": (cost.forward_bytes, cost.forward_flops),

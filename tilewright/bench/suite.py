@@ -87,6 +87,7 @@ def _threads(device: str) -> dict[str, Any]:
 
 def _checks(kind: str, op: Op, case: registry.Case, device: str, dtypes: Sequence[torch.dtype], make,
             limit: float = 180.0) -> Unit:
+    """A unit whose document has "results": a status for each implementation and dtype."""
     return Unit(f"{kind}/{op.name}.{case.name}", make, {"op": op.name, "case": case.name, "results": []}, limit,
                 {"dtypes": [short(d) for d in dtypes], "constants": _constants(op, device)}, _raised,
                 sources.digest(op))
@@ -210,15 +211,18 @@ def time_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype, sett
 
 def goal_units(ops: Sequence[Op], device: str, settings: run.Settings, out: pathlib.Path,
                cases: Sequence[str] | None) -> list[Unit]:
-    """A unit for each case that a goal of this device speaks of; those of products first, which take most of a step."""
-    found = {}
+    """A unit for each case that a goal of this device speaks of, with what `auto` takes and the peers alone.
+
+    Cases that are all about something else than bandwidth come first: they are of products, which take most of a step.
+    """
+    about: dict[tuple[Op, registry.Case, torch.dtype], set[str]] = {}
     for op in ops:
         for goal, case, dtype in goals_here(op, device):
             if cases is None or case.name in cases:
-                found.setdefault((op.name, case.name, dtype), (op, case, dtype, set()))[3].add(goal.metric)
-    ordered = sorted(found.values(), key=lambda f: "roofline_percent" in f[3])
+                about.setdefault((op, case, dtype), set()).add(goal.metric)
+    ordered = sorted(about, key=lambda aim: "roofline_percent" in about[aim])
     return [replace(time_unit(op, case, device, dtype, settings, out, only=[op.choose(device, dtype), *peers.PEERS]),
-                    name=f"goals/{op.name}.{case.name}.{short(dtype)}") for op, case, dtype, _ in ordered]
+                    name=f"goals/{op.name}.{case.name}.{short(dtype)}") for op, case, dtype in ordered]
 
 
 def goals_here(op: Op, device: str) -> Iterator[tuple[registry.Goal, registry.Case, torch.dtype]]:
@@ -233,7 +237,8 @@ def goals_here(op: Op, device: str) -> Iterator[tuple[registry.Goal, registry.Ca
 
 
 def unmet(op: Op, device: str, out: pathlib.Path) -> set[tuple[str, torch.dtype]]:
-    """(case, dtype) of the goals of this device that the results in a folder do not show to be met."""
+    """(case, dtype) of the goals of this device that the results in a folder do not show to be met: also what was not
+    measured, has no time, or lacks the provider that the goal compares with."""
     found = set()
     for goal, case, dtype in goals_here(op, device):
         try:
@@ -241,7 +246,7 @@ def unmet(op: Op, device: str, out: pathlib.Path) -> set[tuple[str, torch.dtype]
             rows = {r["provider"]: r for r in document["rows"]}
             value = performance.goal_value(goal, next(r for r in rows.values() if r["auto"]), rows,
                                            document["roofline"]["flops_per_second"].get(short(dtype)))
-        except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        except (OSError, ValueError, KeyError, TypeError, StopIteration):   # no file, half of one, no time of `auto`
             value = None
         if value is None or not performance.met(goal, value):
             found.add((case.name, dtype))
@@ -350,7 +355,7 @@ def sanitize_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype) 
             results.append(_result(tool, dtype, status, text[-2000:] if said.returncode else None))
         return {"op": op.name, "case": case.name, "results": results}
 
-    return replace(_checks("sanitize", op, case, device, [dtype], make, limit=120.0))
+    return _checks("sanitize", op, case, device, [dtype], make, limit=120.0)
 
 
 SANITIZERS = ("memcheck", "racecheck")
