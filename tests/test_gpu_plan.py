@@ -11,6 +11,9 @@ import time
 
 import pytest
 
+from tilewright.kernels import tuning
+from tilewright.ops.linear_cross_entropy import CHUNK
+
 ROOT = pathlib.Path(__file__).parents[1]
 STAGES = ["goals", "ab", "search", "again", "rest", "tests", "report"]
 SHARES = {"goals": 90, "ab": 80, "search": 70, "again": 70, "rest": 80, "tests": 90}
@@ -121,7 +124,8 @@ def call(tree, minutes, *stages):
 
 def made(tree):
     """How often each unit of the suite was made, by the stream."""
-    lines = (tree / "out/results.jsonl").read_text().splitlines()
+    stream = tree / "out/results.jsonl"
+    lines = stream.read_text().splitlines() if stream.exists() else []   # a busy machine may have made nothing yet
     return collections.Counter(json.loads(line)["unit"] for line in lines)
 
 
@@ -132,7 +136,7 @@ def within_their_shares(found):
 
 
 def test_every_stage_ends_in_time_and_is_resumed(tree):
-    code, found, said = call(tree, 0.55, *STAGES)
+    code, found, said = call(tree, 0.65, *STAGES)
     assert code == 3, f"a call that was cut is not done\n{said}"
     assert list(found) == STAGES and not within_their_shares(found), said
     assert {c for c, *_ in found.values()} <= {0, 3} and found["goals"][0] == found["rest"][0] == 3, said
@@ -148,7 +152,11 @@ def test_every_stage_ends_in_time_and_is_resumed(tree):
                                "parity/rmsnorm.tiny", "overhead/rope"} <= set(times)
     # The goals' cases are timed again where the search has found other constants for them, and nothing else is.
     assert {unit for unit, n in times.items() if n > 1 and "linear_cross_entropy" not in unit} == set(), times
-    assert list((tree / "bench_results/dry/tune").glob("linear_cross_entropy.*.json"))
+    (table,) = (tree / "tilewright/kernels/tuned").glob("*/linear_cross_entropy.json")
+    (entry,) = tuning.read(table)["launches"]["chunk"]
+    assert entry["config"] in CHUNK.candidates(**entry["key"]) and entry["median_us"] <= entry["heuristic_us"]
     assert (tree / "out/results.tar.gz").exists() and (tree / "bench_results/dry/tests.passed").exists()
-    code, found, said = call(tree, 3, "goals", "tests")
+    searched = [p.stat().st_mtime_ns for p in (tree / "bench_results/dry/tune").glob("*.json")]
+    code, found, said = call(tree, 3, "goals", "search", "tests")
     assert code == 0 and made(tree) == times and "passed before" in said, "what is there is not made again"
+    assert searched == [p.stat().st_mtime_ns for p in (tree / "bench_results/dry/tune").glob("*.json")] != []

@@ -470,7 +470,8 @@ def test_what_cannot_run_here_says_why():
     assert plan(OPS["silu_mul"], "graph") == [] and plan(OPS["silu_mul"], "big") == []
 
 
-def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
+def test_a_new_op_is_taken_in_by_every_stage(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)   # what a compiler makes of the twin tells nothing here
     op = fake_op(right=rmsnorm_eager)
     names = [u.name for stage in suite.STAGES for u in plan(op, stage, tmp_path)]
     assert names == ["roofline", "parity/rmsnorm.ragged", "time/rmsnorm.tiny.float32", "overhead/rmsnorm"]
@@ -626,15 +627,8 @@ def test_the_command_end_to_end_and_resumed(tmp_path, capfd):
     (tmp_path / "parity/rmsnorm.one_row.json").unlink()   # so that a worker is needed, which must keep the other too
     assert suite_command(tmp_path, "--case", "ragged,gemma,one_row", "--keep") == 0
     assert value(tmp_path, "parity/rmsnorm.ragged") == old and (tmp_path / "parity/rmsnorm.one_row.json").exists()
-
-
-def test_other_options_are_another_question(tmp_path):
-    assert suite_command(tmp_path, "--case", "ragged") == 0
-    path = tmp_path / "parity/rmsnorm.ragged.json"
-    before = path.stat().st_mtime_ns
-    argv = ["suite", "--minutes", "50", "--out", str(tmp_path), "--device", "cpu", "--op", "rmsnorm", "--stage",
-            "parity", "--case", "ragged", "--dtype", "bfloat16,float32"]
-    assert main(argv) == 0 and path.stat().st_mtime_ns != before
+    # Other options are another question.
+    assert suite_command(tmp_path, "--case", "ragged", "--dtype", "bfloat16,float32", "--keep") == 0
     assert {r["dtype"] for r in value(tmp_path, "parity/rmsnorm.ragged")["results"]} == {"bfloat16", "float32"}
 
 
@@ -713,11 +707,11 @@ def test_what_a_result_depends_on(tables, monkeypatch):
     write("linear_cross_entropy", chunk.heuristic(**key))
     assert {s: options(s) for s in suite.STAGES} == before
     write("linear_cross_entropy", {"budget_mib": 1})
-    assert [s for s in suite.STAGES if options(s) != before[s]] == ["parity", "time", "overhead"]
+    assert [s for s in suite.STAGES if options(s) != before[s]] == ["ab", "parity", "time", "overhead"]
     assert all(a != b for a, b in zip(options("time"), options("time", changed), strict=True))
     now = {s: options(s) for s in suite.STAGES}
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert [s for s in suite.STAGES if options(s) != now[s]] == ["roofline", "time", "overhead"]
+    assert [s for s in suite.STAGES if options(s) != now[s]] == ["roofline", "ab", "time", "overhead"]
     assert all(a != b for a, b in zip(options("parity"), options("parity", dtypes=suite.DTYPES[:1]), strict=True))
 
 
@@ -942,8 +936,8 @@ def test_found_constants_reach_the_launchers(tables, tmp_path):
 
 def test_a_search_that_ended_in_the_middle_goes_on_where_it_was(tmp_path, monkeypatch):
     """Each key is written down when it is found; an older search's file, of other sources, is none."""
-    launches = [Tunable("fake", n, ("D",), "forward", lambda D: {"W": 1}, lambda D: [])
-                for n in ("one", "two", "three")]
+    asked = [Tunable("fake", n, ("D",), "forward", lambda D: {"W": 1}, lambda D: [])
+             for n in ("one", "two", "three")]
     seen = []
 
     def search(op, impl, case, dtype, tunable, key, device, **options):
@@ -954,7 +948,7 @@ def test_a_search_that_ended_in_the_middle_goes_on_where_it_was(tmp_path, monkey
                 "heuristic_us": 1.0}
 
     monkeypatch.setattr(tune, "search", search)
-    monkeypatch.setattr(launches, "asked_for", lambda *_: [(t, (8,)) for t in launches])
+    monkeypatch.setattr(launches, "asked_for", lambda *_: [(t, (8,)) for t in asked])
     op = fake_op(right=rmsnorm_eager)
     meta = {**META, "date": "2026-01-01T00:00:00", "commit": None, "dirty": None}
 
@@ -1011,20 +1005,6 @@ def test_recording_sees_every_launch_and_key_in_order():
     with tuning.recording() as after:
         pass
     assert not after
-
-
-def test_the_search_end_to_end(tmp_path):
-    argv = ["tune", "--minutes", "50", "--device", "cpu", "--op", "linear_cross_entropy", "--case", "cpu-small",
-            "--dtype", "float32", "--tables", str(tmp_path / "tables"), "--work", str(tmp_path / "work")]
-    assert main(argv) == 0
-    (path,) = (tmp_path / "tables").glob("*/linear_cross_entropy.json")
-    entries = tuning.read(path)["launches"]["chunk"]
-    chunk = OPS["linear_cross_entropy"].implementation("cpp").tunables()[0]
-    assert {e["key"]["itemsize"] for e in entries} == {4}
-    assert all(e["config"] in chunk.candidates(**e["key"]) and e["median_us"] <= e["heuristic_us"] for e in entries)
-    before = path.stat().st_mtime_ns, sorted(p.stat().st_mtime_ns for p in (tmp_path / "work").glob("*.json"))
-    assert main(argv) == 0
-    assert sorted(p.stat().st_mtime_ns for p in (tmp_path / "work").glob("*.json")) == before[1]
 
 
 def test_the_chunk_of_rows_follows_its_table(monkeypatch):
@@ -1181,6 +1161,7 @@ def test_luck_is_not_taken_for_speed(tables, monkeypatch):
 def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(tmp_path, monkeypatch):
     argv = ["suite", "--minutes", "50", "--out", str(tmp_path), "--device", "cpu", "--op", "rmsnorm", "--dtype",
             "float32", "--stage", "time", "--case", "gemma-3-4b", "--rounds", "1"]
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")   # a compiler's minute tells nothing here
     meta = run.metadata("cpu", run.Settings(), [])
     failed = {"meta": meta, "options": dict(suite.roofline_unit("cpu").options), "roofline": None,
               "error": "out of memory"}
