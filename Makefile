@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 STAMP := $(VENV)/.installed
 
-.PHONY: setup build demo test lint gate gate-all bench report wheel clean
+.PHONY: setup build demo test lint gate gate-all gpu-cache bench report wheel clean
 
 setup: $(STAMP)
 
@@ -73,7 +73,6 @@ gate-all:
 GPU_PYTHON := 3.12
 GPU_ARCH := 90
 RESULTS ?= build/gpu
-.PHONY: gpu-cache
 gpu-cache: .venv-gate-$(GPU_TRITON)/.installed build/triton-$(GPU_TRITON)-$(GPU_PYTHON)/.unpacked
 	TRITON_CACHE_DIR=$(CURDIR)/build/gpu-cache .venv-gate-$(GPU_TRITON)/bin/python -m tilewright.bench gpu-cache \
 		--arch $(GPU_ARCH) --triton build/triton-$(GPU_TRITON)-$(GPU_PYTHON)/triton --out $(RESULTS)/triton-cache.tar.gz

@@ -1037,6 +1037,28 @@ def test_what_counts_as_faster(ours, theirs, faster):
     assert timing.faster(timing.Timing.of(ours), timing.Timing.of(theirs)) is faster
 
 
+def test_candidates_are_compiled_beforehand_in_half_of_the_time(tmp_path, monkeypatch):
+    """By a process that sees no GPU, for the capability of this one; it and what it has started end in time."""
+    stub = tmp_path / "python"
+    stub.write_text(f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES|$*" >{tmp_path}/said\nsleep 600 & wait\n')
+    stub.chmod(0o755)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(tune.sys, "executable", str(stub))
+    monkeypatch.setattr(runner, "DYING", 0.2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    begun = time.time()
+    tune.compile_beforehand(["rope", "rmsnorm"], tmp_path, begun + 4)
+    assert 2 < time.time() - begun < 30
+    devices, said = (tmp_path / "said").read_text().strip().split("|")
+    assert devices == "" and said.startswith("-m tilewright.bench gpu-cache --what search --arch 90 --op rope,rmsnorm ")
+    assert f"--goals {tmp_path}" in said and 0 < float(said.split("--minutes ")[1].split()[0]) <= 0.04
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    (tmp_path / "said").unlink()
+    tune.compile_beforehand(["rope"], None, begun + 600)
+    assert not (tmp_path / "said").exists(), "kernels of another capability are not what is launched"
+
+
 def test_searches_of_another_device_or_with_other_versions_are_none(tmp_path):
     meta = {**META, "date": "2026-01-01", "device_type": "cpu"}
     entry = {"launch": "fake/step", "key": {"D": 1}}
