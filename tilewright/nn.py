@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tilewright import ops
-from tilewright.ops import _checks
+from tilewright.ops import _checks, _products
 from tilewright.ops.cross_entropy import check_options
 from tilewright.ops.linear_cross_entropy import check_chunks
 from tilewright.ops.rmsnorm import check_options as check_norm
@@ -64,6 +64,25 @@ class RMSNorm(nn.Module):
                       bias=self.bias is not None, implementation=self.implementation)
 
 
+class Linear(nn.Linear):
+    """torch.nn.Linear, whose float32 products on a CPU with AVX-512 are tilewright's own.
+
+    They are summed in float32 in an order that depends on shapes alone. Elsewhere, in other dtypes, with a bias, with
+    fewer than 48 rows and under torch.autocast it is torch.nn.Linear.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x.is_cpu and x.dtype == torch.float32 == self.weight.dtype and self.bias is None and _own_products()
+                and not torch.is_autocast_enabled("cpu")):
+            return _products.linear(x, self.weight)
+        return super().forward(x)
+
+
+@torch.compiler.assume_constant_result
+def _own_products() -> bool:
+    return _products.takes(torch.float32)
+
+
 class SwiGLU(nn.Module):
     """The whole MLP of Llama and Qwen: down(silu(gate(x)) * up(x)), with gate and up in one projection.
 
@@ -80,8 +99,8 @@ class SwiGLU(nn.Module):
                 raise ValueError(f"{name} must be an int >= 1, got {value!r}")
         _known("silu_mul", implementation)
         self.hidden, self.inner, self.implementation = hidden, inner, implementation
-        self.gate_up_proj = nn.Linear(hidden, 2 * inner, bias=bias, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(inner, hidden, bias=bias, device=device, dtype=dtype)
+        self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, device=device, dtype=dtype)
+        self.down_proj = Linear(inner, hidden, bias=bias, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         self.gate_up_proj.reset_parameters()
@@ -121,9 +140,9 @@ class RowBlockLinear(nn.Linear):
 
 
 def in_row_blocks(model: nn.Module) -> None:
-    """Makes every torch.nn.Linear of a model a `RowBlockLinear`, with the parameters that it has."""
+    """Makes every torch.nn.Linear and `Linear` of a model a `RowBlockLinear`, with the parameters that it has."""
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if type(module) in (nn.Linear, Linear):
             module.__class__ = RowBlockLinear   # it differs in its forward only
 
 

@@ -114,6 +114,7 @@ void product_(Tensor a, Tensor b, Tensor result, double scale, bool add) {
 #ifdef TW_OWN_PRODUCTS
   const int64_t M = a.size(0), S = a.size(1), N = b.size(1);
   if (M == 0 || N == 0) return;
+  if (!add) huge(result);
   float* to = out<float>(result);
   if (S == 0) {
     for (int64_t m = 0; m < (add ? 0 : M); ++m) std::fill_n(to + m * result.stride(0), N, 0.0f);

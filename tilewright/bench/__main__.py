@@ -20,6 +20,8 @@ ELSEWHERE = {
     "suite": ("tilewright.bench.suite", "check and time every op here within a budget of minutes, resumably"),
     "tune": ("tilewright.bench.tune", "search launch constants within a budget of minutes, and write them down"),
     "gpu-cache": ("tilewright.bench.gpu_cache", "compile what a GPU launches first into Triton's cache, without a GPU"),
+    "end-to-end": ("tilewright.bench.end_to_end",
+                   "a training step of the trainer's model beside transformers', on a CPU"),
     "report": ("tilewright.bench.performance", "write docs/performance.md from committed raw results"),
 }
 DTYPES = {registry.short(d): d for d in (*registry.FLOATS, torch.float64)}

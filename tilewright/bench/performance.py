@@ -539,6 +539,33 @@ def overheads(device: Device, found: Raw) -> list[str]:
             *([*errors, ""] if errors else [])]
 
 
+def end_to_end(device: Device, found: Raw) -> list[str]:
+    """A model's step beside transformers', where both come from the same rounds."""
+    steps: dict[tuple, dict[str, Entry]] = {}
+    for e in found.of("end_to_end", (device.kind, device.name)):
+        steps.setdefault((e.case, e.data["dtype"], e.source), {})[e.data["provider"]] = e
+    pairs = newest((p["trainer"] for p in steps.values() if {"trainer", "transformers"} <= set(p)),
+                   lambda e: (e.case, e.data["dtype"]))
+    rows = []
+    for (case, dtype), ours in pairs.items():
+        both = steps[case, dtype, ours.source]
+        theirs = both["transformers"].data
+        for name, e in both.items():
+            d = e.data
+            mine = name == "trainer"
+            less = d["peak_mib"] and theirs["peak_mib"] and d["peak_mib"] / theirs["peak_mib"]
+            rows.append(([case, dtype, name, f"{number(d['median_ms'])} [{number(d['p20_ms'])}, {number(d['p80_ms'])}]",
+                          number(theirs["median_ms"] / d["median_ms"]) if mine else "", number(d["peak_mib"]),
+                          number(less) if mine else "", *(f"{d[n]:.2g}" for n in raw.ERRORS)], [e.source]))
+    if not rows:
+        return []
+    return ["### A training step", "",
+            "Forward and backward of the trainer's model at its default numerics beside transformers' model with sdpa "
+            "(bfloat16: under autocast); how, in [benchmarking](benchmarking.md). Times are medians [p20, p80].", "",
+            *table(["model", "dtype", "of", "ms", "times as fast", "peak MiB", "share of memory", "error of loss",
+                    "of gradients", "of the worst gradient"], rows)]
+
+
 def missing(device: Device, found: Raw) -> list[str]:
     """What the registry has and this device did not time, and what was tried and failed."""
     lines = []
@@ -580,7 +607,7 @@ def device_section(device: Device, found: Raw, reasons: Sequence[Reason], plots:
                     "values with the result of a direct call."),
             *checks(device, found, "big", "More than 2^31 elements",
                     "In how many such cases forward and backward agree with the eager twin in the last rows."),
-            *overheads(device, found), *missing(device, found), *versions(device, found)]
+            *end_to_end(device, found), *overheads(device, found), *missing(device, found), *versions(device, found)]
 
 
 # ---- goals

@@ -73,7 +73,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Entry:
-    """One record of another kind: a check's result, a row of overhead, a measured roof, a table of constants."""
+    """One record of another kind: a check's result, a row of overhead, a model's step, a measured roof, a table of
+    constants."""
 
     source: Source
     kind: str
@@ -192,6 +193,19 @@ def _overhead(document: dict[str, Any], source: Source) -> Iterator[Entry]:
         yield Entry(source, "overhead", r["op"], r["case"], data)
 
 
+TIMES = ("median_ms", "p20_ms", "p80_ms")
+ERRORS = ("loss_error", "gradient_error", "worst_gradient_error")
+
+
+def _end_to_end(document: dict[str, Any], source: Source) -> Iterator[Entry]:
+    for r in document["rows"]:
+        data = {"dtype": r["dtype"], "provider": r["provider"], **{n: float(r[n]) for n in (*TIMES, *ERRORS)},
+                "peak_mib": None if r["peak_mib"] is None else float(r["peak_mib"])}
+        if not all(data[n] > 0 for n in TIMES):
+            raise ValueError(f"{r['case']} {r['dtype']} {r['provider']}: a time must be positive")
+        yield Entry(source, "end_to_end", "", r["case"], data)
+
+
 # ---- one folder
 
 class _Reader:
@@ -242,6 +256,12 @@ class _Reader:
 
         self.file(path, take, "rows")
 
+    def end_to_end(self, path: pathlib.Path) -> None:
+        def take(document, source):
+            self.raw.entries += _end_to_end(document, source)
+
+        self.file(path, take, "rows")
+
     def check(self, path: pathlib.Path, kind: str) -> None:
         def take(document, source):
             for result in document["results"]:
@@ -262,7 +282,7 @@ def _kind(folder: pathlib.Path) -> str:
     # A suite that was ended before it could sum up has no suite.json, but its files count.
     if any((folder / n).exists() for n in ("suite.json", "goals", "time", "overhead", *CHECKS)):
         return "suite"
-    for name, kind in (("results.json", "run"), ("overhead.json", "overhead")):
+    for name, kind in (("results.json", "run"), ("overhead.json", "overhead"), ("end_to_end.json", "end to end")):
         if (folder / name).exists():
             return kind
     return "training" if folder.name.startswith("training-") else "other"
@@ -272,7 +292,8 @@ def _read_folder(raw: Raw, folder: pathlib.Path) -> None:
     reader = _Reader(raw, folder, _kind(folder))
     reader.folder.files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     for name, read in (("suite.json", reader.suite), ("roofline.json", reader.roofline),
-                       ("results.json", reader.rows), ("overhead.json", reader.overhead)):
+                       ("results.json", reader.rows), ("overhead.json", reader.overhead),
+                       ("end_to_end.json", reader.end_to_end)):
         if (folder / name).exists():
             read(folder / name)
     for kind in CHECKS:

@@ -211,17 +211,19 @@ def moment(device: str) -> dict[str, Any]:
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "clocks": clocks() if device == "cuda" else None}
 
 
-def metadata(device: str, settings: Settings, argv: list[str], commit: str | None = None) -> dict[str, Any]:
+def metadata(device: str, settings: Settings, argv: list[str], commit: str | None = None, *,
+             trainer: bool = False) -> dict[str, Any]:
     """Device, versions, commit, date and settings: what a number means nothing without.
 
-    commit: of the sources, where git cannot tell.
+    commit: of the sources, where git cannot tell.   trainer: whether it is measured too.
     """
     versions = {**platform.describe(), **peers.versions()}
     known = _git("rev-parse", "HEAD")
     # A report or a table that an earlier call has written is no change of what is measured.
     changed = known and _git("status", "--porcelain", "--untracked-files=no", "--",
                              ":/tilewright", ":/csrc", ":/setup.py", ":(top,exclude)tilewright/kernels/tuned",
-                             ":(top,exclude)tilewright/trainer", ":(top,exclude)tilewright/integrations")
+                             *(() if trainer else (":(top,exclude)tilewright/trainer",)),
+                             ":(top,exclude)tilewright/integrations")
     return {
         "device_type": device,
         "device": platform.device_name(device),

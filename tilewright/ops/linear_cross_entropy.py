@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from tilewright import platform
 from tilewright.kernels.launchers import Asked, Found, Stats
 from tilewright.kernels.tuning import Tunable
-from tilewright.ops import _checks, _softmax_stats, cases
+from tilewright.ops import _checks, _products, _softmax_stats, cases
 from tilewright.ops._library import define, differentiate, refuse_tangents
 from tilewright.ops._softmax_stats import (
     across,
@@ -76,7 +76,7 @@ CHUNK = Tunable("linear_cross_entropy", "chunk", ("H", "V", "itemsize", "cuda"),
                                               ((256, 512, 2048) if cuda else (8, 16, 32, 128, 256))])
 # Of the logits' gradient, converted to float32 at a time where the GEMM needs that: a core's cache holds it.
 BLOCK_BYTES = MiB
-# GEMMs from 16-bit operands into a float32 result, and onto one: CUDA only.
+# ATen's GEMMs from 16-bit operands into a float32 result, and onto one: CUDA only.
 HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
@@ -111,13 +111,13 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
         nothing (but for fp16, whose sum stays in float32 for the same reason).
     fp32_logits: keep logits as the GEMM sums them, in float32, instead of rounding them to a 16-bit x's dtype. A
         chunk then holds float32 logits and, where there are gradients, a copy in x's dtype for the GEMMs. On a CPU
-        operands are converted first: no such GEMM there.
+        without AVX-512's bfloat16 instructions, and in float16, operands are converted first: no such GEMM there.
     chunk_size: rows a chunk, or None for the rule in the module's docstring. The eager twin has one chunk.
     Memory beside inputs and gradients: one chunk of logits in x's dtype (see fp32_logits), float32 sums for a
         16-bit weight.
-    Computed in: GEMMs as torch.mm does them in x's dtype, logits rounded to it (but for fp32_logits); statistics and
-    loss in fp32; the gradient of the logits rounded to x's dtype. No atomics: the same bits every run with the same
-    chunks.
+    Computed in: GEMMs as torch.mm does them in x's dtype (on a CPU with AVX-512, those into float32 by tilewright's
+    own, summed in float32), logits rounded to it (but for fp32_logits); statistics and loss in fp32; the gradient of
+    the logits rounded to x's dtype. No atomics: the same bits every run with the same chunks.
     Under torch.autocast x, weight and bias are cast to its dtype; the loss is float32.
     Differentiable once in x, weight, bias and token_weight. What does not require a gradient costs none: with
     a frozen weight (LoRA), its GEMM and its sums are left out.
@@ -310,9 +310,16 @@ def chunk_rows(x: torch.Tensor, weight: torch.Tensor, chunk_size: int | None = N
     return max(min(chunk_size, T), 1)
 
 
+def _own(t: torch.Tensor) -> bool:
+    """Whether products of factors like t into float32 are made here."""
+    return t.is_cpu and _products.takes(t.dtype)
+
+
 def _gemm(out, a, b, add: bool, alpha: float = 1.0) -> None:
-    """out (+)= alpha * a b."""
-    if not add and alpha == 1.0:
+    """out (+)= alpha * a b. out: of the factors' dtype, or float32 where `_own`."""
+    if out.dtype == torch.float32 and _own(a):
+        _products.product_(out, a, b, add=add, scale=alpha)
+    elif not add and alpha == 1.0:
         torch.mm(a, b, out=out)
     else:
         torch.addmm(out, a, b, beta=1 if add else 0, alpha=alpha, out=out)
@@ -334,7 +341,7 @@ class _Gradients:
         self.need_x, self.need_w, self.need_b = need_x, need_w, need_b
         self.wanted = need_x or need_w or need_b
         self.wide = None   # a block of the logits' gradient and the chunk's x, in float32
-        if need_w and acc != x.dtype and not (x.is_cuda and HAS_OUT_DTYPE):
+        if need_w and acc != x.dtype and not (x.is_cuda and HAS_OUT_DTYPE) and not _own(x):
             columns = min(max(BLOCK_BYTES // (4 * chunk), 64), V)
             self.wide = self.dw.new_empty((chunk, columns)), self.dw.new_empty((chunk, H))
 
@@ -347,7 +354,7 @@ class _Gradients:
             self.db += dlogits.sum(0, dtype=self.db.dtype) * self.scale
         if not self.need_w:
             return
-        if self.dw.dtype == x.dtype:
+        if self.dw.dtype == x.dtype or _own(x):
             _gemm(self.dw, dlogits.t(), x, not first, self.scale)
         elif self.wide is None:
             torch.addmm(self.dw, dlogits.t(), x, out_dtype=torch.float32, beta=0 if first else 1,
@@ -401,6 +408,8 @@ def _wide_logits(logits, x, weight, bias, scale):
     """logits = scale * (x weight^T + bias) in float32, from 16-bit operands."""
     if x.is_cuda and HAS_OUT_DTYPE:
         torch.mm(x, weight.t(), out_dtype=torch.float32, out=logits)
+    elif _own(x):
+        _gemm(logits, x, weight.t(), False)
     else:   # a block of the weight at a time
         x, step = x.float(), max(BLOCK_BYTES // (4 * max(weight.shape[1], 1)), 64)
         for v in range(0, weight.shape[0], step):

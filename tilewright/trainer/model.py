@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from tilewright import adapt, lora
 from tilewright import ops as tw
 from tilewright.lora_experts import LoRAExperts, QuantizedExperts
-from tilewright.nn import RMSNorm, SwiGLU, in_row_blocks, linear_in_row_blocks
+from tilewright.nn import Linear, RMSNorm, SwiGLU, in_row_blocks, linear_in_row_blocks
 from tilewright.ops.aqn import AQN
 from tilewright.ops.attention import Request
 from tilewright.ops.context_parallel import (
@@ -303,10 +303,10 @@ class Attention(nn.Module):
         self.widths, self.merge_qkv = widths, merge_qkv
         self.apart = ops.numerics.rmsnorm_native or ops.numerics.rope_native   # no pass does both as PyTorch would
         if merge_qkv:
-            self.qkv_proj = nn.Linear(H, sum(widths), bias=False)
+            self.qkv_proj = Linear(H, sum(widths), bias=False)
         else:
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(H, n, bias=False) for n in widths)
-        self.o_proj = nn.Linear(widths[0], H, bias=False)
+            self.q_proj, self.k_proj, self.v_proj = (Linear(H, n, bias=False) for n in widths)
+        self.o_proj = Linear(widths[0], H, bias=False)
         self.qk_norm = config.model_type != "llama"
         if self.qk_norm:
             self.q_norm = RMSNorm(D, config.rms_norm_eps, implementation=ops.rmsnorm)
