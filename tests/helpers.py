@@ -75,8 +75,9 @@ def two_processes(fn, *arguments):
 # ---- losses, as they run on a GPU
 
 def as_on_a_gpu(monkeypatch):
-    """Targets are not looked at, as those of CUDA tensors are not."""
+    """Targets are not looked at, as those of CUDA tensors are not, and products are PyTorch's."""
     monkeypatch.setattr("tilewright.ops._softmax_stats._may_look", lambda target: False)
+    monkeypatch.setattr("tilewright.ops._products.takes", lambda dtype: False)
 
 
 # What PyTorch does without a launch: memory and views, and names of what would be followed by a copy if one were made.

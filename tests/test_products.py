@@ -1,0 +1,125 @@
+"""Products of CPU matrices into float32: every order of memory, their derivative, and who takes them."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import OperatorNames
+
+from tilewright import nn as twnn
+from tilewright.ops import _products, linear_cross_entropy
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Single elements; odd sums (a bfloat16 without a partner); ends of tiles; several panels, blocks of rows and of columns.
+SHAPES = [(1, 1, 1), (7, 5, 3), (64, 2, 70), (257, 1025, 193), (5, 0, 4)]
+
+
+def needs(dtype):
+    if not _products.takes(dtype):
+        pytest.skip("this processor, or this build, has no such products")
+
+
+def matrix(rows, columns, transposed, dtype, g):
+    made = torch.randn((columns, rows) if transposed else (rows, columns), generator=g).to(dtype)
+    return made.t() if transposed else made
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("M, S, N", SHAPES)
+def test_every_order_of_memory(dtype, M, S, N):
+    """Against float64: the error of float32 sums, and nothing of 16 bits."""
+    needs(dtype)
+    g = torch.Generator().manual_seed(0)
+    for left, right, add in itertools.product((False, True), repeat=3):
+        a, b = matrix(M, S, left, dtype, g), matrix(S, N, right, dtype, g)
+        around = torch.full((M, N + 3), float("nan"))
+        out = around[:, :N]
+        out.normal_(generator=g) if add else None
+        truth = 0.5 * (a.double() @ b.double()) + (out.double() if add else 0)
+        _products.product_(out, a, b, add=add, scale=0.5)
+        torch.testing.assert_close(out.double(), truth, rtol=0, atol=2e-6 * max(S, 1) ** 0.5)
+        assert around[:, N:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_the_same_bits_on_any_number_of_threads(dtype):
+    needs(dtype)
+    g = torch.Generator().manual_seed(0)
+    a, b, before, found = matrix(300, 500, False, dtype, g), matrix(500, 400, True, dtype, g), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(torch.empty(300, 400))
+            _products.product_(found[-1], a, b)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+def test_what_does_not_fit_is_refused():
+    needs(torch.float32)
+    a = torch.zeros(4, 5)
+    for out, left, right in ((torch.zeros(4, 4), a, a), (torch.zeros(4, 4, dtype=torch.bfloat16), a, a.t()),
+                             (torch.zeros(4, 4).t(), a, a.t()), (torch.zeros(3, 4), a, a.t()),
+                             (torch.zeros(4, 4), a.double(), a.double().t())):
+        with pytest.raises(RuntimeError, match="tilewright"):
+            _products.product_(out, left, right)
+
+
+def test_linear_and_its_derivatives():
+    """Both of the first order and one of the second; the weight's gradient lies in memory as the weight does."""
+    needs(torch.float32)
+    g = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(shape, generator=g) for shape in ((3, 20, 33), (70, 33), (3, 20, 70)))
+
+    def derivatives(fn, dtype):
+        a, b = (t.to(dtype).clone().requires_grad_() for t in (x, w))
+        y = fn(a, b)
+        dx, dw = torch.autograd.grad(y, (a, b), dy.to(dtype), create_graph=True)
+        assert dw.is_contiguous()
+        second, = torch.autograd.grad(dx.square().sum(), b)
+        return tuple(t.detach() for t in (y, dx, dw, second))
+
+    for found, truth in zip(derivatives(_products.linear, torch.float32), derivatives(F.linear, torch.float64),
+                            strict=True):
+        torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5 * float(truth.std()))
+
+
+def test_what_a_layer_takes():
+    """Own products where they are faster, PyTorch's elsewhere."""
+    needs(torch.float32)
+    layer = twnn.Linear(8, 6, bias=False)
+
+    def own(x, layer=layer, autocast=False):
+        with OperatorNames() as calls, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            layer(x)
+        return any("product_cpp" in name for name in calls.names)
+
+    x = torch.randn(2, _products.ROWS, 8)
+    assert own(x)
+    assert not own(x[:1, 1:]) and not own(x, autocast=True) and not own(x.bfloat16(), layer.bfloat16())
+    assert not own(x, twnn.Linear(8, 6))
+
+
+def test_the_heads_gradient_is_summed_in_float32():
+    """Of a bfloat16 head whose logits are float32: loss and gradients, over several chunks, without float32 copies of the
+    factors."""
+    needs(torch.bfloat16)
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=g).to(torch.bfloat16) for shape in ((96, 64), (130, 64)))
+    y = torch.randint(130, (96,), generator=g)
+
+    def step(dtype, **options):
+        a, b = (t.to(dtype).clone().requires_grad_() for t in (x, w))
+        loss = linear_cross_entropy(a, b, y, **options)
+        loss.backward()
+        return loss.detach().double(), b.grad.double()
+
+    with OperatorNames() as calls:
+        loss, dw = step(torch.bfloat16, fp32_logits=True, chunk_size=32, implementation="cpp")
+    truth, exact = step(torch.float64, implementation="eager")
+    assert sum("product_cpp" in name for name in calls.names) >= 6 or not calls.names
+    assert abs(loss - truth) < 1e-6 * truth
+    # The gradient is rounded once to bfloat16, and its logits' gradient before that.
+    assert (dw - exact).norm() < 2**-8 * exact.norm()
