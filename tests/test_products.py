@@ -129,3 +129,15 @@ def test_a_bfloat16_head_with_float32_logits(monkeypatch):
     assert abs(loss - truth) < 1e-6 * truth
     # The gradient is rounded once to bfloat16, and its logits' gradient before that.
     assert (dw - exact).norm() < 2**-8 * exact.norm()
+
+
+def test_compiled_layers_are_one_graph():
+    needs(torch.float32)
+    torch.manual_seed(0)
+    layer, x = twnn.Linear(8, 6, bias=False), torch.randn(_products.ROWS, 8, requires_grad=True)
+    found = []
+    for fn in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        y = fn(x)
+        found.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, layer.weight))))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewright import platform
-from tilewright.ops._library import Operator, define, differentiate
+from tilewright.ops._library import define, differentiate
 
 # Below, packing a factor takes as long as multiplying it.
 ROWS = 48
@@ -34,29 +34,30 @@ def product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, add: bool =
     torch.ops.tilewright.product_cpp_.default(a, b, out, scale, add)
 
 
-@functools.cache
-def _operator() -> Operator:
-    def product_cpp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        out = a.new_empty(a.shape[0], b.shape[1])
-        product_(out, a, b)
-        return out
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out = a.new_empty(a.shape[0], b.shape[1])
+    product_(out, a, b)
+    return out
 
-    op = define("product_cpp", product_cpp, lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
 
-    def setup(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+_operator = define("product_cpp", _product, lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
 
-    def formula(ctx, dy):
-        a, b = ctx.saved_tensors
-        da = db = None
-        if ctx.needs_input_grad[0]:
-            da = op(dy, b.t())
-        if ctx.needs_input_grad[1]:   # in b's order of memory, which is that of a layer's weight
-            db = op(dy.t(), a).t() if b.stride(0) == 1 else op(a.t(), dy)
-        return da, db
 
-    differentiate(op, formula, setup, twice=True)
-    return op
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _formula(ctx, dy):
+    a, b = ctx.saved_tensors
+    da = db = None
+    if ctx.needs_input_grad[0]:
+        da = _operator(dy, b.t())
+    if ctx.needs_input_grad[1]:   # in b's order of memory, which is that of a layer's weight
+        db = _operator(dy.t(), a).t() if b.stride(0) == 1 else _operator(a.t(), dy)
+    return da, db
+
+
+differentiate(_operator, _formula, _setup, twice=True)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -67,4 +68,4 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if rows.shape[0] < ROWS:
         return F.linear(x, weight)
-    return _operator()(rows, weight.t()).view(*x.shape[:-1], weight.shape[0])
+    return _operator(rows, weight.t()).view(*x.shape[:-1], weight.shape[0])
