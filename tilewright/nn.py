@@ -68,19 +68,15 @@ class Linear(nn.Linear):
     """torch.nn.Linear, whose float32 products on a CPU with AVX-512 are tilewright's own.
 
     They are summed in float32 in an order that depends on shapes alone. Elsewhere, in other dtypes, with a bias, with
-    fewer than 48 rows and under torch.autocast it is torch.nn.Linear.
+    fewer than 48 rows, and under torch.autocast or torch.compile it is torch.nn.Linear.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if (x.is_cpu and x.dtype == torch.float32 == self.weight.dtype and self.bias is None and _own_products()
-                and not torch.is_autocast_enabled("cpu")):
+        # Compiled code would be made anew on either side of the least number of rows.
+        if (not torch.compiler.is_compiling() and x.is_cpu and x.dtype == torch.float32 == self.weight.dtype
+                and self.bias is None and _products.takes(torch.float32) and not torch.is_autocast_enabled("cpu")):
             return _products.linear(x, self.weight)
         return super().forward(x)
-
-
-@torch.compiler.assume_constant_result
-def _own_products() -> bool:
-    return _products.takes(torch.float32)
 
 
 class SwiGLU(nn.Module):
