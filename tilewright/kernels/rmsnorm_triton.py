@@ -224,7 +224,7 @@ def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, 
         else:
             dw += tl.sum(g * normed, axis=0)
         g = g * w[None, :]
-        if NOISE:
+        if NOISE and D % 4:
             c = tl.sum(tl.fma(g, xhat, 0.0), axis=1) / D
         else:
             c = tl.sum(g * xhat, axis=1) / D
