@@ -1046,6 +1046,11 @@ class _Cluster:
                 byte = np.where(digit > 7, np.where(byte > 127, 255, 0), byte)
                 out |= byte.astype(np.uint32) << np.uint32(8 * i)
             return out
+        if name == "shf":   # of two numbers as one of 64 bits, the first below: its upper half, or its lower
+            both = given[0].astype(np.uint64) | given[1].astype(np.uint64) << np.uint64(32)
+            by = given[2] & 31 if "wrap" in op else np.minimum(given[2], 32)
+            shifted = both << by.astype(np.uint64) >> np.uint64(32) if op[1] == "l" else both >> by.astype(np.uint64)
+            return shifted.astype(np.uint32)
         if name == "popc":   # of 32 bits or 64, into 32
             one = given[0].dtype.type(1)
             return sum(given[0] >> given[0].dtype.type(i) & one for i in range(bits)).astype(np.uint32)

@@ -87,6 +87,25 @@ def unportable(tree):
             yield node.lineno, "libdevice in a Triton kernel"
 
 
+def undocumented(tree):
+    """What PyTorch does not document is named in _torch.py alone."""
+    torches = {"torch"} | {a.asname or a.name for node in ast.walk(tree)
+                           if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch"
+                           for a in node.names}
+    for node in ast.walk(tree):
+        names, root = [], ""
+        if isinstance(node, ast.Attribute):
+            root, *names = dotted(node).split(".")
+            if root not in torches or names[0] == "ops":
+                names = [node.attr] if node.attr in ("_is_view", "_base", "_dynamo_marked_constant") else []
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None)
+            names = [n for a in node.names for n in f"{module + '.' if module else ''}{a.name}".split(".")]
+            names = names if names[0] == "torch" else []
+        if any(n.startswith("_") and not n.startswith("__") for n in names):
+            yield node.lineno, f"{'.'.join([root, *names])} outside _torch.py"
+
+
 def retried(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in ("flaky", "reruns"):
@@ -94,7 +113,8 @@ def retried(tree):
 
 
 RULES = [(swallowed, LIBRARY), (environment, [p for p in LIBRARY if p.name != "platform.py"]),
-         (generated, LIBRARY), (patched, LIBRARY), (unportable, KERNELS), (retried, TESTS)]
+         (generated, LIBRARY), (patched, LIBRARY), (unportable, KERNELS), (retried, TESTS),
+         (undocumented, [p for p in LIBRARY if p.name not in ("_torch.py", "pretend.py")])]
 
 
 @pytest.mark.parametrize("rule, files", RULES, ids=[rule.__name__ for rule, _ in RULES])
@@ -120,6 +140,9 @@ def test_rule_holds(rule, files):
     (unportable, "x = tl.inline_asm_elementwise('')"), (unportable, "if HARDWARE:\n    tl.inline_asm_elementwise('')"),
     (unportable, "if HARDWARE:\n    pass\nelse:\n    tl.inline_asm_elementwise('')"),
     (retried, "@pytest.mark.flaky(reruns=3)\ndef f(): pass"),
+    (undocumented, "import torch\ntorch._C._is_tracing()"), (undocumented, "x._is_view()"),
+    (undocumented, "from torch.utils import _pytree"), (undocumented, "import torch._dynamo"),
+    (undocumented, "from torch.autograd import forward_ad\nforward_ad._current_level"),
 ])
 def test_rule_sees_a_planted_fault(rule, source):
     assert list(rule(ast.parse(source)))
@@ -130,6 +153,7 @@ def test_rule_sees_a_planted_fault(rule, source):
     (swallowed, "try:\n    f()\nexcept KeyError:\n    pass"),
     (patched, "import torch\nclass A: pass\nA.x = 1\nB = torch.nn.Linear"),
     (environment, "import os\nos.path.join('a')"),
+    (undocumented, "import torch\nself._x = torch.ops.aten._unsafe_view(x, torch.nn.Linear.__name__)"),
     (unportable, "if HARDWARE:\n    x = tl.inline_asm_elementwise('')\nelse:\n    x = 1"),
 ])
 def test_rule_leaves_the_rest_alone(rule, source):

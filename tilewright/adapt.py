@@ -41,6 +41,7 @@ from tilewright.lora_experts import (
     settings,
     unsupported,
 )
+from tilewright.nn import Linear
 from tilewright.ops.aqn import AQN
 from tilewright.ops.nf4 import NF4
 from tilewright.ops.quantize import Quantized
@@ -185,7 +186,10 @@ def quantize_model(model: nn.Module, format: QuantFormat | str | Callable[[torch
     for path in _to_quantize(model, exclude):   # paths: a reference here would keep the dense weights of all modules
         module = model.get_submodule(path)
         if isinstance(module, nn.Linear):
-            _replace(model, path, QuantizedLinear(format(module.weight.detach()), module.bias))
+            quantized = QuantizedLinear(format(module.weight.detach()), module.bias)
+            if isinstance(module, Linear):
+                quantized.dense_class = Linear
+            _replace(model, path, quantized)
             done.append(path)
             continue
         for name in ("gate_up_proj", "down_proj"):
@@ -440,7 +444,7 @@ def _plain(module: LoRALinear | LoRAExperts | QuantizedLinear) -> nn.Module:
         module.merge_()
         return base
     weight = module.merged_weight() if isinstance(module, LoRALinear) else module.dense()
-    plain = nn.Linear(base.in_features, base.out_features, device="meta")
+    plain = base.dense_class(base.in_features, base.out_features, device="meta")
     plain.weight, plain.bias = nn.Parameter(weight.to(base.weights()[0].dtype), False), base.bias
     return plain
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from tilewright import _torch
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import BlockFP8, quantize_block_fp8
 from tilewright.ops.nf4 import BLOCKS, NF4, quantize_nf4
@@ -124,6 +125,7 @@ class QuantizedLinear(nn.Module):
     """
 
     noise_layers = 4   # numbers of `AQN.layer` that it may need
+    dense_class: type[nn.Linear] = nn.Linear   # what it stands for, which `merge_and_unload` makes of it again
 
     def __init__(self, weight: Quantized | Sequence[Quantized], bias: torch.Tensor | None = None):
         super().__init__()
@@ -301,7 +303,7 @@ class LoRALinear(nn.Module):
         slices = tuple(self.slices.values())
         if len(self.parts) == 1:
             out = torch.addmm(out, low, B.t())
-        elif torch.compiler.is_compiling() or out._is_view() or not out.is_contiguous():
+        elif torch.compiler.is_compiling() or _torch.is_view(out) or not out.is_contiguous():
             out = self._separately(out, low, B)
         else:
             out = _AddProducts.apply(out, low, B, slices, self.rank)

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewright import _torch
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -299,6 +301,7 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager:
 _by_id: weakref.WeakValueDictionary[str, Op] = weakref.WeakValueDictionary()
 
 
+@_torch.constant
 def _resolve_constant(op_id: str, name: str, device: torch.device, dtype: torch.dtype, kind: type | None = None,
                       values: tuple = ()) -> str:
     # torch.compile runs this once while it traces, instead of tracing imports and probes. It must return a constant,
@@ -310,11 +313,6 @@ def _resolve_constant(op_id: str, name: str, device: torch.device, dtype: torch.
         with _current(device):
             setattr(op._by_key, key, op.resolve(name, device.type, dtype, request))
     return key
-
-
-# What torch.compiler.assume_constant_result does; but that imports torch._dynamo, and with it Triton: a second and a
-# half on every `import tilewright`, compiled code or not.
-_resolve_constant._dynamo_marked_constant = True
 
 
 def short(dtype: torch.dtype) -> str:

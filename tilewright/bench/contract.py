@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
+from tilewright._torch import pytree
 from tilewright.bench.pieces import Index, Pieces
 from tilewright.ops.quantize import Quantized
 from tilewright.registry import Case, Op
@@ -88,7 +88,7 @@ def leaves(value: Any) -> list[torch.Tensor]:
     """Tensors in a result or in arguments: a tensor, or a tuple, dictionary or quantised tensor of tensors and else."""
     if isinstance(value, torch.Tensor):
         return [value]
-    return [t for t in _pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
 def convert(kwargs: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def convert(kwargs: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]
         elif isinstance(value, torch.Tensor):
             new[name] = value.clone()
         elif isinstance(value, Quantized):
-            new[name] = dataclasses.replace(_pytree.tree_map_only(torch.Tensor, torch.clone, value),
+            new[name] = dataclasses.replace(pytree.tree_map_only(torch.Tensor, torch.clone, value),
                                             dtype=dtype or value.dtype)
         else:
             new[name] = value

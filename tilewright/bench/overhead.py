@@ -18,9 +18,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright import platform
+from tilewright._torch import TorchDispatchMode
 from tilewright.bench import pretend, timing
 from tilewright.registry import Op, operations, short
 

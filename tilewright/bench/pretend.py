@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch.utils import _device
 
-from tilewright import platform, registry
+from tilewright import _torch, platform, registry
 from tilewright.ops import _library
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
@@ -134,7 +134,7 @@ def _call(operator: _library.Operator, *args) -> Any:
     """An operator's launcher, whatever the arguments: for meta tensors the dispatcher has none."""
     if not operator._cuda:
         return operator.overload(*args)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args) and operator._apply:
+    if torch.is_grad_enabled() and _torch.any_requires_grad(*args) and operator._apply:
         return operator._apply(*args)
     return operator._launch(*args)
 

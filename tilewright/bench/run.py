@@ -168,7 +168,7 @@ def _peak_mib(fn) -> float:
 def free(device: str, compiled: bool = True) -> None:
     """Gives back what a case held: cached memory, and compiled graphs, whose number dynamo limits."""
     if compiled:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tilewright import platform
+from tilewright import _torch, platform
 from tilewright.ops import _checks, attention, moe_mlp
 from tilewright.ops.activation import Gate, gate_eager
 from tilewright.ops.attention import ATTENTION
@@ -181,7 +181,7 @@ def _asked(experts: torch.nn.Module, said: tuple) -> tuple[str | None, tuple]:
 if torch.__version__ < "2.12":   # there Dynamo takes no module as an argument of a constant: the graph breaks here
     _asked = torch.compiler.disable(_asked)
 else:
-    _asked._dynamo_marked_constant = True   # see registry._resolve_constant
+    _asked = _torch.constant(_asked)
 
 
 def _experts(name, implementation):
@@ -248,7 +248,7 @@ class Mask:
 
     def to(self, *arguments, **options) -> Mask:
         """On another device: of its values there is nothing to convert."""
-        device = torch._C._nn._parse_to(*arguments, **options)[0]
+        device = _torch.device_asked_for(*arguments, **options)
         if device is None or device == self.device:
             return self
         kept = None if self.kept is None else self.kept.to(device)
@@ -564,6 +564,7 @@ def _traced_rows(q, k, v, kept, position_ids, options):
     return out if kept is None or _numbered(kept) else out * kept[:, None, :, None]
 
 
+@_torch.constant
 def _off_host(implementation: str, device_type: str, dtype: torch.dtype) -> str:
     """The implementation for boundaries that are not to be read on the host: in compiled code eager does not."""
     if implementation != "auto":
@@ -571,9 +572,6 @@ def _off_host(implementation: str, device_type: str, dtype: torch.dtype) -> str:
     usable = ATTENTION.usable(device_type, dtype)
     return next(i.name for i in ATTENTION.implementations if device_type in i.devices and i.name in usable
                 and (i.name == "eager" or i.name not in ATTENTION.on_host))
-
-
-_off_host._dynamo_marked_constant = True   # see registry._resolve_constant
 
 
 def _packed(q, k, v, index, cu, longest, options):

@@ -242,7 +242,7 @@ def _both(x, up, B, R, C, seed):
     turned_scale = x.new_empty((B, C, cdiv(R, MX_BLOCK)), dtype=torch.uint8)
     if x.numel():
         bands, tiles = cdiv(R, HIGH), cdiv(C, WIDE)
-        by = activation_triton._unit(C, x, x if up is None else up)
+        by = activation_triton.unit(x.element_size(), C, x.stride(0), 0 if up is None else up.stride(0))
         row_unit = 16 if R % 16 == 0 else 1
         _mxfp8_both[(B * bands * tiles,)](
             x, up, data, scale, turned, turned_scale, R // row_unit, C // by, bands, tiles, x.stride(0) // by,

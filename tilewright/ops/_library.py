@@ -7,21 +7,20 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import _C
-from torch._library import autograd as _autograd
 from torch.autograd import forward_ad
+
+from tilewright import _torch
+from tilewright._torch import in_transform
 
 _LIBRARY = torch.library.Library("tilewright", "FRAGMENT")
 _ADVICE = "use implementation='eager'"
 
 
 # Asked in each call of an operator. The first is a constant where Dynamo traces, so that it sees no other.
-_tracing, _modes, _function_modes = (torch.compiler.is_dynamo_compiling, _C._len_torch_dispatch_stack,
-                                     _C._len_torch_function_stack)
-_profiled, _traced = _C._autograd._profiler_enabled, _C._is_tracing
-_recording, _any_requires_grad = torch.is_grad_enabled, _C._any_requires_grad
-# Whether transforms of torch.func (grad, vjp, vmap) are at work.
-in_transform = _C._are_functorch_transforms_active
+_tracing, _recording = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+_modes, _function_modes = _torch.torch_dispatch_modes, _torch.torch_function_modes
+_profiled, _traced, _any_requires_grad = _torch.profiled, _torch.traced_by_jit, _torch.any_requires_grad
+_in_forward_mode = _torch.in_forward_mode
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Types, by those of a schema, that launchers take as they are. The dispatcher converts others, or refuses them.
@@ -48,7 +47,7 @@ class Operator:
         return self.overload.name()
 
     def __call__(self, *args):
-        if (_tracing() or _modes() or _function_modes() or in_transform() or forward_ad._current_level >= 0
+        if (_tracing() or _modes() or _function_modes() or in_transform() or _in_forward_mode()
                 or _profiled() or _traced()):
             return self.overload(*args)
         types = tuple(map(type, args))
@@ -118,7 +117,7 @@ def adopt(name: str, fake: Callable) -> Operator:
     """The same for an operator that the C++ extension has defined: adds its fake and returns it."""
     torch.library.register_fake(f"tilewright::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.tilewright, name).default
-    on_cpu = functools.partial(overload.redispatch, _C.DispatchKeySet(_C.DispatchKey.CPU))
+    on_cpu = functools.partial(overload.redispatch, _torch.CPU_KERNELS)
     return Operator(overload, on_cpu, cuda=False)
 
 
@@ -131,7 +130,7 @@ def differentiate(op: Operator, backward: Callable, setup_context: Callable, *, 
     """
     name = op.name().split(".")[0]
     formula = backward if twice else once(name, backward)
-    kernel = _autograd.make_autograd_impl(op.overload, _autograd.Info(formula, setup_context))
+    kernel = _torch.make_autograd_impl(op.overload, _torch.Info(formula, setup_context))
     launch = op._launch
 
     def forward(ctx, *args):
@@ -144,14 +143,14 @@ def differentiate(op: Operator, backward: Callable, setup_context: Callable, *, 
                   {"forward": staticmethod(forward), "backward": staticmethod(formula)})
     op._apply = super(torch.autograd.Function, direct).apply   # without Function's own, which prepares for torch.func
 
-    class InTransform(torch.autograd.function._SingleLevelFunction):
+    class InTransform(_torch.SingleLevelFunction):
         """What `kernel` applies, for one level of torch.func's transforms, which the operator's dispatch is at."""
 
         @staticmethod
         def forward(ctx, keyset, *args):
             _refuse_beneath(name, args)
-            with _C._AutoDispatchBelowAutograd():
-                result = op.overload.redispatch(keyset & _C._after_autograd_keyset, *args)
+            with _torch.BelowAutograd():
+                result = op.overload.redispatch(keyset & _torch.BELOW_AUTOGRAD, *args)
             setup_context(ctx, args, result)
             return result
 
@@ -164,7 +163,7 @@ def differentiate(op: Operator, backward: Callable, setup_context: Callable, *, 
 
     def guarded(keyset, *args):
         refuse_tangents(name, *args)
-        if in_transform() and torch.is_grad_enabled() and _C._any_requires_grad(*args):
+        if in_transform() and torch.is_grad_enabled() and _any_requires_grad(*args):
             with _single_level():
                 return InTransform.apply(keyset, *args)
         return kernel(keyset, *args)
@@ -175,7 +174,7 @@ def differentiate(op: Operator, backward: Callable, setup_context: Callable, *, 
 
 def refuse_tangents(name: str, *args: object) -> None:
     """Raises RuntimeError, in the name of an operator that would drop it, if an argument has a forward-mode tangent."""
-    if forward_ad._current_level >= 0:
+    if _in_forward_mode():
         for arg in args:
             if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
                 raise RuntimeError(f"{name} has no forward-mode derivative; {_ADVICE}")
@@ -184,19 +183,19 @@ def refuse_tangents(name: str, *args: object) -> None:
 @contextlib.contextmanager
 def _single_level():
     """PyTorch refuses a Function within torch.func's transforms, which is to be one at every level, unless told."""
-    allowed = _C._functorch.get_single_level_autograd_function_allowed()
-    _C._functorch.set_single_level_autograd_function_allowed(True)
+    allowed = _torch.single_level_allowed()
+    _torch.allow_single_level(True)
     try:
         yield
     finally:
-        _C._functorch.set_single_level_autograd_function_allowed(allowed)
+        _torch.allow_single_level(allowed)
 
 
 def _refuse_beneath(name, tensors):
     """Refuses grad of grad, and grad of what autograd records: an outer level would see nothing of this one."""
     for t in tensors:
-        while isinstance(t, torch.Tensor) and _C._functorch.is_functorch_wrapped_tensor(t):
-            t = _C._functorch.get_unwrapped(t)
+        while isinstance(t, torch.Tensor) and _torch.is_wrapped(t):
+            t = _torch.unwrapped(t)
             if t.requires_grad:
                 raise RuntimeError(_again(name))
 
@@ -233,7 +232,7 @@ def once(name: str, backward: Callable) -> Callable:
         # to the real ones walks past it. This one is tied to what the result is made of.
         several = isinstance(found, tuple)
         found = found if several else (found,)
-        error = torch._C._functions.DelayedError(again.encode(), len(found) + len(behind))
+        error = _torch.DelayedError(again.encode(), len(found) + len(behind))
         refused = error(*found, *behind)[:len(found)]
         return refused if several else refused[0]
 

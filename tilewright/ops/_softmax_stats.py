@@ -38,6 +38,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
+from tilewright import _torch
 from tilewright.kernels.launchers import Asked, Found, Stats
 from tilewright.ops._library import adopt, define
 
@@ -322,12 +323,7 @@ def named(group: torch.distributed.ProcessGroup | None) -> str:
 
 
 def group_of(name: str) -> torch.distributed.ProcessGroup | None:
-    if not name:
-        return None
-    # As PyTorch's own collectives under torch.compile find theirs. It has no public name.
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(name)
+    return _torch.group_by_name(name) if name else None
 
 
 def shard(columns: int, target: torch.Tensor, class_weight: torch.Tensor | None,

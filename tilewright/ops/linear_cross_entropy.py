@@ -30,7 +30,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from tilewright import platform
+from tilewright import _torch, platform
 from tilewright.kernels.launchers import Asked, Found, Stats
 from tilewright.kernels.tuning import Tunable
 from tilewright.ops import _checks, _products, _softmax_stats, cases
@@ -436,14 +436,10 @@ def _scale(acc: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return acc.mul_(factor.reshape(1) if acc.is_cuda else factor)
 
 
-# Whether this backward may be repeated. PyTorch has no public way to ask; without any, the answer is yes.
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-
-
 def _upstream(acc: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, scale_: Callable) -> torch.Tensor:
     """acc * factor in dtype: in acc's memory if nobody will ask for it again, where scale_(acc, factor) leaves it alone
     if the factor is 1."""
-    if type(acc) is not torch.Tensor or _keeps_graph():   # other types: torch.compile traces
+    if type(acc) is not torch.Tensor or _torch.keeps_graph():   # other types: torch.compile traces
         return _scale(acc.clone(), factor).to(dtype)
     scale_(acc, factor)
     return acc.to(dtype)
@@ -654,9 +650,11 @@ def _chunked(name: str) -> SimpleNamespace:
 def _atol(dtype, kwargs):
     """The contract's own, but for fp32_logits: the twin then rounds nothing between its inputs and its gradients, while
     a GEMM of 16-bit operands needs the gradient of the logits in 16 bits. That is half an eps of each of a row's terms,
-    of which the largest weigh most."""
+    of which the largest weigh most. And in float32: products with another order of sums than ATen's are as precise (dW
+    of eleven rows, AVX-512, 60 seeds: errors of 9.5e-7, the twin's 8.8e-7), but where the twin is lucky, twice its error
+    is not enough (once in 60, by half an eps)."""
     if dtype in (torch.float32, torch.float64):
-        return 2 * torch.finfo(dtype).eps if dtype == torch.float32 else 1e-12
+        return 4 * torch.finfo(dtype).eps if dtype == torch.float32 else 1e-12
     return (2 if kwargs.get("fp32_logits") else 0.5) * torch.finfo(dtype).eps
 
 

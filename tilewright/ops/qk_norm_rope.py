@@ -8,11 +8,11 @@ D), P = table rows. qkv [B, S, (Hq + 2 Hk) D] holds a token's heads next to each
 from __future__ import annotations
 
 import torch
-from torch.autograd import forward_ad
 
 from tilewright import platform
+from tilewright._torch import in_forward_mode, in_transform
 from tilewright.ops import _checks, cases
-from tilewright.ops._library import define, differentiate, in_transform, on_its_device, once
+from tilewright.ops._library import define, differentiate, on_its_device, once
 from tilewright.ops.rmsnorm import check_options, rmsnorm_eager
 from tilewright.ops.rope import check_overwritable, check_tables, last_contiguous, prepare_tables, rope_eager
 from tilewright.registry import Case, Cost, Implementation, Op
@@ -221,7 +221,7 @@ def _register(name, write, gradients, dtypes=_checks.ACCEPTED):
         inputs = (last_contiguous(qkv), parameter(q_weight), parameter(k_weight), *tables(cos, sin), position_ids,
                   num_heads, num_kv_heads, eps, offset, interleaved)
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs[:3])
-        if wanted and forward_ad._current_level < 0 and not in_transform() and inputs[0] is qkv:
+        if wanted and not in_forward_mode() and not in_transform() and inputs[0] is qkv:
             return Fused.apply(*inputs)
         return *op(*inputs)[:2], _slices(qkv, num_heads, num_kv_heads)[2]
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch.utils import _pytree
 
+from tilewright._torch import pytree
 from tilewright.ops import _checks
 from tilewright.ops._library import adopt, define
 from tilewright.registry import short
@@ -36,7 +36,7 @@ class Quantized:
     dtype: torch.dtype
 
     def tensors(self) -> list[torch.Tensor]:
-        return [t for t in _pytree.tree_leaves(self) if t is not None]
+        return [t for t in pytree.tree_leaves(self) if t is not None]
 
     @property
     def device(self) -> torch.device:
@@ -56,12 +56,12 @@ def register(cls, tensors: tuple[str, ...]):
         return [getattr(q, n) for n in tensors], tuple(getattr(q, n) for n in rest)
 
     def flatten_with_keys(q):
-        return [(_pytree.GetAttrKey(n), getattr(q, n)) for n in tensors], flatten(q)[1]
+        return [(pytree.GetAttrKey(n), getattr(q, n)) for n in tensors], flatten(q)[1]
 
     def unflatten(children, context):
         return cls(**dict(zip(tensors, children, strict=True)), **dict(zip(rest, context, strict=True)))
 
-    _pytree.register_pytree_node(cls, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys,
+    pytree.register_pytree_node(cls, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys,
                                  serialized_type_name=f"tilewright.{cls.__name__}")
     return cls
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewright import platform
+from tilewright import _torch, platform
 from tilewright.ops import _checks, cases
 from tilewright.ops._library import define, differentiate, on_its_device
 from tilewright.registry import Case, Cost, Implementation, Op, short
@@ -309,16 +309,13 @@ def check_overwritable(name: str, x: torch.Tensor, compiling: bool) -> None:
                          f"strides {list(x.stride())}; pass {name}.contiguous() or inplace=False")
     if not (x.requires_grad and torch.is_grad_enabled()):
         return
-    if x.is_leaf or (not compiling and x._is_view() and x._base.is_leaf):
+    if x.is_leaf or (not compiling and _torch.is_view(x) and _torch.of_view(x).is_leaf):
         raise ValueError(f"inplace=True cannot overwrite {name}, a leaf that requires grad or a view of one; pass "
                          "inplace=False")
     # The compiler cannot trace this question; it refuses such a view in words of its own.
-    if not compiling and x._is_view() and _creation(x) != torch._C._autograd.CreationMeta.DEFAULT:
+    if not compiling and _torch.is_view(x) and not _torch.may_be_changed(x):
         raise ValueError(f"inplace=True cannot overwrite {name}, a view that autograd does not let change, as split, "
                          "chunk and unbind make it; take a slice instead (qkv[..., a:b]), or pass inplace=False")
-
-
-_creation = torch._C._autograd._get_creation_meta
 
 
 class _Overwritten(torch.autograd.Function):

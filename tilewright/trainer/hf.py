@@ -22,9 +22,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_map
 
 from tilewright import adapt, lora
+from tilewright._torch import pytree
 from tilewright.adapt import read_json
 from tilewright.ops.block_fp8 import BlockFP8
 from tilewright.ops.nf4 import NF4, read_state
@@ -382,7 +382,8 @@ def _fill(name: str, stored: adapt.Stored, config: ModelConfig, found: _Checkpoi
         dist.broadcast_object_list(told, src=0)
         [(meta, problem)] = told
         error = error or (problem and ValueError(problem))
-        weights = weights or tree_map(lambda t: t if t is None else torch.empty_like(t, device=like.device), meta)
+        if not weights:
+            weights = pytree.tree_map(lambda t: t if t is None else torch.empty_like(t, device=like.device), meta)
     if error:
         raise error
     adapt.fill(stored, weights)
@@ -418,7 +419,7 @@ def _quantize_dense(like: Quantized, weight: torch.Tensor) -> Quantized:
 
 
 def _on(device: torch.device, q: Any) -> Any:
-    return tree_map(lambda t: t if t is None else t.to(device), q)
+    return pytree.tree_map(lambda t: t if t is None else t.to(device), q)
 
 
 def _full_tensors(model: Transformer, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tilewright import platform
+from tilewright import _torch, platform
 from tilewright.lora_experts import LoRAExperts
 from tilewright.ops.context_parallel import ContextParallel
 from tilewright.ops.expert_parallel import DeepEP
@@ -183,17 +183,18 @@ class Compiled:
         self.run = torch.compile(self.plain, fullgraph=True)
 
     def __call__(self, *args: Any) -> Any:
+        dynamo = _torch.dynamo()
         for t in args:   # no two batches have the same length: a size that code is made for at once
             if torch.is_tensor(t):   # x [B, S, H], cos [S, D], attended [B, heads, S, D]; position_ids [B, S]
-                torch._dynamo.maybe_mark_dynamic(t, t.dim() - (2 if t.is_floating_point() else 1))
+                dynamo.maybe_mark_dynamic(t, t.dim() - (2 if t.is_floating_point() else 1))
         try:
             return self.run(*args)
-        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+        except dynamo.exc.FailOnRecompileLimitHit as error:
             log.warning("train.enable_compile: %s has been compiled %d times and runs uncompiled from here on; "
-                        "TORCH_LOGS=recompiles says why", self.name, torch._dynamo.config.recompile_limit)
+                        "TORCH_LOGS=recompiles says why", self.name, dynamo.config.recompile_limit)
             log.debug("", exc_info=error)
             self.run = self.plain
-        except torch._dynamo.exc.Unsupported as error:
+        except dynamo.exc.Unsupported as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"train.enable_compile = True: {self.name} cannot be compiled: {reason}") from error
         return self.run(*args)
