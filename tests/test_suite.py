@@ -470,8 +470,8 @@ def test_what_cannot_run_here_says_why():
     assert plan(OPS["silu_mul"], "graph") == [] and plan(OPS["silu_mul"], "big") == []
 
 
-def test_a_new_op_is_taken_in_by_every_stage(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)   # what a compiler makes of the twin tells nothing here
+@torch._dynamo.config.patch(disable=True)   # what a compiler makes of the twin tells nothing here
+def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
     op = fake_op(right=rmsnorm_eager)
     names = [u.name for stage in suite.STAGES for u in plan(op, stage, tmp_path)]
     assert names == ["roofline", "parity/rmsnorm.ragged", "time/rmsnorm.tiny.float32", "overhead/rmsnorm"]

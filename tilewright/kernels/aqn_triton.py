@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
 from tilewright.kernels.spec import KernelSpec
 
@@ -105,8 +106,8 @@ def noise(like: torch.Tensor, first: int, n: int, seed: int, step: int, layer: i
     """Elements first to first + n - 1, on like's device."""
     out = like.new_empty(n, dtype=dtype)
     if n:
-        _noise[(cdiv(n, TILE),)](out, first, n, seed, step, layer, TILE=TILE, BY_FOUR=first % 4 == 0,
-                                        num_warps=4)
+        launch(_noise, (cdiv(n, TILE),), out, first, n, seed, step, layer, TILE=TILE, BY_FOUR=first % 4 == 0,
+               num_warps=4)
     return out
 
 

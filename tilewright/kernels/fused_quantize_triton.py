@@ -15,6 +15,7 @@ import triton.language as tl
 from tilewright.kernels import activation_triton, launchers, rmsnorm_triton
 from tilewright.kernels.hadamard_triton import TILE, butterflies, sign_mask, signed
 from tilewright.kernels.instructions_triton import largest_magnitude, reciprocal, rounded_to, widened
+from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.quantize_triton import (
     E2M1,
@@ -49,7 +50,8 @@ def nvfp4_largest(x: torch.Tensor, hadamard: int, signs: int | None) -> torch.Te
         return x.new_zeros((), dtype=torch.float32)
     programs = cdiv(x.numel(), TILE)
     most = x.new_empty(programs, dtype=torch.float32)
-    _largest_transformed[(programs,)](x, most, x.numel(), sign_mask(signs), SIZE=hadamard, TILE=TILE, num_warps=4)
+    launch(_largest_transformed, (programs,), x, most, x.numel(), sign_mask(signs), SIZE=hadamard, TILE=TILE,
+           num_warps=4)
     return most.amax()
 
 
@@ -115,11 +117,9 @@ def nvfp4_quantize_both(
         high = min(HIGH, max(16, next_power_of_2(R)))
         wide = min(WIDE, max(16, next_power_of_2(C)))
         bands, tiles = cdiv(R, high), cdiv(C, wide)
-        _nvfp4_both[(B * bands * tiles,)](x, global_scale, data, scale, turned, turned_scale, R, C, data.shape[2],
-                                          turned.shape[2], bands, tiles, seed or 0, TALL=16 if square else 1,
-                                          HIGH=high, WIDE=wide, RANDOM=random_kind(seed, R, C),
-                                          HARDWARE=conversions(x.device),
-                                          num_warps=_nvfp4_warps(seed is not None))
+        launch(_nvfp4_both, (B * bands * tiles,), x, global_scale, data, scale, turned, turned_scale, R, C,
+               data.shape[2], turned.shape[2], bands, tiles, seed or 0, TALL=16 if square else 1, HIGH=high, WIDE=wide,
+               RANDOM=random_kind(seed, R, C), HARDWARE=conversions(x.device), num_warps=_nvfp4_warps(seed is not None))
     return data, scale, turned, turned_scale
 
 
@@ -194,8 +194,8 @@ def block_fp8_quantize_both(
     inverse = x.new_empty((B, cdiv(R, rows), cdiv(C, columns)), dtype=torch.float32)
     turned_inverse = x.new_empty((B, cdiv(C, rows), cdiv(R, columns)), dtype=torch.float32)
     bands, tiles = cdiv(R, side), cdiv(C, side)
-    _block_fp8_both[(B * bands * tiles,)](x, data, inverse, turned, turned_inverse, R, C, bands, tiles,
-                                          HARDWARE=conversions(x.device), **_strips(rows, columns))
+    launch(_block_fp8_both, (B * bands * tiles,), x, data, inverse, turned, turned_inverse, R, C, bands, tiles,
+           HARDWARE=conversions(x.device), **_strips(rows, columns))
     return data, inverse, turned, turned_inverse
 
 
@@ -244,11 +244,10 @@ def _both(x, up, B, R, C, seed):
         bands, tiles = cdiv(R, HIGH), cdiv(C, WIDE)
         by = activation_triton.unit(x.element_size(), C, x.stride(0), 0 if up is None else up.stride(0))
         row_unit = 16 if R % 16 == 0 else 1
-        _mxfp8_both[(B * bands * tiles,)](
-            x, up, data, scale, turned, turned_scale, R // row_unit, C // by, bands, tiles, x.stride(0) // by,
-            0 if up is None else up.stride(0) // by, seed or 0, ROW_UNIT=row_unit, UNIT=by, HIGH=HIGH, WIDE=WIDE,
-            RANDOM=random_kind(seed, R, C), HARDWARE=conversions(x.device),
-            num_warps=_mxfp8_warps(seed is not None))
+        launch(_mxfp8_both, (B * bands * tiles,), x, up, data, scale, turned, turned_scale, R // row_unit, C // by,
+               bands, tiles, x.stride(0) // by, 0 if up is None else up.stride(0) // by, seed or 0, ROW_UNIT=row_unit,
+               UNIT=by, HIGH=HIGH, WIDE=WIDE, RANDOM=random_kind(seed, R, C), HARDWARE=conversions(x.device),
+               num_warps=_mxfp8_warps(seed is not None))
     return data, scale, turned, turned_scale
 
 
@@ -314,10 +313,9 @@ def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, seed: int | None,
         groups = min(SILU_TILE // block, next_power_of_2(across))
         tiles = cdiv(across, groups)
         by = activation_triton.unit(gate.element_size(), columns, gate.stride(0), up.stride(0))
-        _silu_mul_quantize[(rows * tiles,)](gate, up, data, inverse, columns // by, tiles, gate.stride(0) // by,
-                                            up.stride(0) // by, seed or 0, UNIT=by, BLOCK=block, GROUPS=groups,
-                                            RANDOM=random_kind(seed, columns), HARDWARE=conversions(gate.device),
-                                            num_warps=max(1, groups * block // 512))
+        launch(_silu_mul_quantize, (rows * tiles,), gate, up, data, inverse, columns // by, tiles, gate.stride(0) // by,
+               up.stride(0) // by, seed or 0, UNIT=by, BLOCK=block, GROUPS=groups, RANDOM=random_kind(seed, columns),
+               HARDWARE=conversions(gate.device), num_warps=max(1, groups * block // 512))
     return data, inverse
 
 
@@ -437,11 +435,10 @@ def rmsnorm_quantize(
     total = residual.new_empty((rows, D)) if add else x.new_empty((0, D))
     if T:
         c = rmsnorm_triton.FORWARD.config(x.device, D, x.element_size(), add)
-        _rmsnorm_quantize[(cdiv(T, c["BLOCK_T"]), H)](
-            x, residual, weight, bias, y, total, data, inverse, T, eps, seed or 0, H=H, D=D, OFFSET=offset,
-            WALK=c["BLOCK_D"] < D, BIAS=bias is not None, ROUND_XHAT=round_xhat, BLOCK=min(block, c["BLOCK_D"]),
-            RANDOM=seed is not None, KEEP=keep, HARDWARE=conversions(x.device),
-            **_registers(total.dtype != x.dtype), **c)
+        launch(_rmsnorm_quantize, (cdiv(T, c["BLOCK_T"]), H), x, residual, weight, bias, y, total, data, inverse, T,
+               eps, seed or 0, H=H, D=D, OFFSET=offset, WALK=c["BLOCK_D"] < D, BIAS=bias is not None,
+               ROUND_XHAT=round_xhat, BLOCK=min(block, c["BLOCK_D"]), RANDOM=seed is not None, KEEP=keep,
+               HARDWARE=conversions(x.device), **_registers(total.dtype != x.dtype), **c)
     return data, inverse, y, total
 
 

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
 from tilewright.kernels.spec import KernelSpec
 
@@ -85,8 +86,8 @@ def hadamard(x: torch.Tensor, size: int, seed: int | None, inverse: bool) -> tor
     """x: contiguous, its last dimension divides by size."""
     y = torch.empty_like(x)
     if x.numel():
-        _hadamard[(cdiv(x.numel(), TILE),)](x, y, x.numel(), sign_mask(seed), SIZE=size,
-                                                   SIGNS=seed is not None, INVERSE=inverse, TILE=TILE, num_warps=4)
+        launch(_hadamard, (cdiv(x.numel(), TILE),), x, y, x.numel(), sign_mask(seed), SIZE=size, SIGNS=seed is not None,
+               INVERSE=inverse, TILE=TILE, num_warps=4)
     return y
 
 

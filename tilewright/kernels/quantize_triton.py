@@ -27,6 +27,7 @@ import triton.language as tl
 from tilewright.kernels import aqn_triton
 from tilewright.kernels.hadamard_triton import butterflies, sign_mask, signed
 from tilewright.kernels.instructions_triton import largest_magnitude, widened
+from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 
@@ -302,8 +303,8 @@ def nf4_quantize(x: torch.Tensor, bounds: torch.Tensor, block: int) -> tuple[tor
     absmax = x.new_empty(cdiv(n, block), dtype=torch.float32)
     if n:
         groups = max(1, TILE // block)
-        _nf4_quantize[(cdiv(n, groups * block),)](x, bounds, data, absmax, n, data.numel(),
-                                                         BLOCK=block, GROUPS=groups, num_warps=4)
+        launch(_nf4_quantize, (cdiv(n, groups * block),), x, bounds, data, absmax, n, data.numel(), BLOCK=block,
+               GROUPS=groups, num_warps=4)
     return data, absmax
 
 
@@ -315,10 +316,9 @@ def nf4_dequantize(data: torch.Tensor, pairs: torch.Tensor, absmax: torch.Tensor
     out = data.new_empty(n, dtype=dtype)
     if n:
         # A block of scales is whole within what is stored at a time.
-        _nf4_dequantize[(cdiv(n, max(OUT, block) * PARTS),)](
-            data, pairs.view(torch.int64), absmax, nested_absmax, table, offset, out, n, alpha, seed, step, layer,
-            BLOCK=block, NESTED=offset is not None, OUT=max(OUT, block), PARTS=PARTS, NOISE=2 if alpha else 0,
-            num_warps=max(OUT, block) // 256)
+        launch(_nf4_dequantize, (cdiv(n, max(OUT, block) * PARTS),), data, pairs.view(torch.int64), absmax,
+               nested_absmax, table, offset, out, n, alpha, seed, step, layer, BLOCK=block, NESTED=offset is not None,
+               OUT=max(OUT, block), PARTS=PARTS, NOISE=2 if alpha else 0, num_warps=max(OUT, block) // 256)
     return out
 
 
@@ -461,12 +461,11 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, square: bool, se
         bands, tiles = cdiv(R, tall), cdiv(groups, across)
         options = {"GROUPS": across, "RANDOM": random_kind(seed, C), "HARDWARE": conversions(x.device)}
         if square or hadamard:
-            _nvfp4_quantize[(B * bands * tiles,)](x, global_scale, data, scale, R, C, data.shape[2], bands, tiles,
-                                                  seed or 0, sign_mask(signs), TALL=tall, HADAMARD=hadamard,
-                                                  num_warps=4, **options)
+            launch(_nvfp4_quantize, (B * bands * tiles,), x, global_scale, data, scale, R, C, data.shape[2], bands,
+                   tiles, seed or 0, sign_mask(signs), TALL=tall, HADAMARD=hadamard, num_warps=4, **options)
         else:
-            _nvfp4_rows[(B * R * tiles,)](x, global_scale, data, scale, C, data.shape[2], tiles, seed or 0,
-                                          num_warps=_nvfp4_warps(across, seed is not None), **options)
+            launch(_nvfp4_rows, (B * R * tiles,), x, global_scale, data, scale, C, data.shape[2], tiles, seed or 0,
+                   num_warps=_nvfp4_warps(across, seed is not None), **options)
     return data, scale
 
 
@@ -482,10 +481,9 @@ def nvfp4_dequantize(data: torch.Tensor, scale: torch.Tensor, global_scale: torc
     if out.numel():
         parts = _parts(C)
         tiles = cdiv(C, OUT * parts)
-        _nvfp4_dequantize[(data.shape[0] * tiles,)](data, scale, global_scale, out, C, data.shape[1], tiles, alpha,
-                                                    seed, step, layer, OUT=OUT, PARTS=parts,
-                                                    NOISE=_noise_kind(alpha, C), HARDWARE=conversions(data.device),
-                                                    num_warps=OUT // 256)
+        launch(_nvfp4_dequantize, (data.shape[0] * tiles,), data, scale, global_scale, out, C, data.shape[1], tiles,
+               alpha, seed, step, layer, OUT=OUT, PARTS=parts, NOISE=_noise_kind(alpha, C),
+               HARDWARE=conversions(data.device), num_warps=OUT // 256)
     return out
 
 
@@ -611,11 +609,9 @@ def _quantize(x, rows, columns, seed, scales):
         tall, wide = next_power_of_2(rows), next_power_of_2(columns)
         groups = max(1, min(TILE // (tall * wide), next_power_of_2(across)))
         tiles = cdiv(across, groups)
-        _block_fp8_quantize[(B * bands * tiles,)](x, data, inverse, R, C, bands, tiles, seed or 0, ROWS=rows,
-                                                  COLUMNS=columns, TALL=tall, WIDE=wide, GROUPS=groups,
-                                                  RANDOM=random_kind(seed, C, columns),
-                                                  HARDWARE=conversions(x.device),
-                                                  num_warps=_warps(tall * wide * groups, seed is not None))
+        launch(_block_fp8_quantize, (B * bands * tiles,), x, data, inverse, R, C, bands, tiles, seed or 0, ROWS=rows,
+               COLUMNS=columns, TALL=tall, WIDE=wide, GROUPS=groups, RANDOM=random_kind(seed, C, columns),
+               HARDWARE=conversions(x.device), num_warps=_warps(tall * wide * groups, seed is not None))
     return data, inverse
 
 
@@ -632,10 +628,9 @@ def block_fp8_dequantize(data: torch.Tensor, inverse: torch.Tensor, rows: int, c
     if out.numel():
         parts = _parts(C)
         tiles = cdiv(C, OUT * parts)
-        _block_fp8_dequantize[(B * R * tiles,)](
-            data, inverse, out, R, C, tiles, alpha, seed, step, layer, ROWS=rows, COLUMNS=columns,
-            SPAN=min(OUT, columns & -columns), OUT=OUT, PARTS=parts, NOISE=_noise_kind(alpha, C),
-            HARDWARE=conversions(data.device), num_warps=OUT // 256)
+        launch(_block_fp8_dequantize, (B * R * tiles,), data, inverse, out, R, C, tiles, alpha, seed, step, layer,
+               ROWS=rows, COLUMNS=columns, SPAN=min(OUT, columns & -columns), OUT=OUT, PARTS=parts,
+               NOISE=_noise_kind(alpha, C), HARDWARE=conversions(data.device), num_warps=OUT // 256)
     return out
 
 

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.quantize_triton import E2M1, E4M3, conversions, from_e2m1, from_e4m3
 from tilewright.kernels.spec import KernelSpec
@@ -138,14 +139,13 @@ def few_rows(x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, sca
     out = torch.empty((T, N), dtype=x.dtype, device=x.device)
     sums = out if split == 1 else torch.empty((split, T, N), dtype=torch.float32, device=x.device)
     grid = (cdiv(N, c["BLOCK_N"]), cdiv(T, tall), split)
-    _few_rows[grid](x, data, scale, nested, table, extra, values, bias, sums, T, N, K, x.stride(0), width,
-                    cdiv(K, span), piece, FORMAT=kind, NESTED=table is not None,
-                    HARDWARE=0 if kind == NF4 else conversions(x.device),
-                    BIAS=bias is not None and split == 1, ROWS=rows, GROUP=min(span, c["BLOCK_K"]), SPAN=span,
-                    PRECISION=_precision(x), BLOCK_T=tall, **c)
+    launch(_few_rows, grid, x, data, scale, nested, table, extra, values, bias, sums, T, N, K, x.stride(0), width,
+           cdiv(K, span), piece, FORMAT=kind, NESTED=table is not None,
+           HARDWARE=0 if kind == NF4 else conversions(x.device), BIAS=bias is not None and split == 1, ROWS=rows,
+           GROUP=min(span, c["BLOCK_K"]), SPAN=span, PRECISION=_precision(x), BLOCK_T=tall, **c)
     if split > 1:
-        _sum_pieces[(cdiv(T * N, _SUM_BLOCK),)](sums, bias, out, N, T * N, BIAS=bias is not None, SPLIT=split,
-                                                      BLOCK=_SUM_BLOCK, num_warps=4)
+        launch(_sum_pieces, (cdiv(T * N, _SUM_BLOCK),), sums, bias, out, N, T * N, BIAS=bias is not None, SPLIT=split,
+               BLOCK=_SUM_BLOCK, num_warps=4)
     return out
 
 
@@ -270,7 +270,7 @@ def fp8(x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.
         return out
     c = FP8.config(x.device, N, K, min(4096, next_power_of_2(T)), _large(x.device))
     grid = cdiv(T, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"])
-    _fp8[(grid,)](x, x_scale, w, w_scale, bias, out, T, N, K, x_scale.shape[1], BIAS=bias is not None, **c)
+    launch(_fp8, (grid,), x, x_scale, w, w_scale, bias, out, T, N, K, x_scale.shape[1], BIAS=bias is not None, **c)
     return out
 
 
