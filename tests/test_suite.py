@@ -470,7 +470,6 @@ def test_what_cannot_run_here_says_why():
     assert plan(OPS["silu_mul"], "graph") == [] and plan(OPS["silu_mul"], "big") == []
 
 
-@torch._dynamo.config.patch(disable=True)   # what a compiler makes of the twin tells nothing here
 def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
     op = fake_op(right=rmsnorm_eager)
     names = [u.name for stage in suite.STAGES for u in plan(op, stage, tmp_path)]
