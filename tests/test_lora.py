@@ -24,6 +24,7 @@ from tilewright import adapt, lora, ops  # noqa: E402
 from tilewright.adapt import add_lora, quantize_model  # noqa: E402
 from tilewright.lora import LoRALinear, QuantFormat, QuantizedLinear  # noqa: E402
 from tilewright.lora_experts import LoRAExperts  # noqa: E402
+from tilewright.nn import Linear  # noqa: E402
 from tilewright.ops.aqn import AQN  # noqa: E402
 from tilewright.ops.quantized_linear import dequantize  # noqa: E402
 from tilewright.trainer import hf  # noqa: E402
@@ -351,7 +352,7 @@ def test_adapters_on_a_quantised_model(format):
     assert not any("layers.0.mlp" in path for path in done) and len(done) == 6
     add_lora(model, rank=4)
     assert torch.equal(model(IDS), want)
-    assert {type(m.base) for _, m in adapt.adapted(model)} == {QuantizedLinear, torch.nn.Linear}
+    assert {type(m.base) for _, m in adapt.adapted(model)} == {QuantizedLinear, Linear}
     model(IDS, labels=IDS).backward()
     assert all(m.lora_B.grad.any() for _, m in adapt.adapted(model))
     assert {n for n, _ in adapt.base_weights(model)} == {n for n, _ in make().named_parameters()}
