@@ -130,6 +130,7 @@ def kept():
     from triton.runtime.jit import JITFunction
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    from tilewright.bench import launches
     from tilewright.kernels import launch as kept_launches
 
     ran, other = [], set()
@@ -171,7 +172,11 @@ def kept():
         for shift in (0, 0, 1, 0):   # the first element after a boundary of 16 bytes
             x = torch.empty(8 * 64 + shift)[shift:].view(8, 64)
             rmsnorm.forward(x, x[0], None, 1e-6, 0.0, True, 0.0, 0, 0, 0)
-    return {"counts": counts, "different": sorted(other)}
+        rmsnorm.launch, watched = launch, []
+        with launches._watched(lambda *a: None, lambda kernel, *a: watched.append(kernel.fn.__name__)):
+            for _ in range(2):
+                rmsnorm.forward(x, x[0], None, 1e-6, 0.0, True, 0.0, 0, 0, 0)
+    return {"counts": counts, "different": sorted(other), "watched": watched}
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +199,10 @@ def test_a_kept_launch_is_the_one_that_triton_would_make(ran):
     assert ran["kept"]["different"] == []
     kept = {name for name, n in ran["kept"]["counts"].items() if n}
     assert len(kept) >= 20 and "tilewright.kernels.grouped_gemm_triton._gemm with descriptors" in kept, kept
+
+
+def test_a_kept_launch_is_seen_by_the_search_of_constants(ran):
+    assert ran["kept"]["watched"] == ["_forward"] * 2
 
 
 def test_host_time_of_a_launch_is_measured_without_a_gpu(ran):

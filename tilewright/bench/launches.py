@@ -45,6 +45,8 @@ def _watched(seen: Callable[[Tunable, tuple], object], started: Callable[..., ob
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
+    from tilewright.kernels.launch import none_kept
+
     asked = Tunable.config
 
     def config(self, device, *key):
@@ -52,6 +54,7 @@ def _watched(seen: Callable[[Tunable, tuple], object], started: Callable[..., ob
         return asked(self, device, *key)
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(none_kept())
         stack.enter_context(mock.patch.object(Tunable, "config", config))
         for kind in (JITFunction, InterpretedFunction):
             def spy(kernel, *args, run=kind.run, **options):

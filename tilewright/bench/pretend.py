@@ -157,6 +157,7 @@ def gpu(arch: int = 90, name: str = "a GPU that is not there", compiles: bool = 
     from triton.runtime.jit import JITFunction
 
     from tilewright.kernels import rmsnorm_triton
+    from tilewright.kernels.launch import none_kept
 
     processors, _, shared = DEVICES[arch]
     properties = SimpleNamespace(
@@ -175,6 +176,7 @@ def gpu(arch: int = 90, name: str = "a GPU that is not there", compiles: bool = 
         def put(where, name, value):
             stack.enter_context(mock.patch.object(where, name, value, create=True))
 
+        stack.enter_context(none_kept())
         put(driver, "_active", NoDriver(arch, -1 if compiles else -2))
         if not compiles:
             put(JITFunction, "_do_compile", _not_compiled)

@@ -12,6 +12,8 @@ parameter in order, a pointer as an int; `knobs.runtime`.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ _CHAINS = "launch_enter_hook", "launch_exit_hook"
 _INT32 = 2**31   # a number that is not specialized is 32 or 64 bits wide
 
 _kept: dict[tuple, _Kept] = {}
+_keeping = True
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -37,13 +40,24 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     kept = _kept.get(types)
     if kept is None:
         kept = _kept[types] = _Kept(kernel, types[1:])   # which holds the kernel, so that no other gets its id
-    if not (kept.possible and kept.launch(grid, arguments, constants)):
+    if not (kept.possible and _keeping and kept.launch(grid, arguments, constants)):
         kernel[grid](*arguments, **constants)
 
 
 def forget() -> None:
     """Forgets all launches; the next of each goes Triton's way."""
     _kept.clear()
+
+
+@contextlib.contextmanager
+def none_kept() -> Iterator[None]:
+    """Inside, every launch goes Triton's way, for those who watch `JITFunction.run`."""
+    global _keeping
+    before, _keeping = _keeping, False
+    try:
+        yield
+    finally:
+        _keeping = before
 
 
 class _Kept:
