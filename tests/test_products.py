@@ -133,6 +133,8 @@ def test_a_bfloat16_head_with_float32_logits(monkeypatch):
 
 def test_compiled_layers_are_one_graph():
     needs(torch.float32)
+    a, b = (torch.randn(shape, requires_grad=True) for shape in ((5, 7), (7, 3)))
+    torch.library.opcheck(torch.ops.tilewright.product_cpp.default, (a, b))
     torch.manual_seed(0)
     layer, x = twnn.Linear(8, 6, bias=False), torch.randn(_products.ROWS, 8, requires_grad=True)
     found = []

@@ -285,7 +285,7 @@ SILU_MUL_QUANTIZE = Op(
      _silu_case("no_columns", (3,), 0), _silu_case("wide", (2,), 1200, packed=True),
      _silu_case("vector", (), 130), _silu_case("random", (3,), 140, options=[("seed", 3)]),
      _silu_case("mxfp8", (3, 7), 100, options=[MX]),
-     _silu_case("mxfp8_transpose", (2, 35), 72, packed=True, options=[MX, ("transpose", True)]),
+     _silu_case("mxfp8_transpose", (2, 33), 36, packed=True, options=[MX, ("transpose", True)]),
      *_timed(lambda name, tokens, model, tags: _silu_case(name, (tokens,), model.inner, packed=True, tags=tags),
              ("qwen3-8b", "deepseek-v3")),
      *_timed(lambda name, tokens, model, tags: _silu_case(f"{name}-mxfp8", (tokens,), model.inner, packed=True,
