@@ -122,34 +122,31 @@ def grid(options):
                     yield pytest.param(name, shape, option, id=f"{name}-{shape}-{option}")
 
 
+def equals_two_calls(format, name, shape, **options):
+    """What one call gives of both ways is what two give, byte for byte."""
+    skip_unless_usable(OPS[format], name, torch.float32)
+    quantize, x = OPS[format].public, drawn(*shape)
+    found = quantize(x, transpose=True, **options, implementation=name)
+    for q, t in zip(found, (x, x.mT), strict=True):
+        assert_same(q, quantize(t, **options, implementation=name))
+
+
 @pytest.mark.parametrize("name, shape, options", list(grid([{}, {"square": True}, {"seed": 2},
                                                              {"square": True, "seed": 3}])))
 def test_nvfp4_of_both_ways(name, shape, options, poisoned):
-    skip_unless_usable(OPS["nvfp4"], name, torch.float32)
-    x = drawn(*shape)
-    found = quantize_nvfp4(x, transpose=True, **options, implementation=name)
-    for q, t in zip(found, (x, x.mT), strict=True):
-        assert_same(q, quantize_nvfp4(t, **options, implementation=name))
+    equals_two_calls("nvfp4", name, shape, **options)
 
 
 @pytest.mark.parametrize("name, shape, options", list(grid([((1, 128), None), ((128, 128), None), ((1, 16), None),
                                                             ((32, 16), None), ((3, 7), None), ((1, 128), 4)])))
 def test_block_fp8_of_both_ways(name, shape, options, poisoned):
     block, seed = options
-    skip_unless_usable(OPS["block_fp8"], name, torch.float32)
-    x = drawn(*shape)
-    found = quantize_block_fp8(x, block=block, seed=seed, transpose=True, implementation=name)
-    for q, t in zip(found, (x, x.mT), strict=True):
-        assert_same(q, quantize_block_fp8(t, block=block, seed=seed, implementation=name))
+    equals_two_calls("block_fp8", name, shape, block=block, seed=seed)
 
 
 @pytest.mark.parametrize("name, shape, options", list(grid([{}, {"seed": 2}])))
 def test_mxfp8_of_both_ways(name, shape, options, poisoned):
-    skip_unless_usable(OPS["mxfp8"], name, torch.float32)
-    x = drawn(*shape)
-    found = quantize_mxfp8(x, transpose=True, **options, implementation=name)
-    for q, t in zip(found, (x, x.mT), strict=True):
-        assert_same(q, quantize_mxfp8(t, **options, implementation=name))
+    equals_two_calls("mxfp8", name, shape, **options)
 
 
 @pytest.mark.parametrize("name", ["triton", "cpp", "eager"])

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from tilewright.kernels.instructions_triton import exp_or_zero, reciprocal, sigmoid
 from tilewright.kernels.launch import launch
-from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -125,14 +125,6 @@ def _backward(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, columns, BLOCKS, dy_
     a, da = _activate(g, KIND)
     tl.store(dgate_ptr + row * dgate_stride * UNIT + c, (d * u * da).to(dgate_ptr.dtype.element_ty), mask=mask)
     tl.store(dup_ptr + row * dup_stride * UNIT + c, (d * a).to(dup_ptr.dtype.element_ty), mask=mask)
-
-
-def unit(itemsize: int, columns: int, *strides: int) -> int:
-    """Elements in which columns and row strides are counted."""
-    vector = 16 // itemsize
-    for stride in strides:
-        columns |= stride   # vector is a power of 2
-    return 1 if columns % vector else vector
 
 
 def _stride(t: torch.Tensor, columns: int) -> int:

@@ -16,7 +16,7 @@ from tilewright.kernels import activation_triton, launchers, rmsnorm_triton
 from tilewright.kernels.hadamard_triton import TILE, butterflies, sign_mask, signed
 from tilewright.kernels.instructions_triton import largest_magnitude, reciprocal, rounded_to, widened
 from tilewright.kernels.launch import launch
-from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
 from tilewright.kernels.quantize_triton import (
     E2M1,
     E4M3,
@@ -242,7 +242,7 @@ def _both(x, up, B, R, C, seed):
     turned_scale = x.new_empty((B, C, cdiv(R, MX_BLOCK)), dtype=torch.uint8)
     if x.numel():
         bands, tiles = cdiv(R, HIGH), cdiv(C, WIDE)
-        by = activation_triton.unit(x.element_size(), C, x.stride(0), 0 if up is None else up.stride(0))
+        by = unit(x.element_size(), C, x.stride(0), 0 if up is None else up.stride(0))
         row_unit = 16 if R % 16 == 0 else 1
         launch(_mxfp8_both, (B * bands * tiles,), x, up, data, scale, turned, turned_scale, R // row_unit, C // by,
                bands, tiles, x.stride(0) // by, 0 if up is None else up.stride(0) // by, seed or 0, ROW_UNIT=row_unit,
@@ -312,7 +312,7 @@ def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, seed: int | None,
         across = inverse.shape[1]
         groups = min(SILU_TILE // block, next_power_of_2(across))
         tiles = cdiv(across, groups)
-        by = activation_triton.unit(gate.element_size(), columns, gate.stride(0), up.stride(0))
+        by = unit(gate.element_size(), columns, gate.stride(0), up.stride(0))
         launch(_silu_mul_quantize, (rows * tiles,), gate, up, data, inverse, columns // by, tiles, gate.stride(0) // by,
                up.stride(0) // by, seed or 0, UNIT=by, BLOCK=block, GROUPS=groups, RANDOM=random_kind(seed, columns),
                HARDWARE=conversions(gate.device), num_warps=max(1, groups * block // 512))
@@ -507,15 +507,15 @@ def silu_mul_gate() -> list[KernelSpec]:
     """Rows aligned to 16 bytes, and an odd width, whose rows are read element by element. The codes of 8 elements of a
     thread are 8 bytes."""
     found = []
-    for d, unit, random, mx in (("bf16", 8, False, False), ("bf16", 8, True, False), ("bf16", 1, False, False),
+    for d, by, random, mx in (("bf16", 8, False, False), ("bf16", 8, True, False), ("bf16", 1, False, False),
                                 ("fp32", 4, False, False), ("bf16", 8, False, True), ("fp32", 4, True, True)):
         block = MX_BLOCK if mx else BLOCK
         types = {"gate_ptr": f"*{d}", "up_ptr": f"*{d}", "data_ptr": "*u8", "inverse_ptr": "*u8" if mx else "*fp32",
                  "columns": "i32", "tiles": "i32", "gate_stride": "i32", "up_stride": "i32", "key": "i64"}
         label = f"silu_mul quantize {'mxfp8 ' if mx else ''}{d}{' random' if random else ''}"
-        found.append(_spec(_silu_mul_quantize, f"{label}{' odd' if unit == 1 else ''}", types,
-                           {"UNIT": unit, "BLOCK": block, "GROUPS": SILU_TILE // block, "RANDOM": 2 * random,
-                            "HARDWARE": 1}, SILU_TILE // 512, load=0 if unit == 1 else 128, store=0, elements=SILU_TILE,
+        found.append(_spec(_silu_mul_quantize, f"{label}{' odd' if by == 1 else ''}", types,
+                           {"UNIT": by, "BLOCK": block, "GROUPS": SILU_TILE // block, "RANDOM": 2 * random,
+                            "HARDWARE": 1}, SILU_TILE // 512, load=0 if by == 1 else 128, store=0, elements=SILU_TILE,
                            **{} if random else E4M3))
     return [*found, *mxfp8_gate(silu=True)]
 

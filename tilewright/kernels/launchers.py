@@ -19,6 +19,14 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def unit(itemsize: int, columns: int, *strides: int) -> int:
+    """Elements in which columns and row strides are counted: 16 bytes if they all are multiples of that, else one."""
+    vector = 16 // itemsize
+    for stride in strides:
+        columns |= stride   # vector is a power of 2
+    return 1 if columns % vector else vector
+
+
 # ---- rmsnorm and add_rmsnorm
 
 def sizes(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:

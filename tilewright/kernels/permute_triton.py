@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.launch import launch
-from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -214,12 +214,6 @@ def _backward(dy_ptr, rows_ptr, weight_ptr, position_ptr, used_ptr, drows_ptr, d
         _clear(drows_ptr, used_ptr, t, c, c < columns * UNIT, columns, K, UNIT, COUNTS)
 
 
-def _unit(columns: int, *tensors: torch.Tensor) -> int:
-    """Elements in which columns and row strides are counted."""
-    vector = 16 // tensors[0].element_size()
-    return vector if columns % vector == 0 and all(t.stride(0) % vector == 0 for t in tensors) else 1
-
-
 def _unroll(K: int) -> int:
     return min(8, next_power_of_2(K))
 
@@ -241,7 +235,7 @@ def spread(x: torch.Tensor, position: torch.Tensor, offsets: torch.Tensor | None
         used = _used(position) if offsets is None else offsets[-1:]
         c = SPREAD.config(x.device, columns, x.element_size())
         blocks = cdiv(columns, c["BLOCK"])
-        by = _unit(columns, x)
+        by = unit(x.element_size(), columns, x.stride(0))
         launch(_spread, (x.shape[0] * blocks,), x, position, used, rows, columns // by, blocks, x.stride(0) // by,
                rows.shape[0], K=K, COUNTS=used.shape[0], UNIT=by, UNROLL=_unroll(K), **c)
     return rows
@@ -254,7 +248,7 @@ def collect(rows: torch.Tensor, weight: torch.Tensor | None, position: torch.Ten
     if y.numel():
         c = COLLECT.config(rows.device, columns, rows.element_size())
         blocks = cdiv(columns, c["BLOCK"])
-        by = _unit(columns, rows)
+        by = unit(rows.element_size(), columns, rows.stride(0))
         launch(_collect, (T * blocks,),
                rows, weight, position, y, columns // by, blocks, rows.stride(0) // by, rows.shape[0],
                WEIGHTED=weight is not None, K=K, UNIT=by, UNROLL=_unroll(K), **c)
@@ -269,7 +263,7 @@ def backward(dy: torch.Tensor, rows: torch.Tensor | None, weight: torch.Tensor,
     dweight = weight.new_empty((T, K) if rows is not None else 0)
     if drows.numel():
         c = BACKWARD.config(dy.device, columns, dy.element_size())
-        by = _unit(columns, dy) if rows is None else _unit(columns, dy, rows)
+        by = unit(dy.element_size(), columns, dy.stride(0), 0 if rows is None else rows.stride(0))
         used = _used(position)
         launch(_backward, (T,), dy, rows, weight, position, used, drows, dweight, columns // by, dy.stride(0) // by,
                0 if rows is None else rows.stride(0) // by, T * K, DOTS=rows is not None, K=K, COUNTS=COUNTS,
