@@ -15,6 +15,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from helpers import leave
 from torch.distributed.tensor import DTensor
 
 from tilewright.trainer import adapters, checkpoint, hf, train
@@ -137,3 +138,4 @@ def main(folder):
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    leave()
