@@ -1,13 +1,15 @@
 """Builds the optional C++ extension tilewright/_C. Everything else is in pyproject.toml.
 
-On x86-64 the same sources are compiled three times, for AVX-512, for AVX2 and for the baseline, and `platform.py` loads
-the one that suits the processor. (GCC 12's target_clones were tried first: they vectorise the same loops to code that
-is three to five times slower in bf16.)
+On x86-64 the same sources are compiled three times, for AVX-512, for AVX2 and for the baseline, and
+`platform.py` loads the one that suits the processor. (GCC 12's target_clones were tried first: they
+vectorise the same loops to code that is three to five times slower in bf16.)
 
-A missing torch or a failing compiler skips the extension and leaves the rest of the package working. pip hides what a
-build prints unless it fails, but shows the wheel's name, which says so: tilewright-VERSION-0_without_cpp-py3-none-any.
+A missing torch or a failing compiler skips the extension and leaves the rest of the package
+working. pip hides what a build prints unless it fails, but shows the wheel's name, which says so:
+tilewright-VERSION-0_without_cpp-py3-none-any.
 The reason is written into the package: `tilewright explain` and the exceptions of `cpp` show it.
-TILEWRIGHT_SKIP_CPP=1 skips the build; TILEWRIGHT_REQUIRE_CPP=1 turns a skip into an error (CI uses it).
+TILEWRIGHT_SKIP_CPP=1 skips the build; TILEWRIGHT_REQUIRE_CPP=1 turns a skip into an error (CI uses
+it).
 """
 
 import glob
@@ -73,29 +75,51 @@ def extension() -> dict:
         def give_up(self):
             """Nothing is compiled, whichever variant failed, and a wheel is tagged so."""
             for ext in self.extensions:
-                pathlib.Path(self.build_lib, *ext.name.split(".")).with_suffix(".so").unlink(missing_ok=True)
+                pathlib.Path(self.build_lib, *ext.name.split(".")).with_suffix(".so").unlink(
+                    missing_ok=True
+                )
             self.extensions = self.distribution.ext_modules = []
             wheel = self.distribution.get_command_obj("bdist_wheel", create=False)
             if wheel is not None:
                 wheel.root_is_pure, wheel.build_number = True, WITHOUT
 
         def build_extension(self, ext):
-            # Objects of the variants have the same names: a folder for each keeps rebuilds incremental.
+            # Objects of the variants have the same names: a folder for each keeps rebuilds
+            # incremental.
             before, self.build_temp = self.build_temp, os.path.join(self.build_temp, ext.name)
             os.makedirs(self.build_temp, exist_ok=True)
             super().build_extension(ext)
             self.build_temp = before
 
     sources = sorted(glob.glob("csrc/cpu/*.cpp"))
-    # -g0: Python's own flags ask for debug information, ten times the size of the code, and a third of the time.
-    flags = ["-O3", "-g0", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd",
-             f"-DTORCH_TARGET_VERSION={STABLE_ABI}", "-Wno-psabi"]
+    # -g0: Python's own flags ask for debug information, ten times the size of the code, and a third
+    # of the time.
+    flags = [
+        "-O3",
+        "-g0",
+        "-std=c++17",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fopenmp-simd",
+        f"-DTORCH_TARGET_VERSION={STABLE_ABI}",
+        "-Wno-psabi",
+    ]
     variants = {"_C": []}
     if platform.machine() == "x86_64":
-        variants |= {"_C_avx2": ["-march=haswell"], "_C_avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]}
-    modules = [CppExtension(f"tilewright.{name}", sources, include_dirs=[os.path.abspath("csrc")],
-                            extra_compile_args={"cxx": flags + extra}, py_limited_api=True)
-               for name, extra in variants.items()]
+        variants |= {
+            "_C_avx2": ["-march=haswell"],
+            "_C_avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+        }
+    modules = [
+        CppExtension(
+            f"tilewright.{name}",
+            sources,
+            include_dirs=[os.path.abspath("csrc")],
+            extra_compile_args={"cxx": flags + extra},
+            py_limited_api=True,
+        )
+        for name, extra in variants.items()
+    ]
     return {
         "ext_modules": modules,
         "cmdclass": {"build_ext": OptionalBuild.with_options(no_python_abi_suffix=True)},

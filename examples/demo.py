@@ -1,5 +1,6 @@
-"""The main job on a CPU, end to end: a tokenizer, a 10 M-parameter model trained on real text, a loss curve, a
-checkpoint that transformers loads, and a sample from it. `make demo` runs it; exit code 1 if the loss misses its bound.
+"""The main job on a CPU, end to end: a tokenizer, a 10 M-parameter model trained on real text, a
+loss curve, a checkpoint that transformers loads, and a sample from it. `make demo` runs it; exit
+code 1 if the loss misses its bound.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TEXT = ROOT / "examples/data/shakespeare"
 OUT = ROOT / "outputs/demo"
 VOCAB = 2048
-# Nats a token on the held-out play. Guessing uniformly is ln 2048 = 7.62; the frequencies of single tokens alone give
-# about 6.2. A run that does not learn context stays above this.
+# Nats a token on the held-out play. Guessing uniformly is ln 2048 = 7.62; the frequencies of single
+# tokens alone give about 6.2. A run that does not learn context stays above this.
 BOUND = 5.1
 
 
@@ -27,17 +28,35 @@ def write_model(folder: pathlib.Path) -> None:
 
     bpe = ByteLevelBPETokenizer()
     end = "<|endoftext|>"
-    bpe.train([str(p) for p in sorted((TEXT / "train").glob("*.txt"))], vocab_size=VOCAB, min_frequency=2,
-              special_tokens=[end], show_progress=False)
+    bpe.train(
+        [str(p) for p in sorted((TEXT / "train").glob("*.txt"))],
+        vocab_size=VOCAB,
+        min_frequency=2,
+        special_tokens=[end],
+        show_progress=False,
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token=end, eos_token=end,
-                            pad_token=end).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, bos_token=end, eos_token=end, pad_token=end
+    ).save_pretrained(folder)
     config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 384,
-        "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2,
-        "head_dim": 64, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "max_position_embeddings": 512, "tie_word_embeddings": True, "attention_bias": False,
-        "bos_token_id": 0, "eos_token_id": 0,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": VOCAB,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -54,8 +73,11 @@ def curve(rows: list[dict], target: pathlib.Path) -> None:
     axes.plot(*zip(*train, strict=True), linewidth=1, label="training (seven plays)")
     axes.plot(*zip(*held, strict=True), "o-", label="held out (The Tempest)")
     axes.axhline(BOUND, linestyle="--", linewidth=1, color="grey", label=f"bound {BOUND}")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)",
-             title="Tilewright demo: 10 M parameters on two CPU cores")
+    axes.set(
+        xlabel="optimizer step",
+        ylabel="loss (nats per token)",
+        title="Tilewright demo: 10 M parameters on two CPU cores",
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
@@ -78,8 +100,10 @@ def main() -> int:
     shutil.rmtree(OUT, ignore_errors=True)
     write_model(OUT / "model")
     started = time.monotonic()
-    code = subprocess.run([sys.executable, "-m", "tilewright.trainer.train", "examples/demo.yaml", *sys.argv[1:]],
-                          cwd=ROOT).returncode
+    code = subprocess.run(
+        [sys.executable, "-m", "tilewright.trainer.train", "examples/demo.yaml", *sys.argv[1:]],
+        cwd=ROOT,
+    ).returncode
     if code:
         return code
     minutes = (time.monotonic() - started) / 60
@@ -89,8 +113,10 @@ def main() -> int:
     curve(rows, OUT / "loss.png")
     saved = sorted(OUT.glob("checkpoints/global_step_*/hf"))[-1]
     print(f"\ntrained {len(train)} steps in {minutes:.1f} minutes")
-    print(f"training loss {train[0]:.2f} -> {sum(train[-10:]) / len(train[-10:]):.2f} nats per token "
-          "(first step -> mean of the last ten)")
+    print(
+        f"training loss {train[0]:.2f} -> {sum(train[-10:]) / len(train[-10:]):.2f} nats per token "
+        "(first step -> mean of the last ten)"
+    )
     print(f"held-out loss {held[0]:.2f} -> {held[-1]:.2f} nats per token (bound {BOUND})")
     print(f"loss curve     {(OUT / 'loss.png').relative_to(ROOT)}")
     print(f"checkpoint     {saved.relative_to(ROOT)} (loaded by transformers below)\n")

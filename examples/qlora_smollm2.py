@@ -1,11 +1,11 @@
 """What quantising SmolLM2-135M costs, and how QLoRA trains it, on a CPU, in each format.
 
-    make .cache/smollm2/config.json
-    python examples/qlora_smollm2.py errors RESULTS.json     # its logits against those of the bfloat16 weights
-    python examples/qlora_smollm2.py train RESULTS.json [nf4 | nvfp4 | block_fp8 ...]    # with and without noise (AQN)
+    make .cache/smollm2/config.json python examples/qlora_smollm2.py errors RESULTS.json     # its
+    logits against those of the bfloat16 weights python examples/qlora_smollm2.py train RESULTS.json
+    [nf4 | nvfp4 | block_fp8 ...]    # with and without noise (AQN)
 
-Held out is The Tempest, of which every thirtieth window of 256 tokens is taken. `train` ends with code 1 if a held-out
-loss does not fall.
+Held out is The Tempest, of which every thirtieth window of 256 tokens is taken. `train` ends with
+code 1 if a held-out loss does not fall.
 """
 
 from __future__ import annotations
@@ -31,22 +31,30 @@ from tilewright.trainer.model import Ops, Transformer
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WEIGHTS, OUT = ROOT / ".cache/smollm2", ROOT / "outputs/qlora_smollm2"
 WINDOW, EVERY = 256, 30
-ERRORS = {"nf4, 64": QuantFormat("nf4", 64),
-          "nf4, 64, scales quantised": lambda w: ops.quantize_nf4(w, double_quant=True),
-          "nvfp4, 16": QuantFormat("nvfp4", 16), "block_fp8, 128": QuantFormat("block_fp8", 128)}
+ERRORS = {
+    "nf4, 64": QuantFormat("nf4", 64),
+    "nf4, 64, scales quantised": lambda w: ops.quantize_nf4(w, double_quant=True),
+    "nvfp4, 16": QuantFormat("nvfp4", 16),
+    "block_fp8, 128": QuantFormat("block_fp8", 128),
+}
 TRAINED = {"nf4": 64, "nvfp4": 16, "block_fp8": 128}
 
 
 def where() -> dict[str, Any]:
     """What a number means nothing without."""
+
     def git(*arguments):
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else None
 
-    return {"device": platform.device_name("cpu"), "versions": platform.describe(),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "tilewright", "csrc")),
-            "command": " ".join(sys.argv)}
+    return {
+        "device": platform.device_name("cpu"),
+        "versions": platform.describe(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": bool(git("status", "--porcelain", "--", "tilewright", "csrc")),
+        "command": " ".join(sys.argv),
+    }
 
 
 def heldout() -> torch.Tensor:
@@ -54,8 +62,10 @@ def heldout() -> torch.Tensor:
     from transformers import AutoTokenizer
 
     text = (ROOT / "examples/data/shakespeare/heldout/tempest.txt").read_text()
-    ids = torch.tensor(AutoTokenizer.from_pretrained(WEIGHTS)(text, add_special_tokens=False)["input_ids"])
-    return ids[:len(ids) // WINDOW * WINDOW].view(-1, WINDOW)[::EVERY]
+    ids = torch.tensor(
+        AutoTokenizer.from_pretrained(WEIGHTS)(text, add_special_tokens=False)["input_ids"]
+    )
+    return ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)[::EVERY]
 
 
 def model(format=None) -> Transformer:
@@ -82,24 +92,49 @@ def errors(write: Callable[[list], None]) -> list[dict[str, Any]]:
             logits = made(window[None])[0]
             difference = (logits - reference).abs()
             worst, total = max(worst, difference.max().item()), total + difference.mean().item()
-            divergence += F.kl_div(logits.log_softmax(-1), reference.log_softmax(-1), log_target=True,
-                                   reduction="none").sum(-1).mean().item()
+            divergence += (
+                F.kl_div(
+                    logits.log_softmax(-1),
+                    reference.log_softmax(-1),
+                    log_target=True,
+                    reduction="none",
+                )
+                .sum(-1)
+                .mean()
+                .item()
+            )
             loss += F.cross_entropy(logits[:-1], window[1:]).item()
         n = len(windows)
-        weights = [(math.prod(adapt.shape_of(p)), q.nbytes) for _, p in adapt.base_weights(made)
-                   for q in adapt.quantized(p)]
+        weights = [
+            (math.prod(adapt.shape_of(p)), q.nbytes)
+            for _, p in adapt.base_weights(made)
+            for q in adapt.quantized(p)
+        ]
         bits = 16.0 if not weights else 8 * sum(b for _, b in weights) / sum(e for e, _ in weights)
-        return {"format": name, "bits_per_weight": bits, "max_abs_error": worst, "mean_abs_error": total / n,
-                "kl": divergence / n, "perplexity": math.exp(loss / n), "tokens": n * WINDOW}
+        return {
+            "format": name,
+            "bits_per_weight": bits,
+            "max_abs_error": worst,
+            "mean_abs_error": total / n,
+            "kl": divergence / n,
+            "perplexity": math.exp(loss / n),
+            "tokens": n * WINDOW,
+        }
 
     rows = [row("bfloat16", plain)]
     for name, format in ERRORS.items():
         rows.append(row(name, model(format)))
         write(rows)
-    print("| format | bits a weight | max abs error | mean abs error | KL | perplexity |\n|---|---|---|---|---|---|")
+    print(
+        "| format | bits a weight | max abs error | mean abs error | KL | perplexity "
+        "|\n|---|---|---|---|---|---|"
+    )
     for r in rows:
-        print(f"| {r['format']} | {r['bits_per_weight']:.2f} | {r['max_abs_error']:.3f} | {r['mean_abs_error']:.4f} | "
-              f"{r['kl']:.5f} | {r['perplexity']:.3f} |")
+        print(
+            f"| {r['format']} | {r['bits_per_weight']:.2f} | {r['max_abs_error']:.3f} | "
+            f"{r['mean_abs_error']:.4f} | "
+            f"{r['kl']:.5f} | {r['perplexity']:.3f} |"
+        )
     return rows
 
 
@@ -113,22 +148,46 @@ def train(write: Callable[[list], None], formats: list[str]) -> list[dict[str, A
             size = TRAINED[format]
             folder = OUT / f"{format}{'-aqn' if noise else ''}"
             shutil.rmtree(folder, ignore_errors=True)
-            arguments = [f"--train.output_dir={folder}", f"--lora.quant_format={format}",
-                         f"--lora.quant_group_size={size}", f"--lora.enable_aqn={str(noise).lower()}",
-                         "--data.test_datasets", json.dumps([{"path": str(file)}]),
-                         f"--data.dataset_prepared_path={OUT / ('prepared-' + '-'.join(formats))}"]
-            command = [sys.executable, "-m", "tilewright.trainer.train", "examples/qlora_smollm2.yaml", *arguments]
+            arguments = [
+                f"--train.output_dir={folder}",
+                f"--lora.quant_format={format}",
+                f"--lora.quant_group_size={size}",
+                f"--lora.enable_aqn={str(noise).lower()}",
+                "--data.test_datasets",
+                json.dumps([{"path": str(file)}]),
+                f"--data.dataset_prepared_path={OUT / ('prepared-' + '-'.join(formats))}",
+            ]
+            command = [
+                sys.executable,
+                "-m",
+                "tilewright.trainer.train",
+                "examples/qlora_smollm2.yaml",
+                *arguments,
+            ]
             subprocess.run(command, cwd=ROOT, check=True)
-            found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            found = [
+                json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+            ]
             losses = [r["loss"] for r in found if "loss" in r]
             held = [r["eval_loss"] for r in found if "eval_loss" in r]
-            rows.append({"format": format, "group_size": size, "aqn": noise, "heldout_first": held[0],
-                         "heldout_last": held[-1], "loss": losses,
-                         "seconds": [r["seconds"] for r in found if "loss" in r]})
+            rows.append(
+                {
+                    "format": format,
+                    "group_size": size,
+                    "aqn": noise,
+                    "heldout_first": held[0],
+                    "heldout_last": held[-1],
+                    "loss": losses,
+                    "seconds": [r["seconds"] for r in found if "loss" in r],
+                }
+            )
             write(rows)
     print("| format | AQN | held out, first | held out, last |\n|---|---|---|---|")
     for r in rows:
-        print(f"| {r['format']}, {r['group_size']} | {r['aqn']} | {r['heldout_first']:.4f} | {r['heldout_last']:.4f} |")
+        print(
+            f"| {r['format']}, {r['group_size']} | {r['aqn']} | {r['heldout_first']:.4f} | "
+            f"{r['heldout_last']:.4f} |"
+        )
     return rows
 
 
@@ -146,6 +205,10 @@ def main(what: str, target: pathlib.Path, formats: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3 or sys.argv[1] not in ("errors", "train") or not {*sys.argv[3:]} <= {*TRAINED}:
+    if (
+        len(sys.argv) < 3
+        or sys.argv[1] not in ("errors", "train")
+        or not {*sys.argv[3:]} <= {*TRAINED}
+    ):
         sys.exit(__doc__)
     main(sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3:] or list(TRAINED))

@@ -1,4 +1,6 @@
-"""Set-up that every test shares. Triton's interpreter must be chosen before any kernel module is imported."""
+"""Set-up that every test shares. Triton's interpreter must be chosen before any kernel module
+is imported.
+"""
 
 import contextlib
 import os
@@ -11,15 +13,26 @@ if not torch.cuda.is_available():
 import pytest
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    with contextlib.suppress(ModuleNotFoundError):   # without Triton
+    with contextlib.suppress(ModuleNotFoundError):  # without Triton
         import interpreter
 
         interpreter.install()
 
-# Files that take longest, which may have few tests. A file begun last that takes minutes would leave the other
-# processes of a run without work.
-LONG = ("test_triton_ptx", "test_contract", "test_trainer", "test_packaging", "test_integrations", "test_trainer_cp",
-        "test_expert_parallel", "test_context_parallel", "test_operators", "test_cute", "test_suite")
+# Files that take longest, which may have few tests. A file begun last that takes minutes would
+# leave the other processes of a run without work.
+LONG = (
+    "test_triton_ptx",
+    "test_contract",
+    "test_trainer",
+    "test_packaging",
+    "test_integrations",
+    "test_trainer_cp",
+    "test_expert_parallel",
+    "test_context_parallel",
+    "test_operators",
+    "test_cute",
+    "test_suite",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -2,10 +2,10 @@
 
     python -m torch.distributed.run --nproc-per-node N distributed_worker.py FOLDER
 
-For every mode that FOLDER/modes.json lists, on the bins of FOLDER/bins.pt: takes one training step, of which rank 0
-writes loss, tokens, norm and full gradients to FOLDER/<mode>.pt, or, where the mode starts with "train", several, of
-which it writes what `several_steps` returns. A mode that starts with "run" is a whole run, whose arguments are a
-configuration's path and what changes it.
+For every mode that FOLDER/modes.json lists, on the bins of FOLDER/bins.pt: takes one training step,
+of which rank 0 writes loss, tokens, norm and full gradients to FOLDER/<mode>.pt, or, where the mode
+starts with "train", several, of which it writes what `several_steps` returns. A mode that starts
+with "run" is a whole run, whose arguments are a configuration's path and what changes it.
 """
 
 import dataclasses
@@ -35,11 +35,17 @@ def full(tensor):
 
 
 def micro_batches(config, world, bins):
-    """Each rank takes the micro-batches that trainer/data.py would give it: (a * world + rank). Or its parts."""
+    """Each rank takes the micro-batches that trainer/data.py would give it: (a * world + rank).
+    Or its parts.
+    """
     t, step = config.train, []
     for a in range(t.gradient_accumulation_steps):
         start = (a * world.data_size + world.data_rank) * t.micro_batch_size
-        step.append(collate(bins[start:start + t.micro_batch_size], padding(config.data, world.cp), world.cp))
+        step.append(
+            collate(
+                bins[start : start + t.micro_batch_size], padding(config.data, world.cp), world.cp
+            )
+        )
     return step
 
 
@@ -47,19 +53,29 @@ def one_step(config, world, bins):
     model = build(config, world)
     loss, tokens, _ = train.train_step(model, micro_batches(config, world, bins), config, world)
     norm = clip_gradients(list(model.parameters()), 0.0)
-    return {"loss": loss, "tokens": tokens, "norm": norm,
-            "grads": {name: full(p.grad) for name, p in unwrap(model).named_parameters() if p.requires_grad}}
+    return {
+        "loss": loss,
+        "tokens": tokens,
+        "norm": norm,
+        "grads": {
+            name: full(p.grad) for name, p in unwrap(model).named_parameters() if p.requires_grad
+        },
+    }
 
 
 def several_steps(config, world, bins, steps=4):
-    """Losses, norms before clipping, the routers' statistics, all-to-alls of the first step, and the weights."""
+    """Losses, norms before clipping, the routers' statistics, all-to-alls of the first step,
+    and the weights.
+    """
     model = build(config, world)
     optimizer = build_optimizer(unwrap(model), config.train)
     found = {"loss": [], "norm": [], "router": []}
     for i in range(steps):
         adapters.before_step(unwrap(model), config, i)
         with Count() as count:
-            loss, _, router = train.train_step(model, micro_batches(config, world, bins[i:] + bins[:i]), config, world)
+            loss, _, router = train.train_step(
+                model, micro_batches(config, world, bins[i:] + bins[:i]), config, world
+            )
         found.setdefault("all_to_alls", count.calls)
         norm = clip_gradients(list(model.parameters()), config.train.max_grad_norm)
         optimizer.step()
@@ -103,13 +119,23 @@ STATE = {"run": {}, "ops": {}}
 
 def main(folder):
     folder = pathlib.Path(folder)
-    bins = torch.load(folder / "bins.pt", weights_only=False) if (folder / "bins.pt").is_file() else None
+    bins = (
+        torch.load(folder / "bins.pt", weights_only=False)
+        if (folder / "bins.pt").is_file()
+        else None
+    )
     world = None
     for name, arguments in json.loads((folder / "modes.json").read_text()).items():
         whole = name.startswith("run")
-        config = load(arguments[0], arguments[1:]) if whole else load(str(folder / "config.yaml"), arguments)
+        config = (
+            load(arguments[0], arguments[1:])
+            if whole
+            else load(str(folder / "config.yaml"), arguments)
+        )
         world = world or init_distributed(config.train)
-        world = dataclasses.replace(world, cp=context_parallel(config.train, world.size, world.device.type))
+        world = dataclasses.replace(
+            world, cp=context_parallel(config.train, world.size, world.device.type)
+        )
         if whole:
             train.train(config, world)
             continue
@@ -118,9 +144,18 @@ def main(folder):
             if name == "train_and_save":
                 written = save(folder, model, optimizer, world, STATE)
                 hf.save_weights(model, folder / "hf")
-            if name == "train_after_loading":   # what another mode saved, into models that are spread otherwise
+            if (
+                name == "train_after_loading"
+            ):  # what another mode saved, into models that are spread otherwise
                 again = build(config, world)
-                checkpoint.restore(written, again, other := build_optimizer(again, config.train), world, run={}, ops={})
+                checkpoint.restore(
+                    written,
+                    again,
+                    other := build_optimizer(again, config.train),
+                    world,
+                    run={},
+                    ops={},
+                )
                 found["restored"] = {n: full(p.detach()) for n, p in again.named_parameters()}
                 found["moments"] = moments(other)
                 for mode in hf.LOAD_MODES:

@@ -1,7 +1,8 @@
 """Counts the memory that a computation would hold, without holding it.
 
-Tensors are fake: they have shapes, dtypes and storages without bytes. What decides how a computation goes on, routing,
-offsets and targets, is small and is computed as well, so that a look at values (`tolist`, `item`) finds them.
+Tensors are fake: they have shapes, dtypes and storages without bytes. What decides how a
+computation goes on, routing, offsets and targets, is small and is computed as well, so that a look
+at values (`tolist`, `item`) finds them.
 """
 
 from __future__ import annotations
@@ -15,14 +16,27 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-SMALL = {True: 2**22, False: 2**23}   # elements of a tensor whose values are known: floating point, or not
-LOOKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default)
-ARITHMETIC = ("mm", "bmm", "addmm", "baddbmm")   # too slow to repeat, and never what a look at values is for
+SMALL = {
+    True: 2**22,
+    False: 2**23,
+}  # elements of a tensor whose values are known: floating point, or not
+LOOKS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.equal.default,
+)
+ARITHMETIC = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+)  # too slow to repeat, and never what a look at values is for
 
 
 class Footprint(TorchDispatchMode):
-    """now, peak: bytes of the fake storages alive, and the most of them there were; temporaries inside one operator
-    are not seen. A floating-point number that is read from a tensor without values is 1: `contract.error` reads such.
+    """now, peak: bytes of the fake storages alive, and the most of them there were; temporaries
+    inside one operator are not seen. A floating-point number that is read from a tensor without
+    values is 1: `contract.error` reads such.
     """
 
     def __init__(self):
@@ -33,7 +47,9 @@ class Footprint(TorchDispatchMode):
         self._values: dict[int, torch.Tensor] = {}
 
     def restart(self) -> None:
-        """From here on the peak is counted, and of new floating-point numbers none is known: none decides anything."""
+        """From here on the peak is counted, and of new floating-point numbers none is known:
+        none decides anything.
+        """
         self.peak = self.now
         self.small[True] = 0
 
@@ -60,15 +76,24 @@ class Footprint(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        known = all(self._value(t) is not None for t in tensors) and func.overloadpacket.__name__ not in ARITHMETIC
+        known = (
+            all(self._value(t) is not None for t in tensors)
+            and func.overloadpacket.__name__ not in ARITHMETIC
+        )
 
         def computed():
             with _disable_current_modes():
-                return func(*tree_map_only(torch.Tensor, self._value, args),
-                            **tree_map_only(torch.Tensor, self._value, kwargs))
+                return func(
+                    *tree_map_only(torch.Tensor, self._value, args),
+                    **tree_map_only(torch.Tensor, self._value, kwargs),
+                )
 
-        if func in LOOKS:   # at values, on which what comes next depends
-            if not known and func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
+        if func in LOOKS:  # at values, on which what comes next depends
+            if (
+                not known
+                and func is torch.ops.aten._local_scalar_dense.default
+                and args[0].is_floating_point()
+            ):
                 return 1.0
             if known:
                 found = computed()
@@ -78,9 +103,11 @@ class Footprint(TorchDispatchMode):
         for t in made:
             self._hold(t)
         if known and all(t.numel() <= self.small[t.is_floating_point()] for t in made):
-            for fake, value in zip(made, filter(torch.is_tensor, tree_leaves(computed())), strict=True):
+            for fake, value in zip(
+                made, filter(torch.is_tensor, tree_leaves(computed())), strict=True
+            ):
                 self._remember(fake, value)
-        else:   # what is written over has no known values any more
+        else:  # what is written over has no known values any more
             for i, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for t in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):

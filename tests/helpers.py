@@ -12,7 +12,8 @@ from tilewright.registry import ImplementationUnavailable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-# Names here must run: a GPU job sets TILEWRIGHT_REQUIRE=triton so that a broken import cannot skip the suite green.
+# Names here must run: a GPU job sets TILEWRIGHT_REQUIRE=triton so that a broken import cannot skip
+# the suite green.
 REQUIRED = set(filter(None, os.environ.get("TILEWRIGHT_REQUIRE", "").split(",")))
 
 
@@ -21,7 +22,9 @@ def skip_unless_usable(op, name, dtype):
     if dtype not in impl.dtypes:
         pytest.skip(impl.why_not(DEVICE, dtype) or "dtype")
     if name == "triton" and DEVICE == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter truncates on a cast to bfloat16; see test_triton_ptx.py for bf16")
+        pytest.skip(
+            "Triton's interpreter truncates on a cast to bfloat16; see test_triton_ptx.py for bf16"
+        )
     reason = impl.why_not(DEVICE, dtype)
     if reason and name in REQUIRED:
         pytest.fail(f"{op.name}[{name}] was required: {reason}")
@@ -58,9 +61,10 @@ def join_group(rank, world, folder):
 
 
 def leave():
-    """Ends this process with exit code 0, past the interpreter's end. A thread of gloo may still hold the tensors of
-    the last exchange; it takes the lock of an interpreter that ends to release them, and the process aborts ("terminate
-    called without an active exception")."""
+    """Ends this process with exit code 0, past the interpreter's end. A thread of gloo may still
+    hold the tensors of the last exchange; it takes the lock of an interpreter that ends to release
+    them, and the process aborts ("terminate called without an active exception").
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -72,15 +76,18 @@ def _and_leave(rank, fn, *arguments):
 
 
 def processes(number, fn, *arguments):
-    """fn(rank, number, *arguments) in that many processes, which end with the test if it fails. How long they may take
-    is the test's own limit."""
-    context = torch.multiprocessing.spawn(_and_leave, (fn, number, *arguments), nprocs=number, join=False)
+    """fn(rank, number, *arguments) in that many processes, which end with the test if it fails. How
+    long they may take is the test's own limit.
+    """
+    context = torch.multiprocessing.spawn(
+        _and_leave, (fn, number, *arguments), nprocs=number, join=False
+    )
     try:
         while not context.join():
             pass
     finally:
         for process in context.processes:
-            process.kill()   # of one that has ended, nothing
+            process.kill()  # of one that has ended, nothing
 
 
 def two_processes(fn, *arguments):
@@ -89,22 +96,48 @@ def two_processes(fn, *arguments):
 
 # ---- losses, as they run on a GPU
 
+
 def as_on_a_gpu(monkeypatch):
     """Targets are not looked at, as those of CUDA tensors are not, and products are PyTorch's."""
     monkeypatch.setattr("tilewright.ops._softmax_stats._may_look", lambda target: False)
     monkeypatch.setattr("tilewright.ops._products.takes", lambda dtype: False)
 
 
-# What PyTorch does without a launch: memory and views, and names of what would be followed by a copy if one were made.
-WITHOUT_A_LAUNCH = {f"aten::{name}" for name in (
-    "empty", "empty_like", "empty_strided", "new_empty", "view", "view_as", "reshape", "_reshape_alias", "as_strided",
-    "detach", "alias", "slice", "select", "t", "transpose", "expand", "contiguous", "to", "unsqueeze", "result_type",
-    "resolve_conj", "resolve_neg")}
+# What PyTorch does without a launch: memory and views, and names of what would be followed by a
+# copy if one were made.
+WITHOUT_A_LAUNCH = {
+    f"aten::{name}"
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "view",
+        "view_as",
+        "reshape",
+        "_reshape_alias",
+        "as_strided",
+        "detach",
+        "alias",
+        "slice",
+        "select",
+        "t",
+        "transpose",
+        "expand",
+        "contiguous",
+        "to",
+        "unsqueeze",
+        "result_type",
+        "resolve_conj",
+        "resolve_neg",
+    )
+}
 
 
 def launches(monkeypatch, run):
-    """What run() would launch on a GPU, in order: kernels of softmax_stats_triton by name, which are not run, and
-    PyTorch's operators that compute something, or wait for a value."""
+    """What run() would launch on a GPU, in order: kernels of softmax_stats_triton by name, which
+    are not run, and PyTorch's operators that compute something, or wait for a value.
+    """
     from tilewright.kernels import softmax_stats_triton as kernels
 
     as_on_a_gpu(monkeypatch)
@@ -128,7 +161,11 @@ def launches(monkeypatch, run):
     for event in sorted(profile.events(), key=lambda e: (e.time_range.start, -e.time_range.end)):
         if event.name.startswith("kernel "):
             found.append(event.name.removeprefix("kernel "))
-        elif event.name.startswith("aten::") and event.name not in WITHOUT_A_LAUNCH and event.time_range.start >= end:
+        elif (
+            event.name.startswith("aten::")
+            and event.name not in WITHOUT_A_LAUNCH
+            and event.time_range.start >= end
+        ):
             found.append(event.name)
-            end = event.time_range.end   # what an operator is made of is part of it
+            end = event.time_range.end  # what an operator is made of is part of it
     return found

@@ -1,9 +1,9 @@
 """Triton's interpreter, made faster and more exact for tests.
 
-It reduces by a function that it does not know (by xor, of which tl.flip is made, or by a kernel's own) element by
-element. Here each step combines neighbors in all rows at once: a tree, as in compiled kernels. It puts its own
-functions into triton.language again in each call of a device function, which was a fourth of its time. Before Triton
-3.9 its fma rounds twice.
+It reduces by a function that it does not know (by xor, of which tl.flip is made, or by a kernel's
+own) element by element. Here each step combines neighbors in all rows at once: a tree, as in
+compiled kernels. It puts its own functions into triton.language again in each call of a device
+function, which was a fourth of its time. Before Triton 3.9 its fma rounds twice.
 """
 
 import functools
@@ -16,9 +16,15 @@ from triton.runtime import interpreter
 def generic_reduce(self, inputs):
     whole = self.axis is None
     axis, rank = self.axis or 0, inputs[0].handle.data.ndim
-    parts = [np.ravel(t.handle.data) if whole else np.moveaxis(t.handle.data, axis, 0) for t in inputs]
-    while len(parts[0]) > 1:   # a power of two
-        pairs = [self.to_tensor(p[side::2], t.dtype) for side in (0, 1) for p, t in zip(parts, inputs, strict=True)]
+    parts = [
+        np.ravel(t.handle.data) if whole else np.moveaxis(t.handle.data, axis, 0) for t in inputs
+    ]
+    while len(parts[0]) > 1:  # a power of two
+        pairs = [
+            self.to_tensor(p[side::2], t.dtype)
+            for side in (0, 1)
+            for p, t in zip(parts, inputs, strict=True)
+        ]
         combined = self.combine_fn.fn(*pairs)
         combined = combined if isinstance(combined, (tuple, tl.tuple)) else (combined,)
         parts = [c.handle.data for c in combined]
@@ -37,7 +43,9 @@ def create_fma(self, x, y, z):
 @functools.cache
 def builtins(package):
     """Asked before the first of them is replaced."""
-    return [(n, getattr(package, n)) for n in dir(package) if tl.core.is_builtin(getattr(package, n))]
+    return [
+        (n, getattr(package, n)) for n in dir(package) if tl.core.is_builtin(getattr(package, n))
+    ]
 
 
 def patch_builtin(package, builder, scope):
@@ -47,8 +55,10 @@ def patch_builtin(package, builder, scope):
 
 
 patch = interpreter._patch_lang
-patched = set()   # modules, while a launch runs; and from a device function on, whose scope nobody restores
-modules = {}      # by the globals of a function
+patched = (
+    set()
+)  # modules, while a launch runs; and from a device function on, whose scope nobody restores
+modules = {}  # by the globals of a function
 
 
 def patch_lang(fn):
@@ -74,5 +84,5 @@ def install():
     interpreter.ReduceOps.generic_reduce = generic_reduce
     third = np.array([1 / 3], np.float32)
     x, z = (interpreter.TensorHandle(v, tl.float32) for v in (third, -(third * third)))
-    if not interpreter.interpreter_builder.create_fma(x, x, z).data.any():   # what the product lost
+    if not interpreter.interpreter_builder.create_fma(x, x, z).data.any():  # what the product lost
         interpreter.InterpreterBuilder.create_fma = create_fma

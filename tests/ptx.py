@@ -1,9 +1,10 @@
-"""Runs PTX on the CPU, so that a kernel for a GPU can be tested without one: what it computes, and that every access
-to memory is inside a tensor and aligned.
+"""Runs PTX on the CPU, so that a kernel for a GPU can be tested without one: what it computes, and
+that every access to memory is inside a tensor and aligned.
 
-All threads of a cluster run in NumPy arrays, those at the lowest instruction first, so that they meet again after a
-branch. It knows the instructions that the CuTe DSL and Triton kernels are compiled to and raises for any other. fma is
-computed in float64 and rounded once more; ex2.approx, lg2.approx, div.full and the like are exact to float32.
+All threads of a cluster run in NumPy arrays, those at the lowest instruction first, so that they
+meet again after a branch. It knows the instructions that the CuTe DSL and Triton kernels are
+compiled to and raises for any other. fma is computed in float64 and rounded once more; ex2.approx,
+lg2.approx, div.full and the like are exact to float32.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import re
 import numpy as np
 import torch
 
-WINDOW = 1 << 20   # shared::cluster addresses: block r's shared memory is at (r + 1) * WINDOW
+WINDOW = 1 << 20  # shared::cluster addresses: block r's shared memory is at (r + 1) * WINDOW
 U = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 I = {16: np.int16, 32: np.int32, 64: np.int64}
 
 
 class Memory:
-    """Global memory: tensors at 256-byte boundaries, with nothing readable between them. `shift` bytes are put before
-    each, to misalign it."""
+    """Global memory: tensors at 256-byte boundaries, with nothing readable between them. `shift`
+    bytes are put before each, to misalign it.
+    """
 
     def __init__(self):
         self.data = np.zeros(4096, np.uint8)
@@ -36,27 +38,39 @@ class Memory:
         self.tensors = []
 
     def put(self, t: torch.Tensor | None, shift: int = 0) -> int:
-        """Its address. The whole storage travels, so that strides keep their meaning; only t's elements can be read."""
+        """Its address. The whole storage travels, so that strides keep their meaning; only t's
+        elements can be read.
+        """
         if t is None:
             return 0
         for known, address in self.tensors:
             if known.data_ptr() == t.data_ptr() and known.numel() and known.shape == t.shape:
                 return address
-        whole = torch.as_strided(t, (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)),), (1,))
+        whole = torch.as_strided(
+            t, (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)),), (1,)
+        )
         raw = whole.contiguous().view(torch.uint8).numpy() if t.numel() else np.zeros(0, np.uint8)
         held = torch.zeros(whole.numel(), dtype=torch.uint8)
         if t.numel():
             torch.as_strided(held, t.shape, t.stride()).fill_(1)
         start = -(-len(self.data) // 256) * 256 + shift
         grown = start + len(raw) + 512
-        for name, fill in (("data", 0xFF), ("inside", 0), ("written", 0), ("read", 0), ("writer", 0),
-                           ("reader", 0)):
+        for name, fill in (
+            ("data", 0xFF),
+            ("inside", 0),
+            ("written", 0),
+            ("read", 0),
+            ("writer", 0),
+            ("reader", 0),
+        ):
             old = getattr(self, name)
             new = np.full(grown, fill, old.dtype)
-            new[:len(old)] = old
+            new[: len(old)] = old
             setattr(self, name, new)
-        self.data[start:start + len(raw)] = raw
-        self.inside[start:start + len(raw)] = np.repeat(held.numpy().astype(bool), t.element_size())
+        self.data[start : start + len(raw)] = raw
+        self.inside[start : start + len(raw)] = np.repeat(
+            held.numpy().astype(bool), t.element_size()
+        )
         self.tensors.append((t, start))
         return start
 
@@ -64,15 +78,17 @@ class Memory:
         """Writes what the kernel wrote into the tensors."""
         for t, start in self.tensors:
             span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-            if t.numel() and self.written[start:start + span * t.element_size()].any():
-                raw = torch.from_numpy(self.data[start:start + span * t.element_size()].copy()).view(t.dtype)
+            if t.numel() and self.written[start : start + span * t.element_size()].any():
+                raw = torch.from_numpy(
+                    self.data[start : start + span * t.element_size()].copy()
+                ).view(t.dtype)
                 t.copy_(torch.as_strided(raw, t.shape, t.stride()))
 
     def times(self, t: torch.Tensor, which: str) -> torch.Tensor:
         """How often each element was written, or whether it was read."""
         start = next(a for known, a in self.tensors if known is t)
         span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-        raw = getattr(self, which)[start:start + span * t.element_size():t.element_size()]
+        raw = getattr(self, which)[start : start + span * t.element_size() : t.element_size()]
         return torch.as_strided(torch.from_numpy(raw.astype(np.uint8)), t.shape, t.stride())
 
 
@@ -91,7 +107,9 @@ def _narrow(x, kind, truncate=False):
     if truncate:
         assert kind == "bf16"
         return (np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    t = torch.from_numpy(np.ascontiguousarray(x, np.float32)).to(torch.bfloat16 if kind == "bf16" else torch.float16)
+    t = torch.from_numpy(np.ascontiguousarray(x, np.float32)).to(
+        torch.bfloat16 if kind == "bf16" else torch.float16
+    )
     return t.view(torch.int16).numpy().view(np.uint16)
 
 
@@ -101,14 +119,16 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 def _to_e2m1(x):
     """Codes of the nearest numbers; of two that are equally near, the even code; NaN becomes 6."""
-    order = np.array([0, 2, 4, 6, 1, 3, 5, 7], np.uint8)   # the first of equals is taken
+    order = np.array([0, 2, 4, 6, 1, 3, 5, 7], np.uint8)  # the first of equals is taken
     size = np.minimum(np.abs(x.astype(np.float64)), 6.0)
     code = order[np.abs(size[:, None] - E2M1[order].astype(np.float64)).argmin(1)]
     return np.where(np.isnan(x), 7, code | np.signbit(x).astype(np.uint8) << 3).astype(np.uint8)
 
 
 def _to_e4m3(x):
-    """Codes of the nearest numbers, ties to even; what is too large becomes the largest; NaN 127."""
+    """Codes of the nearest numbers, ties to even; what is too large becomes the largest; NaN
+    127.
+    """
     t = torch.from_numpy(np.clip(x, -448, 448)).to(torch.float8_e4m3fn)
     return np.where(np.isnan(x), 127, t.view(torch.uint8).numpy()).astype(np.uint8)
 
@@ -134,18 +154,27 @@ def _class(op):
         return "control"
     if name in ("shfl", "redux", "mapa"):
         return "exchange"
-    return "convert" if name == "cvt" else "float" if op[-1] in (
-        "f32", "f32x2", "bf16", "bf16x2", "f16", "f16x2") and name not in ("mov", "selp") else "integer"
+    return (
+        "convert"
+        if name == "cvt"
+        else "float"
+        if op[-1] in ("f32", "f32x2", "bf16", "bf16x2", "f16", "f16x2")
+        and name not in ("mov", "selp")
+        else "integer"
+    )
 
 
 class Counts:
     """What launches of a kernel did.
 
-    requested: sectors of 32 bytes of global memory that warps' instructions read and wrote, each instruction's once.
-        least: those that programs touch, each program's once: all of it comes from memory or from the L2 at least once.
-    wavefronts: passes that instructions made over shared memory; of these, conflicts are those that a bank had to make
-        for several of its words.   issued: instructions of PTX by class, a warp's as one.   products: multiply-adds of
-        the tensor cores.
+    requested: sectors of 32 bytes of global memory that warps' instructions read and wrote, each
+    instruction's once.
+        least: those that programs touch, each program's once: all of it comes from memory or from
+        the L2 at least once.
+    wavefronts: passes that instructions made over shared memory; of these, conflicts are those that
+    a bank had to make
+        for several of its words.   issued: instructions of PTX by class, a warp's as one.
+        products: multiply-adds of the tensor cores.
     """
 
     def __init__(self):
@@ -154,10 +183,14 @@ class Counts:
         self.issued = collections.Counter()
 
     def shared(self, address, size, lanes):
-        """An access of `size` bytes a thread: a pass is for 128 bytes, so for 32, 16 or 8 threads."""
+        """An access of `size` bytes a thread: a pass is for 128 bytes, so for 32, 16 or 8
+        threads.
+        """
         groups = lanes // (32 if size <= 4 else 128 // size)
         words = (address[:, None] + np.arange(0, size, 4)) // 4
-        touched = np.unique(groups[:, None] * (1 << 32) + words)   # several threads at one word: one of them
+        touched = np.unique(
+            groups[:, None] * (1 << 32) + words
+        )  # several threads at one word: one of them
         passes = np.zeros((groups.max() + 1, 32), np.int64)
         np.add.at(passes, (touched >> 32, touched % 32), 1)
         passes = passes.max(1)
@@ -165,13 +198,20 @@ class Counts:
         self.conflicts += int((passes - 1)[passes > 0].sum())
 
     def facts(self):
-        return {"requested": self.requested, "least": self.least, "wavefronts": self.wavefronts,
-                "conflicts": self.conflicts, "issued": dict(sorted(self.issued.items())), "products": self.products}
+        return {
+            "requested": self.requested,
+            "least": self.least,
+            "wavefronts": self.wavefronts,
+            "conflicts": self.conflicts,
+            "issued": dict(sorted(self.issued.items())),
+            "products": self.products,
+        }
 
 
 class TensorMap:
-    """What a TMA descriptor says: of a matrix or more dimensions, the last one contiguous. swizzle: within how many
-    bytes, or 0."""
+    """What a TMA descriptor says: of a matrix or more dimensions, the last one contiguous. swizzle:
+    within how many bytes, or 0.
+    """
 
     def __init__(self, address, itemsize, shape, strides, box, swizzle):
         if box[-1] * itemsize > (swizzle or 1 << 20) or box[-1] * itemsize % 16 or max(box) > 256:
@@ -180,7 +220,9 @@ class TensorMap:
         self.shape, self.strides = shape, strides
 
     def places(self, corner):
-        """Of the box at `corner`, in the order of memory: the addresses of its bytes, and which are in the tensor."""
+        """Of the box at `corner`, in the order of memory: the addresses of its bytes, and which
+        are in the tensor.
+        """
         at = np.indices(self.box).reshape(len(self.box), -1) + np.array(corner)[:, None]
         inside = ((at >= 0) & (at < np.array(self.shape)[:, None])).all(0)
         first = self.address + (at * np.array(self.strides)[:, None]).sum(0) * self.itemsize
@@ -189,7 +231,9 @@ class TensorMap:
 
 
 def _swizzled(address, span):
-    """Units of 16 bytes change places within `span` bytes (32, 64 or 128; or 0) by the lines of 128 above."""
+    """Units of 16 bytes change places within `span` bytes (32, 64 or 128; or 0) by the lines of
+    128 above.
+    """
     return address ^ (address >> 3 & (span - 16)) if span else address
 
 
@@ -200,7 +244,9 @@ LEAVES = ("ret", "bra", "bar", "barrier", "mbarrier")
 @functools.cache
 def _text_and_bits(op):
     kind = op[-1]
-    return ".".join(op), int(re.sub(r"\D", "", kind)[:2] or 0) if kind[0] in "busf" and kind != "f32x2" else 0
+    return ".".join(op), int(re.sub(r"\D", "", kind)[:2] or 0) if kind[
+        0
+    ] in "busf" and kind != "f32x2" else 0
 
 
 @functools.cache
@@ -214,14 +260,20 @@ class Kernel:
         """dynamic_shared: bytes of the shared memory whose size the launch says, not the PTX."""
         body = re.sub(r"//[^\n]*|^\s*\.loc\s[^\n]*", "", ptx, flags=re.MULTILINE)
         outer = re.findall(r"\.extern \.shared \.align \d+ \.b8 (\S+)\[\];", body)
-        head, body = body[body.index(".entry"):].split("{", 1)
+        head, body = body[body.index(".entry") :].split("{", 1)
         body = re.split(r"^\s*\.(?:file|section)\s", body, maxsplit=1, flags=re.MULTILINE)[0]
         lines = [line.strip() for line in head.splitlines()]
-        self.parameters = [line.split()[-1].rstrip(",").split("[")[0] for line in lines if line.startswith(".param")]
+        self.parameters = [
+            line.split()[-1].rstrip(",").split("[")[0]
+            for line in lines
+            if line.startswith(".param")
+        ]
         self.threads = int(re.search(r"\.reqntid (\d+)", head)[1])
         self.shared, self.shared_size = dict.fromkeys(outer, 1024), 1024 + dynamic_shared
-        self.widths = {name: 1 if kind == "pred" else int(kind[1:])
-                       for kind, name in re.findall(r"\.reg \.(\w+)\s+(%[a-z]+)<", body)}
+        self.widths = {
+            name: 1 if kind == "pred" else int(kind[1:])
+            for kind, name in re.findall(r"\.reg \.(\w+)\s+(%[a-z]+)<", body)
+        }
         self.code, self.labels, local = [], {}, {}
         for statement in re.split(r"(?<=;)|(?<=:)(?=\s)", body):
             s = " ".join(statement.split()).rstrip(";").lstrip("{} ").strip()
@@ -230,21 +282,34 @@ class Kernel:
                 self.shared[m[2]] = self.shared_size
                 self.shared_size += int(m[3])
             elif m := re.match(r"(\$?\w+):$", s):
-                if not m[1].startswith("$"):   # of a block of its own, and there may be others with this name
+                if not m[1].startswith(
+                    "$"
+                ):  # of a block of its own, and there may be others with this name
                     local[m[1]] = f"{m[1]} {len(self.code)}"
                 self.labels[local.get(m[1], m[1])] = len(self.code)
             elif s and not s.startswith("."):
                 m = re.match(r"(?:@(!?)(%?\w+) )?(\S+) ?(.*)", s)
-                operands = [o.strip() for o in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,]+", m[4].replace(", ", ","))]
+                operands = [
+                    o.strip()
+                    for o in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,]+", m[4].replace(", ", ","))
+                ]
                 operands = [local.get(o, o) if m[3].startswith("bra") else o for o in operands if o]
                 self.code.append((m[2], m[1] == "!", m[3].split("."), operands))
         self.classes = [_class(op) for _, _, op, _ in self.code]
 
-    def run(self, memory: Memory, values: list, grid: tuple[int, int, int], cluster: int = 1,
-            counts: Counts | None = None) -> None:
+    def run(
+        self,
+        memory: Memory,
+        values: list,
+        grid: tuple[int, int, int],
+        cluster: int = 1,
+        counts: Counts | None = None,
+    ) -> None:
         values = dict(zip(self.parameters, values, strict=True))
         with np.errstate(all="ignore"):
-            for z, y, first in itertools.product(range(grid[2]), range(grid[1]), range(0, grid[0], cluster)):
+            for z, y, first in itertools.product(
+                range(grid[2]), range(grid[1]), range(0, grid[0], cluster)
+            ):
                 _Cluster(self, memory, values, (first, y, z), cluster, grid, counts).run()
 
 
@@ -258,29 +323,42 @@ class _Cluster:
         first, y, z = at
         # Threads of the launch, from 1.
         self.everywhere = ((z * grid[1] + y) * grid[0] + first) * kernel.threads + np.arange(n) + 1
-        self.special = {"%tid.x": self.thread, "%ctaid.x": first + self.block, "%ctaid.y": np.full(n, y),
-                        "%ctaid.z": np.full(n, z), **{f"%nctaid.{d}": np.full(n, grid[i]) for i, d in enumerate("xyz")},
-                        "%laneid": self.thread % 32, "%cluster_ctarank": self.block}
+        self.special = {
+            "%tid.x": self.thread,
+            "%ctaid.x": first + self.block,
+            "%ctaid.y": np.full(n, y),
+            "%ctaid.z": np.full(n, z),
+            **{f"%nctaid.{d}": np.full(n, grid[i]) for i, d in enumerate("xyz")},
+            "%laneid": self.thread % 32,
+            "%cluster_ctarank": self.block,
+        }
         self.shared = np.full((cluster, kernel.shared_size), 0xFF, np.uint8)
-        # Since the last barrier: by which thread + 1 a byte was written, and read (-1: by several; -2 - w: by one of
-        # warp w, which has met at a barrier of its own).
+        # Since the last barrier: by which thread + 1 a byte was written, and read (-1: by several;
+        # -2 - w: by one of warp w, which has met at a barrier of its own).
         self.written = np.zeros((cluster, kernel.shared_size), np.int64)
         self.read = np.zeros((cluster, kernel.shared_size), np.int64)
-        # Copies of cp.async on their way: (threads, their groups, where to, bytes). Nobody may touch the places.
+        # Copies of cp.async on their way: (threads, their groups, where to, bytes). Nobody may
+        # touch the places.
         self.copies, self.groups = [], np.zeros(n, np.int64)
         self.flying = np.zeros((cluster, kernel.shared_size), bool)
-        # Shared memory that the other proxy (TMA, wgmma) may not have seen yet, and that wgmma may still be reading.
+        # Shared memory that the other proxy (TMA, wgmma) may not have seen yet, and that wgmma may
+        # still be reading.
         self.unfenced = np.zeros((cluster, kernel.shared_size), bool)
         self.pinned = np.zeros((cluster, kernel.shared_size), bool)
-        self.barriers = {}   # (block, address) -> an mbarrier
-        self.awaited = {}    # thread -> (its mbarrier, parity)
-        # Of wgmma: those that were issued, by group of 128 threads: what comes into which registers, what it reads.
+        self.barriers = {}  # (block, address) -> an mbarrier
+        self.awaited = {}  # thread -> (its mbarrier, parity)
+        # Of wgmma: those that were issued, by group of 128 threads: what comes into which
+        # registers, what it reads.
         self.products = [[] for _ in range(-(-n // 128))]
-        self.abroad = np.full(n, -1)   # barrier.cluster.arrive's that a thread had made when it wrote to another block
+        self.abroad = np.full(
+            n, -1
+        )  # barrier.cluster.arrive's that a thread had made when it wrote to another block
         self.regs, self.constants = {}, {}
-        self.whole = None   # the threads at this instruction, if it is all of them
+        self.whole = None  # the threads at this instruction, if it is all of them
         self.pc = np.zeros(n, np.int64)
-        self.waits = np.zeros(n, np.int8)   # 1: at bar.sync, 2: at barrier.cluster.wait, 3: at an mbarrier
+        self.waits = np.zeros(
+            n, np.int8
+        )  # 1: at bar.sync, 2: at barrier.cluster.wait, 3: at an mbarrier
         self.arrived = np.zeros(n, np.int64)
         self.waited = np.zeros(n, np.int64)
 
@@ -299,7 +377,7 @@ class _Cluster:
             pc = int(self.pc[ready].min())
             here = ready & (self.pc == pc)
             others = self.pc[ready & ~here]
-            until = int(others.min()) if len(others) else end   # where they meet again
+            until = int(others.min()) if len(others) else end  # where they meet again
             self.whole = here if here.all() else None
             going = True
             while going and pc < until:
@@ -312,7 +390,9 @@ class _Cluster:
                     who = here & (self.regs[predicate] != negated)
                 if predicate is None or who.any():
                     if self.counts:
-                        self.counts.issued[self.k.classes[pc]] += int(who.reshape(-1, 32).any(1).sum())
+                        self.counts.issued[self.k.classes[pc]] += int(
+                            who.reshape(-1, 32).any(1).sum()
+                        )
                     self.step(op, args, who, pc)
                 pc += 1
             if going:
@@ -323,7 +403,7 @@ class _Cluster:
         moved = False
         for b in range(self.cluster):
             here = self.block == b
-            if (self.waits[here] == 1).all():   # bar.sync counts every thread of the block
+            if (self.waits[here] == 1).all():  # bar.sync counts every thread of the block
                 self.waits[here] = 0
                 self.written[b] = self.read[b] = 0
                 moved = True
@@ -339,8 +419,10 @@ class _Cluster:
                 moved = True
         if not moved:
             at = [int((self.waits == i).sum()) for i in (1, 2, 3)]
-            raise RuntimeError(f"deadlock: {at[0]} at bar.sync, {at[1]} at barrier.cluster.wait, {at[2]} at an "
-                               f"mbarrier, {done.sum()} ended")
+            raise RuntimeError(
+                f"deadlock: {at[0]} at bar.sync, {at[1]} at barrier.cluster.wait, {at[2]} at an "
+                f"mbarrier, {done.sum()} ended"
+            )
 
     # ---- operands
 
@@ -349,14 +431,16 @@ class _Cluster:
             return self.regs[name]
         if name in self.special:
             return self.special[name].astype(U[bits])
-        if name in self.k.parameters:   # the address of one
+        if name in self.k.parameters:  # the address of one
             return np.full(self.n, 4096 * (1 + self.k.parameters.index(name)), U[bits])
         if name in self.k.shared:
             return np.full(self.n, self.k.shared[name], U[bits])
         if (name, bits) not in self.constants:
             if name.startswith("0f"):
                 number, bits = int(name[2:], 16), 32
-            elif name.rstrip("0123456789") in self.k.widths:   # never written: of a pair, the half that does not matter
+            elif (
+                name.rstrip("0123456789") in self.k.widths
+            ):  # never written: of a pair, the half that does not matter
                 number = -1
             else:
                 number = int(name.rstrip("U"), 0)
@@ -391,8 +475,8 @@ class _Cluster:
         if space == "global":
             if (each >= len(self.memory.data)).any():
                 raise RuntimeError(f"{name}: outside every tensor")
-            # The compiler may read up to 16 aligned bytes of which some are in the tensor, and drop the others: no
-            # page ends between them. They hold 0xFF here, so that using one shows.
+            # The compiler may read up to 16 aligned bytes of which some are in the tensor, and drop
+            # the others: no page ends between them. They hold 0xFF here, so that using one shows.
             inside = self.memory.inside[each]
             if not (inside.any(1) if name.startswith("ld") else inside.all(1)).all():
                 raise RuntimeError(f"{name}: outside every tensor")
@@ -409,7 +493,9 @@ class _Cluster:
         return block, each
 
     def of_others(self, before, thread):
-        """Whether what `written` or `read` says is of a thread that this one (from 1) has not met since."""
+        """Whether what `written` or `read` says is of a thread that this one (from 1) has not
+        met since.
+        """
         return (before != 0) & (before != thread) & (before != -2 - (thread - 1) // 32)
 
     def count(self, kind, at, lanes):
@@ -430,15 +516,19 @@ class _Cluster:
             m.read[places] = True
             before = m.reader[places]
             m.reader[places] = np.where((before == 0) | (before == me), me, -1)
-            m.reader[places[m.reader[places] != me]] = -1   # two threads of this very instruction
+            m.reader[places[m.reader[places] != me]] = -1  # two threads of this very instruction
             return m.data[places]
         if self.flying[places].any():
-            raise RuntimeError(f"{name}: reads what cp.async may still be writing, without a wait_group between")
+            raise RuntimeError(
+                f"{name}: reads what cp.async may still be writing, without a wait_group between"
+            )
         thread = np.broadcast_to((np.flatnonzero(who) + 1)[:, None], places[1].shape)
         if self.of_others(self.written[places], thread).any():
-            raise RuntimeError(f"{name}: reads what another thread wrote, without a barrier between")
+            raise RuntimeError(
+                f"{name}: reads what another thread wrote, without a barrier between"
+            )
         self.read[places] = np.where(self.of_others(self.read[places], thread), -1, thread)
-        again = self.read[places] != thread   # two lanes of this very instruction
+        again = self.read[places] != thread  # two lanes of this very instruction
         if again.any():
             block, each = (np.broadcast_to(p, again.shape)[again] for p in places)
             self.read[block, each] = -1
@@ -462,17 +552,22 @@ class _Cluster:
             self.shared[places] = raw
 
     def claim(self, places, raw, who, name):
-        """That these threads may write this to shared memory, where until a barrier nobody else may. Threads with
-        copies of one value may all write it."""
+        """That these threads may write this to shared memory, where until a barrier nobody else
+        may. Threads with copies of one value may all write it.
+        """
         thread = (np.flatnonzero(who) + 1)[:, None]
         if self.flying[places].any():
             raise RuntimeError(f"{name}: writes where cp.async may still be writing")
         if self.pinned[places].any():
-            raise RuntimeError(f"{name}: writes what wgmma may still be reading, without a wait_group between")
+            raise RuntimeError(
+                f"{name}: writes what wgmma may still be reading, without a wait_group between"
+            )
         self.unfenced[places] = True
         for before in (self.written[places], self.read[places]):
             if self.of_others(before, thread).any():
-                raise RuntimeError(f"{name}: writes where another thread wrote or read, no barrier between")
+                raise RuntimeError(
+                    f"{name}: writes where another thread wrote or read, no barrier between"
+                )
         self.written[places] = np.broadcast_to(thread, before.shape)
         if (again := self.written[places] != thread).any():
             trial = np.zeros_like(self.shared)
@@ -483,7 +578,9 @@ class _Cluster:
             self.written[block, each] = -1
 
     def copy(self, op, args, who, text):
-        """cp.async: what it brings is in shared memory once the thread has waited for the group it was committed in."""
+        """cp.async: what it brings is in shared memory once the thread has waited for the group
+        it was committed in.
+        """
         if op[2] == "commit_group":
             self.groups[who] += 1
             return
@@ -496,16 +593,21 @@ class _Cluster:
                 self.flying[landed] = False
                 self.shared[landed] = raw[here]
                 self.unfenced[landed] = True
-                self.written[landed] = (threads[here] + 1)[:, None]   # others see it after a barrier
+                self.written[landed] = (threads[here] + 1)[:, None]  # others see it after a barrier
                 if not here.all():
-                    self.copies.append((threads[~here], group[~here], (block[~here], each[~here]), raw[~here]))
+                    self.copies.append(
+                        (threads[~here], group[~here], (block[~here], each[~here]), raw[~here])
+                    )
             return
         size = int(args[2], 0)
         given = self.get(args[3], 32) if len(args) > 3 else np.full(self.n, size)
         if not np.isin(given[who], (0, size)).all():
             raise RuntimeError(f"{text}: copies a part")
         threads = np.flatnonzero(who)
-        raw, full = np.zeros((len(threads), size), np.uint8), who & (given == size)   # the others get zeros
+        raw, full = (
+            np.zeros((len(threads), size), np.uint8),
+            who & (given == size),
+        )  # the others get zeros
         if full.any():
             raw[full[who]] = self.load("global", self.address(args[1]), size, full, text)
         places = self.places("shared", self.address(args[0]), size, who, text)
@@ -523,7 +625,9 @@ class _Cluster:
         if place not in self.barriers:
             raise RuntimeError(f"{text}: no mbarrier there")
         if self.written[place] not in (0, thread + 1):
-            raise RuntimeError(f"{text}: another thread made the mbarrier, without a barrier between")
+            raise RuntimeError(
+                f"{text}: another thread made the mbarrier, without a barrier between"
+            )
         return self.barriers[place]
 
     def turn(self, barrier):
@@ -542,7 +646,12 @@ class _Cluster:
                 self.claim(places, np.zeros((1, 8), np.uint8), only, text)
                 count = int(self.get(args[1], 32)[thread])
                 self.barriers[int(self.block[thread]), int(at[0])] = {
-                    "count": count, "missing": count, "bytes": 0, "phase": 0, "copies": []}
+                    "count": count,
+                    "missing": count,
+                    "bytes": 0,
+                    "phase": 0,
+                    "copies": [],
+                }
         elif op[1] == "inval":
             for thread in threads:
                 if self.barrier(args[0], thread, text)["copies"]:
@@ -560,14 +669,16 @@ class _Cluster:
             parity = self.get(args[2], 32) & 1
             for thread in threads:
                 barrier = self.barrier(args[1], thread, text)
-                for places, raw in barrier["copies"]:   # what was on its way lands as late as can be
+                for places, raw in barrier["copies"]:  # what was on its way lands as late as can be
                     self.shared[places] = raw
                     self.flying[places] = False
                     barrier["bytes"] -= len(raw)
                 if barrier["copies"]:
                     barrier["copies"] = []
                     self.turn(barrier)
-                if barrier["phase"] % 2 == parity[thread]:   # it tries again when the others can go no further
+                if (
+                    barrier["phase"] % 2 == parity[thread]
+                ):  # it tries again when the others can go no further
                     self.waits[thread], self.pc[thread] = 3, pc
                     self.awaited[thread] = barrier, parity[thread]
             self.put(args[0], np.ones(self.n, bool), who & (self.waits == 0))
@@ -575,15 +686,21 @@ class _Cluster:
             raise KeyError(text)
 
     def bulk_copy(self, op, args, who, text):
-        """cp.async.bulk.tensor: a box into shared memory; there once a thread has waited at the mbarrier."""
+        """cp.async.bulk.tensor: a box into shared memory; there once a thread has waited at the
+        mbarrier.
+        """
         if op[5:] != ["shared::cta", "global", "mbarrier::complete_tx::bytes"]:
             raise KeyError(text)
         to, source, barrier = args
         source, corner = re.match(r"\[(\S+?),\{(.*)\}\]", source.replace(" ", "")).groups()
         corner = [self.get(c, 32).view(np.int32) for c in corner.split(",")]
         for thread in np.flatnonzero(who):
-            described = self.values[self.k.parameters[int(self.get(source, 64)[thread]) // 4096 - 1]]
-            each, inside = described.places([int(c[thread]) for c in reversed(corner)])   # the innermost comes first
+            described = self.values[
+                self.k.parameters[int(self.get(source, 64)[thread]) // 4096 - 1]
+            ]
+            each, inside = described.places(
+                [int(c[thread]) for c in reversed(corner)]
+            )  # the innermost comes first
             m, raw = self.memory, np.zeros(len(each), np.uint8)
             from_ = each[inside]
             if not m.inside[from_].all():
@@ -602,13 +719,15 @@ class _Cluster:
             if at.max() >= self.k.shared_size:
                 raise RuntimeError(f"{text}: outside shared memory")
             places = np.full(len(at), self.block[thread]), at
-            # It may not overtake what threads do there: they must have met at a barrier. (A thread's own writes need
-            # more than that, a fence.)
+            # It may not overtake what threads do there: they must have met at a barrier. (A
+            # thread's own writes need more than that, a fence.)
             if self.flying[places].any() or self.pinned[places].any():
                 raise RuntimeError(f"{text}: writes where others may still be reading or writing")
             for before in (self.written[places], self.read[places]):
                 if self.of_others(before, thread + 1).any():
-                    raise RuntimeError(f"{text}: writes where a thread wrote or read, no barrier between")
+                    raise RuntimeError(
+                        f"{text}: writes where a thread wrote or read, no barrier between"
+                    )
             self.flying[places] = True
             self.unfenced[places] = False
             self.barrier(barrier, thread, text)["copies"].append((places, raw))
@@ -616,15 +735,22 @@ class _Cluster:
     # ---- wgmma
 
     def operand(self, described, rows, transposed, block, text):
-        """Places of a [rows, 16] operand of 16-bit elements in shared memory, from its matrix descriptor. A row is of
-        a's M or of b's N. transposed: neighbours in memory are of neighbouring rows, not of the sum."""
+        """Places of a [rows, 16] operand of 16-bit elements in shared memory, from its matrix
+        descriptor. A row is of a's M or of b's N. transposed: neighbours in memory are of
+        neighbouring rows, not of the sum.
+        """
         start, leading, stride = ((described >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         span = {0: 0, 1: 128, 2: 64, 3: 32}[described >> 62]
         if span == 0 or described >> 49 & 7:
             raise KeyError(f"{text}: without a swizzle, or with an offset")
         row, k = np.arange(rows)[:, None], np.arange(16)[None, :]
         if transposed:
-            at = row // (span // 2) * leading + row % (span // 2) * 2 + k % 8 * span + k // 8 * stride
+            at = (
+                row // (span // 2) * leading
+                + row % (span // 2) * 2
+                + k % 8 * span
+                + k // 8 * stride
+            )
         else:
             at = row // 8 * stride + row % 8 * span + k * 2
         at = _swizzled(start + at[:, :, None] + np.arange(2), span)
@@ -657,10 +783,10 @@ class _Cluster:
         if op[1] == "wait_group":
             for g in groups:
                 done, left = {}, [p for p in self.products[g] if p["group"] <= int(args[0])]
-                for p in self.products[g][:len(self.products[g]) - len(left)]:
+                for p in self.products[g][: len(self.products[g]) - len(left)]:
                     done |= p["results"]
                     for places in p["read"]:
-                        self.read[places] = -1   # by all four warps
+                        self.read[places] = -1  # by all four warps
                 self.products[g] = left
                 here = np.arange(self.n) // 128 == g
                 for r in done.keys() - {r for p in left for r in p["results"]}:
@@ -670,7 +796,12 @@ class _Cluster:
             self.repin()
             return
         m = re.match(r"m64n(\d+)k16$", op[4])
-        if op[1:4] != ["mma_async", "sync", "aligned"] or m is None or op[5] != "f32" or op[6] not in ("bf16", "f16"):
+        if (
+            op[1:4] != ["mma_async", "sync", "aligned"]
+            or m is None
+            or op[5] != "f32"
+            or op[6] not in ("bf16", "f16")
+        ):
             raise KeyError(text)
         columns, kind = int(m[1]), op[6]
         if self.counts:
@@ -685,28 +816,52 @@ class _Cluster:
             here = slice(128 * g, 128 * g + 128)
             block = int(self.block[128 * g])
             if own:
-                a = np.stack([_widen(self.get(p.strip(), 32).view(np.uint16), kind).reshape(-1, 4, 8, 4, 2)[g]
-                              for p in args[1].strip("{}").split(",")])   # register, warp, row, thread of it, half
+                a = np.stack(
+                    [
+                        _widen(self.get(p.strip(), 32).view(np.uint16), kind).reshape(
+                            -1, 4, 8, 4, 2
+                        )[g]
+                        for p in args[1].strip("{}").split(",")
+                    ]
+                )  # register, warp, row, thread of it, half
                 a = a.reshape(2, 2, 4, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5).reshape(64, 16)
                 read = []
             else:
-                places = self.operand(int(self.get(args[1], 64)[128 * g]), 64, turned[0], block, text)
+                places = self.operand(
+                    int(self.get(args[1], 64)[128 * g]), 64, turned[0], block, text
+                )
                 a, read = _widen(self.shared[places].view(np.uint16)[:, :, 0], kind), [places]
             places = self.operand(int(described[128 * g]), columns, turned[-1], block, text)
             b = _widen(self.shared[places].view(np.uint16)[:, :, 0], kind)
             read.append(places)
-            waiting = {}   # what products on their way leave in registers
+            waiting = {}  # what products on their way leave in registers
             for p in self.products[g]:
                 waiting |= p["results"]
             c = np.zeros((64, columns))
             if adds[128 * g]:
-                given = np.stack([waiting[r] if r in waiting else self.get(r, 32)[here] for r in names])
-                c = _f32(given).reshape(-1, 2, 2, 4, 8, 4).transpose(3, 1, 4, 0, 5, 2).reshape(64, columns)
+                given = np.stack(
+                    [waiting[r] if r in waiting else self.get(r, 32)[here] for r in names]
+                )
+                c = (
+                    _f32(given)
+                    .reshape(-1, 2, 2, 4, 8, 4)
+                    .transpose(3, 1, 4, 0, 5, 2)
+                    .reshape(64, columns)
+                )
             d = (a.astype(np.float64) @ b.T.astype(np.float64) + c).astype(np.float32)
-            d = d.reshape(4, 2, 8, -1, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(len(names), 128).view(np.uint32)
-            self.products[g].append({"group": 0, "results": dict(zip(names, d, strict=True)), "read": read})
-            for r in names:   # until it is waited for, NaN
-                self.put(r, np.full(self.n, 0x7FFFFFFF, np.uint32), who & (np.arange(self.n) // 128 == g))
+            d = (
+                d.reshape(4, 2, 8, -1, 4, 2)
+                .transpose(3, 1, 5, 0, 2, 4)
+                .reshape(len(names), 128)
+                .view(np.uint32)
+            )
+            self.products[g].append(
+                {"group": 0, "results": dict(zip(names, d, strict=True)), "read": read}
+            )
+            for r in names:  # until it is waited for, NaN
+                self.put(
+                    r, np.full(self.n, 0x7FFFFFFF, np.uint32), who & (np.arange(self.n) // 128 == g)
+                )
         self.repin()
 
     def repin(self):
@@ -723,11 +878,16 @@ class _Cluster:
         text, bits = _text_and_bits(tuple(op))
         if name == "ret":
             if (self.abroad[who] >= self.arrived[who]).any():
-                raise RuntimeError("ret: wrote to another block, which may have ended: no barrier.cluster.arrive since")
+                raise RuntimeError(
+                    "ret: wrote to another block, which may have ended: no barrier.cluster.arrive "
+                    "since"
+                )
             self.pc[who] = len(self.k.code)
         elif name == "bra":
             self.pc[who] = self.k.labels[args[0]]
-        elif name == "bar" and (op[1] == "sync" or self.k.threads == 32):   # of a warp, where that is all
+        elif name == "bar" and (
+            op[1] == "sync" or self.k.threads == 32
+        ):  # of a warp, where that is all
             self.waits[who] = 1
         elif text == "bar.warp.sync":
             self.whole_warps(who, text)
@@ -746,7 +906,7 @@ class _Cluster:
             self.mbarrier(op, args, who, text, pc)
         elif name == "wgmma":
             self.wgmma(op, args, who, text)
-        elif text == "fence.proxy.async.shared::cta":   # of the writes that these threads see
+        elif text == "fence.proxy.async.shared::cta":  # of the writes that these threads see
             threads = np.flatnonzero(who) + 1
             seen = (self.written == 0) | np.isin(self.written, threads)
             self.unfenced &= ~seen
@@ -765,17 +925,30 @@ class _Cluster:
             self.multiply(op, args, who, text)
         elif name == "redux":
             self.whole_warps(who, text)
-            given = self.get(args[1], 32).view({"s32": np.int32, "u32": np.uint32, "f32": np.float32}[kind])
+            given = self.get(args[1], 32).view(
+                {"s32": np.int32, "u32": np.uint32, "f32": np.float32}[kind]
+            )
             if set(op) - {"redux", "sync", "min", "max", "add", kind} - (
-                    {"abs", "NaN"} if kind == "f32" else set()) or (kind == "f32" and op[2] == "add"):
+                {"abs", "NaN"} if kind == "f32" else set()
+            ) or (kind == "f32" and op[2] == "add"):
                 raise KeyError(text)
-            one, either = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum), "add": (None, np.add)}[op[2]]
+            one, either = {
+                "min": (np.fmin, np.minimum),
+                "max": (np.fmax, np.maximum),
+                "add": (None, np.add),
+            }[op[2]]
             given = np.abs(given) if "abs" in op else given
-            number = kind == "f32" and "NaN" not in op   # of a number and a NaN, the number
-            found = (one if number else either).reduce(given.reshape(-1, 32), axis=1, dtype=given.dtype)
+            number = kind == "f32" and "NaN" not in op  # of a number and a NaN, the number
+            found = (one if number else either).reduce(
+                given.reshape(-1, 32), axis=1, dtype=given.dtype
+            )
             self.put(args[0], np.repeat(found, 32).view(np.uint32), who)
         elif name == "mapa":
-            self.put(args[0], ((self.get(args[2], 32) + 1) * WINDOW + self.get(args[1], 32)).astype(np.uint32), who)
+            self.put(
+                args[0],
+                ((self.get(args[2], 32) + 1) * WINDOW + self.get(args[1], 32)).astype(np.uint32),
+                who,
+            )
         elif name == "shfl":
             self.shuffle(op, args, who, text)
         elif name == "mov" and args[0].startswith("{"):
@@ -793,7 +966,7 @@ class _Cluster:
             self.put(args[0], self.truth(args[1]), who)
         elif name == "mov":
             self.put(args[0], self.get(args[1], bits or 32), who)
-        elif name == "setp" and "|" in args[0]:   # of both halves
+        elif name == "setp" and "|" in args[0]:  # of both halves
             for i, half in enumerate(args[0].split("|")):
                 self.put(half, self.compare(op, args, i), who)
         elif name == "setp":
@@ -803,8 +976,16 @@ class _Cluster:
             self.put(args[0], np.where(self.regs[args[3]], a, b), who)
         elif kind == "pred":
             given = [self.truth(a) for a in args[1:]]
-            self.put(args[0], {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor,
-                               "not": np.logical_not}[name](*given), who)
+            self.put(
+                args[0],
+                {
+                    "and": np.logical_and,
+                    "or": np.logical_or,
+                    "xor": np.logical_xor,
+                    "not": np.logical_not,
+                }[name](*given),
+                who,
+            )
         elif name == "testp":
             self.put(args[0], {"infinite": np.isinf}[op[1]](_f32(self.get(args[1], 32))), who)
         elif name == "cvt":
@@ -815,11 +996,19 @@ class _Cluster:
             self.put(args[0], self.integer(op, args, bits), who)
 
     def move(self, name, op, args, who, text, bits):
-        space = next(o for o in op if o.split(":")[0] in ("global", "shared", "param")).split(":")[0]
+        space = next(o for o in op if o.split(":")[0] in ("global", "shared", "param")).split(":")[
+            0
+        ]
         if space == "param":
             value = self.values[args[1][1:-1]]
-            raw = int(np.float32(value).view(np.uint32)) if isinstance(value, float) else int(value) & (1 << bits) - 1
-            width = self.k.widths[args[0].rstrip("0123456789")]   # ld.param.s32 fills one of 64 bits, too
+            raw = (
+                int(np.float32(value).view(np.uint32))
+                if isinstance(value, float)
+                else int(value) & (1 << bits) - 1
+            )
+            width = self.k.widths[
+                args[0].rstrip("0123456789")
+            ]  # ld.param.s32 fills one of 64 bits, too
             if op[-1][0] == "s" and raw >> bits - 1:
                 raw |= (1 << width) - (1 << bits)
             return self.put(args[0], np.full(self.n, raw, U[width]), who)
@@ -831,14 +1020,18 @@ class _Cluster:
             raw = self.load(space, where, size * len(parts), who, text)
             for i, part in enumerate(parts):
                 value = np.zeros(self.n, U[bits])
-                value[who] = np.ascontiguousarray(raw[:, i * size:(i + 1) * size]).view(U[bits])[:, 0]
+                value[who] = np.ascontiguousarray(raw[:, i * size : (i + 1) * size]).view(U[bits])[
+                    :, 0
+                ]
                 if op[-1][0] == "s":
                     value = value.view(I[bits])
                 # A register may be wider than what is loaded.
                 width = U[self.k.widths[part.rstrip("0123456789")]]
                 self.put(part, value.astype(width), who)
             return None
-        raw = np.concatenate([self.get(p, bits).astype(U[bits])[who][:, None].view(np.uint8) for p in parts], 1)
+        raw = np.concatenate(
+            [self.get(p, bits).astype(U[bits])[who][:, None].view(np.uint8) for p in parts], 1
+        )
         return self.store(space, where, raw, who, text)
 
     def shuffle(self, op, args, who, text):
@@ -849,7 +1042,7 @@ class _Cluster:
         lane, me = self.thread % 32, np.arange(self.n)
         given = self.get(args[2], 32).astype(np.int64)
         other = lane ^ given if op[2] == "bfly" else given
-        if op[2] == "up":   # the lowest keep their own
+        if op[2] == "up":  # the lowest keep their own
             other = np.where(lane < given, lane, lane - given)
         self.put(args[0], value[me - lane + other], who)
 
@@ -859,26 +1052,30 @@ class _Cluster:
             raise RuntimeError(f"{text}: part of a warp")
 
     def matrix(self, name, op, args, who, text):
-        """Matrices of 8 x 8 elements of 16 bits: thread i of a warp has two of row i / 4, or with trans of column
-        i / 4, and says where row i is."""
+        """Matrices of 8 x 8 elements of 16 bits: thread i of a warp has two of row i / 4, or with
+        trans of column i / 4, and says where row i is.
+        """
         self.whole_warps(who, text)
         data, where = (args[0], args[1]) if name == "ldmatrix" else (args[1], args[0])
         rows, lane = self.address(where), self.thread % 32
         for i, part in enumerate(p.strip() for p in data.strip("{}").split(",")):
-            first = np.arange(self.n) - lane + 8 * i   # the thread that says where row 0 is
+            first = np.arange(self.n) - lane + 8 * i  # the thread that says where row 0 is
             if (rows[first + lane % 8][who] % 16).any():
                 raise RuntimeError(f"{text}: address not a multiple of 16")
             if self.counts:
                 at = rows[first + lane // 4] + lane % 4 * 4
                 self.counts.shared(at[who], 4, np.flatnonzero(who))
             # Where the two elements are: beside each other, or below.
-            pieces = ([rows[first + lane // 4] + lane % 4 * 4] if "trans" not in op else
-                      [rows[first + lane % 4 * 2 + low] + lane // 4 * 2 for low in range(2)])
+            pieces = (
+                [rows[first + lane // 4] + lane % 4 * 4]
+                if "trans" not in op
+                else [rows[first + lane % 4 * 2 + low] + lane // 4 * 2 for low in range(2)]
+            )
             size = 4 // len(pieces)
             if name == "stmatrix":
                 raw = self.get(part, 32)[who][:, None].view(np.uint8)
                 for j, at in enumerate(pieces):
-                    self.store("shared", at, raw[:, j * size:(j + 1) * size], who, text)
+                    self.store("shared", at, raw[:, j * size : (j + 1) * size], who, text)
             else:
                 value = np.zeros(self.n, np.uint32)
                 raw = np.concatenate([self.load("shared", at, size, who, text) for at in pieces], 1)
@@ -886,22 +1083,40 @@ class _Cluster:
                 self.put(part, value, who)
 
     def multiply(self, op, args, who, text):
-        """mma.m16n8k16: d [16, 8] = a [16, 16] b [16, 8] + c by each warp, with a row (of b, a column) in a group of
-        four threads, which have two neighbours each. Summed in float64 and rounded once."""
-        if op[1:6] != ["sync", "aligned", "m16n8k16", "row", "col"] or op[6] != "f32" or op[9] != "f32":
+        """mma.m16n8k16: d [16, 8] = a [16, 16] b [16, 8] + c by each warp, with a row (of b, a
+        column) in a group of four threads, which have two neighbours each. Summed in float64 and
+        rounded once.
+        """
+        if (
+            op[1:6] != ["sync", "aligned", "m16n8k16", "row", "col"]
+            or op[6] != "f32"
+            or op[9] != "f32"
+        ):
             raise KeyError(text)
         self.whole_warps(who, text)
         names = [[p.strip() for p in a.strip("{}").split(",")] for a in args]
         warp = who.reshape(-1, 32)[:, 0]
         if self.counts:
             self.counts.products += 16 * 8 * 16 * int(warp.sum())
-        a, b = (np.stack([_widen(self.get(p, 32).view(np.uint16), op[7]).reshape(-1, 8, 4, 2) for p in part])
-                [:, warp].astype(np.float64) for part in names[1:3])   # register, warp, group, thread in it, half
+        a, b = (
+            np.stack(
+                [_widen(self.get(p, 32).view(np.uint16), op[7]).reshape(-1, 8, 4, 2) for p in part]
+            )[:, warp].astype(np.float64)
+            for part in names[1:3]
+        )  # register, warp, group, thread in it, half
         a = a.reshape(2, 2, *a.shape[1:]).transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 16)
         b = b.transpose(1, 0, 3, 4, 2).reshape(-1, 16, 8)
-        c = np.stack([_f32(self.get(p, 32)).reshape(-1, 8, 4) for p in names[3]])[:, warp].astype(np.float64)
+        c = np.stack([_f32(self.get(p, 32)).reshape(-1, 8, 4) for p in names[3]])[:, warp].astype(
+            np.float64
+        )
         c = c.reshape(2, 2, *c.shape[1:]).transpose(2, 0, 3, 4, 1).reshape(-1, 16, 8)
-        d = (a @ b + c).astype(np.float32).reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
+        d = (
+            (a @ b + c)
+            .astype(np.float32)
+            .reshape(-1, 2, 8, 4, 2)
+            .transpose(1, 4, 0, 2, 3)
+            .reshape(4, -1)
+        )
         for part, value in zip(names[0], d, strict=True):
             whole = np.zeros(self.n, np.uint32)
             whole[who] = value.view(np.uint32)
@@ -911,8 +1126,11 @@ class _Cluster:
         if {"and", "or", "xor"} & set(op):
             raise KeyError(".".join(op))
         kind, bits = op[-1], int(re.sub(r"\D", "", op[-1])[:2])
-        a, b = self.get(args[1], 32 if half is not None else bits), self.get(args[2], 32 if half is not None else bits)
-        if half is not None:   # of 16 bits, the lower one first
+        a, b = (
+            self.get(args[1], 32 if half is not None else bits),
+            self.get(args[2], 32 if half is not None else bits),
+        )
+        if half is not None:  # of 16 bits, the lower one first
             kind = kind.removesuffix("x2")
             a, b = ((v >> 16 * half).astype(np.uint16) for v in (a, b))
         if kind == "f32":
@@ -925,8 +1143,14 @@ class _Cluster:
         if how == "nan":
             return np.isnan(a) | np.isnan(b)
         unordered = how.endswith("u") and kind[-3:] in ("f32", "f16") and how not in ("lu",)
-        found = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-                 "ge": np.greater_equal}[how[:2]](a, b)
+        found = {
+            "eq": np.equal,
+            "ne": np.not_equal,
+            "lt": np.less,
+            "le": np.less_equal,
+            "gt": np.greater,
+            "ge": np.greater_equal,
+        }[how[:2]](a, b)
         if "f" in kind:
             nan = np.isnan(a) | np.isnan(b)
             found = (found | nan) if unordered else (found & ~nan)
@@ -934,7 +1158,7 @@ class _Cluster:
 
     def convert(self, op, args):
         to, source = op[-2], op[-1]
-        if op[1:] == ["rn", "satfinite", "e2m1x2", "f32"]:   # the first source is the upper half
+        if op[1:] == ["rn", "satfinite", "e2m1x2", "f32"]:  # the first source is the upper half
             high, low = (_to_e2m1(_f32(self.get(a, 32))) for a in args[1:3])
             return high << 4 | low
         if op[1:] == ["rn", "satfinite", "e4m3x2", "f32"]:
@@ -942,7 +1166,9 @@ class _Cluster:
             return high.astype(np.uint16) << 8 | low
         if op[1:] == ["rn", "f16x2", "e4m3x2"]:
             code = self.get(args[1], 16)
-            high, low = (_from_e4m3(c.astype(np.uint8)).view(np.uint16) for c in (code >> 8, code & 255))
+            high, low = (
+                _from_e4m3(c.astype(np.uint8)).view(np.uint16) for c in (code >> 8, code & 255)
+            )
             return high.astype(np.uint32) << 16 | low
         if op[1:] == ["rn", "f16x2", "e2m1x2"]:
             code = self.get(args[1], 8)
@@ -950,13 +1176,15 @@ class _Cluster:
             return high.astype(np.uint32) << 16 | low
         if extra := set(op[1:-2]) - {"rn", "rz", "rzi", "ftz"}:
             raise KeyError(f"{'.'.join(op)}: {extra}")
-        if "rzi" in op:   # to a whole number, toward zero; what does not fit becomes the nearest that does, NaN 0
+        if (
+            "rzi" in op
+        ):  # to a whole number, toward zero; what does not fit becomes the nearest that does, NaN 0
             if source != "f32" or to not in ("s32", "u32"):
                 raise KeyError(".".join(op))
             limit = np.iinfo(I[32] if to == "s32" else U[32])
             whole = np.trunc(np.nan_to_num(_f32(self.get(args[1], 32)).astype(np.float64), nan=0.0))
             return np.clip(whole, limit.min, limit.max).astype(np.int64).astype(np.uint32)
-        if to in ("bf16x2", "f16x2"):   # the first source is the upper half
+        if to in ("bf16x2", "f16x2"):  # the first source is the upper half
             high, low = (_narrow(_f32(self.get(a, 32)), to[:-2], "rz" in op) for a in args[1:3])
             return high.astype(np.uint32) << 16 | low
         a = self.get(args[1], int(re.sub(r"\D", "", source)))
@@ -974,46 +1202,71 @@ class _Cluster:
             given = [self.get(a, 64).view(np.float32) for a in args[1:]]
         elif kind.endswith("16x2"):
             given = [_widen(self.get(a, 32).view(np.uint16), kind[:-2]) for a in args[1:]]
-        elif kind.endswith("16"):   # also add.rn.f32.bf16: all but the last are 16 bits wide
-            given = [_widen(v, kind) if v.dtype == np.uint16 else _f32(v)
-                     for v in (self.get(a, 32 if op[-2] == "f32" else 16) for a in args[1:])]
+        elif kind.endswith("16"):  # also add.rn.f32.bf16: all but the last are 16 bits wide
+            given = [
+                _widen(v, kind) if v.dtype == np.uint16 else _f32(v)
+                for v in (self.get(a, 32 if op[-2] == "f32" else 16) for a in args[1:])
+            ]
         else:
             given = [_f32(self.get(a, 32)) for a in args[1:]]
-        if "ftz" in op:   # denormal numbers are zeros of their sign
-            given = [np.where(np.abs(g) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), g), g) for g in given]
+        if "ftz" in op:  # denormal numbers are zeros of their sign
+            given = [
+                np.where(np.abs(g) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), g), g)
+                for g in given
+            ]
         if name == "fma":
             a, b, c = (g.astype(np.float64) for g in given)
             value = (a * b + c).astype(np.float32)
         elif name in ("max", "min"):
-            pick = {"max": np.fmax, "min": np.fmin} if "NaN" not in op else {"max": np.maximum, "min": np.minimum}
-            value = functools.reduce(pick[name], given)   # two, or (sm_100) three
+            pick = (
+                {"max": np.fmax, "min": np.fmin}
+                if "NaN" not in op
+                else {"max": np.maximum, "min": np.minimum}
+            )
+            value = functools.reduce(pick[name], given)  # two, or (sm_100) three
         else:
-            value = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "abs": np.abs,
-                     "neg": np.negative, "sqrt": np.sqrt, "rcp": lambda x: np.float32(1) / x,
-                     "ex2": lambda x: np.exp2(x.astype(np.float64)).astype(np.float32),
-                     "lg2": lambda x: np.log2(x.astype(np.float64)).astype(np.float32)}[name](*given)
+            value = {
+                "add": np.add,
+                "sub": np.subtract,
+                "mul": np.multiply,
+                "div": np.divide,
+                "abs": np.abs,
+                "neg": np.negative,
+                "sqrt": np.sqrt,
+                "rcp": lambda x: np.float32(1) / x,
+                "ex2": lambda x: np.exp2(x.astype(np.float64)).astype(np.float32),
+                "lg2": lambda x: np.log2(x.astype(np.float64)).astype(np.float32),
+            }[name](*given)
         value = np.ascontiguousarray(value, np.float32)
         if "ftz" in op:
-            value = np.where(np.abs(value) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), value), value)
+            value = np.where(
+                np.abs(value) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), value), value
+            )
         if kind == "f32x2":
             return value.view(np.uint64)
         if kind.endswith("16x2"):
             return np.ascontiguousarray(_narrow(value, kind[:-2])).view(np.uint32)
-        return _narrow(value, kind) if kind.endswith("16") and op[-2] != "f32" else value.view(np.uint32)
+        return (
+            _narrow(value, kind)
+            if kind.endswith("16") and op[-2] != "f32"
+            else value.view(np.uint32)
+        )
 
     def integer(self, op, args, bits):
         name = op[0]
         given = [self.get(a, bits) for a in args[1:]]
-        if op[-1].endswith("16x2"):   # each half by itself
+        if op[-1].endswith("16x2"):  # each half by itself
             halves = [self.get(a, 32).view(I[16] if op[-1][0] == "s" else U[16]) for a in args[1:]]
-            found = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}[name](*halves)
+            found = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}[name](
+                *halves
+            )
             return np.ascontiguousarray(found).view(np.uint32)
         if op[-1][0] == "s":
             given = [g.view(I[g.itemsize * 8]) for g in given]
         if name == "mul" or name == "mad":
             if bits == 64 and op[1] != "lo":
                 raise KeyError(".".join(op))
-            wide = op[1] in ("wide", "hi")   # hi: the upper half of it
+            wide = op[1] in ("wide", "hi")  # hi: the upper half of it
             if wide:
                 given[:2] = [g.astype((I if op[-1][0] == "s" else U)[2 * bits]) for g in given[:2]]
             out = given[0] * given[1]
@@ -1029,15 +1282,19 @@ class _Cluster:
         if name in ("div", "rem"):
             a, b = given
             q = np.where(b == 0, 0, a // np.where(b == 0, 1, b))
-            if op[-1][0] == "s":   # toward zero
+            if op[-1][0] == "s":  # toward zero
                 q = q + ((q < 0) & (q * b != a))
             return (q if name == "div" else a - q * b).astype(given[0].dtype).view(U[bits])
-        if name == "bfe":   # bits of a number, the signed one's highest repeated
+        if name == "bfe":  # bits of a number, the signed one's highest repeated
             at, count = (self.get(a, 32).astype(np.int64) for a in args[2:])
             up = bits - count
-            return ((given[0].astype(given[0].dtype) << (up - at).astype(given[0].dtype))
-                    >> up.astype(given[0].dtype)).view(U[bits])
-        if name == "prmt":   # bytes of two numbers, chosen by four digits; one of 8 or more repeats the byte's sign
+            return (
+                (given[0].astype(given[0].dtype) << (up - at).astype(given[0].dtype))
+                >> up.astype(given[0].dtype)
+            ).view(U[bits])
+        if (
+            name == "prmt"
+        ):  # bytes of two numbers, chosen by four digits; one of 8 or more repeats the byte's sign
             both = given[0].astype(np.uint64) | given[1].astype(np.uint64) << np.uint64(32)
             out = np.zeros(self.n, np.uint32)
             for i in range(4):
@@ -1046,15 +1303,33 @@ class _Cluster:
                 byte = np.where(digit > 7, np.where(byte > 127, 255, 0), byte)
                 out |= byte.astype(np.uint32) << np.uint32(8 * i)
             return out
-        if name == "shf":   # of two numbers as one of 64 bits, the first below: its upper half, or its lower
+        if (
+            name == "shf"
+        ):  # of two numbers as one of 64 bits, the first below: its upper half, or its lower
             both = given[0].astype(np.uint64) | given[1].astype(np.uint64) << np.uint64(32)
             by = given[2] & 31 if "wrap" in op else np.minimum(given[2], 32)
-            shifted = both << by.astype(np.uint64) >> np.uint64(32) if op[1] == "l" else both >> by.astype(np.uint64)
+            shifted = (
+                both << by.astype(np.uint64) >> np.uint64(32)
+                if op[1] == "l"
+                else both >> by.astype(np.uint64)
+            )
             return shifted.astype(np.uint32)
-        if name == "popc":   # of 32 bits or 64, into 32
+        if name == "popc":  # of 32 bits or 64, into 32
             one = given[0].dtype.type(1)
-            return sum(given[0] >> given[0].dtype.type(i) & one for i in range(bits)).astype(np.uint32)
-        found = {"add": np.add, "sub": np.subtract, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-                 "not": np.bitwise_not, "neg": np.negative, "min": np.minimum, "max": np.maximum, "abs": np.abs}
+            return sum(given[0] >> given[0].dtype.type(i) & one for i in range(bits)).astype(
+                np.uint32
+            )
+        found = {
+            "add": np.add,
+            "sub": np.subtract,
+            "and": np.bitwise_and,
+            "or": np.bitwise_or,
+            "xor": np.bitwise_xor,
+            "not": np.bitwise_not,
+            "neg": np.negative,
+            "min": np.minimum,
+            "max": np.maximum,
+            "abs": np.abs,
+        }
         many = functools.reduce if name in ("min", "max") else (lambda fn, given: fn(*given))
         return many(found[name], given).view(U[bits])

@@ -35,7 +35,9 @@ def reference(kind, gate, up):
 
 
 def pair(*shape, dtype=torch.float32, scale=2.0):
-    return [(scale * torch.randn(*shape, device=DEVICE)).to(dtype).requires_grad_() for _ in range(2)]
+    return [
+        (scale * torch.randn(*shape, device=DEVICE)).to(dtype).requires_grad_() for _ in range(2)
+    ]
 
 
 @EVERY
@@ -48,14 +50,21 @@ def test_equals_torch_in_float64(name, kind, dtype):
     grad = torch.randn_like(gate)
     found = call(kind, name, gate, up)
     assert found.dtype == dtype and found.is_contiguous()
-    # In eps. 16 bits: one rounding; PyTorch's own, in two steps, has two. float32: an exponential and a quotient of a
-    # few eps each (5.6 measured over 30 draws); F.gelu cancels in 1 + tanh and 1 + erf (40).
+    # In eps. 16 bits: one rounding; PyTorch's own, in two steps, has two. float32: an exponential
+    # and a quotient of a few eps each (5.6 measured over 30 draws); F.gelu cancels in 1 + tanh and
+    # 1 + erf (40).
     if dtype == torch.float32:
         limit = 8 if name in FUSED or kind == "silu" else 64
     else:
         limit = 1.1 if name == "torch" else 0.51
-    results = [(found.detach(), truth.detach()), *zip(torch.autograd.grad(found, (gate, up), grad),
-                                    torch.autograd.grad(truth, (gate, up), grad.double()), strict=True)]
+    results = [
+        (found.detach(), truth.detach()),
+        *zip(
+            torch.autograd.grad(found, (gate, up), grad),
+            torch.autograd.grad(truth, (gate, up), grad.double()),
+            strict=True,
+        ),
+    ]
     for i, (f, t) in enumerate(results):
         # Autograd rounds a gradient to its leaf's dtype, so truth too carries half an eps.
         slack = 0.5 if i and dtype != torch.float32 else 0
@@ -66,13 +75,18 @@ def test_float64_is_exact():
     gate, up = pair(3, 50, dtype=torch.float64)
     for name in ("eager", "torch"):
         for kind in KINDS:
-            torch.testing.assert_close(call(kind, name, gate, up), reference(kind, gate, up), rtol=1e-15, atol=0)
+            torch.testing.assert_close(
+                call(kind, name, gate, up), reference(kind, gate, up), rtol=1e-15, atol=0
+            )
 
 
 # ---- the negative tail
 
+
 def tail(kind, x):
-    """The activation and its derivative for negative x in float64, with nothing that cancels, unlike 1 + erf."""
+    """The activation and its derivative for negative x in float64, with nothing that cancels,
+    unlike 1 + erf.
+    """
     x = x.double()
     if kind == "silu":
         s, q = 1 / (1 + torch.exp(-x)), 1 / (1 + torch.exp(x))
@@ -85,28 +99,60 @@ def tail(kind, x):
 @DTYPES
 @pytest.mark.parametrize("kind, last", [("silu", 86.0), ("none", 13.0)])
 def test_relative_accuracy_in_the_negative_tail(name, dtype, kind, last):
-    """Down to results of the smallest normal number. F.gelu loses it: it takes 1 + erf(x / sqrt 2), which cancels."""
+    """Down to results of the smallest normal number. F.gelu loses it: it takes 1 + erf(x / sqrt
+    2), which cancels.
+    """
     skip_unless_usable(SILU_MUL, name, dtype)
-    x = -torch.linspace(2.0, last, 3000, device=DEVICE).to(dtype)   # from 2 on: the derivatives' zeros are behind
+    x = -torch.linspace(2.0, last, 3000, device=DEVICE).to(
+        dtype
+    )  # from 2 on: the derivatives' zeros are behind
     gate = x.clone().requires_grad_()
     y = call(kind, name, gate, torch.ones_like(x))
-    dx, = torch.autograd.grad(y.sum(), gate)
+    (dx,) = torch.autograd.grad(y.sum(), gate)
     eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
     for found, truth in zip((y.detach(), dx), tail(kind, x), strict=True):
         normal = truth.abs() >= tiny
         assert normal.sum() > 300
         wrong = (found.double() - truth).abs()[normal]
         if kind == "none" and name not in FUSED:
-            assert (wrong <= 8 * eps).all()   # what is left of accuracy: absolute
+            assert (wrong <= 8 * eps).all()  # what is left of accuracy: absolute
         else:
-            # 16 bits: the rounding on store. float32: an exponential (1 eps), a quotient and a few products.
-            assert (wrong / truth.abs()[normal]).max() <= (6 if dtype == torch.float32 else 0.51) * eps
+            # 16 bits: the rounding on store. float32: an exponential (1 eps), a quotient and a few
+            # products.
+            assert (wrong / truth.abs()[normal]).max() <= (
+                6 if dtype == torch.float32 else 0.51
+            ) * eps
 
 
 # ---- large and infinite arguments
 
-EXTREME = [0.0, -0.0, 1e-38, -1e-38, 11.0, -11.0, 50.0, -50.0, 90.0, -90.0, 200.0, -200.0, 1e4, -1e4, 6e4, -6e4, 1e13,
-           -1e13, 1e19, -1e19, 1e38, -1e38, math.inf, -math.inf, math.nan]
+EXTREME = [
+    0.0,
+    -0.0,
+    1e-38,
+    -1e-38,
+    11.0,
+    -11.0,
+    50.0,
+    -50.0,
+    90.0,
+    -90.0,
+    200.0,
+    -200.0,
+    1e4,
+    -1e4,
+    6e4,
+    -6e4,
+    1e13,
+    -1e13,
+    1e19,
+    -1e19,
+    1e38,
+    -1e38,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
 
 
 @EVERY
@@ -126,12 +172,14 @@ def test_extreme_arguments(name, kind, dtype):
         assert found[-1].isnan()
         known = ~eager.isnan()
         assert not found[known].isnan().any(), values[known & found.isnan()]
-        torch.testing.assert_close(found[known], eager[known], rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        torch.testing.assert_close(
+            found[known], eager[known], rtol=2 * torch.finfo(dtype).eps, atol=1e-6
+        )
     y, dgate, dup = step(name)
     finite = values.isfinite()
     right, left = finite & (values > 100), finite & (values < -100)
     assert torch.equal(dup[right], values[right]) or name in ("torch", "eager")
-    if kind != "tanh" or name in FUSED:   # F.gelu's cube overflows
+    if kind != "tanh" or name in FUSED:  # F.gelu's cube overflows
         assert (dgate[right] == 0.5).all() and (dgate[left] == 0).all()
     assert (y[left] == 0).all() and (dup[left] == 0).all()
 
@@ -146,12 +194,17 @@ def test_infinite_gate(name, kind):
 
 # ---- packed
 
+
 def same(name, found, expected):
-    """Bit for bit; but F.gelu and F.silu compute strided elements in another way than contiguous ones."""
+    """Bit for bit; but F.gelu and F.silu compute strided elements in another way than
+    contiguous ones.
+    """
     if name in FUSED:
         assert torch.equal(found, expected)
     else:
-        tolerance = (64 if found.dtype == torch.float32 else 2) * torch.finfo(found.dtype).eps   # F.gelu: see above
+        tolerance = (64 if found.dtype == torch.float32 else 2) * torch.finfo(
+            found.dtype
+        ).eps  # F.gelu: see above
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -165,7 +218,7 @@ def test_packed_equals_split_bit_for_bit(name, kind, dtype, inner):
     packed = torch.cat((gate, up), -1).detach().requires_grad_()
     grad = torch.randn_like(gate)
     one, two = call(kind, name, packed), call(kind, name, gate, up)
-    found, = torch.autograd.grad(one, packed, grad)
+    (found,) = torch.autograd.grad(one, packed, grad)
     same(name, one, two)
     same(name, found, torch.cat(torch.autograd.grad(two, (gate, up), grad), -1))
 
@@ -177,7 +230,9 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.seen.append((func.name().split(".")[0], [t.numel() for t in torch.utils._pytree.tree_leaves(out)]))
+        self.seen.append(
+            (func.name().split(".")[0], [t.numel() for t in torch.utils._pytree.tree_leaves(out)])
+        )
         return out
 
 
@@ -190,13 +245,18 @@ def test_packed_gradient_is_one_tensor(name, kind):
     y = call(kind, name, packed)
     grad = torch.randn_like(y)
     with Operators() as operators:
-        found, = torch.autograd.grad(y, packed, grad)
+        (found,) = torch.autograd.grad(y, packed, grad)
     written = [(op, sizes) for op, sizes in operators.seen if op != "aten::detach"]
     assert written == [(f"tilewright::act_mul_{name}_packed_backward", [packed.numel()])]
-    assert found.shape == packed.shape and found.is_contiguous() and found.untyped_storage().nbytes() == 4 * 240
+    assert (
+        found.shape == packed.shape
+        and found.is_contiguous()
+        and found.untyped_storage().nbytes() == 4 * 240
+    )
 
 
 # ---- shapes
+
 
 @EVERY
 @EVERY_KIND
@@ -217,11 +277,19 @@ def test_any_strides(name, kind):
     """Columns taken apart, transposed, expanded: the same bits as contiguous inputs give."""
     skip_unless_usable(SILU_MUL, name, torch.float32)
     wide = torch.randn(6, 40, device=DEVICE)
-    for gate, up in ((wide[:, ::2], wide[:, 1::2]), (wide.t(), wide.flip(0).t()), (wide[:1].expand(6, 40), wide),
-                     (wide.view(2, 3, 40).transpose(0, 1), wide.view(3, 2, 40))):
+    for gate, up in (
+        (wide[:, ::2], wide[:, 1::2]),
+        (wide.t(), wide.flip(0).t()),
+        (wide[:1].expand(6, 40), wide),
+        (wide.view(2, 3, 40).transpose(0, 1), wide.view(3, 2, 40)),
+    ):
         expected = call(kind, name, gate.contiguous(), up.contiguous())
         same(name, call(kind, name, gate, up), expected)
-        same(name, call(kind, name, torch.cat((gate, up, up), -1)[..., :2 * gate.shape[-1]]), expected)
+        same(
+            name,
+            call(kind, name, torch.cat((gate, up, up), -1)[..., : 2 * gate.shape[-1]]),
+            expected,
+        )
 
 
 @EVERY
@@ -244,45 +312,65 @@ def test_cpp_operators_themselves_check_every_tensor():
     """Below the public functions' checks."""
     skip_unless_usable(SILU_MUL, "cpp", torch.float32)
     SILU_MUL.resolve("cpp", "cpu")
-    forward, backward = torch.ops.tilewright.act_mul_cpp_forward, torch.ops.tilewright.act_mul_cpp_backward
+    forward, backward = (
+        torch.ops.tilewright.act_mul_cpp_forward,
+        torch.ops.tilewright.act_mul_cpp_backward,
+    )
     right = [G, G, U, torch.empty_like(G), torch.empty_like(U)]
     backward(*right, 0)
-    for call, names, given in ((forward, ("gate", "up"), right[1:3]),
-                               (backward, ("dy", "gate", "up", "dgate", "dup"), right)):
+    for call, names, given in (
+        (forward, ("gate", "up"), right[1:3]),
+        (backward, ("dy", "gate", "up", "dgate", "dup"), right),
+    ):
         for i, name in enumerate(names):
-            wants = "up" if name == "gate" else name   # a gate of another shape is one that up does not fit
-            for wrong, message in ((torch.ones(8, 3).t(), f"{name} must be a CPU matrix with contiguous rows"),
-                                   (torch.ones(3), f"{name} must be a CPU matrix"),
-                                   (torch.ones(3, 2), f"{wants} must have gate's shape and dtype"),
-                                   (torch.ones(1, 8), f"{wants} must have gate's shape and dtype"),
-                                   (G.bfloat16(), f"{wants} must have gate's shape and dtype")):
+            wants = (
+                "up" if name == "gate" else name
+            )  # a gate of another shape is one that up does not fit
+            for wrong, message in (
+                (torch.ones(8, 3).t(), f"{name} must be a CPU matrix with contiguous rows"),
+                (torch.ones(3), f"{name} must be a CPU matrix"),
+                (torch.ones(3, 2), f"{wants} must have gate's shape and dtype"),
+                (torch.ones(1, 8), f"{wants} must have gate's shape and dtype"),
+                (G.bfloat16(), f"{wants} must have gate's shape and dtype"),
+            ):
                 with pytest.raises(RuntimeError, match=message):
-                    call(*given[:i], wrong, *given[i + 1:], 0)
+                    call(*given[:i], wrong, *given[i + 1 :], 0)
         with pytest.raises(RuntimeError, match="kind must be 0, 1 or 2, got 3"):
             call(*given, 3)
 
 
 @pytest.mark.parametrize("fn", [silu_mul, gelu_mul])
-@pytest.mark.parametrize("args, error, message", [
-    (([1.0], U), TypeError, "gate must be a torch.Tensor, got list"),
-    ((G.long(), U), TypeError, "gate must be one of float32.*int64"),
-    ((G, [1.0]), TypeError, "up must be a torch.Tensor, got list"),
-    ((G, U.int()), TypeError, "up must be one of float32.*int32"),
-    ((G, U.half()), TypeError, "up must have gate's dtype torch.float32, got torch.float16"),
-    ((torch.tensor(1.0),), ValueError, "gate must have at least one dimension, got a scalar"),
-    ((torch.randn(3, 7),), ValueError, r"a packed gate must have an even last dimension, got \[3, 7\]"),
-    ((G, U[:2]), ValueError, r"up must have shape \[3, 8\] \(that of gate\), got \[2, 8\]"),
-    ((G, U[0]), ValueError, r"up must have shape \[3, 8\].*got \[8\]"),
-    ((G, U.to("meta")), ValueError, "up is on meta, gate on cpu"),
-])
+@pytest.mark.parametrize(
+    "args, error, message",
+    [
+        (([1.0], U), TypeError, "gate must be a torch.Tensor, got list"),
+        ((G.long(), U), TypeError, "gate must be one of float32.*int64"),
+        ((G, [1.0]), TypeError, "up must be a torch.Tensor, got list"),
+        ((G, U.int()), TypeError, "up must be one of float32.*int32"),
+        ((G, U.half()), TypeError, "up must have gate's dtype torch.float32, got torch.float16"),
+        ((torch.tensor(1.0),), ValueError, "gate must have at least one dimension, got a scalar"),
+        (
+            (torch.randn(3, 7),),
+            ValueError,
+            r"a packed gate must have an even last dimension, got \[3, 7\]",
+        ),
+        ((G, U[:2]), ValueError, r"up must have shape \[3, 8\] \(that of gate\), got \[2, 8\]"),
+        ((G, U[0]), ValueError, r"up must have shape \[3, 8\].*got \[8\]"),
+        ((G, U.to("meta")), ValueError, "up is on meta, gate on cpu"),
+    ],
+)
 def test_bad_input_is_one_clear_error(fn, args, error, message):
     with pytest.raises(error, match=message):
         fn(*args)
 
 
 def test_bad_options():
-    with pytest.raises(ValueError, match=r"approximate must be one of \['tanh', 'none'\], got 'erf'"):
+    with pytest.raises(
+        ValueError, match=r"approximate must be one of \['tanh', 'none'\], got 'erf'"
+    ):
         gelu_mul(G, U, approximate="erf")
     for fn in (silu_mul, gelu_mul):
-        with pytest.raises(ValueError, match=r"unknown implementation 'c'; have \['auto', 'triton'"):
+        with pytest.raises(
+            ValueError, match=r"unknown implementation 'c'; have \['auto', 'triton'"
+        ):
             fn(G, U, implementation="c")

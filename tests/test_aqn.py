@@ -1,5 +1,6 @@
-"""Adaptive quantisation noise: the bits, the distribution, what is added to weights, forward and backward, compiled
-code, the schedule. Parity of every implementation is in test_contract.py."""
+"""Adaptive quantisation noise: the bits, the distribution, what is added to weights, forward and
+backward, compiled code, the schedule. Parity of every implementation is in test_contract.py.
+"""
 
 import dataclasses
 import functools
@@ -47,58 +48,87 @@ def randn(*shape, dtype=torch.float32, seed=0):
 
 
 def implementation(name, dtype=torch.float32):
-    """The callable (like, first, n, seed, step, layer, dtype) -> elements first to first + n - 1."""
+    """The callable (like, first, n, seed, step, layer, dtype) -> elements first to first + n -
+    1.
+    """
     skip_unless_usable(aqn.AQN_NOISE, name, dtype)
     return aqn.AQN_NOISE.resolve(name, DEVICE, dtype)
 
 
 def draw(name, n, first=0, noise=NOISE):
-    return implementation(name)(torch.empty(0, device=DEVICE), first, n, noise.seed, noise.step, noise.layer,
-                                torch.float32)
+    return implementation(name)(
+        torch.empty(0, device=DEVICE), first, n, noise.seed, noise.step, noise.layer, torch.float32
+    )
 
 
 # ---- bits
+
 
 def signed(word):
     """A 64-bit counter as torch has it."""
     return word - 2**64 if word >= 2**63 else word
 
 
-@pytest.mark.parametrize("counter, key, expected", [
-    ((0, 0, 0, 0), (0, 0), (0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8)),
-    ((0xffffffff,) * 4, (0xffffffff,) * 2, (0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd)),
-    ((0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344), (0xa4093822, 0x299f31d0),
-     (0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1))])
+@pytest.mark.parametrize(
+    "counter, key, expected",
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
 def test_philox_gives_the_words_of_random123(counter, key, expected):
     """kat_vectors, philox4x32 10."""
-    found = quantize.philox(key[0] | key[1] << 32, 4, "cpu", counter[2:], signed(counter[0] | counter[1] << 32))
+    found = quantize.philox(
+        key[0] | key[1] << 32, 4, "cpu", counter[2:], signed(counter[0] | counter[1] << 32)
+    )
     assert tuple(found.tolist()) == expected
 
 
 def numpys(seed, words, first, blocks):
-    """Philox4x32-10 in unsigned integers, by the paper; and the normal values, by the definition."""
+    """Philox4x32-10 in unsigned integers, by the paper; and the normal values, by the
+    definition.
+    """
     mask = np.uint64(0xFFFFFFFF)
     block = np.arange(blocks, dtype=np.uint64) + np.uint64(first)
     c = [block & mask, block >> np.uint64(32), *(np.full(blocks, w, np.uint64) for w in words)]
     k = [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(10):
         p, q = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
-        c = [q >> np.uint64(32) ^ c[1] ^ np.uint64(k[0]), q & mask, p >> np.uint64(32) ^ c[3] ^ np.uint64(k[1]),
-             p & mask]
+        c = [
+            q >> np.uint64(32) ^ c[1] ^ np.uint64(k[0]),
+            q & mask,
+            p >> np.uint64(32) ^ c[3] ^ np.uint64(k[1]),
+            p & mask,
+        ]
         k = [k[0] + 0x9E3779B9 & 0xFFFFFFFF, k[1] + 0xBB67AE85 & 0xFFFFFFFF]
     u = [((w >> np.uint64(8)).astype(np.float64) + 0.5) / 2**24 for w in c]
     r, s = (np.sqrt(-2 * np.log(u[i])) for i in (0, 2))
-    pairs = r * np.cos(2 * np.pi * u[1]), r * np.sin(2 * np.pi * u[1]), s * np.cos(2 * np.pi * u[3]), s * np.sin(
-        2 * np.pi * u[3])
+    pairs = (
+        r * np.cos(2 * np.pi * u[1]),
+        r * np.sin(2 * np.pi * u[1]),
+        s * np.cos(2 * np.pi * u[3]),
+        s * np.sin(2 * np.pi * u[3]),
+    )
     return np.stack(c, 1), torch.from_numpy(np.stack(pairs, 1).reshape(-1)).to(DEVICE)
 
 
 @EVERY
-@pytest.mark.parametrize("noise", [NOISE, AQN(1, 2**63 - 1, 2**31 - 1, 2**32 - 1), AQN(1, 0)], ids=["a", "last", "0"])
+@pytest.mark.parametrize(
+    "noise", [NOISE, AQN(1, 2**63 - 1, 2**31 - 1, 2**32 - 1), AQN(1, 0)], ids=["a", "last", "0"]
+)
 def test_values_are_those_of_the_definition(name, noise):
-    """Alike to float32's precision, so every bit of every u that shows is right: another bit is another value."""
+    """Alike to float32's precision, so every bit of every u that shows is right: another bit is
+    another value.
+    """
     _, expected = numpys(noise.seed, (noise.layer, 2**31 + noise.step), 0, 64)
-    torch.testing.assert_close(draw(name, 253, noise=noise).double(), expected[:253], rtol=5e-7, atol=5e-7)
+    torch.testing.assert_close(
+        draw(name, 253, noise=noise).double(), expected[:253], rtol=5e-7, atol=5e-7
+    )
 
 
 @EVERY
@@ -106,19 +136,23 @@ def test_values_are_those_of_the_definition(name, noise):
 def test_elements_far_on(name, first):
     """Beyond 32 bits of the element's index, and of the counter, which has its word for that."""
     _, expected = numpys(NOISE.seed, (NOISE.layer, 2**31 + NOISE.step), first // 4, 16)
-    torch.testing.assert_close(draw(name, 48, first).double(), expected[first % 4:][:48], rtol=5e-7, atol=5e-7)
+    torch.testing.assert_close(
+        draw(name, 48, first).double(), expected[first % 4 :][:48], rtol=5e-7, atol=5e-7
+    )
 
 
 @EVERY
 def test_an_element_does_not_depend_on_where_a_call_begins(name):
     whole = draw(name, 3000)
     for first, n in ((0, 1), (1, 2), (3, 500), (1024, 1024), (1021, 1979)):
-        assert torch.equal(draw(name, n, first), whole[first:first + n])
+        assert torch.equal(draw(name, n, first), whole[first : first + n])
 
 
 @EVERY
 def test_noise_is_not_made_of_the_words_of_random_rounding(name):
-    """Rounding has zeros in the counter's upper words, noise its highest bit: also in step 0 of layer 0."""
+    """Rounding has zeros in the counter's upper words, noise its highest bit: also in step 0 of
+    layer 0.
+    """
     words, same = numpys(5, (0, 0), 0, 1000)
     assert quantize.philox(5, 4000, "cpu").tolist() == words.reshape(-1).tolist()
     assert correlated(draw(name, 4000, noise=AQN(1, 5)).double(), same) < 4
@@ -126,16 +160,20 @@ def test_noise_is_not_made_of_the_words_of_random_rounding(name):
 
 @EVERY
 def test_the_largest_and_smallest_u(name, monkeypatch):
-    """What one block in 2^24 has: next to 0 and 1, where float32 has no room for the half, nothing is lost."""
+    """What one block in 2^24 has: next to 0 and 1, where float32 has no room for the half,
+    nothing is lost.
+    """
     if name != "eager":
         pytest.skip("words cannot be put into a kernel; its error was measured over 10^8 values")
     words = torch.tensor([[0, 0, 2**32 - 1, 2**31], [2**32 - 1, 2**32 - 1, 255, 2**30]])
     monkeypatch.setattr(quantize, "philox", lambda *a, **k: words)
     found = aqn._noise_eager(torch.empty(0), 0, 8, 0, 0, 0, torch.float64)
-    top, near = math.sqrt(-2 * math.log(2.0**-25)), math.sqrt(-2 * math.log1p(-2.0**-25))
+    top, near = math.sqrt(-2 * math.log(2.0**-25)), math.sqrt(-2 * math.log1p(-(2.0**-25)))
     assert found.abs().max() == pytest.approx(top, rel=1e-12) and top < 5.89
     expected = [top, 0, -near, 0, near, 0, 0, top]
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(
+        found, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=2e-6
+    )
     assert found[2].item() == pytest.approx(-near, rel=1e-9)
 
 
@@ -143,10 +181,14 @@ def test_the_largest_and_smallest_u(name, monkeypatch):
 def test_errors_are_some_units_in_the_last_place(name):
     """Of a float32, in the tails as well."""
     n = MANY[name]
-    truth = implementation("eager", torch.float64)(torch.empty(0, device=DEVICE), 0, n, 9, 1, 2, torch.float64)
+    truth = implementation("eager", torch.float64)(
+        torch.empty(0, device=DEVICE), 0, n, 9, 1, 2, torch.float64
+    )
     found = draw(name, n, noise=AQN(1, 9, 1, 2)).double()
     assert ((found - truth).abs() <= 3 * 2.0**-23 * truth.abs().clamp_min(1)).all()
-    assert ((found - truth).abs()[truth.abs() > 3] <= 3 * 2.0**-23 * truth.abs()[truth.abs() > 3]).all()
+    assert (
+        (found - truth).abs()[truth.abs() > 3] <= 3 * 2.0**-23 * truth.abs()[truth.abs() > 3]
+    ).all()
 
 
 @EVERY
@@ -160,6 +202,7 @@ def test_other_dtypes_are_rounded_once(name, dtype):
 
 
 # ---- the distribution; seeds are fixed, so that a test passes always or never
+
 
 @functools.cache
 def sample(name):
@@ -185,7 +228,9 @@ def test_the_shares_beyond_bounds_are_those_of_a_normal_distribution(name):
         assert abs((x > bound).double().mean() - p) < 4 * math.sqrt(p * (1 - p) / n), bound
     order = torch.special.ndtr(x.sort().values)
     at = torch.arange(n, device=x.device, dtype=torch.float64)
-    assert max((order - at / n).abs().max(), ((at + 1) / n - order).abs().max()) < 1.95 / math.sqrt(n)
+    assert max((order - at / n).abs().max(), ((at + 1) / n - order).abs().max()) < 1.95 / math.sqrt(
+        n
+    )
 
 
 def correlated(a, b):
@@ -205,9 +250,20 @@ def test_elements_are_independent(name):
 
 
 @EVERY
-@pytest.mark.parametrize("other", [{"layer": 4}, {"layer": 3 + 2**31}, {"step": 13}, {"step": 12 + 2**30},
-                                   {"seed": NOISE.seed + 1}, {"seed": NOISE.seed + 2**32}, {"seed": 7},
-                                   {"layer": 12, "step": 3}], ids=str)
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"layer": 4},
+        {"layer": 3 + 2**31},
+        {"step": 13},
+        {"step": 12 + 2**30},
+        {"seed": NOISE.seed + 1},
+        {"seed": NOISE.seed + 2**32},
+        {"seed": 7},
+        {"layer": 12, "step": 3},
+    ],
+    ids=str,
+)
 def test_layers_steps_and_seeds_are_independent(name, other):
     n = 2**14
     a, b = sample(name)[:n], draw(name, n, noise=dataclasses.replace(NOISE, **other)).double()
@@ -216,17 +272,35 @@ def test_layers_steps_and_seeds_are_independent(name, other):
 
 # ---- on quantised weights
 
-FORMATS = {"nf4": (nf4.DEQUANTIZE_NF4, dequantize_nf4, quantize_nf4),
-           "nf4_nested": (nf4.DEQUANTIZE_NF4, dequantize_nf4, functools.partial(quantize_nf4, double_quant=True)),
-           "nf4_wide": (nf4.DEQUANTIZE_NF4, dequantize_nf4, functools.partial(quantize_nf4, block_size=256)),
-           "nvfp4": (nvfp4.DEQUANTIZE_NVFP4, dequantize_nvfp4, quantize_nvfp4),
-           "block_fp8": (block_fp8.DEQUANTIZE_BLOCK_FP8, dequantize_block_fp8,
-                         functools.partial(quantize_block_fp8, block=(16, 16))),
-           "block_fp8_odd": (block_fp8.DEQUANTIZE_BLOCK_FP8, dequantize_block_fp8,
-                             functools.partial(quantize_block_fp8, block=(3, 7))),
-           "mxfp8": (mxfp8.DEQUANTIZE_MXFP8, dequantize_mxfp8, quantize_mxfp8)}
+FORMATS = {
+    "nf4": (nf4.DEQUANTIZE_NF4, dequantize_nf4, quantize_nf4),
+    "nf4_nested": (
+        nf4.DEQUANTIZE_NF4,
+        dequantize_nf4,
+        functools.partial(quantize_nf4, double_quant=True),
+    ),
+    "nf4_wide": (
+        nf4.DEQUANTIZE_NF4,
+        dequantize_nf4,
+        functools.partial(quantize_nf4, block_size=256),
+    ),
+    "nvfp4": (nvfp4.DEQUANTIZE_NVFP4, dequantize_nvfp4, quantize_nvfp4),
+    "block_fp8": (
+        block_fp8.DEQUANTIZE_BLOCK_FP8,
+        dequantize_block_fp8,
+        functools.partial(quantize_block_fp8, block=(16, 16)),
+    ),
+    "block_fp8_odd": (
+        block_fp8.DEQUANTIZE_BLOCK_FP8,
+        dequantize_block_fp8,
+        functools.partial(quantize_block_fp8, block=(3, 7)),
+    ),
+    "mxfp8": (mxfp8.DEQUANTIZE_MXFP8, dequantize_mxfp8, quantize_mxfp8),
+}
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS)
-SHAPES = pytest.mark.parametrize("shape", [(5, 37), (3, 7, 72), (2, 3, 33), (1, 1), (2, 1100)], ids=str)
+SHAPES = pytest.mark.parametrize(
+    "shape", [(5, 37), (3, 7, 72), (2, 3, 33), (1, 1), (2, 1100)], ids=str
+)
 
 
 def steps(format, q):
@@ -234,16 +308,27 @@ def steps(format, q):
     if format.startswith("nf4"):
         scale = q.absmax
         if q.offset is not None:
-            scale = nf4.dynamic_map().to(DEVICE)[q.absmax.long()] * q.nested_absmax.repeat_interleave(256)[
-                :q.absmax.numel()] + q.offset
-        return (0.5 * 0.0795803 * scale).repeat_interleave(q.block_size)[:math.prod(q.shape)].view(q.shape)
+            scale = (
+                nf4.dynamic_map().to(DEVICE)[q.absmax.long()]
+                * q.nested_absmax.repeat_interleave(256)[: q.absmax.numel()]
+                + q.offset
+            )
+        return (
+            (0.5 * 0.0795803 * scale)
+            .repeat_interleave(q.block_size)[: math.prod(q.shape)]
+            .view(q.shape)
+        )
     if format == "nvfp4":
-        return (0.5 * q.scale.float() * q.global_scale).repeat_interleave(16, -1)[..., :q.shape[-1]]
+        return (0.5 * q.scale.float() * q.global_scale).repeat_interleave(16, -1)[
+            ..., : q.shape[-1]
+        ]
     if format == "mxfp8":
-        return (0.125 * q.scale.float()).repeat_interleave(32, -1)[..., :q.shape[-1]]
+        return (0.125 * q.scale.float()).repeat_interleave(32, -1)[..., : q.shape[-1]]
     rows, columns = q.block
     step = 0.125 * q.scale_inv
-    return step.repeat_interleave(rows, -2).repeat_interleave(columns, -1)[..., :q.shape[-2], :q.shape[-1]]
+    return step.repeat_interleave(rows, -2).repeat_interleave(columns, -1)[
+        ..., : q.shape[-2], : q.shape[-1]
+    ]
 
 
 @EVERY
@@ -268,7 +353,7 @@ def test_no_noise_is_no_noise_bit_for_bit(name, format, dtype):
     op, down, up = FORMATS[format]
     skip_unless_usable(op, name, dtype)
     x = randn(4, 70, dtype=dtype)
-    x[1, 3:9] = -0.0   # which a noise of 0 could make 0
+    x[1, 3:9] = -0.0  # which a noise of 0 could make 0
     q = up(x)
     expected = down(q, implementation="eager")
     for noise in (None, AQN(0, 5, 6, 7), AQN(0.0, 5)):
@@ -284,7 +369,9 @@ def test_weights_with_noise_are_rounded_once(name):
     for op, down, up in FORMATS.values():
         skip_unless_usable(op, name, dtype)
         q = up(randn(6, 80))
-        found, exact = (down(q, noise=NOISE, dtype=d, implementation=name) for d in (dtype, torch.float32))
+        found, exact = (
+            down(q, noise=NOISE, dtype=d, implementation=name) for d in (dtype, torch.float32)
+        )
         assert torch.equal(found, exact.to(dtype))
 
 
@@ -296,9 +383,19 @@ def test_experts_have_noise_of_their_own():
 
 # ---- on the weight of a norm
 
+
 @pytest.mark.parametrize("name", ["triton", "cpp", "torch", "eager"])
-@pytest.mark.parametrize("shape, weight_shape", [((6, 52), (52,)), ((5, 3, 33), (3, 33)), ((4, 1), (1,)),
-                                                 ((40, 130), (130,)), ((2, 16500), (16500,))], ids=str)
+@pytest.mark.parametrize(
+    "shape, weight_shape",
+    [
+        ((6, 52), (52,)),
+        ((5, 3, 33), (3, 33)),
+        ((4, 1), (1,)),
+        ((40, 130), (130,)),
+        ((2, 16500), (16500,)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("add", [False, True])
 def test_a_norm_with_noise_is_a_norm_with_another_weight(name, shape, weight_shape, add):
     """Values and gradients; no weight changes; and more rows than programs share."""
@@ -326,21 +423,25 @@ def test_a_norm_with_noise_is_a_norm_with_another_weight(name, shape, weight_sha
         torch.testing.assert_close(f, e, rtol=1e-5, atol=2e-5)
     assert torch.equal(w, kept)
     plain = run(w, implementation=name)
-    assert all(torch.equal(*pair) for pair in zip(run(w, noise=AQN(0, 3), implementation=name), plain, strict=True))
-    if shape[-1] > 1:   # one column is normalised to 1 or -1
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(run(w, noise=AQN(0, 3), implementation=name), plain, strict=True)
+    )
+    if shape[-1] > 1:  # one column is normalised to 1 or -1
         assert not torch.equal(plain[0], found[0])
 
 
 @pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
 def test_forward_and_backward_multiply_by_the_same_bits(name):
-    """With rows of +-1, rstd is 1, y is the weight itself, and dx shows it again: of y = x w and a gradient in one
-    column, dx there is w (1 - 1 / D), the same operations on the same bits."""
+    """With rows of +-1, rstd is 1, y is the weight itself, and dx shows it again: of y = x w and a
+    gradient in one column, dx there is w (1 - 1 / D), the same operations on the same bits.
+    """
     skip_unless_usable(RMSNORM, name, torch.float32)
     D = 64
     x = torch.ones(D, D, device=DEVICE, requires_grad=True)
     w = randn(D).requires_grad_()
     y = rmsnorm(x, w, 0.0, noise=NOISE, implementation=name)
-    dx, = torch.autograd.grad(y, x, torch.eye(D, device=DEVICE))
+    (dx,) = torch.autograd.grad(y, x, torch.eye(D, device=DEVICE))
     # In the columns without a gradient, -w_i / D, a division by a power of two: exact.
     for i in range(D):
         assert torch.equal(-dx[i, (i + 1) % D] * D, y[0, i]), i
@@ -354,9 +455,10 @@ def test_nothing_more_is_saved(name):
     def count(noise):
         saved.clear()
         x, w = randn(4, 8).requires_grad_(), randn(8).requires_grad_()
-        known = {x.data_ptr(): "x", w.data_ptr(): "weight"}   # themselves, not copies with noise
+        known = {x.data_ptr(): "x", w.data_ptr(): "weight"}  # themselves, not copies with noise
         with torch.autograd.graph.saved_tensors_hooks(
-                lambda t: saved.append(known.get(t.data_ptr(), tuple(t.shape))) or t, lambda t: t):
+            lambda t: saved.append(known.get(t.data_ptr(), tuple(t.shape))) or t, lambda t: t
+        ):
             rmsnorm(x, w, noise=noise, implementation=name)
         return list(saved)
 
@@ -366,6 +468,7 @@ def test_nothing_more_is_saved(name):
 @pytest.mark.parametrize("op", [RMSNORM, ADD_RMSNORM], ids=lambda op: op.name)
 def test_cute_refuses_noise(op, monkeypatch):
     """By its functions on stand-ins for the operators, which take CUDA tensors only."""
+
     def called(x, *rest):
         return (x,) * (2 if op is RMSNORM else 3)
 
@@ -376,16 +479,24 @@ def test_cute_refuses_noise(op, monkeypatch):
     fn(*tensors)
     fn(*tensors, *aqn.NONE)
     others = "triton, cpp, torch, eager" if op is RMSNORM else "triton, cpp, eager"
-    with pytest.raises(ImplementationUnavailable, match=rf"^{op.name}\[cute\]: adds no noise; {others} do$"):
+    with pytest.raises(
+        ImplementationUnavailable, match=rf"^{op.name}\[cute\]: adds no noise; {others} do$"
+    ):
         fn(*tensors, 0.5, 1, 2, 3)
 
 
 # ---- checkpointing and compiled code
 
+
 def layer(x, w, q, noise, name):
     """A norm and a product with a quantised weight, as in a block."""
     h = rmsnorm(x, w, noise=noise, implementation=name)
-    return h @ dequantize_nf4(q, noise=dataclasses.replace(noise, layer=noise.layer + 1), implementation=name).T
+    return (
+        h
+        @ dequantize_nf4(
+            q, noise=dataclasses.replace(noise, layer=noise.layer + 1), implementation=name
+        ).T
+    )
 
 
 @EVERY
@@ -430,7 +541,9 @@ def test_steps_and_layers_do_not_recompile(name, made):
 
     torch._dynamo.reset()
     graphs = Graphs()
-    compiled = torch.compile(by_number if made == "inside" else by_noise, fullgraph=True, backend=graphs)
+    compiled = torch.compile(
+        by_number if made == "inside" else by_noise, fullgraph=True, backend=graphs
+    )
     g = randn(5, 8, seed=3)
     for step in (5, 6, 16, 1, 0, 2**31 - 1):
         noise = AQN(0.5, 77, step, 3)
@@ -444,27 +557,44 @@ def test_steps_and_layers_do_not_recompile(name, made):
 
 @EVERY
 def test_other_numbers_in_compiled_code(name):
-    """seed and layer become symbols when they first change. A fused operator's alpha is a constant of its graph, and so
-    is that there is no noise."""
+    """seed and layer become symbols when they first change. A fused operator's alpha is a constant
+    of its graph, and so is that there is no noise.
+    """
     skip_unless_usable(RMSNORM, name, torch.float32)
     x, w = randn(5, 64), randn(64)
     torch._dynamo.reset()
     graphs = Graphs()
-    compiled = torch.compile(lambda x, w, noise: rmsnorm(x, w, noise=noise, implementation=name), fullgraph=True,
-                             backend=graphs)
-    for noise, new in ((AQN(0.0, 1, 0), True), (AQN(0.5, 1, 1), True), (AQN(0.5, 1, 2), True), (AQN(0.5, 2, 3), True),
-                       (AQN(0.5, 2**40, 4, 9), True), (AQN(0.5, 5, 5, 2**32 - 1), False), (AQN(0.5, 3, 0, 1), False),
-                       (AQN(0.3, 6, 6, 6), True), (AQN(0.3, 7, 7, 7), False), (AQN(0.5, 8, 9, 7), False),
-                       (AQN(0.0, 8, 8, 8), False)):
+    compiled = torch.compile(
+        lambda x, w, noise: rmsnorm(x, w, noise=noise, implementation=name),
+        fullgraph=True,
+        backend=graphs,
+    )
+    for noise, new in (
+        (AQN(0.0, 1, 0), True),
+        (AQN(0.5, 1, 1), True),
+        (AQN(0.5, 1, 2), True),
+        (AQN(0.5, 2, 3), True),
+        (AQN(0.5, 2**40, 4, 9), True),
+        (AQN(0.5, 5, 5, 2**32 - 1), False),
+        (AQN(0.5, 3, 0, 1), False),
+        (AQN(0.3, 6, 6, 6), True),
+        (AQN(0.3, 7, 7, 7), False),
+        (AQN(0.5, 8, 9, 7), False),
+        (AQN(0.0, 8, 8, 8), False),
+    ):
         before = graphs.count
-        assert torch.equal(compiled(x, w, noise), rmsnorm(x, w, noise=noise, implementation=name)), noise
+        assert torch.equal(
+            compiled(x, w, noise), rmsnorm(x, w, noise=noise, implementation=name)
+        ), noise
         assert new or graphs.count == before, noise
 
 
 @pytest.mark.parametrize("name", ["cpp", "eager"])
 def test_inductor_recomputes_the_same_noise(name):
-    """The twin's noise is an operator: fused with other arithmetic it would be another one in backward. That it stays
-    one in both graphs is seen there, since what a compiler made of it may differ in the last bits only."""
+    """The twin's noise is an operator: fused with other arithmetic it would be another one in
+    backward. That it stays one in both graphs is seen there, since what a compiler made of it may
+    differ in the last bits only.
+    """
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
@@ -478,21 +608,30 @@ def test_inductor_recomputes_the_same_noise(name):
         return make_boxed_func(graph.forward)
 
     def twice(x, w, step):
-        return checkpoint(lambda x: rmsnorm(x, w, noise=AQN(0.5, 1, step), implementation=name) * 2, x,
-                          use_reentrant=False)
+        return checkpoint(
+            lambda x: rmsnorm(x, w, noise=AQN(0.5, 1, step), implementation=name) * 2,
+            x,
+            use_reentrant=False,
+        )
 
     torch._dynamo.reset()
-    torch.compile(twice, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))(x, w, 3).backward(g)
+    torch.compile(twice, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))(
+        x, w, 3
+    ).backward(g)
     operator = "aqn_eager_noise" if name == "eager" else "rmsnorm_cpp_forward"
     assert len(graphs) == 2 and all(f"tilewright.{operator}.default" in graph for graph in graphs)
     torch._dynamo.reset()
     compiled = torch.compile(twice, fullgraph=True)
     for step in (3, 4):
-        for f, e in zip(*(torch.autograd.grad(fn(x, w, step), (x, w), g) for fn in (compiled, twice)), strict=True):
+        for f, e in zip(
+            *(torch.autograd.grad(fn(x, w, step), (x, w), g) for fn in (compiled, twice)),
+            strict=True,
+        ):
             torch.testing.assert_close(f, e)
 
 
 # ---- the schedule
+
 
 def test_the_schedule_has_a_quiet_stage_and_then_equal_factors():
     found = [aqn_schedule(step, 100, start=1e-2, end=1e-4, stages=4) for step in range(100)]
@@ -500,13 +639,29 @@ def test_the_schedule_has_a_quiet_stage_and_then_equal_factors():
     assert [found.count(s) for s in stages] == [25] * 4
     assert stages == [0.0, 1e-2, pytest.approx(1e-3), pytest.approx(1e-4)]
     # As published: ten stages, of which nine have noise.
-    ten = sorted({aqn_schedule(step, 1000, start=5e-2, end=5e-4, stages=10) for step in range(1000)}, reverse=True)
+    ten = sorted(
+        {aqn_schedule(step, 1000, start=5e-2, end=5e-4, stages=10) for step in range(1000)},
+        reverse=True,
+    )
     assert ten == [*(pytest.approx(5e-2 * 100 ** (-i / 8)) for i in range(9)), 0.0]
 
 
-@pytest.mark.parametrize("step, total, stages, expected", [
-    (0, 10, 2, 0.0), (4, 10, 2, 0.0), (5, 10, 2, 0.5), (9, 10, 2, 0.5), (1000, 10, 2, 0.5),
-    (0, 1, 5, 0.0), (1, 1, 5, 0.125), (99, 10, 5, 0.125), (3, 10, 3, 0.0), (4, 10, 3, 0.5), (7, 10, 3, 0.125)])
+@pytest.mark.parametrize(
+    "step, total, stages, expected",
+    [
+        (0, 10, 2, 0.0),
+        (4, 10, 2, 0.0),
+        (5, 10, 2, 0.5),
+        (9, 10, 2, 0.5),
+        (1000, 10, 2, 0.5),
+        (0, 1, 5, 0.0),
+        (1, 1, 5, 0.125),
+        (99, 10, 5, 0.125),
+        (3, 10, 3, 0.0),
+        (4, 10, 3, 0.5),
+        (7, 10, 3, 0.125),
+    ],
+)
 def test_the_schedule_at_its_ends(step, total, stages, expected):
     assert aqn_schedule(step, total, start=0.5, end=0.125, stages=stages) == pytest.approx(expected)
 
@@ -516,27 +671,86 @@ def test_the_schedule_at_its_ends(step, total, stages, expected):
 Q = quantize_nf4(torch.ones(2, 64))
 
 
-@pytest.mark.parametrize("call, error, message", [
-    (lambda: AQN(-1.0, 0), ValueError, "alpha must be a finite number >= 0, got -1.0"),
-    (lambda: AQN(1.0, 2**63), ValueError, "seed must be 0 to 9223372036854775807, got 9223372036854775808"),
-    (lambda: AQN(1.0, 0, 2**31), ValueError, "step must be 0 to 2147483647, got 2147483648"),
-    (lambda: AQN(1.0, 0, 0, -1), ValueError, "layer must be 0 to 4294967295, got -1"),
-    (lambda: AQN(1.0, 0.5), TypeError, "seed must be an int, got 0.5"),
-    (lambda: aqn_noise(3, 0.5), TypeError, "noise must be an AQN, got float"),
-    (lambda: aqn_noise((3, -1), NOISE), ValueError, r"size must not be negative, got \(3, -1\)"),
-    (lambda: aqn_noise((3, 1.5), NOISE), TypeError, r"size must be an int or a sequence of ints, got \(3, 1.5\)"),
-    (lambda: aqn_noise(3, NOISE, dtype=torch.int8), TypeError, "dtype must be one of float32.*, got torch.int8"),
-    (lambda: aqn_noise(3, NOISE, implementation="cuda"), ValueError, "unknown implementation 'cuda'"),
-    (lambda: dequantize_nf4(Q, noise=0.1), TypeError, "noise must be an AQN or None, got float"),
-    (lambda: rmsnorm(torch.ones(2, 4), torch.ones(4), noise=(1, 2)), TypeError,
-     "noise must be an AQN or None, got tuple"),
-    (lambda: aqn_schedule(-1, 10, start=1, end=0.1, stages=3), ValueError, "step must be >= 0, got -1"),
-    (lambda: aqn_schedule(1.0, 10, start=1, end=0.1, stages=3), TypeError, "step must be an int, got 1.0"),
-    (lambda: aqn_schedule(1, 0, start=1, end=0.1, stages=3), ValueError, "total_steps must be >= 1, got 0"),
-    (lambda: aqn_schedule(1, 10, start=1, end=0.1, stages=1), ValueError, "stages must be >= 2, got 1"),
-    (lambda: aqn_schedule(1, 10, start=0, end=0.1, stages=3), ValueError, "start must be a finite number > 0, got 0"),
-    (lambda: aqn_schedule(1, 10, start=1, end=math.inf, stages=3), ValueError, "end must be a finite number > 0, got"),
-    (lambda: aqn_schedule(1, 10, start=1, end="1", stages=3), TypeError, "end must be a number, got '1'")])
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: AQN(-1.0, 0), ValueError, "alpha must be a finite number >= 0, got -1.0"),
+        (
+            lambda: AQN(1.0, 2**63),
+            ValueError,
+            "seed must be 0 to 9223372036854775807, got 9223372036854775808",
+        ),
+        (lambda: AQN(1.0, 0, 2**31), ValueError, "step must be 0 to 2147483647, got 2147483648"),
+        (lambda: AQN(1.0, 0, 0, -1), ValueError, "layer must be 0 to 4294967295, got -1"),
+        (lambda: AQN(1.0, 0.5), TypeError, "seed must be an int, got 0.5"),
+        (lambda: aqn_noise(3, 0.5), TypeError, "noise must be an AQN, got float"),
+        (
+            lambda: aqn_noise((3, -1), NOISE),
+            ValueError,
+            r"size must not be negative, got \(3, -1\)",
+        ),
+        (
+            lambda: aqn_noise((3, 1.5), NOISE),
+            TypeError,
+            r"size must be an int or a sequence of ints, got \(3, 1.5\)",
+        ),
+        (
+            lambda: aqn_noise(3, NOISE, dtype=torch.int8),
+            TypeError,
+            "dtype must be one of float32.*, got torch.int8",
+        ),
+        (
+            lambda: aqn_noise(3, NOISE, implementation="cuda"),
+            ValueError,
+            "unknown implementation 'cuda'",
+        ),
+        (
+            lambda: dequantize_nf4(Q, noise=0.1),
+            TypeError,
+            "noise must be an AQN or None, got float",
+        ),
+        (
+            lambda: rmsnorm(torch.ones(2, 4), torch.ones(4), noise=(1, 2)),
+            TypeError,
+            "noise must be an AQN or None, got tuple",
+        ),
+        (
+            lambda: aqn_schedule(-1, 10, start=1, end=0.1, stages=3),
+            ValueError,
+            "step must be >= 0, got -1",
+        ),
+        (
+            lambda: aqn_schedule(1.0, 10, start=1, end=0.1, stages=3),
+            TypeError,
+            "step must be an int, got 1.0",
+        ),
+        (
+            lambda: aqn_schedule(1, 0, start=1, end=0.1, stages=3),
+            ValueError,
+            "total_steps must be >= 1, got 0",
+        ),
+        (
+            lambda: aqn_schedule(1, 10, start=1, end=0.1, stages=1),
+            ValueError,
+            "stages must be >= 2, got 1",
+        ),
+        (
+            lambda: aqn_schedule(1, 10, start=0, end=0.1, stages=3),
+            ValueError,
+            "start must be a finite number > 0, got 0",
+        ),
+        (
+            lambda: aqn_schedule(1, 10, start=1, end=math.inf, stages=3),
+            ValueError,
+            "end must be a finite number > 0, got",
+        ),
+        (
+            lambda: aqn_schedule(1, 10, start=1, end="1", stages=3),
+            TypeError,
+            "end must be a number, got '1'",
+        ),
+    ],
+)
 def test_bad_input_is_one_clear_error(call, error, message):
     with pytest.raises(error, match=message):
         call()
@@ -545,5 +759,7 @@ def test_bad_input_is_one_clear_error(call, error, message):
 def test_the_cpp_operator_itself_checks_its_numbers():
     run = implementation("cpp")
     for bad in ((-1, 0, 0), (0, -1, 0), (0, 2**31, 0), (0, 0, 2**32)):
-        with pytest.raises(RuntimeError, match=r"seed must be >= 0, step 0 to 2\^31 - 1 and layer 0 to 2\^32 - 1"):
+        with pytest.raises(
+            RuntimeError, match=r"seed must be >= 0, step 0 to 2\^31 - 1 and layer 0 to 2\^32 - 1"
+        ):
             run(torch.empty(0), 0, 4, *bad, torch.float32)

@@ -13,14 +13,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright import ImplementationUnavailable, platform
 from tilewright.ops import attention
-from tilewright.ops.attention import _FLASH, ATTENTION, Request, attention_part, attention_part_backward
+from tilewright.ops.attention import (
+    _FLASH,
+    ATTENTION,
+    Request,
+    attention_part,
+    attention_part_backward,
+)
 from tilewright.registry import FLOATS, short
 
-OP = sys.modules["tilewright.ops.attention"]   # the package's name for it is the function
+OP = sys.modules["tilewright.ops.attention"]  # the package's name for it is the function
 EVERY = pytest.mark.parametrize("name", ATTENTION.names())
 DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=short)
 HQ, HK, D = 4, 2, 8
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}   # float32 sums of a few dozen terms of size one
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of size one
 
 
 def heads(n, seq, *, batch=1, dtype=torch.float32):
@@ -54,7 +60,7 @@ def test_equals_the_formula_in_float64(name, causal):
             for i in range(6):
                 seen = slice(0, i + 1 if causal else 6)
                 group = h // (HQ // HK)
-                weight = torch.exp(k[b, group, seen] @ q[b, h, i] / D ** 0.5)
+                weight = torch.exp(k[b, group, seen] @ q[b, h, i] / D**0.5)
                 expected = weight @ v[b, group, seen] / weight.sum()
                 torch.testing.assert_close(out[b, h, i], expected, rtol=1e-12, atol=1e-12)
 
@@ -63,7 +69,9 @@ def test_equals_the_formula_in_float64(name, causal):
 @DTYPES
 @pytest.mark.parametrize("causal", [True, False])
 def test_documents_are_isolated(name, dtype, causal):
-    """Whatever document A holds, B's outputs and gradients are the same bits; the other way round too."""
+    """Whatever document A holds, B's outputs and gradients are the same bits; the other way
+    round too.
+    """
     skip_unless_usable(ATTENTION, name, dtype)
     S, cut = 23, 9
     tensors, grad = qkv(S, dtype=dtype), heads(HQ, S, dtype=dtype)
@@ -85,8 +93,10 @@ def test_packed_equals_each_document_alone(name):
     lengths = [1, 5, 0, 11]
     tensors, grad = qkv(17), heads(HQ, 17)
     packed = step(tensors, grad, name, cu_seqlens=ends(0, 1, 6, 6, 17))
-    alone = [step(part[:3], part[3], name) for part in
-             zip(*(t.split(lengths, 2) for t in (*tensors, grad)), strict=True)]
+    alone = [
+        step(part[:3], part[3], name)
+        for part in zip(*(t.split(lengths, 2) for t in (*tensors, grad)), strict=True)
+    ]
     for whole, parts in zip(packed, zip(*alone, strict=True), strict=True):
         torch.testing.assert_close(whole, torch.cat(parts, 2), **CLOSE)
 
@@ -108,12 +118,16 @@ def test_causal_sees_nothing_later(name, packed):
         changed = (a != b).any(-1).all(1)[0].tolist()
         untouched = (a == b).all(-1).all(1)[0].tolist()
         start = 6 if causal else first
-        assert changed == [i >= start for i in range(12)] and untouched == [i < start for i in range(12)]
+        assert changed == [i >= start for i in range(12)] and untouched == [
+            i < start for i in range(12)
+        ]
 
 
 @EVERY
 def test_grouped_queries_equal_repeated_heads(name):
-    """Query heads 0, 1 read key head 0 and so on; and a key head's gradient is the sum over its group."""
+    """Query heads 0, 1 read key head 0 and so on; and a key head's gradient is the sum over its
+    group.
+    """
     skip_unless_usable(ATTENTION, name, torch.float32)
     (q, k, v), grad = qkv(9, batch=2), heads(HQ, 9, batch=2)
     out, dq, dk, dv = step((q, k, v), grad, name)
@@ -131,18 +145,27 @@ def test_scale(name, cu):
     q, k, v = qkv(10)
     options = {"implementation": name, "cu_seqlens": None if cu is None else ends(*cu)}
     default = attention(q, k, v, **options)
-    torch.testing.assert_close(attention(q, k, v, scale=D ** -0.5, **options), default, rtol=0, atol=0)
-    torch.testing.assert_close(attention(2 * q, k, v, scale=0.5 * D ** -0.5, **options), default, **CLOSE)
+    torch.testing.assert_close(
+        attention(q, k, v, scale=D**-0.5, **options), default, rtol=0, atol=0
+    )
+    torch.testing.assert_close(
+        attention(2 * q, k, v, scale=0.5 * D**-0.5, **options), default, **CLOSE
+    )
     assert not torch.allclose(attention(q, k, v, scale=1.0, **options), default, atol=1e-2)
     # A scale of next to nothing: every allowed position weighs the same.
     for causal, seen in ((False, 3 if cu else 10), (True, 1)):
         flat = attention(q, k, v, scale=1e-30, causal=causal, **options)
-        torch.testing.assert_close(flat[:, :, 0], v[:, :, :seen].mean(2).repeat_interleave(2, 1), **CLOSE)
+        torch.testing.assert_close(
+            flat[:, :, 0], v[:, :, :seen].mean(2).repeat_interleave(2, 1), **CLOSE
+        )
 
 
 # ---- windows, softcaps, sinks, fewer queries than keys
 
-def options_of(q, k, v, *, cu=(), causal=True, window=None, softcap=None, sinks=None, scale=D ** -0.5):
+
+def options_of(
+    q, k, v, *, cu=(), causal=True, window=None, softcap=None, sinks=None, scale=D**-0.5
+):
     """The definition, spelled out for each query by itself, in float64."""
     q, k, v = (t.double() for t in (q, k, v))
     B, H, S, _ = q.shape
@@ -153,7 +176,11 @@ def options_of(q, k, v, *, cu=(), causal=True, window=None, softcap=None, sinks=
                 at = i + Sk - S
                 begin = max((c for c in cu if c <= at), default=0)
                 end = min((c for c in cu if c > at), default=Sk)
-                columns = [j for j in range(begin, end) if not causal or (j <= at and (not window or at - j < window))]
+                columns = [
+                    j
+                    for j in range(begin, end)
+                    if not causal or (j <= at and (not window or at - j < window))
+                ]
                 logits = scale * k[b, h // (H // k.shape[1]), columns] @ q[b, h, i]
                 logits = softcap * torch.tanh(logits / softcap) if softcap else logits
                 weight = logits.exp()
@@ -163,8 +190,12 @@ def options_of(q, k, v, *, cu=(), causal=True, window=None, softcap=None, sinks=
 
 
 VARIANTS = {
-    "window": {"window": 3}, "window_of_one": {"window": 1}, "window_of_all": {"window": 100},
-    "softcap": {"softcap": 0.7}, "sinks": {"sinks": True}, "packed_window": {"window": 4, "cu": (0, 2, 9, 9, 21)},
+    "window": {"window": 3},
+    "window_of_one": {"window": 1},
+    "window_of_all": {"window": 100},
+    "softcap": {"softcap": 0.7},
+    "sinks": {"sinks": True},
+    "packed_window": {"window": 4, "cu": (0, 2, 9, 9, 21)},
     "all": {"window": 5, "softcap": 1.5, "sinks": True, "cu": (0, 8, 21)},
     "full_sinks": {"causal": False, "sinks": True},
 }
@@ -173,7 +204,9 @@ VARIANTS = {
 @EVERY
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_options_are_what_they_say(name, variant):
-    """Outputs and gradients, the sinks' too, against the formula spelled out; S and blocks do not divide."""
+    """Outputs and gradients, the sinks' too, against the formula spelled out; S and blocks do
+    not divide.
+    """
     skip_unless_usable(ATTENTION, name, torch.float32)
     options = dict(VARIANTS[variant])
     torch.manual_seed(1)
@@ -183,19 +216,32 @@ def test_options_are_what_they_say(name, variant):
         leaves.append(torch.randn(HQ, device=DEVICE, requires_grad=True))
         options["sinks"] = leaves[3]
     with skip_if_refused():
-        out = attention(*leaves[:3], cu_seqlens=ends(*cu) if cu else None, implementation=name, **options)
+        out = attention(
+            *leaves[:3], cu_seqlens=ends(*cu) if cu else None, implementation=name, **options
+        )
     expected = options_of(*leaves[:3], cu=cu, **options)
     grad = heads(HQ, 21)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    for f, e in zip(torch.autograd.grad(out, leaves, grad), torch.autograd.grad(expected, leaves, grad.double()),
-                    strict=True):
+    for f, e in zip(
+        torch.autograd.grad(out, leaves, grad),
+        torch.autograd.grad(expected, leaves, grad.double()),
+        strict=True,
+    ):
         torch.testing.assert_close(f, e, rtol=1e-4, atol=2e-5)
 
 
 @EVERY
-@pytest.mark.parametrize("variant", [{}, {"window": 40}, {"causal": False}, {"cu": (0, 70, 130, 131, 200)},
-                                     {"window": 33, "softcap": 2.0, "cu": (0, 150, 200)}],
-                         ids=["causal", "window", "full", "packed", "packed_window"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"window": 40},
+        {"causal": False},
+        {"cu": (0, 70, 130, 131, 200)},
+        {"window": 33, "softcap": 2.0, "cu": (0, 150, 200)},
+    ],
+    ids=["causal", "window", "full", "packed", "packed_window"],
+)
 def test_many_tiles(name, variant):
     """Blocks of keys that need no mask, and those before and after them."""
     skip_unless_usable(ATTENTION, name, torch.float32)
@@ -211,8 +257,9 @@ def test_many_tiles(name, variant):
 
 @pytest.mark.parametrize("window", [0, 72], ids=["causal", "window"])
 def test_triton_masks_blocks_at_the_edge_alone(monkeypatch, window):
-    """Not all blocks of logits that forward and backward make have a mask, and each mask that is made hides something.
-    (That no loop divides is looked for by the compile gate.)"""
+    """Not all blocks of logits that forward and backward make have a mask, and each mask that is
+    made hides something. (That no loop divides is looked for by the compile gate.)
+    """
     if not platform.interpreting():
         pytest.skip("counts in Triton's interpreter, which TRITON_INTERPRET asks for")
     skip_unless_usable(ATTENTION, "triton", torch.float32)
@@ -237,16 +284,29 @@ def test_fewer_queries_are_the_last_ones(name, queries, causal):
     q, k, v = qkv(13, batch=2)
     with skip_if_refused():
         found = attention(q[:, :, -queries:], k, v, causal=causal, implementation=name)
-    torch.testing.assert_close(found, attention(q, k, v, causal=causal, implementation="eager")[:, :, -queries:],
-                               **CLOSE)
+    torch.testing.assert_close(
+        found, attention(q, k, v, causal=causal, implementation="eager")[:, :, -queries:], **CLOSE
+    )
 
 
-@pytest.mark.parametrize("name, options", [
-    *((name, {}) for name in ATTENTION.names()),
-    *(("auto", options) for options in ({"window": 4}, {"softcap": 2.0}, {"sinks": torch.zeros(HQ, device=DEVICE)})),
-])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        *((name, {}) for name in ATTENTION.names()),
+        *(
+            ("auto", options)
+            for options in (
+                {"window": 4},
+                {"softcap": 2.0},
+                {"sinks": torch.zeros(HQ, device=DEVICE)},
+            )
+        ),
+    ],
+)
 def test_what_another_document_holds_is_not_read(name, options):
-    """NaN in one document stays there, whatever blocks it shares with others, forward and backward."""
+    """NaN in one document stays there, whatever blocks it shares with others, forward and
+    backward.
+    """
     if name != "auto":
         skip_unless_usable(ATTENTION, name, torch.float32)
     tensors, grad = qkv(40), heads(HQ, 40)
@@ -274,15 +334,21 @@ def test_a_large_softcap_is_nearly_none(name):
     q, k, v = qkv(9)
     with skip_if_refused():
         found = attention(q, k, v, softcap=1e6, implementation=name)
-    torch.testing.assert_close(found, attention(q, k, v, implementation="eager"), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found, attention(q, k, v, implementation="eager"), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
 def test_compiled_code_takes_other_lengths(name):
-    compiled = torch.compile(lambda q, k, v: attention(q, k, v, implementation=name), fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda q, k, v: attention(q, k, v, implementation=name), fullgraph=True, backend="eager"
+    )
     for length in (7, 12, 31):
         tensors = [t.cpu() for t in qkv(length)]
-        torch.testing.assert_close(compiled(*tensors), attention(*tensors, implementation="eager"), **CLOSE)
+        torch.testing.assert_close(
+            compiled(*tensors), attention(*tensors, implementation="eager"), **CLOSE
+        )
 
 
 def test_documents_are_one_graph_of_the_eager_twin():
@@ -290,8 +356,11 @@ def test_documents_are_one_graph_of_the_eager_twin():
     torch._dynamo.reset()
     options = {"window": 4, "softcap": 3.0, "sinks": heads(1, 1).flatten()[0].expand(HQ)}
     tensors, grad = qkv(17), heads(HQ, 17)
-    compiled = torch.compile(lambda q, k, v, cu: attention(q, k, v, cu_seqlens=cu, implementation="eager", **options),
-                             fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda q, k, v, cu: attention(q, k, v, cu_seqlens=cu, implementation="eager", **options),
+        fullgraph=True,
+        backend="eager",
+    )
     for cu in (ends(0, 5, 5, 17), ends(0, 0, 11, 17)):
         expected = step(tensors, grad, "eager", cu_seqlens=cu, **options)
         leaves = [t.clone().requires_grad_() for t in tensors]
@@ -304,7 +373,9 @@ def test_documents_are_one_graph_of_the_eager_twin():
 @pytest.mark.parametrize("name", ["eager", "sdpa", "triton", "auto"])
 @pytest.mark.parametrize("how", ["dynamic", "marked"])
 def test_one_graph_serves_other_batches_and_lengths(name, how):
-    """Also where the compiler takes the head width for a symbol, which may become a constant of the graph."""
+    """Also where the compiler takes the head width for a symbol, which may become a constant of
+    the graph.
+    """
     torch._dynamo.reset()
     graphs = []
 
@@ -312,20 +383,28 @@ def test_one_graph_serves_other_batches_and_lengths(name, how):
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(lambda q, k, v: attention(q, k, v, implementation=name), fullgraph=True, backend=backend,
-                             dynamic=True if how == "dynamic" else None)
+    compiled = torch.compile(
+        lambda q, k, v: attention(q, k, v, implementation=name),
+        fullgraph=True,
+        backend=backend,
+        dynamic=True if how == "dynamic" else None,
+    )
     # The interpreter is slow.
-    for B, S, width in ((5, 7, 16), (3, 12, 16), (6, 11, 24))[::2 if name == "triton" else 1]:
+    for B, S, width in ((5, 7, 16), (3, 12, 16), (6, 11, 24))[:: 2 if name == "triton" else 1]:
         q, k, v = (torch.randn(B, n, S, width) for n in (4, 2, 2))
         for t in (q, k, v):
             if how == "marked":
                 for dim in (0, 2, 3):
                     torch._dynamo.mark_dynamic(t, dim)
-        torch.testing.assert_close(compiled(q, k, v), attention(q, k, v, implementation="eager"), **CLOSE)
+        torch.testing.assert_close(
+            compiled(q, k, v), attention(q, k, v, implementation="eager"), **CLOSE
+        )
         assert len(graphs) == 1 or width == 24
     if how == "dynamic":
         q = torch.randn(3, 4, 6, 20)
-        torch.testing.assert_close(compiled(q, q, q), attention(q, q, q, implementation="eager"), **CLOSE)
+        torch.testing.assert_close(
+            compiled(q, q, q), attention(q, q, q, implementation="eager"), **CLOSE
+        )
     torch._dynamo.reset()
 
 
@@ -333,25 +412,36 @@ PARTS = [n for n in ATTENTION.names() if n in ("eager", "triton")]
 
 
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("options", [{}, {"softcap": 1.1}, {"window": 6}, {"causal": False}],
-                         ids=["plain", "softcap", "window", "full"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 1.1}, {"window": 6}, {"causal": False}],
+    ids=["plain", "softcap", "window", "full"],
+)
 def test_parts_make_the_whole(name, options):
-    """Keys in three parts, put together by their log-sum-exps, and their gradients: those of one call. The queries
-    before a part see none of its keys."""
+    """Keys in three parts, put together by their log-sum-exps, and their gradients: those of one
+    call. The queries before a part see none of its keys.
+    """
     skip_unless_usable(ATTENTION, name, torch.float32)
     S, cuts = 22, (0, 7, 16, 22)
     q, k, v = qkv(S)
     grad = heads(HQ, S)
     whole = step((q, k, v), grad, name, **options)
     pieces = [(slice(a, b), a) for a, b in itertools.pairwise(cuts)]
-    found = [attention_part(q, k[:, :, s], v[:, :, s], offset=-a, implementation=name, **options) for s, a in pieces]
+    found = [
+        attention_part(q, k[:, :, s], v[:, :, s], offset=-a, implementation=name, **options)
+        for s, a in pieces
+    ]
     lse = torch.stack([lse for _, lse in found]).logsumexp(0)
     out = sum(o * torch.exp(part - lse)[..., None] for o, part in found)
     torch.testing.assert_close(out, whole[0], **CLOSE)
     if options.get("causal", True):
         assert found[1][1][:, :, :7].isneginf().all() and not found[1][0][:, :, :7].any()
-    grads = [attention_part_backward(grad, q, k[:, :, s], v[:, :, s], out, lse, offset=-a, implementation=name,
-                                     **options) for s, a in pieces]
+    grads = [
+        attention_part_backward(
+            grad, q, k[:, :, s], v[:, :, s], out, lse, offset=-a, implementation=name, **options
+        )
+        for s, a in pieces
+    ]
     torch.testing.assert_close(sum(g[0] for g in grads), whole[1], **CLOSE)
     for i in (1, 2):
         torch.testing.assert_close(torch.cat([g[i] for g in grads], 2), whole[i + 1], **CLOSE)
@@ -361,15 +451,26 @@ def test_parts_of_documents():
     q, k, v = qkv(17)
     cu = ends(0, 5, 17)
     out, lse = attention_part(q, k, v, cu_seqlens=cu, implementation="eager")
-    torch.testing.assert_close(out, attention(q, k, v, cu_seqlens=cu, implementation="eager"), **CLOSE)
+    torch.testing.assert_close(
+        out, attention(q, k, v, cu_seqlens=cu, implementation="eager"), **CLOSE
+    )
     assert lse.shape == (1, HQ, 17)
-    v[:, :, 3] = float("nan")   # reaches no other document
+    v[:, :, 3] = float("nan")  # reaches no other document
     out, lse = attention_part(q, k, v, cu_seqlens=cu, implementation="eager")
-    found = attention_part_backward(heads(HQ, 17), q, k, v, out, lse, cu_seqlens=cu, implementation="eager")
+    found = attention_part_backward(
+        heads(HQ, 17), q, k, v, out, lse, cu_seqlens=cu, implementation="eager"
+    )
     assert all(t[:, :, 5:].isfinite().all() for t in (out, *found)) and found[0].isnan().any()
     empty = [t[:, :, :0] for t in (q, k, v)]
-    assert attention_part(*empty, cu_seqlens=ends(0, 0), implementation="eager")[0].shape == (1, HQ, 0, D)
-    with pytest.raises(ValueError, match=r"with cu_seqlens queries and keys are the same positions, got offset 3"):
+    assert attention_part(*empty, cu_seqlens=ends(0, 0), implementation="eager")[0].shape == (
+        1,
+        HQ,
+        0,
+        D,
+    )
+    with pytest.raises(
+        ValueError, match=r"with cu_seqlens queries and keys are the same positions, got offset 3"
+    ):
         attention_part(q, k, v, cu_seqlens=cu, offset=3)
     with pytest.raises(TypeError, match=r"offset must be an int, got 1\.5"):
         attention_part(q, k, v, offset=1.5)
@@ -377,11 +478,19 @@ def test_parts_of_documents():
 
 # ---- what implementations declare
 
-@pytest.mark.parametrize("name, options, reason", [
-    ("sdpa", {"window": 4}, r"attention\[sdpa\]: does not compute a sliding window without a mask of S x S"),
-    ("sdpa", {"softcap": 1.0}, "does not compute a softcap"),
-    ("sdpa", {"sinks": torch.zeros(HQ), "softcap": 1.0}, "does not compute a softcap, sinks"),
-])
+
+@pytest.mark.parametrize(
+    "name, options, reason",
+    [
+        (
+            "sdpa",
+            {"window": 4},
+            r"attention\[sdpa\]: does not compute a sliding window without a mask of S x S",
+        ),
+        ("sdpa", {"softcap": 1.0}, "does not compute a softcap"),
+        ("sdpa", {"sinks": torch.zeros(HQ), "softcap": 1.0}, "does not compute a softcap, sinks"),
+    ],
+)
 def test_a_request_outside_is_refused_with_the_reason(name, options, reason):
     """Also says what does compute it; and `auto` takes that."""
     tensors = [t.cpu() for t in qkv(6)]
@@ -393,38 +502,85 @@ def test_a_request_outside_is_refused_with_the_reason(name, options, reason):
 
 def test_every_implementation_declares_what_it_lacks():
     """By name: which of the things that a call may ask for are refused."""
-    asks = {"window": Request(64, window=True), "softcap": Request(64, softcap=True), "sinks": Request(64, sinks=True),
-            "shorter": Request(64, shorter=True), "part": Request(64, part=True), "wide": Request(512),
-            "odd": Request(20), "packed": Request(64, packed=True)}
-    refused = {i.name: {ask for ask, request in asks.items() if i.refuses(request)} for i in ATTENTION.implementations}
+    asks = {
+        "window": Request(64, window=True),
+        "softcap": Request(64, softcap=True),
+        "sinks": Request(64, sinks=True),
+        "shorter": Request(64, shorter=True),
+        "part": Request(64, part=True),
+        "wide": Request(512),
+        "odd": Request(20),
+        "packed": Request(64, packed=True),
+    }
+    refused = {
+        i.name: {ask for ask, request in asks.items() if i.refuses(request)}
+        for i in ATTENTION.implementations
+    }
     assert refused == {
-        "eager": set(), "triton": {"wide"}, "sdpa": {"window", "softcap", "sinks", "shorter", "part"},
+        "eager": set(),
+        "triton": {"wide"},
+        "sdpa": {"window", "softcap", "sinks", "shorter", "part"},
         "native": {"softcap", "sinks", "shorter", "part", "wide", "odd"},
-        "flash_attention_3": {"sinks", "part", "wide", "odd"}, "flash_attention_4": {"part", "wide", "odd"},
+        "flash_attention_3": {"sinks", "part", "wide", "odd"},
+        "flash_attention_4": {"part", "wide", "odd"},
     }
 
 
-@pytest.mark.parametrize("installed, capability, expected", [
-    (("flash-attn-4", "flash-attn-3"), (9, 0), {"plain": "flash_attention_4", "softcap": "flash_attention_4",
-                                                "sinks": "flash_attention_4", "D=256": "flash_attention_4"}),
-    (("flash-attn-4", "flash-attn-3"), (10, 0), {"plain": "flash_attention_4", "D=256": "native"}),
-    (("flash-attn-3",), (9, 0), {"plain": "flash_attention_3", "softcap": "flash_attention_3", "sinks": "triton"}),
-    (("flash-attn-3",), (10, 0), {"plain": "native", "softcap": "triton", "sinks": "triton"}),
-    ((), (9, 0), {"plain": "native", "packed": "native", "softcap": "triton", "sinks": "triton"}),
-])
+@pytest.mark.parametrize(
+    "installed, capability, expected",
+    [
+        (
+            ("flash-attn-4", "flash-attn-3"),
+            (9, 0),
+            {
+                "plain": "flash_attention_4",
+                "softcap": "flash_attention_4",
+                "sinks": "flash_attention_4",
+                "D=256": "flash_attention_4",
+            },
+        ),
+        (
+            ("flash-attn-4", "flash-attn-3"),
+            (10, 0),
+            {"plain": "flash_attention_4", "D=256": "native"},
+        ),
+        (
+            ("flash-attn-3",),
+            (9, 0),
+            {"plain": "flash_attention_3", "softcap": "flash_attention_3", "sinks": "triton"},
+        ),
+        (("flash-attn-3",), (10, 0), {"plain": "native", "softcap": "triton", "sinks": "triton"}),
+        (
+            (),
+            (9, 0),
+            {"plain": "native", "packed": "native", "softcap": "triton", "sinks": "triton"},
+        ),
+    ],
+)
 def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
     """FlashAttention, then PyTorch's, then ours for what those refuse."""
     monkeypatch.setattr(platform, "no_cuda", lambda least=0: None)
-    monkeypatch.setattr(platform, "no_distribution", lambda name, *oldest: None if name in installed else "not here")
+    monkeypatch.setattr(
+        platform, "no_distribution", lambda name, *oldest: None if name in installed else "not here"
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
     monkeypatch.setattr(OP, "_varlen", lambda: (None, True))
-    asks = {"plain": Request(128), "packed": Request(128, packed=True, window=True, gradient=True),
-            "softcap": Request(128, softcap=True), "sinks": Request(128, sinks=True), "D=256": Request(256)}
+    asks = {
+        "plain": Request(128),
+        "packed": Request(128, packed=True, window=True, gradient=True),
+        "softcap": Request(128, softcap=True),
+        "sinks": Request(128, sinks=True),
+        "D=256": Request(256),
+    }
     for ask, name in expected.items():
         assert ATTENTION.choose("cuda", torch.bfloat16, asks[ask]) == name, ask
     # A ring's parts, odd widths and a cache's queries; float32; and what none of them takes.
-    for request in (Request(128, part=True), Request(100), Request(128, shorter=True, softcap=True, part=True)):
+    for request in (
+        Request(128, part=True),
+        Request(100),
+        Request(128, shorter=True, softcap=True, part=True),
+    ):
         assert ATTENTION.choose("cuda", torch.bfloat16, request) == "triton"
     assert ATTENTION.choose("cuda", torch.float32, Request(128)) == "triton"
     assert ATTENTION.choose("cuda", torch.bfloat16, Request(512)) == "sdpa"
@@ -434,27 +590,65 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
 @pytest.mark.parametrize("version", ["flash_attention_3", "flash_attention_4"])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("longest", [None, 7], ids=["read", "told"])
-@pytest.mark.parametrize("options", [{}, {"window": 3, "softcap": 2.0}, {"causal": False}, {"sinks": True}],
-                         ids=["plain", "window", "full", "sinks"])
-def test_flash_attention_is_called_as_it_is_laid_out(version, packed, longest, options, monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 3, "softcap": 2.0}, {"causal": False}, {"sinks": True}],
+    ids=["plain", "window", "full", "sinks"],
+)
+def test_flash_attention_is_called_as_it_is_laid_out(
+    version, packed, longest, options, monkeypatch
+):
     """With a module that computes by the definition, and takes and gives what theirs do."""
     options = dict(options)
     if options.pop("sinks", False):
         if version.endswith("3"):
             pytest.skip("flash-attn 3 has no sinks, and refuses them")
         options["sinks"] = torch.randn(HQ, device=DEVICE, dtype=torch.float64)
-    strict = "sinks" in options   # whether deterministic algorithms are asked for, and passed on
-    def stand_in(q, k, v, *, softmax_scale, causal, window_size, softcap, deterministic, learnable_sink=None,
-                 cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None):
-        assert (cu_seqlens_q is None) != packed and deterministic == strict and max_seqlen_q == max_seqlen_k
+    strict = "sinks" in options  # whether deterministic algorithms are asked for, and passed on
+
+    def stand_in(
+        q,
+        k,
+        v,
+        *,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        deterministic,
+        learnable_sink=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+    ):
+        assert (
+            (cu_seqlens_q is None) != packed
+            and deterministic == strict
+            and max_seqlen_q == max_seqlen_k
+        )
         assert not packed or (max_seqlen_q == (longest or 5) and cu_seqlens_k.dtype == torch.int32)
         left, right = window_size
         assert (left is None if version.endswith("4") else left == -1) or right == 0
-        q, k, v = (t.transpose(1, 2) for t in ((t.unsqueeze(0) for t in (q, k, v)) if packed else (q, k, v)))
-        out = attention(q, k, v, cu_seqlens=cu_seqlens_q, causal=causal, scale=softmax_scale, softcap=softcap or None,
-                        sinks=learnable_sink, window=left + 1 if right == 0 else None,
-                        implementation="eager").transpose(1, 2)
-        assert learnable_sink is None or learnable_sink.dtype == torch.float32   # they take no float64
+        q, k, v = (
+            t.transpose(1, 2)
+            for t in ((t.unsqueeze(0) for t in (q, k, v)) if packed else (q, k, v))
+        )
+        out = attention(
+            q,
+            k,
+            v,
+            cu_seqlens=cu_seqlens_q,
+            causal=causal,
+            scale=softmax_scale,
+            softcap=softcap or None,
+            sinks=learnable_sink,
+            window=left + 1 if right == 0 else None,
+            implementation="eager",
+        ).transpose(1, 2)
+        assert (
+            learnable_sink is None or learnable_sink.dtype == torch.float32
+        )  # they take no float64
         out = out.squeeze(0) if packed else out
         return (out, None) if version.endswith("4") else out
 
@@ -465,19 +659,39 @@ def test_flash_attention_is_called_as_it_is_laid_out(version, packed, longest, o
     tensors = qkv(9, dtype=torch.bfloat16)
     cu = torch.tensor((0, 4, 9), dtype=torch.int32) if packed else None
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: strict)
-    found = flash.load()(*tensors, cu, options.get("causal", True), options.get("window", 0),
-                         options.get("softcap", 0.0), options.get("sinks"), 0.3, longest)
+    found = flash.load()(
+        *tensors,
+        cu,
+        options.get("causal", True),
+        options.get("window", 0),
+        options.get("softcap", 0.0),
+        options.get("sinks"),
+        0.3,
+        longest,
+    )
     monkeypatch.undo()
-    assert torch.equal(found, attention(*tensors, cu_seqlens=cu, scale=0.3, implementation="eager", **options))
+    assert torch.equal(
+        found, attention(*tensors, cu_seqlens=cu, scale=0.3, implementation="eager", **options)
+    )
 
 
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "repeated"])
 @pytest.mark.parametrize("longest", [None, 7], ids=["read", "told"])
-@pytest.mark.parametrize("cu, options", [(None, {}), (None, {"window": 3}), ((0, 4, 9), {}), ((0, 4, 9), {"window": 2}),
-                                         ((0, 4, 9), {"causal": False})],
-                         ids=["batch", "batch_window", "packed", "packed_window", "packed_full"])
+@pytest.mark.parametrize(
+    "cu, options",
+    [
+        (None, {}),
+        (None, {"window": 3}),
+        ((0, 4, 9), {}),
+        ((0, 4, 9), {"window": 2}),
+        ((0, 4, 9), {"causal": False}),
+    ],
+    ids=["batch", "batch_window", "packed", "packed_window", "packed_full"],
+)
 def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, longest, monkeypatch):
-    """With a varlen_attn that computes by the definition, with and without grouped heads, as PyTorch's versions."""
+    """With a varlen_attn that computes by the definition, with and without grouped heads, as
+    PyTorch's versions.
+    """
     seen = []
 
     def stand_in(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, **more):
@@ -487,15 +701,31 @@ def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, longes
         assert more.get("enable_gqa", k.shape[1] != q.shape[1]) == (k.shape[1] != q.shape[1])
         left, right = window_size
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-        out = attention(q, k, v, cu_seqlens=cu_q, causal=right == 0, window=left + 1 if left >= 0 else None,
-                        scale=scale, implementation="eager")
+        out = attention(
+            q,
+            k,
+            v,
+            cu_seqlens=cu_q,
+            causal=right == 0,
+            window=left + 1 if left >= 0 else None,
+            scale=scale,
+            implementation="eager",
+        )
         return out.squeeze(0).transpose(0, 1)
 
     monkeypatch.setattr(OP, "_varlen", lambda: (stand_in, grouped))
     tensors = qkv(9, batch=1 if cu else 2)
     ends_ = torch.tensor(cu) if cu else None
-    found = OP._native()(*tensors, ends_, options.get("causal", True), options.get("window", 0), 0.0, None, 0.3,
-                         longest)
+    found = OP._native()(
+        *tensors,
+        ends_,
+        options.get("causal", True),
+        options.get("window", 0),
+        0.0,
+        None,
+        0.3,
+        longest,
+    )
     expected = attention(*tensors, cu_seqlens=ends_, scale=0.3, implementation="eager", **options)
     torch.testing.assert_close(found, expected, **CLOSE)
     assert seen == ([([0, 4, 9], longest or 5)] if cu else [([0, 9, 18], 9)] if options else [])
@@ -504,6 +734,7 @@ def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, longes
 def test_flash_attention_that_is_not_here_says_so(monkeypatch):
     monkeypatch.setattr(platform, "no_cuda", lambda: "no CUDA device")
     for name, flash in _FLASH.items():
+
         def absent(distribution):
             raise importlib.metadata.PackageNotFoundError
 
@@ -545,7 +776,9 @@ def largest(name, tensors, **options):
 @pytest.mark.parametrize("name", [n for n in ATTENTION.names() if n != "eager"])
 @DTYPES
 def test_no_mask_is_built_for_packed_documents(name, dtype):
-    """Forward and backward make nothing larger than the operands themselves; [T, T] would be eight times that."""
+    """Forward and backward make nothing larger than the operands themselves; [T, T] would be
+    eight times that.
+    """
     skip_unless_usable(ATTENTION, name, dtype)
     T = 256
     tensors = [t.requires_grad_() for t in qkv(T, dtype=dtype)]
@@ -576,52 +809,177 @@ def packed(*values, dtype=torch.int32):
 
 
 @EVERY
-@pytest.mark.parametrize("bad, error, message", [
-    (lambda n: call(n, [1.0], K, V), TypeError, "q must be a torch.Tensor, got list"),
-    (lambda n: call(n, Q, K.long(), V), TypeError, "k must be one of float32.*int64"),
-    (lambda n: call(n, Q, K, V.half()), TypeError, "v must have q's dtype torch.float32, got torch.float16"),
-    (lambda n: call(n, Q[0], K, V), ValueError, r"q must have shape \[B, H, S, D\], got \[4, 6, 8\]"),
-    (lambda n: call(n, Q, K[:, :, :5], V), ValueError, r"v must have shape \[1, 2, 5, 8\] \(that of k\)"),
-    (lambda n: call(n, Q, K[:, :, :5], V[:, :, :5]), ValueError, "k must have at least q's 6 positions.*got 5"),
-    (lambda n: call(n, Q[:, :, :5], K, V, cu_seqlens=torch.tensor([0, 5])), ValueError,
-     "packed documents need as many keys as queries, got 6 and 5"),
-    (lambda n: call(n, Q, K, V, window=0), ValueError, r"window must be from 1 to 2\^31 - 1, or None, got 0"),
-    (lambda n: call(n, Q, K, V, window=2.0), TypeError, "window must be an int or None, got 2.0"),
-    (lambda n: call(n, Q, K, V, window=2, causal=False), ValueError, "window = 2 needs causal=True"),
-    (lambda n: call(n, Q, K, V, softcap=0.0), ValueError, "softcap must be a finite number > 0, or None, got 0.0"),
-    (lambda n: call(n, Q, K, V, sinks=torch.zeros(2)), ValueError, r"sinks must have shape \[4\] \(one a query head\)"),
-    (lambda n: call(n, Q, K, V, sinks=torch.zeros(4).long()), TypeError, "sinks must be one of float32.*int64"),
-    (lambda n: call(n, Q, K, V, max_seqlen=-1), ValueError, "max_seqlen must be an int of at least 0, got -1"),
-    (lambda n: call(n, Q[:, :3], K, V), ValueError, r"a divisor of 3.*got \[1, 2, 6, 8\]$"),
-    # [B, S, H, D], as flash-attn takes them.
-    *((lambda n, s=s: call(n, *(t.transpose(1, 2)[:, -m:] for t, m in zip((Q, K, V), s, strict=True))), ValueError,
-       r"k must have .*; the layout is \[B, H, S, D\], heads before positions: .* pass q\.transpose\(1, 2\)")
-      for s in ((6, 6, 6), (1, 6, 6))),
-    (lambda n: call(n, Q, K[:, :0], V[:, :0]), ValueError, r"a divisor of 4.*got \[1, 0, 6, 8\]"),
-    (lambda n: call(n, Q, K, V[:, :1]), ValueError, r"v must have shape \[1, 2, 6, 8\] \(that of k\)"),
-    (lambda n: call(n, Q[..., :0], K[..., :0], V[..., :0]), ValueError, r"head width of at least 1.*\[1, 4, 6, 0\]"),
-    (lambda n: call(n, Q[:, :0], K[:, :0], V[:, :0]), ValueError, r"at least one head.*\[1, 0, 6, 8\]"),
-    (lambda n: call(n, Q, K.to("meta"), V), ValueError, "k is on meta, q on cpu"),
-    (lambda n: attention(Q, K, V, implementation="flash"), ValueError, "unknown implementation 'flash'"),
-    (lambda n: call(n, Q, K, V, cu_seqlens=[0, 6]), TypeError, "cu_seqlens must be a torch.Tensor, got list"),
-    (packed(0.0, 6.0, dtype=torch.float32), TypeError, "cu_seqlens must be int32 or int64, got float32"),
-    (packed(6), ValueError, r"cu_seqlens must have shape \[documents \+ 1\], got \[1\]"),
-    (packed(2, 6), ValueError, "cu_seqlens must start at 0, got 2"),
-    (packed(0, 4, 3, 6), ValueError, "cu_seqlens must not decrease, got 3 after 4 at index 2"),
-    (packed(0, 5), ValueError, "cu_seqlens must end at 6, the number of tokens, got 5"),
-    (packed(0, 4, 9), ValueError, "cu_seqlens must end at 6.*got 9"),
-    (lambda n: call(n, *(t.expand(2, -1, -1, -1) for t in (Q, K, V)), cu_seqlens=torch.tensor([0, 6])), ValueError,
-     "packed documents need B = 1"),
-    (lambda n: call(n, *(t.to("meta") for t in (Q, K, V)), cu_seqlens=torch.tensor([0, 6], device="meta")), ValueError,
-     "cu_seqlens must be on a device that holds values.*got one on meta"),
-    (lambda n: call(n, Q.to_sparse(), K, V), TypeError, "q must be a strided .dense. tensor, got layout sparse_coo"),
-    (lambda n: call(n, Q, K, torch.nested.nested_tensor([V[0]])), TypeError, "v must be a strided .dense.*nested"),
-    *((lambda n, s=s: call(n, Q, K, V, scale=s), ValueError, f"scale must be a finite number > 0.*{re.escape(repr(s))}")
-      for s in (0.0, -0.3, float("nan"), float("inf"), 1e300, 10**400, 1e-300)),
-    *((lambda n, s=s: call(n, Q, K, V, scale=s), TypeError, f"scale must be a number, got {s!r}") for s in ("1", True)),
-    *((lambda n, c=c: call(n, Q, K, V, causal=c), TypeError, f"causal must be a bool, got {c!r}")
-      for c in (0, None, "yes")),
-])
+@pytest.mark.parametrize(
+    "bad, error, message",
+    [
+        (lambda n: call(n, [1.0], K, V), TypeError, "q must be a torch.Tensor, got list"),
+        (lambda n: call(n, Q, K.long(), V), TypeError, "k must be one of float32.*int64"),
+        (
+            lambda n: call(n, Q, K, V.half()),
+            TypeError,
+            "v must have q's dtype torch.float32, got torch.float16",
+        ),
+        (
+            lambda n: call(n, Q[0], K, V),
+            ValueError,
+            r"q must have shape \[B, H, S, D\], got \[4, 6, 8\]",
+        ),
+        (
+            lambda n: call(n, Q, K[:, :, :5], V),
+            ValueError,
+            r"v must have shape \[1, 2, 5, 8\] \(that of k\)",
+        ),
+        (
+            lambda n: call(n, Q, K[:, :, :5], V[:, :, :5]),
+            ValueError,
+            "k must have at least q's 6 positions.*got 5",
+        ),
+        (
+            lambda n: call(n, Q[:, :, :5], K, V, cu_seqlens=torch.tensor([0, 5])),
+            ValueError,
+            "packed documents need as many keys as queries, got 6 and 5",
+        ),
+        (
+            lambda n: call(n, Q, K, V, window=0),
+            ValueError,
+            r"window must be from 1 to 2\^31 - 1, or None, got 0",
+        ),
+        (
+            lambda n: call(n, Q, K, V, window=2.0),
+            TypeError,
+            "window must be an int or None, got 2.0",
+        ),
+        (
+            lambda n: call(n, Q, K, V, window=2, causal=False),
+            ValueError,
+            "window = 2 needs causal=True",
+        ),
+        (
+            lambda n: call(n, Q, K, V, softcap=0.0),
+            ValueError,
+            "softcap must be a finite number > 0, or None, got 0.0",
+        ),
+        (
+            lambda n: call(n, Q, K, V, sinks=torch.zeros(2)),
+            ValueError,
+            r"sinks must have shape \[4\] \(one a query head\)",
+        ),
+        (
+            lambda n: call(n, Q, K, V, sinks=torch.zeros(4).long()),
+            TypeError,
+            "sinks must be one of float32.*int64",
+        ),
+        (
+            lambda n: call(n, Q, K, V, max_seqlen=-1),
+            ValueError,
+            "max_seqlen must be an int of at least 0, got -1",
+        ),
+        (lambda n: call(n, Q[:, :3], K, V), ValueError, r"a divisor of 3.*got \[1, 2, 6, 8\]$"),
+        # [B, S, H, D], as flash-attn takes them.
+        *(
+            (
+                lambda n, s=s: call(
+                    n, *(t.transpose(1, 2)[:, -m:] for t, m in zip((Q, K, V), s, strict=True))
+                ),
+                ValueError,
+                r"k must have .*; the layout is \[B, H, S, D\], heads before positions: .* pass "
+                r"q\.transpose\(1, 2\)",
+            )
+            for s in ((6, 6, 6), (1, 6, 6))
+        ),
+        (
+            lambda n: call(n, Q, K[:, :0], V[:, :0]),
+            ValueError,
+            r"a divisor of 4.*got \[1, 0, 6, 8\]",
+        ),
+        (
+            lambda n: call(n, Q, K, V[:, :1]),
+            ValueError,
+            r"v must have shape \[1, 2, 6, 8\] \(that of k\)",
+        ),
+        (
+            lambda n: call(n, Q[..., :0], K[..., :0], V[..., :0]),
+            ValueError,
+            r"head width of at least 1.*\[1, 4, 6, 0\]",
+        ),
+        (
+            lambda n: call(n, Q[:, :0], K[:, :0], V[:, :0]),
+            ValueError,
+            r"at least one head.*\[1, 0, 6, 8\]",
+        ),
+        (lambda n: call(n, Q, K.to("meta"), V), ValueError, "k is on meta, q on cpu"),
+        (
+            lambda n: attention(Q, K, V, implementation="flash"),
+            ValueError,
+            "unknown implementation 'flash'",
+        ),
+        (
+            lambda n: call(n, Q, K, V, cu_seqlens=[0, 6]),
+            TypeError,
+            "cu_seqlens must be a torch.Tensor, got list",
+        ),
+        (
+            packed(0.0, 6.0, dtype=torch.float32),
+            TypeError,
+            "cu_seqlens must be int32 or int64, got float32",
+        ),
+        (packed(6), ValueError, r"cu_seqlens must have shape \[documents \+ 1\], got \[1\]"),
+        (packed(2, 6), ValueError, "cu_seqlens must start at 0, got 2"),
+        (packed(0, 4, 3, 6), ValueError, "cu_seqlens must not decrease, got 3 after 4 at index 2"),
+        (packed(0, 5), ValueError, "cu_seqlens must end at 6, the number of tokens, got 5"),
+        (packed(0, 4, 9), ValueError, "cu_seqlens must end at 6.*got 9"),
+        (
+            lambda n: call(
+                n, *(t.expand(2, -1, -1, -1) for t in (Q, K, V)), cu_seqlens=torch.tensor([0, 6])
+            ),
+            ValueError,
+            "packed documents need B = 1",
+        ),
+        (
+            lambda n: call(
+                n,
+                *(t.to("meta") for t in (Q, K, V)),
+                cu_seqlens=torch.tensor([0, 6], device="meta"),
+            ),
+            ValueError,
+            "cu_seqlens must be on a device that holds values.*got one on meta",
+        ),
+        (
+            lambda n: call(n, Q.to_sparse(), K, V),
+            TypeError,
+            "q must be a strided .dense. tensor, got layout sparse_coo",
+        ),
+        (
+            lambda n: call(n, Q, K, torch.nested.nested_tensor([V[0]])),
+            TypeError,
+            "v must be a strided .dense.*nested",
+        ),
+        *(
+            (
+                lambda n, s=s: call(n, Q, K, V, scale=s),
+                ValueError,
+                f"scale must be a finite number > 0.*{re.escape(repr(s))}",
+            )
+            for s in (0.0, -0.3, float("nan"), float("inf"), 1e300, 10**400, 1e-300)
+        ),
+        *(
+            (
+                lambda n, s=s: call(n, Q, K, V, scale=s),
+                TypeError,
+                f"scale must be a number, got {s!r}",
+            )
+            for s in ("1", True)
+        ),
+        *(
+            (
+                lambda n, c=c: call(n, Q, K, V, causal=c),
+                TypeError,
+                f"causal must be a bool, got {c!r}",
+            )
+            for c in (0, None, "yes")
+        ),
+    ],
+)
 def test_bad_input_is_one_clear_error(name, bad, error, message):
     with pytest.raises(error, match=message):
         bad(name)

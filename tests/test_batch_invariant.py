@@ -1,4 +1,6 @@
-"""What is called batch-invariant: a row's bits depend neither on the other rows of a call nor on their number."""
+"""What is called batch-invariant: a row's bits depend neither on the other rows of a call nor
+on their number.
+"""
 
 import pytest
 import torch
@@ -11,43 +13,66 @@ from tilewright.registry import operations, short
 from tilewright.trainer.model import INVARIANT, ModelConfig, Numerics, Ops, Transformer
 
 FLOAT, HALF = torch.float32, torch.bfloat16
-# Numbers of rows, some of which a kernel may treat in another way, and where the two rows are that must not care.
+# Numbers of rows, some of which a kernel may treat in another way, and where the two rows are that
+# must not care.
 SIZES = ((2, 0), (3, 1), (17, 9), (64, 62), (200, 131))
 WIDTH = 96
 
 
 def tables(rows):
-    angle = torch.outer(torch.arange(rows).float(), 10000.0 ** (-torch.arange(0, 16, 2).float() / 16)).to(DEVICE)
+    angle = torch.outer(
+        torch.arange(rows).float(), 10000.0 ** (-torch.arange(0, 16, 2).float() / 16)
+    ).to(DEVICE)
     return angle.cos(), angle.sin()
 
 
 def rmsnorm(x, name):
-    return tw.rmsnorm(x, torch.linspace(0.5, 1.5, WIDTH, device=DEVICE).to(x.dtype), implementation=name)
+    return tw.rmsnorm(
+        x, torch.linspace(0.5, 1.5, WIDTH, device=DEVICE).to(x.dtype), implementation=name
+    )
 
 
 def add_rmsnorm(x, name):
-    y, total = tw.add_rmsnorm(x, x.flip(-1).contiguous(), torch.linspace(0.5, 1.5, WIDTH, device=DEVICE).to(x.dtype),
-                              implementation=name)
+    y, total = tw.add_rmsnorm(
+        x,
+        x.flip(-1).contiguous(),
+        torch.linspace(0.5, 1.5, WIDTH, device=DEVICE).to(x.dtype),
+        implementation=name,
+    )
     return torch.cat((y, total), -1)
 
 
-def rope(x, name):   # every token at one position, so that a row can move
+def rope(x, name):  # every token at one position, so that a row can move
     q = x.view(1, -1, 6, 16).transpose(1, 2)
-    turned, _ = tw.rope(q, None, *tables(5), position_ids=torch.full((1, x.shape[0]), 3, device=DEVICE),
-                        implementation=name)
+    turned, _ = tw.rope(
+        q,
+        None,
+        *tables(5),
+        position_ids=torch.full((1, x.shape[0]), 3, device=DEVICE),
+        implementation=name,
+    )
     return turned.transpose(1, 2).reshape(x.shape)
 
 
 def qk_norm_rope(x, name):
     weight = torch.linspace(0.5, 1.5, 16, device=DEVICE).to(x.dtype)
-    found = tw.qk_norm_rope(x[None], *tables(5), num_heads=4, num_kv_heads=1, q_weight=weight, k_weight=weight,
-                            position_ids=torch.full((1, x.shape[0]), 3, device=DEVICE), implementation=name)
+    found = tw.qk_norm_rope(
+        x[None],
+        *tables(5),
+        num_heads=4,
+        num_kv_heads=1,
+        q_weight=weight,
+        k_weight=weight,
+        position_ids=torch.full((1, x.shape[0]), 3, device=DEVICE),
+        implementation=name,
+    )
     return torch.cat([t.transpose(1, 2).reshape(x.shape[0], -1) for t in found], -1)
 
 
 def cross_entropy(x, name):
-    return tw.cross_entropy(x, torch.full((x.shape[0],), 7, device=DEVICE), reduction="none",
-                            implementation=name)[:, None]
+    return tw.cross_entropy(
+        x, torch.full((x.shape[0],), 7, device=DEVICE), reduction="none", implementation=name
+    )[:, None]
 
 
 def route(x, name):
@@ -55,15 +80,25 @@ def route(x, name):
     return torch.cat([t.double() for t in found[:2]], -1)
 
 
-ROW_OPS = {"rmsnorm": rmsnorm, "add_rmsnorm": add_rmsnorm, "rope": rope, "qk_norm_rope": qk_norm_rope,
-           "cross_entropy": cross_entropy, "route": route,
-           "silu_mul": lambda x, name: tw.silu_mul(x, implementation=name),
-           "gelu_mul": lambda x, name: tw.gelu_mul(x, implementation=name)}
+ROW_OPS = {
+    "rmsnorm": rmsnorm,
+    "add_rmsnorm": add_rmsnorm,
+    "rope": rope,
+    "qk_norm_rope": qk_norm_rope,
+    "cross_entropy": cross_entropy,
+    "route": route,
+    "silu_mul": lambda x, name: tw.silu_mul(x, implementation=name),
+    "gelu_mul": lambda x, name: tw.gelu_mul(x, implementation=name),
+}
 
 
 def claims():
-    return [(op.name, i.name) for op in operations().values() for i in op.implementations
-            if DEVICE in i.batch_invariant]
+    return [
+        (op.name, i.name)
+        for op in operations().values()
+        for i in op.implementations
+        if DEVICE in i.batch_invariant
+    ]
 
 
 def test_every_claim_is_tested():
@@ -80,8 +115,8 @@ def test_a_row_does_not_depend_on_the_others(op, name, dtype):
     expected = ROW_OPS[op](pair, name)
     for rows, at in SIZES:
         x = torch.randn(rows, WIDTH, device=DEVICE).to(dtype) * 3
-        x[at:at + 2] = pair
-        assert torch.equal(ROW_OPS[op](x, name)[at:at + 2], expected), (rows, at)
+        x[at : at + 2] = pair
+        assert torch.equal(ROW_OPS[op](x, name)[at : at + 2], expected), (rows, at)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=short)
@@ -94,17 +129,33 @@ def test_a_document_does_not_depend_on_the_others(name, dtype):
     own = [torch.randn(1, length, h, 16, device=DEVICE).to(dtype) for h in (4, 2, 2, 4)]
 
     def run(before, after):
-        parts = [torch.cat((torch.randn(1, before, t.shape[2], 16, device=DEVICE).to(dtype), t,
-                            torch.randn(1, after, t.shape[2], 16, device=DEVICE).to(dtype)), 1).transpose(1, 2)
-                 for t in own]
-        ends = torch.tensor(sorted({0, before, before + length, before + length + after}), device=DEVICE)
+        parts = [
+            torch.cat(
+                (
+                    torch.randn(1, before, t.shape[2], 16, device=DEVICE).to(dtype),
+                    t,
+                    torch.randn(1, after, t.shape[2], 16, device=DEVICE).to(dtype),
+                ),
+                1,
+            ).transpose(1, 2)
+            for t in own
+        ]
+        ends = torch.tensor(
+            sorted({0, before, before + length, before + length + after}), device=DEVICE
+        )
         leaves = [t.requires_grad_() for t in parts[:3]]
         out = tw.attention(*leaves, cu_seqlens=ends, implementation=name)
-        return [t[:, :, before:before + length] for t in (out, *torch.autograd.grad(out, leaves, parts[3]))]
+        return [
+            t[:, :, before : before + length]
+            for t in (out, *torch.autograd.grad(out, leaves, parts[3]))
+        ]
 
     expected = run(0, 0)
     for before, after in ((1, 0), (64, 3), (100, 29)):
-        assert all(torch.equal(f, e) for f, e in zip(run(before, after), expected, strict=True)), (before, after)
+        assert all(torch.equal(f, e) for f, e in zip(run(before, after), expected, strict=True)), (
+            before,
+            after,
+        )
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=short)
@@ -112,29 +163,37 @@ def test_a_document_does_not_depend_on_the_others(name, dtype):
 def test_products_in_row_blocks_do_not_depend_on_other_rows(shape, dtype):
     torch.manual_seed(0)
     K, N = shape
-    weight, bias = torch.randn(N, K, device=DEVICE).to(dtype), torch.randn(N, device=DEVICE).to(dtype)
+    weight, bias = (
+        torch.randn(N, K, device=DEVICE).to(dtype),
+        torch.randn(N, device=DEVICE).to(dtype),
+    )
     pair = torch.randn(2, K, device=DEVICE).to(dtype).requires_grad_()
     grad = torch.randn(2, N, device=DEVICE).to(dtype)
     expected = linear_in_row_blocks(pair, weight, bias)
     [expected_dx] = torch.autograd.grad(expected, pair, grad)
-    close = {} if dtype == HALF else {"rtol": 1e-4, "atol": 1e-4}   # sums of 512 terms of size one
+    close = {} if dtype == HALF else {"rtol": 1e-4, "atol": 1e-4}  # sums of 512 terms of size one
     torch.testing.assert_close(expected, torch.nn.functional.linear(pair, weight, bias), **close)
     for rows, at in (*SIZES, (ROWS, ROWS - 2), (ROWS + 1, ROWS - 1), (2 * ROWS + 5, ROWS + 60)):
         x = torch.randn(rows, K, device=DEVICE).to(dtype)
-        x[at:at + 2] = pair.detach()
+        x[at : at + 2] = pair.detach()
         x.requires_grad_()
         dy = torch.randn(rows, N, device=DEVICE).to(dtype)
-        dy[at:at + 2] = grad
+        dy[at : at + 2] = grad
         found = linear_in_row_blocks(x, weight, bias)
-        assert found.shape == (rows, N) and torch.equal(found[at:at + 2], expected), (rows, at)
-        assert torch.equal(torch.autograd.grad(found, x, dy)[0][at:at + 2], expected_dx), (rows, at)
+        assert found.shape == (rows, N) and torch.equal(found[at : at + 2], expected), (rows, at)
+        assert torch.equal(torch.autograd.grad(found, x, dy)[0][at : at + 2], expected_dx), (
+            rows,
+            at,
+        )
 
 
 def test_row_blocks_of_any_shape():
     weight = torch.randn(5, 3)
     for shape in ((3,), (0, 3), (2, 4, 3), (1, ROWS, 3)):
         x = torch.randn(shape)
-        torch.testing.assert_close(linear_in_row_blocks(x, weight), torch.nn.functional.linear(x, weight))
+        torch.testing.assert_close(
+            linear_in_row_blocks(x, weight), torch.nn.functional.linear(x, weight)
+        )
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     before, x = dict(model.named_parameters()), torch.randn(7, 3)
     expected = model(x)
@@ -146,18 +205,30 @@ def test_row_blocks_of_any_shape():
 
 # ---- a whole model
 
-SHAPE = {"model_type": "qwen3", "vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+SHAPE = {
+    "model_type": "qwen3",
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=short)
 @pytest.mark.parametrize("merge_qkv", [True, False], ids=["merged", "apart"])
 @pytest.mark.parametrize("length", [1, 2, 23])
 def test_logits_and_losses_do_not_depend_on_the_batch(dtype, merge_qkv, length):
-    """A document alone, and packed behind and before others: the same bits, all the way up. One token alone is where
-    matrix products take another path than for many."""
+    """A document alone, and packed behind and before others: the same bits, all the way up. One
+    token alone is where matrix products take another path than for many.
+    """
     config = ModelConfig.from_hf(SHAPE)
-    ops = Ops.resolve(numerics=Numerics(batch_invariant=True), experts=False, device_type=DEVICE, dtype=dtype)
+    ops = Ops.resolve(
+        numerics=Numerics(batch_invariant=True), experts=False, device_type=DEVICE, dtype=dtype
+    )
     model = Transformer(config, ops, merge_qkv).to(DEVICE)
     model.init_weights(0, std=0.3)
     model.to(dtype)
@@ -165,23 +236,40 @@ def test_logits_and_losses_do_not_depend_on_the_batch(dtype, merge_qkv, length):
     own = torch.randint(0, 61, (length,), device=DEVICE)
 
     def run(before, after):
-        tokens = torch.cat((torch.randint(0, 61, (before,), device=DEVICE), own,
-                            torch.randint(0, 61, (after,), device=DEVICE)))[None]
-        ends = torch.tensor(sorted({0, before, before + length, before + length + after}), device=DEVICE)
+        tokens = torch.cat(
+            (
+                torch.randint(0, 61, (before,), device=DEVICE),
+                own,
+                torch.randint(0, 61, (after,), device=DEVICE),
+            )
+        )[None]
+        ends = torch.tensor(
+            sorted({0, before, before + length, before + length + after}), device=DEVICE
+        )
         labels = torch.full_like(tokens, -100)
-        labels[0, before + length // 2] = 3   # one: a sum's order follows where its terms lie
-        return (model(tokens, cu_seqlens=ends)[0, before:before + length],
-                model(tokens, cu_seqlens=ends, labels=labels, num_tokens=1.0))
+        labels[0, before + length // 2] = 3  # one: a sum's order follows where its terms lie
+        return (
+            model(tokens, cu_seqlens=ends)[0, before : before + length],
+            model(tokens, cu_seqlens=ends, labels=labels, num_tokens=1.0),
+        )
 
     expected = run(0, 0)
     assert expected[0].dtype == torch.float32
     for before, after in ((1, 0), (40, 2), (150, 90)):
-        assert all(torch.equal(f, e) for f, e in zip(run(before, after), expected, strict=True)), (before, after)
+        assert all(torch.equal(f, e) for f, e in zip(run(before, after), expected, strict=True)), (
+            before,
+            after,
+        )
 
 
 def test_what_does_not_claim_it_is_refused():
-    with pytest.raises(ImplementationUnavailable, match=r"moe_mlp: no implementation that is usable here claims that a "
-                                                        "row's bits do not depend on the batch"):
+    with pytest.raises(
+        ImplementationUnavailable,
+        match=r"moe_mlp: no implementation that is usable here claims that a "
+        "row's bits do not depend on the batch",
+    ):
         Ops.resolve(numerics=Numerics(batch_invariant=True))
-    with pytest.raises(ImplementationUnavailable, match=r"attention\[eager\]: does not claim that a row's bits"):
+    with pytest.raises(
+        ImplementationUnavailable, match=r"attention\[eager\]: does not claim that a row's bits"
+    ):
         Ops.resolve("eager", numerics=Numerics(batch_invariant=True), experts=False)

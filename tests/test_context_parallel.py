@@ -1,5 +1,6 @@
-"""Attention over a sequence in pieces (gloo processes) against all of it in one: layout, results, gradients, and what
-travels."""
+"""Attention over a sequence in pieces (gloo processes) against all of it in one: layout, results,
+gradients, and what travels.
+"""
 
 import itertools
 import tempfile
@@ -13,11 +14,16 @@ from helpers import DEVICE, join_group, processes
 
 from tilewright.ops import context_parallel as cp
 from tilewright.ops.attention import ATTENTION, Request, attention
-from tilewright.ops.context_parallel import ContextParallel, context_parallel_attention, positions, shard
+from tilewright.ops.context_parallel import (
+    ContextParallel,
+    context_parallel_attention,
+    positions,
+    shard,
+)
 from tilewright.registry import ImplementationUnavailable
 
 S, D = 48, 8
-CROSSING = (0, 5, 5, 20, 21, 21, 40, 48)   # boundaries of chunks are at multiples of 6 or 12
+CROSSING = (0, 5, 5, 20, 21, 21, 40, 48)  # boundaries of chunks are at multiples of 6 or 12
 
 # name -> batch, query and key heads, boundaries of documents (or None), options
 CASES = {
@@ -49,12 +55,23 @@ def ranks(ring, ulysses):
 
 # ---- the layout
 
+
 def test_the_picture_in_the_module():
     assert [positions(8, c).tolist() for c in ranks(2, 2)] == [[0, 1], [6, 7], [2, 3], [4, 5]]
-    assert [positions(12, c).tolist() for c in ranks(3, 1)] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    assert [positions(12, c).tolist() for c in ranks(3, 1)] == [
+        [0, 1, 10, 11],
+        [2, 3, 8, 9],
+        [4, 5, 6, 7],
+    ]
     assert [positions(8, c).tolist() for c in ranks(1, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [positions(24, c).tolist() for c in ranks(2, 3)] == [
-        [0, 1, 2, 3], [4, 5, 18, 19], [20, 21, 22, 23], [6, 7, 8, 9], [10, 11, 12, 13], [14, 15, 16, 17]]
+        [0, 1, 2, 3],
+        [4, 5, 18, 19],
+        [20, 21, 22, 23],
+        [6, 7, 8, 9],
+        [10, 11, 12, 13],
+        [14, 15, 16, 17],
+    ]
 
 
 @pytest.mark.parametrize("ring, ulysses", [(1, 1), (1, 3), (2, 1), (2, 2), (3, 4), (5, 2)])
@@ -73,13 +90,16 @@ def test_every_token_is_on_one_rank(ring, ulysses):
 
 
 def test_a_sequence_that_does_not_fit_and_a_rank_that_is_not_there_are_refused():
-    with pytest.raises(ValueError, match=r"a multiple of 12 tokens \(2 x 3 ring x 2 Ulysses ranks\), got 30"):
+    with pytest.raises(
+        ValueError, match=r"a multiple of 12 tokens \(2 x 3 ring x 2 Ulysses ranks\), got 30"
+    ):
         shard(torch.zeros(30), 0, ContextParallel(2, 3))
     with pytest.raises(ValueError, match="ring_rank must be from 0 to ring_size - 1, got 2 of 2"):
         ContextParallel(ring_size=2, ring_rank=2)
 
 
 # ---- the plan of a ring, without processes
+
 
 def mask(ends, n, causal, window):
     document = torch.bucketize(torch.arange(n), torch.tensor(ends), right=True)
@@ -96,7 +116,9 @@ def random_ends(n, seed):
     return tuple(sorted([0, n, *inside]))
 
 
-@pytest.mark.parametrize("causal, window", [(True, None), (True, 1), (True, 5), (True, 14), (False, None)])
+@pytest.mark.parametrize(
+    "causal, window", [(True, None), (True, 1), (True, 5), (True, 14), (False, None)]
+)
 @pytest.mark.parametrize("ring", [2, 3, 4])
 def test_a_plan_computes_each_pair_once_and_sends_what_is_seen_alone(ring, causal, window):
     n = 12 * ring
@@ -120,7 +142,11 @@ def test_a_plan_computes_each_pair_once_and_sends_what_is_seen_alone(ring, causa
                 if causal and window is None:
                     assert len(step.blocks) <= 1
                 there = positions(n, source)
-                rows = torch.cat([there[a:b] for a, b in step.receive]) if t and step.receive else there
+                rows = (
+                    torch.cat([there[a:b] for a, b in step.receive])
+                    if t and step.receive
+                    else there
+                )
                 if t and not step.receive:
                     assert not step.blocks
                 useful = torch.zeros(n, dtype=torch.bool)
@@ -128,7 +154,9 @@ def test_a_plan_computes_each_pair_once_and_sends_what_is_seen_alone(ring, causa
                     q, k = own[slice(*block.queries)], rows[slice(*block.keys)]
                     part = torch.ones(len(q), len(k), dtype=torch.int64)
                     if block.offset is not None:
-                        distance = torch.arange(len(q))[:, None] + block.offset - torch.arange(len(k))
+                        distance = (
+                            torch.arange(len(q))[:, None] + block.offset - torch.arange(len(k))
+                        )
                         assert distance.equal(q[:, None] - k)
                         part = (distance < window).long()
                     times[q[:, None], k] += part
@@ -138,6 +166,7 @@ def test_a_plan_computes_each_pair_once_and_sends_what_is_seen_alone(ring, causa
 
 
 # ---- processes
+
 
 def problem(name, dtype=torch.float32):
     """Whole q, k, v and, if there are any, sinks; the output's gradient, boundaries and options."""
@@ -156,20 +185,32 @@ def call(where, tensors, dout, ends, options, implementation="auto", host=False)
     own = [shard(t, 2, where) if t.dim() == 4 else t for t in tensors]
     own = [t.detach().clone().requires_grad_() for t in own]
     with mock.patch.object(cp, "attention", wraps=attention) as under:
-        out = context_parallel_attention(*own[:3], where, sinks=own[3] if own[3:] else None,
-                                         ends=ends if host else None,
-                                         cu_seqlens=None if ends is None else torch.tensor(ends, dtype=torch.int32),
-                                         implementation=implementation, **options)
+        out = context_parallel_attention(
+            *own[:3],
+            where,
+            sinks=own[3] if own[3:] else None,
+            ends=ends if host else None,
+            cu_seqlens=None if ends is None else torch.tensor(ends, dtype=torch.int32),
+            implementation=implementation,
+            **options,
+        )
     longest = max(b - a for a, b in itertools.pairwise(ends)) if host and ends else None
-    assert [one.kwargs["max_seqlen"] for one in under.mock_calls] == [longest] * (where.ring_size == 1)
+    assert [one.kwargs["max_seqlen"] for one in under.mock_calls] == [longest] * (
+        where.ring_size == 1
+    )
     assert out.dtype == (torch.bfloat16 if torch.is_autocast_enabled("cpu") else tensors[0].dtype)
     return [out.detach(), *torch.autograd.grad(out, own, shard(dout, 2, where))]
 
 
 def one_process(tensors, dout, ends, options):
     double = [t.detach().double().requires_grad_() for t in tensors]
-    out = attention(*double[:3], sinks=double[3] if double[3:] else None, implementation="eager",
-                    cu_seqlens=None if ends is None else torch.tensor(ends), **options)
+    out = attention(
+        *double[:3],
+        sinks=double[3] if double[3:] else None,
+        implementation="eager",
+        cu_seqlens=None if ends is None else torch.tensor(ends),
+        **options,
+    )
     return [out.detach(), *torch.autograd.grad(out, double, dout.double())]
 
 
@@ -180,7 +221,10 @@ def of_rank(whole, where):
 def close(found, want, what, tolerance=1e-5):
     assert found.shape == want.shape, what
     error = (found.double() - want).abs().max()
-    assert error <= tolerance * max(want.abs().max(), 0.1), (what, float(error))   # of keys seen alone, dq is 0
+    assert error <= tolerance * max(want.abs().max(), 0.1), (
+        what,
+        float(error),
+    )  # of keys seen alone, dq is 0
 
 
 class Count:
@@ -210,7 +254,7 @@ class Count:
 def of_this(ring, ulysses):
     """The groups of rank = ring rank * ulysses + Ulysses rank."""
     world, rank, mine = dist.get_world_size(), dist.get_rank(), []
-    for by_row in (True, False):   # every rank makes every group
+    for by_row in (True, False):  # every rank makes every group
         table = torch.arange(world).view(ring, ulysses)
         for members in (table if by_row else table.t()).tolist():
             group = dist.new_group(members)
@@ -244,13 +288,17 @@ def _equals_one_process(name, where):
     tensors, dout, ends, options = problem(name)
     want = one_process(tensors, dout, ends, options)
     found = call(where, tensors, dout, ends, options)
-    if name in ("crossing", "all_of_it"):   # the same bits again
+    if name in ("crossing", "all_of_it"):  # the same bits again
         again = call(where, tensors, dout, ends, options, host=True)
         assert all(a.equal(b) for a, b in zip(found, again, strict=True)), name
     if found[4:]:
-        assert where.ulysses_size == 1 or (found[4] == 0).sum() == len(found[4]) * (1 - 1 / where.ulysses_size)
-        dist.all_reduce(found[4])   # of its own queries and heads
-    for what, a, b in zip(("out", "dq", "dk", "dv", "dsinks"), found, of_rank(want, where), strict=False):
+        assert where.ulysses_size == 1 or (found[4] == 0).sum() == len(found[4]) * (
+            1 - 1 / where.ulysses_size
+        )
+        dist.all_reduce(found[4])  # of its own queries and heads
+    for what, a, b in zip(
+        ("out", "dq", "dk", "dv", "dsinks"), found, of_rank(want, where), strict=False
+    ):
         close(a, b, (where.layout(), name, what))
 
 
@@ -261,11 +309,15 @@ def _other_dtypes(where):
         assert all(t.dtype == dtype for t in found)
         total = found[4].double()
         dist.all_reduce(total)
-        for a, b in zip((*found[:4], total), of_rank(one_process(tensors, dout, ends, options), where), strict=True):
+        for a, b in zip(
+            (*found[:4], total),
+            of_rank(one_process(tensors, dout, ends, options), where),
+            strict=True,
+        ):
             close(a, b, (where.layout(), dtype), tolerance)
     tensors, dout, ends, options = problem("crossing")
     expected = call(where, [t.bfloat16() for t in tensors], dout.bfloat16(), ends, options)
-    with torch.autocast("cpu", torch.bfloat16):   # as attention: q, k and v are cast
+    with torch.autocast("cpu", torch.bfloat16):  # as attention: q, k and v are cast
         found = call(where, tensors, dout.bfloat16(), ends, options)
     assert all(a.equal(b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
 
@@ -298,19 +350,22 @@ def _what_travels(where):
     R, U, r = where.ring_size, where.ulysses_size, where.ring_rank
     chunk, s = S // (2 * R), S // (R * U)
     forward, backward = count("one_document")
-    keys = 2 // U if U <= 2 else 1   # heads of keys on a Ulysses rank
+    keys = 2 // U if U <= 2 else 1  # heads of keys on a Ulysses rank
     if U == 1:
         assert forward.all_to_alls == backward.all_to_alls == []
     else:
         scatter, gather = (U, s, 1, 4 // U + 2 * keys, D), (U, s, 1, 4 // U, D)
-        assert forward.all_to_alls == [scatter, gather] and backward.all_to_alls == [gather, scatter]
+        assert forward.all_to_alls == [scatter, gather] and backward.all_to_alls == [
+            gather,
+            scatter,
+        ]
     # A later ring rank needs the early chunk alone, an earlier one both.
     rows = [chunk if r + t < R else 2 * chunk for t in range(1, R)]
     sent = [((2, n, 1, keys, D), torch.float32) for n in rows]
     assert forward.sent == sent and len(forward.received) == R - 1
     assert sorted(backward.received) == sorted([*forward.received, *sent])
     assert len(backward.sent) == 2 * (R - 1)
-    if R == 2:   # documents that end with the chunks
+    if R == 2:  # documents that end with the chunks
         for found in count("ends_with_chunks"):
             assert found.sent == found.received == []
         for found in count("window_of_one"):
@@ -319,7 +374,9 @@ def _what_travels(where):
         forward, _ = count("crossing")
         assert [shape[1] for shape, _ in forward.sent] == ([12 - 5] if r == 0 else [36 - 21])
         forward, _ = count("window")
-        assert [shape[1] for shape, _ in forward.sent] == [4]   # of each boundary, as far back as the window
+        assert [shape[1] for shape, _ in forward.sent] == [
+            4
+        ]  # of each boundary, as far back as the window
 
 
 def _no_second_derivative(where):
@@ -339,23 +396,52 @@ def _refusals(where):
     three = [t[:, :3] if i == 0 else t[:, :1] for i, t in enumerate((q, k, v))]
     for parts, changed, error, message in (
         ((q, k, v), {"cu_seqlens": cu - 1}, ValueError, "cu_seqlens must start at 0"),
-        ((q, k, v), {"cu_seqlens": cu.clamp_max(24)}, ValueError, "cu_seqlens must end at 48, the number of tokens"),
-        ((q, k, v), {"cu_seqlens": cu, "ends": ends[:-1]}, ValueError, "ends must be the values of cu_seqlens"),
-        ((q, k, v), {"cu_seqlens": cu, "ends": (0, 6, 6, 20, 21, 21, 40, 48)}, ValueError, "ends must be the values"),
+        (
+            (q, k, v),
+            {"cu_seqlens": cu.clamp_max(24)},
+            ValueError,
+            "cu_seqlens must end at 48, the number of tokens",
+        ),
+        (
+            (q, k, v),
+            {"cu_seqlens": cu, "ends": ends[:-1]},
+            ValueError,
+            "ends must be the values of cu_seqlens",
+        ),
+        (
+            (q, k, v),
+            {"cu_seqlens": cu, "ends": (0, 6, 6, 20, 21, 21, 40, 48)},
+            ValueError,
+            "ends must be the values",
+        ),
         ((q, k, v), {"ends": ends}, ValueError, "give both, or cu_seqlens alone"),
-        ([t.repeat(2, 1, 1, 1) for t in (q, k, v)], {"cu_seqlens": cu}, ValueError, "packed documents need B = 1"),
+        (
+            [t.repeat(2, 1, 1, 1) for t in (q, k, v)],
+            {"cu_seqlens": cu},
+            ValueError,
+            "packed documents need B = 1",
+        ),
         ([t[:, :, 1:] for t in (q, k, v)], {}, ValueError, "q must have an even number of tokens"),
         ((q, k[:, :, 2:], v[:, :, 2:]), {}, ValueError, "k must have as many tokens as q"),
         ((q, k, v), {"sinks": torch.zeros(3)}, ValueError, "sinks must have shape"),
         ((q, k, v), {"window": 3, "causal": False}, ValueError, "window = 3 needs causal=True"),
-        ((q, k, v), {"implementation": no_part}, ImplementationUnavailable, rf"attention\[{no_part}\]: "),
+        (
+            (q, k, v),
+            {"implementation": no_part},
+            ImplementationUnavailable,
+            rf"attention\[{no_part}\]: ",
+        ),
         ((q, k, v), {"implementation": "ring"}, ValueError, "unknown implementation 'ring'"),
     ):
         with pytest.raises(error, match=message):
             context_parallel_attention(*parts, where, **changed)
-    with pytest.raises(ValueError, match="q must have a multiple of 2 heads, so that each Ulysses rank has as many"):
+    with pytest.raises(
+        ValueError, match="q must have a multiple of 2 heads, so that each Ulysses rank has as many"
+    ):
         context_parallel_attention(*three, replace(where, ulysses_size=2))
-    with pytest.raises(ValueError, match="cp must have a process group for ring_size = 2: it is a layout alone"):
+    with pytest.raises(
+        ValueError, match="cp must have a process group for ring_size = 2: it is a layout alone"
+    ):
         context_parallel_attention(q, k, v, where.layout())
 
 
@@ -364,7 +450,9 @@ def _triton(where):
         return
     tensors, dout, ends, options = problem("all_of_it")
     found = call(where, tensors, dout, ends, options, "triton")
-    for a, b in zip(found[:4], of_rank(one_process(tensors, dout, ends, options), where), strict=False):
+    for a, b in zip(
+        found[:4], of_rank(one_process(tensors, dout, ends, options), where), strict=False
+    ):
         close(a, b, "triton")
 
 
@@ -380,7 +468,11 @@ def test_a_sequence_on_one_rank_is_attention():
     tensors, dout, ends, options = problem("all_of_it")
     alone = ContextParallel.of()
     assert alone == ContextParallel() and alone.multiple == 1
-    for a, b in zip(call(alone, tensors, dout, ends, options), one_process(tensors, dout, ends, options), strict=True):
+    for a, b in zip(
+        call(alone, tensors, dout, ends, options),
+        one_process(tensors, dout, ends, options),
+        strict=True,
+    ):
         close(a, b, "alone")
     assert cp.unshard(tensors[0], 2, alone).equal(tensors[0])
     for (i, a), (j, b) in itertools.product(enumerate(ranks(2, 2)), repeat=2):

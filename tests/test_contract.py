@@ -1,4 +1,6 @@
-"""The numerics contract over the whole registry: a new implementation is tested here with no edit."""
+"""The numerics contract over the whole registry: a new implementation is tested here with no
+edit.
+"""
 
 import functools
 
@@ -12,19 +14,34 @@ from tilewright.registry import FLOATS, Op, short
 
 
 def grid(tag):
-    """The implementations of a case follow one another, since they are judged by the same reference."""
+    """The implementations of a case follow one another, since they are judged by the same
+    reference.
+    """
     for op in OPS.values():
         for i, case in enumerate(c for c in op.cases if tag in c.tags):
             for dtype in FLOATS:
                 for impl in op.implementations:
-                    # In Triton's interpreter float16 is float32's arithmetic between another load and store.
-                    again = impl.name == "triton" and DEVICE == "cpu" and dtype == torch.float16 and i % 4
+                    # In Triton's interpreter float16 is float32's arithmetic between another load
+                    # and store.
+                    again = (
+                        impl.name == "triton"
+                        and DEVICE == "cpu"
+                        and dtype == torch.float16
+                        and i % 4
+                    )
                     if impl.name == "eager" or again:
                         continue
                     gpu = tag == "big" or (impl.name == "triton" and dtype == torch.bfloat16)
                     marks = [pytest.mark.gpu] if gpu else []
-                    yield pytest.param(op, impl.name, case, dtype, i, marks=marks,
-                                       id=f"{op.name}-{impl.name}-{case.name}-{short(dtype)}")
+                    yield pytest.param(
+                        op,
+                        impl.name,
+                        case,
+                        dtype,
+                        i,
+                        marks=marks,
+                        id=f"{op.name}-{impl.name}-{case.name}-{short(dtype)}",
+                    )
 
 
 @functools.lru_cache(len(contract.LAYOUTS))
@@ -38,7 +55,9 @@ def judged_by(op, case, dtype, seed, layout):
 def test_matches_eager(op, name, case, dtype, i, poisoned):
     skip_unless_usable(op, name, dtype)
     layouts = list(enumerate(contract.LAYOUTS))
-    if name == "triton" and DEVICE == "cpu":   # the interpreter is slow: an op's cases take turns at the layouts
+    if (
+        name == "triton" and DEVICE == "cpu"
+    ):  # the interpreter is slow: an op's cases take turns at the layouts
         layouts = [layouts[i % len(layouts)]]
     for seed, layout in layouts:
         kwargs, by = judged_by(op.name, case.name, dtype, seed, layout)
@@ -57,13 +76,24 @@ def test_matches_eager_beyond_2_31_elements(op, name, case, dtype, i):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op, name, case", [
-    pytest.param(op, impl.name, case, id=f"{op.name}-{impl.name}-{case.name}")
-    for op in OPS.values() for impl in op.implementations for case in op.cases if "contract" in case.tags])
+@pytest.mark.parametrize(
+    "op, name, case",
+    [
+        pytest.param(op, impl.name, case, id=f"{op.name}-{impl.name}-{case.name}")
+        for op in OPS.values()
+        for impl in op.implementations
+        for case in op.cases
+        if "contract" in case.tags
+    ],
+)
 def test_cuda_graph_capture(op, name, case):
     if DEVICE != "cuda":
         pytest.skip("no CUDA device")
-    dtype = next(d for d in (torch.bfloat16, *op.implementation(name).dtypes) if d in op.implementation(name).dtypes)
+    dtype = next(
+        d
+        for d in (torch.bfloat16, *op.implementation(name).dtypes)
+        if d in op.implementation(name).dtypes
+    )
     skip_unless_usable(op, name, dtype)
     if reason := contract.no_capture(op, name, case):
         pytest.skip(reason)
@@ -82,12 +112,17 @@ def test_eager_twin_gradcheck(op):
         kwargs = contract.convert(case.make("cpu", torch.float32, 0), torch.float64)
         names = [n for n, v in kwargs.items() if isinstance(v, torch.Tensor) and v.requires_grad]
         differentiable += len(names)
-        if not 0 < sum(kwargs[n].numel() for n in names) <= 2500:   # finite differences cost a call an element
+        if (
+            not 0 < sum(kwargs[n].numel() for n in names) <= 2500
+        ):  # finite differences cost a call an element
             continue
 
         def call(*tensors, kwargs=kwargs, names=names):
-            outs = contract.leaves(op.public(**{**kwargs, **dict(zip(names, tensors, strict=True))},
-                                             implementation="eager"))
+            outs = contract.leaves(
+                op.public(
+                    **{**kwargs, **dict(zip(names, tensors, strict=True))}, implementation="eager"
+                )
+            )
             return tuple(o for o in outs if o.is_floating_point() and o.requires_grad)
 
         assert torch.autograd.gradcheck(call, [kwargs[n] for n in names], fast_mode=True)
@@ -98,7 +133,9 @@ def test_eager_twin_gradcheck(op):
 
 
 def _fault(kind):
-    """The eager twin of rmsnorm with a 2 % error in one element, of the output or of one gradient."""
+    """The eager twin of rmsnorm with a 2 % error in one element, of the output or of one
+    gradient.
+    """
     from tilewright.ops.rmsnorm import rmsnorm_eager
 
     class Fault(torch.autograd.Function):
@@ -117,7 +154,7 @@ def _fault(kind):
                 grad.view(-1)[ctx.where] *= 1.02
             return grad, None
 
-    def ordinary(t):   # an element at the root mean square or a little above: not the largest
+    def ordinary(t):  # an element at the root mean square or a little above: not the largest
         size = t.double().abs().flatten()
         rms = size.square().mean().sqrt()
         return int(torch.where(size >= rms, size, float("inf")).argmin())
@@ -183,8 +220,11 @@ def test_large_cases_are_judged_by_their_last_rows():
     import unittest.mock
 
     fn = op.resolve("torch", "cpu")
-    with unittest.mock.patch.object(op, "pick", lambda name, x: op.eager if name == "eager" else
-                                    lambda x, *rest: fn(x.roll(1, 0), *rest)):
+    with unittest.mock.patch.object(
+        op,
+        "pick",
+        lambda name, x: op.eager if name == "eager" else lambda x, *rest: fn(x.roll(1, 0), *rest),
+    ):
         names = [f.name for f in contract.check_big(op, "torch", case, "cpu", torch.float32)]
     assert "out 0" in names
 

@@ -21,8 +21,15 @@ module = importlib.import_module("tilewright.ops.cross_entropy")
 
 FUSED = ("triton", "cpp")
 ALL = CROSS_ENTROPY.names()
-EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "reduction": "none", "return_lse": True,
-              "return_entropy": True, "return_argmax": True}
+EVERYTHING = {
+    "label_smoothing": 0.1,
+    "z_loss": 1e-2,
+    "softcap": 5.0,
+    "reduction": "none",
+    "return_lse": True,
+    "return_entropy": True,
+    "return_argmax": True,
+}
 
 
 def problem(T=9, V=37, dtype=torch.float32, seed=0):
@@ -40,6 +47,7 @@ def fused(name):
 
 # ---- against other people's definitions, in float64
 
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("weighted", [False, True])
@@ -47,8 +55,9 @@ def test_equals_torch_in_float64(reduction, smoothing, weighted):
     x, y = problem(dtype=torch.float64)
     w = torch.rand(37, dtype=torch.float64, device=DEVICE) if weighted else None
     expected = F.cross_entropy(x, y, w, label_smoothing=smoothing, reduction=reduction)
-    loss = cross_entropy(x, y, class_weight=w, label_smoothing=smoothing, reduction=reduction,
-                         implementation="eager")
+    loss = cross_entropy(
+        x, y, class_weight=w, label_smoothing=smoothing, reduction=reduction, implementation="eager"
+    )
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=1e-13)
     grads = [torch.autograd.grad(t.sum(), x)[0] for t in (loss, expected)]
     torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
@@ -63,42 +72,61 @@ def test_softcap_z_loss_token_weight_and_num_tokens_by_hand():
         z = [3.0 * math.tanh(v / 3.0) for v in x[t].tolist()]
         lse = math.log(sum(map(math.exp, z)))
         expected += u[t].item() * (lse - z[y[t]] + 0.01 * lse**2)
-    loss = cross_entropy(x, y, softcap=3.0, z_loss=0.01, token_weight=u, num_tokens=11,
-                         implementation="eager")
+    loss = cross_entropy(
+        x, y, softcap=3.0, z_loss=0.01, token_weight=u, num_tokens=11, implementation="eager"
+    )
     assert loss.item() == pytest.approx(expected / 11, rel=1e-13)
-    tensor = cross_entropy(x, y, softcap=3.0, z_loss=0.01, token_weight=u, implementation="eager",
-                           num_tokens=torch.tensor(11, device=DEVICE))
+    tensor = cross_entropy(
+        x,
+        y,
+        softcap=3.0,
+        z_loss=0.01,
+        token_weight=u,
+        implementation="eager",
+        num_tokens=torch.tensor(11, device=DEVICE),
+    )
     assert tensor.item() == loss.item()
 
 
 def test_entropy_and_lse_equal_categorical_and_argmax_is_the_first():
     x, y = problem(dtype=torch.float64)
-    out = cross_entropy(x, y, return_lse=True, return_entropy=True, return_argmax=True,
-                        implementation="eager")
+    out = cross_entropy(
+        x, y, return_lse=True, return_entropy=True, return_argmax=True, implementation="eager"
+    )
     categorical = torch.distributions.Categorical(logits=x.detach())
     torch.testing.assert_close(out.entropy, categorical.entropy(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(out.lse, x.logsumexp(-1).detach(), rtol=1e-13, atol=1e-13)
     assert not out.lse.requires_grad and not out.entropy.requires_grad
     ties = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0]], device=DEVICE).repeat(1, 700)
     for name in CROSS_ENTROPY.usable(DEVICE, torch.float32):
-        found = cross_entropy(ties, torch.zeros(2, dtype=torch.int64, device=DEVICE), return_argmax=True,
-                              implementation=name).argmax
+        found = cross_entropy(
+            ties,
+            torch.zeros(2, dtype=torch.int64, device=DEVICE),
+            return_argmax=True,
+            implementation=name,
+        ).argmax
         assert found.tolist() == [1, 0], name
 
 
 # ---- how much is lost, whatever the logits' magnitude
 
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_constant_added_to_the_logits_costs_no_precision(name, smoothing):
-    """Against float64 and a formula of its own, since the twin is what is tested too: no more is lost than twice what
-    F.cross_entropy loses, and a rounding or two of each result."""
+    """Against float64 and a formula of its own, since the twin is what is tested too: no more is
+    lost than twice what F.cross_entropy loses, and a rounding or two of each result.
+    """
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
     eps = torch.finfo(torch.float32).eps
     drawn, _ = problem(T=8, V=1000)
     y = torch.tensor([0, 1, 5, 500, 700, 997, 998, 999], device=DEVICE)
     largest = torch.full_like(drawn, torch.finfo(torch.float32).max)
-    for x in (*(drawn.detach() + offset for offset in (0, 1e2, 1e3, 1e4, 1e5, 1e6, 1e8)), largest, -largest):
+    for x in (
+        *(drawn.detach() + offset for offset in (0, 1e2, 1e3, 1e4, 1e5, 1e6, 1e8)),
+        largest,
+        -largest,
+    ):
         relative = x.double() - x.double().amax(-1, keepdim=True)
         log_sum = relative.exp().sum(-1).log()
         log_p = relative - log_sum[:, None]
@@ -111,12 +139,22 @@ def test_a_constant_added_to_the_logits_costs_no_precision(name, smoothing):
             found = loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
             return [float((f.double() - t).abs().max()) for f, t in zip(found, truth, strict=True)]
 
-        theirs = errors(lambda t: F.cross_entropy(t, y, label_smoothing=smoothing, reduction="none"))
-        ours = errors(lambda t: cross_entropy(t, y, label_smoothing=smoothing, reduction="none", implementation=name))
-        for what, own, other, size in zip(("loss", "gradient"), ours, theirs, (float(truth[0].max()), 1), strict=True):
+        theirs = errors(
+            lambda t: F.cross_entropy(t, y, label_smoothing=smoothing, reduction="none")
+        )
+        ours = errors(
+            lambda t: cross_entropy(
+                t, y, label_smoothing=smoothing, reduction="none", implementation=name
+            )
+        )
+        for what, own, other, size in zip(
+            ("loss", "gradient"), ours, theirs, (float(truth[0].max()), 1), strict=True
+        ):
             assert own <= 2 * other + 2 * eps * size, (what, x.flatten()[0], own, other)
         out = cross_entropy(x, y, return_lse=True, return_entropy=True, implementation=name)
-        torch.testing.assert_close(out.entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=16 * eps, atol=0)
+        torch.testing.assert_close(
+            out.entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=16 * eps, atol=0
+        )
         torch.testing.assert_close(out.lse.double(), x.double().logsumexp(-1), rtol=2 * eps, atol=0)
 
 
@@ -130,23 +168,29 @@ def test_the_z_loss_of_large_logits_has_the_gradient_of_its_lse(name):
     truth = F.cross_entropy(exact, y, reduction="none") + 1e-5 * exact.logsumexp(-1).square()
     loss = cross_entropy(x, y, z_loss=1e-5, reduction="none", implementation=name)
     torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=0)
-    wanted, found = (torch.autograd.grad(t.sum(), leaf)[0] for t, leaf in ((truth, exact), (loss, x)))
+    wanted, found = (
+        torch.autograd.grad(t.sum(), leaf)[0] for t, leaf in ((truth, exact), (loss, x))
+    )
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_logit_of_infinity_shows(name):
-    """As the docstring says: lse is infinite, the gradient NaN there, the loss infinite or NaN. A cap bounds it."""
+    """As the docstring says: lse is infinite, the gradient NaN there, the loss infinite or NaN.
+    A cap bounds it.
+    """
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
     x, _ = problem(T=3)
     with torch.no_grad():
         x[:2, 5] = math.inf
     y = torch.tensor([0, 5, 5], device=DEVICE)
     out = cross_entropy(x, y, reduction="none", return_lse=True, implementation=name)
-    grad, = torch.autograd.grad(out.loss.sum(), x)
+    (grad,) = torch.autograd.grad(out.loss.sum(), x)
     assert out.loss[0] == math.inf or name == "torch"
     assert not out.loss[:2].isfinite().any() and out.loss[1].isnan() and out.loss[2].isfinite()
-    assert (out.lse[:2] == math.inf).all() and grad[:2, 5].isnan().all() and grad[2].isfinite().all()
+    assert (
+        (out.lse[:2] == math.inf).all() and grad[:2, 5].isnan().all() and grad[2].isfinite().all()
+    )
     capped = cross_entropy(x, y, softcap=5.0, reduction="none", implementation=name)
     assert capped.isfinite().all() and torch.autograd.grad(capped.sum(), x)[0].isfinite().all()
 
@@ -154,23 +198,32 @@ def test_a_logit_of_infinity_shows(name):
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0, 6.0, 12.0])
 def test_a_saturated_cap_costs_no_precision(name, scale):
-    """1 - tanh^2 of a tanh near 1 would: the gradient would have no digit left at 9 times the cap. What is left is the
-    rounding of logit / cap, which its exponential multiplies by 2 logit / cap."""
+    """1 - tanh^2 of a tanh near 1 would: the gradient would have no digit left at 9 times the cap.
+    What is left is the rounding of logit / cap, which its exponential multiplies by 2 logit / cap.
+    """
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
     g = torch.Generator().manual_seed(0)
-    x = (5 * scale * (1 + 0.2 * torch.rand(6, 300, generator=g)) * torch.randn(6, 300, generator=g).sign()).to(DEVICE)
+    x = (
+        5
+        * scale
+        * (1 + 0.2 * torch.rand(6, 300, generator=g))
+        * torch.randn(6, 300, generator=g).sign()
+    ).to(DEVICE)
     y = torch.arange(6, device=DEVICE)
     u = x.double() / 5
     z = 5 * u.tanh()
     truth = (z.softmax(-1) - F.one_hot(y, 300)) / u.cosh().square()
     x.requires_grad_()
     loss = cross_entropy(x, y, softcap=5.0, reduction="none", implementation=name)
-    torch.testing.assert_close(loss.double(), F.cross_entropy(z, y, reduction="none"), rtol=1e-6, atol=0)
-    found, = torch.autograd.grad(loss.sum(), x)
+    torch.testing.assert_close(
+        loss.double(), F.cross_entropy(z, y, reduction="none"), rtol=1e-6, atol=0
+    )
+    (found,) = torch.autograd.grad(loss.sum(), x)
     torch.testing.assert_close(found.double(), truth, rtol=2e-6 + 4e-7 * scale, atol=0)
 
 
 # ---- rows and values that kernels may trip over
+
 
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("V, stride", [(1000, 1024), (997, 1001), (4100, 4101), (8197, 8197)])
@@ -180,11 +233,14 @@ def test_rows_further_apart_than_their_length(name, V, stride, poisoned):
     y = torch.tensor([[0, V - 1], [-100, 5], [7, 8]], device=DEVICE)
     for inplace in (False, True):
         x = storage.clone()[..., :V].requires_grad_()
-        broken = contract.compare(CROSS_ENTROPY, name, {"logits": x, "target": y, **EVERYTHING},
-                                  torch.float32)
-        assert not broken, broken   # compare copies x to contiguous rows; the padded ones are next
-        outs = [cross_entropy(x, y, **EVERYTHING, inplace=inplace and n == name, implementation=n)
-                for n in ("eager", name)]
+        broken = contract.compare(
+            CROSS_ENTROPY, name, {"logits": x, "target": y, **EVERYTHING}, torch.float32
+        )
+        assert not broken, broken  # compare copies x to contiguous rows; the padded ones are next
+        outs = [
+            cross_entropy(x, y, **EVERYTHING, inplace=inplace and n == name, implementation=n)
+            for n in ("eager", name)
+        ]
         g = torch.randn(3, 2, device=DEVICE)
         truth, grad = (torch.autograd.grad(o.loss, x, g)[0] for o in outs)
         assert contract.error(outs[1].loss.detach(), outs[0].loss.detach())[0] < 1e-6
@@ -195,17 +251,27 @@ def test_rows_further_apart_than_their_length(name, V, stride, poisoned):
 
 @pytest.mark.parametrize("name", ALL)
 def test_masked_out_classes_and_large_logits(name):
-    """Logits of -inf have probability 0, whether alone in a block or not; a shift changes nothing."""
+    """Logits of -inf have probability 0, whether alone in a block or not; a shift changes
+    nothing.
+    """
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
     x = torch.randn(3, 9000, device=DEVICE)
     x[:, :4500] = float("-inf")
     x[:, 8990:] = float("-inf")
     y = torch.tensor([4500, 8000, -100], device=DEVICE)
     a, b = x.requires_grad_(), x.detach()[:, 4500:8990].clone().requires_grad_()
-    shift = 3e4   # where float32 has steps of 2^-9, to which the sum is rounded: hence the tolerance below
-    outs = [cross_entropy(t, torch.where(y < 0, y, y - d), return_entropy=True, return_lse=True,
-                          implementation=name)
-            for t, d in ((a, 0), (b, 4500), (b + shift, 4500))]
+    # where float32 has steps of 2^-9, to which the sum is rounded: hence the tolerance below
+    shift = 3e4
+    outs = [
+        cross_entropy(
+            t,
+            torch.where(y < 0, y, y - d),
+            return_entropy=True,
+            return_lse=True,
+            implementation=name,
+        )
+        for t, d in ((a, 0), (b, 4500), (b + shift, 4500))
+    ]
     torch.testing.assert_close(outs[0].loss, outs[1].loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(outs[0].entropy, outs[1].entropy, rtol=3e-6, atol=0)
     torch.testing.assert_close(outs[2].loss, outs[1].loss, rtol=2e-3, atol=0)
@@ -215,17 +281,24 @@ def test_masked_out_classes_and_large_logits(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1, "label_smoothing": 0.1, "softcap": 5.0}], ids=["plain", "all"])
+@pytest.mark.parametrize(
+    "options", [{}, {"z_loss": 0.1, "label_smoothing": 0.1, "softcap": 5.0}], ids=["plain", "all"]
+)
 def test_ignored_rows_get_zeros_whatever_they_hold(name, options):
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
     x, y = problem()
     with torch.no_grad():
-        x[1] = float("nan")   # 1 and 4 are ignored by `problem`
+        x[1] = float("nan")  # 1 and 4 are ignored by `problem`
         x[4, 2] = float("inf")
     out = cross_entropy(x, y, return_lse=True, implementation=name, **options)
     out.loss.backward()
-    assert out.loss.isfinite() and x.grad.isfinite().all() and not x.grad[[1, 4]].any() and x.grad[0].any()
-    z = x.detach()[7]   # ignored too, and its lse is right nevertheless
+    assert (
+        out.loss.isfinite()
+        and x.grad.isfinite().all()
+        and not x.grad[[1, 4]].any()
+        and x.grad[0].any()
+    )
+    z = x.detach()[7]  # ignored too, and its lse is right nevertheless
     z = 5 * torch.tanh(z / 5) if "softcap" in options else z
     torch.testing.assert_close(out.lse[7], z.logsumexp(-1))
 
@@ -237,47 +310,85 @@ def test_num_tokens_gets_no_gradient(name):
     n = torch.tensor(3.0, device=DEVICE, requires_grad=True)
     loss = cross_entropy(x, y, num_tokens=n, implementation=name)
     loss.backward()
-    assert n.grad is None and torch.equal(loss, cross_entropy(x, y, num_tokens=3.0, implementation=name))
+    assert n.grad is None and torch.equal(
+        loss, cross_entropy(x, y, num_tokens=3.0, implementation=name)
+    )
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_gradient_of_every_statistic(name):
-    """The public op never differentiates the mean; other users of the statistics may. Upstream gradients are one
-    number, or one a row, and one that is infinite leaves a row without gradients 0."""
+    """The public op never differentiates the mean; other users of the statistics may. Upstream
+    gradients are one number, or one a row, and one that is infinite leaves a row without gradients
+    0.
+    """
     kernels = fused(name)
     x, y = problem(T=4, V=300)
     w = torch.rand(300, device=DEVICE)
     for weights, softcap in ((None, 0.0), (w, 5.0)):
-        g = [torch.randn(4, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(4)]
+        g = [
+            torch.randn(4, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(4)
+        ]
         for t in g:
             t[2] = 0
         leaf = x.detach().double().requires_grad_()
         stats = _softmax_stats.stats_eager(leaf, y, weights, softcap, True, True, False)
-        truth, = torch.autograd.grad(stats[1:5], leaf, [t.double() for t in g])   # all but the peak, and argmax
+        (truth,) = torch.autograd.grad(
+            stats[1:5], leaf, [t.double() for t in g]
+        )  # all but the peak, and argmax
         found = kernels.forward(x.detach(), y, weights, softcap, True, True, False)
-        for scale in (None, torch.tensor(3.0, device=DEVICE), torch.tensor([2.0, 0.0, math.inf, -1.0], device=DEVICE)):
-            gradient = kernels.backward(x.detach(), y, weights, softcap, found.peak, found.log_sum, found.mean, *g,
-                                        scale, False)
+        for scale in (
+            None,
+            torch.tensor(3.0, device=DEVICE),
+            torch.tensor([2.0, 0.0, math.inf, -1.0], device=DEVICE),
+        ):
+            gradient = kernels.backward(
+                x.detach(),
+                y,
+                weights,
+                softcap,
+                found.peak,
+                found.log_sum,
+                found.mean,
+                *g,
+                scale,
+                False,
+            )
             by = 1 if scale is None else scale.expand(4).clone().nan_to_num_(posinf=1)[:, None]
             assert contract.error(gradient, truth * by)[0] < 3e-6, scale
 
 
 # ---- losses and their derivatives from the statistics
 
-OPTIONS = {"plain": {}, "smoothing": {"label_smoothing": 0.2}, "z_loss": {"z_loss": 0.1},
-           "weights": {"class_weight": torch.rand(37) + 0.5}, "tokens": {"token_weight": torch.randn(5000)},
-           "number": {"num_tokens": 17.0, "divide": True}, "tensor": {"num_tokens": torch.tensor(17), "divide": True},
-           "zero": {"num_tokens": 0.0, "divide": True}, "later": {"divisor": True}, "count": {"divide": True}}
-OPTIONS["everything"] = {**OPTIONS["smoothing"], **OPTIONS["z_loss"], **OPTIONS["weights"], **OPTIONS["tokens"],
-                         **OPTIONS["count"]}
+OPTIONS = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.2},
+    "z_loss": {"z_loss": 0.1},
+    "weights": {"class_weight": torch.rand(37) + 0.5},
+    "tokens": {"token_weight": torch.randn(5000)},
+    "number": {"num_tokens": 17.0, "divide": True},
+    "tensor": {"num_tokens": torch.tensor(17), "divide": True},
+    "zero": {"num_tokens": 0.0, "divide": True},
+    "later": {"divisor": True},
+    "count": {"divide": True},
+}
+OPTIONS["everything"] = {
+    **OPTIONS["smoothing"],
+    **OPTIONS["z_loss"],
+    **OPTIONS["weights"],
+    **OPTIONS["tokens"],
+    **OPTIONS["count"],
+}
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_losses_in_one_kernel_equal_those_in_torch(options):
-    """More rows than a block holds, in one piece and in several; ignored rows whose statistics are what they like, and
-    targets that are out of range."""
+    """More rows than a block holds, in one piece and in several; ignored rows whose statistics are
+    what they like, and targets that are out of range.
+    """
     kernels = fused("triton")
-    options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[options].items()}
+    options = {
+        k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[options].items()
+    }
     T, V = 5000, 37
     g = torch.Generator().manual_seed(0)
     stats = [torch.randn(T, generator=g).to(DEVICE) for _ in range(4)]
@@ -289,47 +400,87 @@ def test_losses_in_one_kernel_equal_those_in_torch(options):
     for bad in (False, True):
         if bad:
             y[[1, 4097]] = torch.tensor([V, -1], device=DEVICE)
-        asked = Asked(y, V, -100, weight_sum=options["class_weight"].sum() if "class_weight" in options else None,
-                      **options)
+        asked = Asked(
+            y,
+            V,
+            -100,
+            weight_sum=options["class_weight"].sum() if "class_weight" in options else None,
+            **options,
+        )
         results = []
-        for losses, sizes in ((_softmax_stats.losses_in_torch, (T,)), (kernels.losses, (T,)),
-                              (kernels.losses, (128, 4096, T))):
-            found = Found(torch.full((T,), 7.0, device=DEVICE), torch.full((), 7.0, device=DEVICE) if wide else None)
+        for losses, sizes in (
+            (_softmax_stats.losses_in_torch, (T,)),
+            (kernels.losses, (T,)),
+            (kernels.losses, (128, 4096, T)),
+        ):
+            found = Found(
+                torch.full((T,), 7.0, device=DEVICE),
+                torch.full((), 7.0, device=DEVICE) if wide else None,
+            )
             parts, start, total = [], 0, None
             for end in sizes:
                 rows = slice(start, end)
-                total, *part = losses(Stats(*(t[rows].contiguous() for t in stats)), rows, asked, found, total)
+                total, *part = losses(
+                    Stats(*(t[rows].contiguous() for t in stats)), rows, asked, found, total
+                )
                 parts.append(part)
                 start = end
-            results.append([total, *found, *(None if p[0] is None else torch.cat(p) for p in zip(*parts, strict=True))])
+            results.append(
+                [
+                    total,
+                    *found,
+                    *(None if p[0] is None else torch.cat(p) for p in zip(*parts, strict=True)),
+                ]
+            )
         for other in results[1:]:
             for a, b in zip(other, results[0], strict=True):
                 assert (a is None) == (b is None)
                 if a is not None:
                     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
         total, losses, by, *gradients = results[0]
-        assert bool(total.isnan()) == bad and losses.isnan().nonzero().flatten().tolist() == ([1, 4097] if bad else [])
+        assert bool(total.isnan()) == bad and losses.isnan().nonzero().flatten().tolist() == (
+            [1, 4097] if bad else []
+        )
         assert by is None or by.isfinite()
         assert all(t is None or t.isnan().any() == bad for t in gradients)
 
 
 # ---- launches
 
-@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"reduction": "none"}, {"num_tokens": 5},
-                                     {"num_tokens": torch.tensor(5.0)}, {"z_loss": 0.1}, {"softcap": 5.0},
-                                     {"inplace": True}, {"label_smoothing": 0.1}], ids=str)
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "sum"},
+        {"reduction": "none"},
+        {"num_tokens": 5},
+        {"num_tokens": torch.tensor(5.0)},
+        {"z_loss": 0.1},
+        {"softcap": 5.0},
+        {"inplace": True},
+        {"label_smoothing": 0.1},
+    ],
+    ids=str,
+)
 def test_three_launches_and_no_wait(options, monkeypatch):
-    """Forward and backward, as on a GPU, where each computation of PyTorch's own would be a launch, and a look at a
-    value a wait."""
+    """Forward and backward, as on a GPU, where each computation of PyTorch's own would be a launch,
+    and a look at a value a wait.
+    """
     fused("triton")
     x, y = problem()
     upstream = torch.ones(9 if options.get("reduction") == "none" else (), device=DEVICE)
-    found = launches(monkeypatch, lambda: torch.autograd.grad(
-        cross_entropy(x, y, **options, implementation="triton"), x, upstream))
+    found = launches(
+        monkeypatch,
+        lambda: torch.autograd.grad(
+            cross_entropy(x, y, **options, implementation="triton"), x, upstream
+        ),
+    )
     assert found == ["_forward", "_losses", "_backward"]
 
 
 # ---- targets
+
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("bad", [37, -1, -101, 2**40])
@@ -338,13 +489,18 @@ def test_target_out_of_range(name, bad):
     x, _ = problem(T=6)
     y = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
     y[1, 2] = y[1, 1] = bad
-    with pytest.raises(IndexError, match=rf"target\[1, 1\] is {bad}; accepted are 0 to 36 and ignore_index"):
+    with pytest.raises(
+        IndexError, match=rf"target\[1, 1\] is {bad}; accepted are 0 to 36 and ignore_index"
+    ):
         cross_entropy(x.reshape(2, 3, 37), y, implementation=name)
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("options", [
-    {}, {"reduction": "none"}, {"label_smoothing": 0.1, "z_loss": 0.1, "weights": True}], ids=["mean", "none", "all"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduction": "none"}, {"label_smoothing": 0.1, "z_loss": 0.1, "weights": True}],
+    ids=["mean", "none", "all"],
+)
 def test_a_bad_target_makes_its_row_nan_where_there_is_no_look(name, options, monkeypatch):
     """In the loss and in the gradient, and nowhere else: the divisor does not count it."""
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
@@ -352,7 +508,10 @@ def test_a_bad_target_makes_its_row_nan_where_there_is_no_look(name, options, mo
     x, y = problem()
     options = dict(options)
     if options.pop("weights", False):
-        options |= {"class_weight": torch.rand(37, device=DEVICE), "token_weight": torch.rand(9, device=DEVICE)}
+        options |= {
+            "class_weight": torch.rand(37, device=DEVICE),
+            "token_weight": torch.rand(9, device=DEVICE),
+        }
     rows = torch.tensor([2, 6], device=DEVICE)
     expected = cross_entropy(x, y.index_fill(0, rows, -100), implementation="eager", **options)
     y[2], y[6] = 37, -1
@@ -361,7 +520,9 @@ def test_a_bad_target_makes_its_row_nan_where_there_is_no_look(name, options, mo
     assert loss.sum().isnan()
     if loss.dim():
         torch.testing.assert_close(loss, expected.index_fill(0, rows, math.nan), equal_nan=True)
-    torch.testing.assert_close(found, wanted.index_fill(0, rows, math.nan), equal_nan=True, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        found, wanted.index_fill(0, rows, math.nan), equal_nan=True, rtol=1e-5, atol=1e-7
+    )
 
 
 def test_targets_on_a_gpu_are_looked_at_only_when_they_are_to_be(monkeypatch):
@@ -380,12 +541,16 @@ def test_targets_on_a_gpu_are_looked_at_only_when_they_are_to_be(monkeypatch):
     x, y = problem(T=6)
     y = y.view(2, 3).masked_fill(y.view(2, 3) == -100, 37)
     for name in CROSS_ENTROPY.usable(DEVICE, torch.float32):
+
         def loss(x, y, name=name):
             return cross_entropy(x.view(2, 3, 37), y, implementation=name)
 
         for call in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
             assert call(x, y).isnan()
-            with checked_targets(), pytest.raises(IndexError, match=r"target\[0, 1\] is 37; accepted are 0 to 36"):
+            with (
+                checked_targets(),
+                pytest.raises(IndexError, match=r"target\[0, 1\] is 37; accepted are 0 to 36"),
+            ):
                 call(x, y)
             assert call(x, y).isnan()
 
@@ -394,11 +559,13 @@ def test_targets_on_a_gpu_are_looked_at_only_when_they_are_to_be(monkeypatch):
 def test_kernels_read_and_write_nothing_outside_for_bad_targets(name):
     kernels = fused(name)
     x, _ = problem(T=3)
-    y = torch.tensor([2**40, -2**40, 37], device=DEVICE)
+    y = torch.tensor([2**40, -(2**40), 37], device=DEVICE)
     stats = kernels.forward(x.detach(), y, None, 0.0, False, False, False)
     assert not stats.target.any()
     g = torch.ones(3, device=DEVICE)
-    d = kernels.backward(x.detach(), y, None, 0.0, stats.peak, stats.log_sum, None, g, g, None, None, None, False)
+    d = kernels.backward(
+        x.detach(), y, None, 0.0, stats.peak, stats.log_sum, None, g, g, None, None, None, False
+    )
     torch.testing.assert_close(d, x.detach().softmax(-1))
 
 
@@ -410,6 +577,7 @@ def test_ignore_index_inside_the_vocabulary():
 
 
 # ---- inplace, checkpointing, torch.compile, operators
+
 
 @pytest.mark.parametrize("name", FUSED)
 def test_inplace_uses_the_logits_memory_once(name):
@@ -441,19 +609,33 @@ def test_inplace_over_rows_that_share_memory_is_refused(name):
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
     y = torch.tensor([0, 8, -100, 3], device=DEVICE)
     flat = torch.randn(90, device=DEVICE)
-    shared = [flat[:9].expand(4, 9), flat.as_strided((4, 9), (3, 1)), flat.as_strided((4, 9), (8, 1)),
-              flat[:4, None].expand(4, 9), flat[:18].view(2, 1, 9).expand(2, 2, 9)]
+    shared = [
+        flat[:9].expand(4, 9),
+        flat.as_strided((4, 9), (3, 1)),
+        flat.as_strided((4, 9), (8, 1)),
+        flat[:4, None].expand(4, 9),
+        flat[:18].view(2, 1, 9).expand(2, 2, 9),
+    ]
     for t in shared:
         x = t.detach().requires_grad_()
         target = y.view(t.shape[:-1])
-        with pytest.raises(ValueError, match=r"inplace=True cannot overwrite logits whose elements share memory, got "
-                                             r"shape \[.*with strides \[.*inplace=False"):
+        with pytest.raises(
+            ValueError,
+            match=r"inplace=True cannot overwrite logits whose elements share memory, got "
+            r"shape \[.*with strides \[.*inplace=False",
+        ):
             cross_entropy(x, target, inplace=True, implementation=name)
         cross_entropy(x, target, implementation=name)
-    for t in (flat.as_strided((4, 9), (9, 1)), flat.as_strided((4, 9), (1, 4)), flat.as_strided((4, 9), (20, 1))):
-        truth, = torch.autograd.grad(cross_entropy(c := t.clone().requires_grad_(), y, implementation="eager"), c)
+    for t in (
+        flat.as_strided((4, 9), (9, 1)),
+        flat.as_strided((4, 9), (1, 4)),
+        flat.as_strided((4, 9), (20, 1)),
+    ):
+        (truth,) = torch.autograd.grad(
+            cross_entropy(c := t.clone().requires_grad_(), y, implementation="eager"), c
+        )
         x = t.clone(memory_format=torch.preserve_format).requires_grad_()
-        found, = torch.autograd.grad(cross_entropy(x, y, inplace=True, implementation=name), x)
+        (found,) = torch.autograd.grad(cross_entropy(x, y, inplace=True, implementation=name), x)
         torch.testing.assert_close(found, truth)
 
 
@@ -469,7 +651,9 @@ def test_checkpointed(name, inplace):
         return cross_entropy(h @ w, y, inplace=inplace, implementation=name)
 
     expected = torch.autograd.grad(loss(h, w), (h, w))
-    got = torch.autograd.grad(torch.utils.checkpoint.checkpoint(loss, h, w, use_reentrant=False), (h, w))
+    got = torch.autograd.grad(
+        torch.utils.checkpoint.checkpoint(loss, h, w, use_reentrant=False), (h, w)
+    )
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -481,8 +665,18 @@ def test_compiles_whole(name):
     w = torch.rand(37, device=DEVICE)
 
     def f(x, y, inplace=False):
-        return cross_entropy(x * 1.5, y, class_weight=w, label_smoothing=0.1, z_loss=0.1, softcap=9.0,
-                             inplace=inplace, return_entropy=True, return_argmax=True, implementation=name)
+        return cross_entropy(
+            x * 1.5,
+            y,
+            class_weight=w,
+            label_smoothing=0.1,
+            z_loss=0.1,
+            softcap=9.0,
+            inplace=inplace,
+            return_entropy=True,
+            return_argmax=True,
+            implementation=name,
+        )
 
     compiled = torch.compile(f, fullgraph=True)
     expected, out = f(x, y), compiled(x, y)
@@ -491,7 +685,9 @@ def test_compiles_whole(name):
     assert torch.equal(out.argmax, expected.argmax)
     grads = [torch.autograd.grad(o.loss, x)[0] for o in (out, expected)]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
-    with pytest.raises(IndexError, match=r"is 37; accepted are 0 to 36"):   # the check is made when it runs
+    with pytest.raises(
+        IndexError, match=r"is 37; accepted are 0 to 36"
+    ):  # the check is made when it runs
         compiled(x, y.masked_fill(y == -100, 37))
     with pytest.raises(Exception, match=r"inplace must be False under torch\.compile"):
         compiled(x, y, True)
@@ -503,8 +699,24 @@ def test_opcheck(name):
     forward, backward, backward_ = (o.overload for o in module._fused(name).operators)
     x, y = problem()
     w, u = torch.rand(37, device=DEVICE), torch.rand(9, device=DEVICE, requires_grad=True)
-    for options in ((None, None, None, None, -100, 0.0, 0.0, 0.0, False, False, False, False, ""),
-                    (w, u, torch.tensor(7, device=DEVICE), None, -100, 5.0, 0.1, 0.1, True, True, True, False, "")):
+    for options in (
+        (None, None, None, None, -100, 0.0, 0.0, 0.0, False, False, False, False, ""),
+        (
+            w,
+            u,
+            torch.tensor(7, device=DEVICE),
+            None,
+            -100,
+            5.0,
+            0.1,
+            0.1,
+            True,
+            True,
+            True,
+            False,
+            "",
+        ),
+    ):
         torch.library.opcheck(forward, (x, y, *options))
     x = x.detach()
     peak, log_sum, _, _, mean, _ = kernels.forward(x, y, w, 5.0, True, True, False)
@@ -538,9 +750,9 @@ def test_gradient_beyond_2_31_elements():
     y = torch.full((T,), -100, device="cuda")
     y[-2:] = torch.tensor([3, V - 1], device="cuda")
     small = x[-2:].clone().requires_grad_()
-    expected, = torch.autograd.grad(cross_entropy(small, y[-2:], implementation="eager"), small)
+    (expected,) = torch.autograd.grad(cross_entropy(small, y[-2:], implementation="eager"), small)
     x.requires_grad_()
-    got, = torch.autograd.grad(cross_entropy(x, y, inplace=True, implementation="triton"), x)
+    (got,) = torch.autograd.grad(cross_entropy(x, y, inplace=True, implementation="triton"), x)
     assert contract.error(got[-2:], expected)[0] < 0.01 and not got[0].any()
 
 
@@ -565,6 +777,7 @@ def test_a_bad_target_in_a_cuda_graph_makes_the_loss_nan(name):
 
 # ---- a vocabulary in shards
 
+
 def _rank(rank, world, folder, name, kwargs, results):
     """One process: its shard's loss and gradient, for each of several problems."""
     group = join_group(rank, world, folder)
@@ -575,8 +788,12 @@ def _rank(rank, world, folder, name, kwargs, results):
         out.loss.sum().backward()
         torch.save((*(t.detach() for t in out), shard.grad), f"{folder}/{results}-{i}-{rank}")
     try:
-        cross_entropy(shard, **{**kw, "target": kw["target"].clone().fill_(2**20)}, group=group,
-                      implementation=name)
+        cross_entropy(
+            shard,
+            **{**kw, "target": kw["target"].clone().fill_(2**20)},
+            group=group,
+            implementation=name,
+        )
     except IndexError:
         pass
     else:
@@ -592,25 +809,53 @@ def test_two_shards_of_the_vocabulary_equal_one(name):
     returns = {"return_lse": True, "return_entropy": True, "return_argmax": True}
     x, y = problem(T=8, V=62)
     x = x.detach()
-    x[0] = 1.0   # a tie across the shards
-    x[2, 31:] = float("-inf")   # a shard without probability, in a row whose target is in the other one
+    x[0] = 1.0  # a tie across the shards
+    x[2, 31:] = float(
+        "-inf"
+    )  # a shard without probability, in a row whose target is in the other one
     y[2] = 3
-    everything = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "class_weight": torch.rand(62),
-                  "token_weight": torch.rand(8), **returns}
-    problems = [{"logits": x, "target": y, **returns}, {"logits": x, "target": y, **everything},
-                {"logits": x, "target": y.clamp_max(30), "ignore_index": -100, **everything,
-                 "reduction": "sum"},
-                {"logits": x, "target": torch.where(y < 0, y, y % 31 + 31), **everything,
-                 "reduction": "none"},
-                # Shards whose peaks lie apart, and a sum of terms that float32 holds to 1/16 only.
-                {"logits": x.clamp_min(-9) + 1e6 - 3 * (torch.arange(62) < 31), "target": y, "label_smoothing": 0.1,
-                 "class_weight": torch.rand(62), "reduction": "none", **returns}]
+    everything = {
+        "label_smoothing": 0.1,
+        "z_loss": 1e-2,
+        "softcap": 5.0,
+        "class_weight": torch.rand(62),
+        "token_weight": torch.rand(8),
+        **returns,
+    }
+    problems = [
+        {"logits": x, "target": y, **returns},
+        {"logits": x, "target": y, **everything},
+        {
+            "logits": x,
+            "target": y.clamp_max(30),
+            "ignore_index": -100,
+            **everything,
+            "reduction": "sum",
+        },
+        {
+            "logits": x,
+            "target": torch.where(y < 0, y, y % 31 + 31),
+            **everything,
+            "reduction": "none",
+        },
+        # Shards whose peaks lie apart, and a sum of terms that float32 holds to 1/16 only.
+        {
+            "logits": x.clamp_min(-9) + 1e6 - 3 * (torch.arange(62) < 31),
+            "target": y,
+            "label_smoothing": 0.1,
+            "class_weight": torch.rand(62),
+            "reduction": "none",
+            **returns,
+        },
+    ]
     problems[3]["target"][2] = -100
     with tempfile.TemporaryDirectory() as folder:
         two_processes(_rank, folder, name, problems, "out")
         for i, kw in enumerate(problems):
-            whole = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k,
-                     v in kw.items()}
+            whole = {
+                k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v
+                for k, v in kw.items()
+            }
             leaf = whole.pop("logits").requires_grad_()
             out = cross_entropy(leaf, **whole, implementation="eager")
             out.loss.sum().backward()
@@ -636,8 +881,10 @@ def test_a_shard_compiles_as_one_graph(name, tmp_path):
         def loss(x, y):
             return cross_entropy(x, y, group=group, implementation=name)
 
-        found, expected = (torch.autograd.grad(f(x, y), x)[0] for f in (
-            torch.compile(loss, fullgraph=True, backend="aot_eager"), loss))
+        found, expected = (
+            torch.autograd.grad(f(x, y), x)[0]
+            for f in (torch.compile(loss, fullgraph=True, backend="aot_eager"), loss)
+        )
     finally:
         torch.distributed.destroy_process_group()
     assert torch.equal(found, expected)
@@ -648,43 +895,143 @@ def test_a_shard_compiles_as_one_graph(name, tmp_path):
 X, Y = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("call, error, message", [
-    (lambda: cross_entropy(X.long(), Y), TypeError, "logits must be one of float32.*int64"),
-    (lambda: cross_entropy(torch.tensor(1.0), Y), ValueError, "logits must have a last dimension"),
-    (lambda: cross_entropy(X[:, :0], Y), ValueError, r"logits must have a last dimension.*\[4, 0\]"),
-    (lambda: cross_entropy(X, [1]), TypeError, "target must be a torch.Tensor, got list"),
-    (lambda: cross_entropy(X, Y.int()), TypeError, "target must be int64.*int32"),
-    (lambda: cross_entropy(X, Y[:3]), ValueError, r"target must have shape \[4\].*got \[3\]"),
-    (lambda: cross_entropy(X, Y.to("meta")), ValueError, "target is on meta, logits on cpu"),
-    (lambda: cross_entropy(X, Y, label_smoothing=1.5), ValueError, r"label_smoothing must be in .*got 1.5"),
-    (lambda: cross_entropy(X, Y, z_loss=-1), ValueError, "z_loss must be a finite number >= 0.*got -1"),
-    (lambda: cross_entropy(X, Y, z_loss=math.nan), ValueError, "z_loss must be a finite.*got nan"),
-    (lambda: cross_entropy(X, Y, softcap=0.0), ValueError, "softcap must be a finite number > 0.*got 0.0"),
-    (lambda: cross_entropy(X, Y, softcap="5"), TypeError, "softcap must be a number, got '5'"),
-    (lambda: cross_entropy(X, Y, label_smoothing=None), TypeError, "label_smoothing must be a number, got None"),
-    (lambda: cross_entropy(X, Y, ignore_index=1.5), TypeError, r"ignore_index must be an int, got 1\.5"),
-    (lambda: cross_entropy(X, Y, reduction="avg"), ValueError, "reduction must be one of .*'avg'"),
-    (lambda: cross_entropy(X, Y, class_weight=X[0, :5]), ValueError, r"class_weight must have shape \[8\]"),
-    (lambda: cross_entropy(X, Y, class_weight=torch.ones(8, requires_grad=True)), ValueError,
-     "class_weight must not require a gradient"),
-    (lambda: cross_entropy(X, Y, token_weight=X[:, :1]), ValueError, r"token_weight must have shape \[4\]"),
-    *((lambda n=n: cross_entropy(X, Y, num_tokens=n), ValueError,
-       f"num_tokens must be a finite number >= 0.*got {re.escape(repr(n))}")
-      for n in (-1, -0.5, math.nan, math.inf, 10**400)),
-    *((lambda n=n: cross_entropy(X, Y, num_tokens=n), TypeError, f"num_tokens must be a number, got {n!r}")
-      for n in (2j, "4", True)),
-    (lambda: cross_entropy(X, Y, num_tokens=torch.tensor(4j)), TypeError, "num_tokens must be of a real.*complex64"),
-    (lambda: cross_entropy(X, Y, ignore_index=2**70), ValueError, f"ignore_index must fit in int64.*got {2**70}"),
-    (lambda: cross_entropy(X, Y, softcap=1e300), ValueError, r"softcap must be a finite number > 0 .*1e\+300"),
-    (lambda: cross_entropy(X, Y, softcap=1e-300), ValueError, "softcap must be a finite number > 0 .*1e-300"),
-    (lambda: cross_entropy(X, Y, z_loss=1e300), ValueError, r"z_loss must be a finite number >= 0 .*1e\+300"),
-    (lambda: cross_entropy(X.to_sparse(), Y), TypeError, "logits must be a strided .dense. tensor, got layout sparse"),
-    (lambda: cross_entropy(X, Y.to_sparse()), TypeError, "target must be a strided .dense. tensor, got layout sparse"),
-    (lambda: cross_entropy(X, Y, num_tokens=torch.ones(1)), ValueError, r"num_tokens must have shape \[\]"),
-    (lambda: cross_entropy(X, Y, group="tp"), TypeError,
-     "group must be a torch.distributed.ProcessGroup.*str"),
-    (lambda: cross_entropy(X, Y, implementation="tritn"), ValueError, "unknown implementation 'tritn'"),
-])
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: cross_entropy(X.long(), Y), TypeError, "logits must be one of float32.*int64"),
+        (
+            lambda: cross_entropy(torch.tensor(1.0), Y),
+            ValueError,
+            "logits must have a last dimension",
+        ),
+        (
+            lambda: cross_entropy(X[:, :0], Y),
+            ValueError,
+            r"logits must have a last dimension.*\[4, 0\]",
+        ),
+        (lambda: cross_entropy(X, [1]), TypeError, "target must be a torch.Tensor, got list"),
+        (lambda: cross_entropy(X, Y.int()), TypeError, "target must be int64.*int32"),
+        (lambda: cross_entropy(X, Y[:3]), ValueError, r"target must have shape \[4\].*got \[3\]"),
+        (lambda: cross_entropy(X, Y.to("meta")), ValueError, "target is on meta, logits on cpu"),
+        (
+            lambda: cross_entropy(X, Y, label_smoothing=1.5),
+            ValueError,
+            r"label_smoothing must be in .*got 1.5",
+        ),
+        (
+            lambda: cross_entropy(X, Y, z_loss=-1),
+            ValueError,
+            "z_loss must be a finite number >= 0.*got -1",
+        ),
+        (
+            lambda: cross_entropy(X, Y, z_loss=math.nan),
+            ValueError,
+            "z_loss must be a finite.*got nan",
+        ),
+        (
+            lambda: cross_entropy(X, Y, softcap=0.0),
+            ValueError,
+            "softcap must be a finite number > 0.*got 0.0",
+        ),
+        (lambda: cross_entropy(X, Y, softcap="5"), TypeError, "softcap must be a number, got '5'"),
+        (
+            lambda: cross_entropy(X, Y, label_smoothing=None),
+            TypeError,
+            "label_smoothing must be a number, got None",
+        ),
+        (
+            lambda: cross_entropy(X, Y, ignore_index=1.5),
+            TypeError,
+            r"ignore_index must be an int, got 1\.5",
+        ),
+        (
+            lambda: cross_entropy(X, Y, reduction="avg"),
+            ValueError,
+            "reduction must be one of .*'avg'",
+        ),
+        (
+            lambda: cross_entropy(X, Y, class_weight=X[0, :5]),
+            ValueError,
+            r"class_weight must have shape \[8\]",
+        ),
+        (
+            lambda: cross_entropy(X, Y, class_weight=torch.ones(8, requires_grad=True)),
+            ValueError,
+            "class_weight must not require a gradient",
+        ),
+        (
+            lambda: cross_entropy(X, Y, token_weight=X[:, :1]),
+            ValueError,
+            r"token_weight must have shape \[4\]",
+        ),
+        *(
+            (
+                lambda n=n: cross_entropy(X, Y, num_tokens=n),
+                ValueError,
+                f"num_tokens must be a finite number >= 0.*got {re.escape(repr(n))}",
+            )
+            for n in (-1, -0.5, math.nan, math.inf, 10**400)
+        ),
+        *(
+            (
+                lambda n=n: cross_entropy(X, Y, num_tokens=n),
+                TypeError,
+                f"num_tokens must be a number, got {n!r}",
+            )
+            for n in (2j, "4", True)
+        ),
+        (
+            lambda: cross_entropy(X, Y, num_tokens=torch.tensor(4j)),
+            TypeError,
+            "num_tokens must be of a real.*complex64",
+        ),
+        (
+            lambda: cross_entropy(X, Y, ignore_index=2**70),
+            ValueError,
+            f"ignore_index must fit in int64.*got {2**70}",
+        ),
+        (
+            lambda: cross_entropy(X, Y, softcap=1e300),
+            ValueError,
+            r"softcap must be a finite number > 0 .*1e\+300",
+        ),
+        (
+            lambda: cross_entropy(X, Y, softcap=1e-300),
+            ValueError,
+            "softcap must be a finite number > 0 .*1e-300",
+        ),
+        (
+            lambda: cross_entropy(X, Y, z_loss=1e300),
+            ValueError,
+            r"z_loss must be a finite number >= 0 .*1e\+300",
+        ),
+        (
+            lambda: cross_entropy(X.to_sparse(), Y),
+            TypeError,
+            "logits must be a strided .dense. tensor, got layout sparse",
+        ),
+        (
+            lambda: cross_entropy(X, Y.to_sparse()),
+            TypeError,
+            "target must be a strided .dense. tensor, got layout sparse",
+        ),
+        (
+            lambda: cross_entropy(X, Y, num_tokens=torch.ones(1)),
+            ValueError,
+            r"num_tokens must have shape \[\]",
+        ),
+        (
+            lambda: cross_entropy(X, Y, group="tp"),
+            TypeError,
+            "group must be a torch.distributed.ProcessGroup.*str",
+        ),
+        (
+            lambda: cross_entropy(X, Y, implementation="tritn"),
+            ValueError,
+            "unknown implementation 'tritn'",
+        ),
+    ],
+)
 def test_bad_input_is_one_clear_error(call, error, message):
     with pytest.raises(error, match=message):
         call()

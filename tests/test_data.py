@@ -1,4 +1,6 @@
-"""Every token is trained on once an epoch, wherever it came from, however bins are packed and ranks are counted."""
+"""Every token is trained on once an epoch, wherever it came from, however bins are packed and
+ranks are counted.
+"""
 
 import functools
 import http.server
@@ -22,7 +24,15 @@ import datasets
 
 from tilewright.trainer import data as module
 from tilewright.trainer.config import Config
-from tilewright.trainer.data import IGNORE, Batches, Bins, collate, evaluation_batches, prepare, split_validation
+from tilewright.trainer.data import (
+    IGNORE,
+    Batches,
+    Bins,
+    collate,
+    evaluation_batches,
+    prepare,
+    split_validation,
+)
 from tilewright.trainer.packing import pack
 
 VOCAB = 1000
@@ -36,15 +46,30 @@ def _own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def make(tmp_path):
-    """A configuration of small bins; `datasets` are paths or entries, and fields of train are found by their name."""
+    """A configuration of small bins; `datasets` are paths or entries, and fields of train are
+    found by their name.
+    """
+
     def make(*entries, train=None, model=None, test=(), **fields):
         def listed(given):
-            return [{"path": str(e)} if not isinstance(e, dict) else e | {"path": str(e["path"])} for e in given]
-        fields = {"dataset_prepared_path": str(tmp_path / "prepared"), "sample_packing_sequence_len": 16,
-                  "pad_to_multiple_of": 8, "datasets": listed(entries or ["dummy"]),
-                  "test_datasets": listed(test)} | fields
-        return Config(model={"config_path": str(tmp_path / "tokenizer")} | (model or {}), data=fields,
-                      train={"output_dir": "out"} | (train or {}))
+            return [
+                {"path": str(e)} if not isinstance(e, dict) else e | {"path": str(e["path"])}
+                for e in given
+            ]
+
+        fields = {
+            "dataset_prepared_path": str(tmp_path / "prepared"),
+            "sample_packing_sequence_len": 16,
+            "pad_to_multiple_of": 8,
+            "datasets": listed(entries or ["dummy"]),
+            "test_datasets": listed(test),
+        } | fields
+        return Config(
+            model={"config_path": str(tmp_path / "tokenizer")} | (model or {}),
+            data=fields,
+            train={"output_dir": "out"} | (train or {}),
+        )
+
     return make
 
 
@@ -61,7 +86,7 @@ class Characters:
         self.calls.append(text)
         return {"input_ids": [ord(c) + self.offset for c in text]}
 
-    def __reduce__(self):   # the package hashes what it maps with: the count is not part of it
+    def __reduce__(self):  # the package hashes what it maps with: the count is not part of it
         return Characters, (self.offset,)
 
 
@@ -70,7 +95,9 @@ def none():
 
 
 def prepared(config, tokenizer=none, entries=None, **options):
-    return prepare(config.data.datasets if entries is None else entries, config, tokenizer, VOCAB, **options)
+    return prepare(
+        config.data.datasets if entries is None else entries, config, tokenizer, VOCAB, **options
+    )
 
 
 def jsonl(path, rows):
@@ -83,7 +110,9 @@ def samples(number, *, longest=14, seed=0):
     """Rows of tokens that are all different, so that each can be followed."""
     rng = random.Random(seed)
     tokens = iter(rng.sample(range(VOCAB), VOCAB))
-    return [{"input_ids": [next(tokens) for _ in range(rng.randint(2, longest))]} for _ in range(number)]
+    return [
+        {"input_ids": [next(tokens) for _ in range(rng.randint(2, longest))]} for _ in range(number)
+    ]
 
 
 def rows(dataset):
@@ -105,7 +134,9 @@ LENGTHS = [np.random.default_rng(seed).integers(1, 65, 10 * seed).tolist() for s
 EDGES = [[], [64], [1], [64, 64], [64, 1, 63, 2], [1] * 64, [1] * 65, [33] * 9]
 
 
-@pytest.mark.parametrize("method, group", [("sequential", 100), ("multipack", 7), ("multipack", 10**6)])
+@pytest.mark.parametrize(
+    "method, group", [("sequential", 100), ("multipack", 7), ("multipack", 10**6)]
+)
 def test_every_document_is_in_one_bin_and_no_bin_overflows(method, group):
     for lengths in LENGTHS + EDGES:
         bins = pack(lengths, 64, method, group)
@@ -154,21 +185,27 @@ def test_pack_refuses_what_it_cannot_do():
         pack([1], 64, "best")
 
 
-@pytest.mark.parametrize("fields, same", [
-    ({"sample_packing_method": "multipack"}, False),
-    ({"sample_packing_method": "multipack", "sample_packing_sequentially": True}, True),
-    ({"sample_packing_method": "multipack", "sample_packing_sequentially": False}, False),
-    ({"sample_packing_method": "multipack", "sample_packing_group_size": 1}, None), ({}, True)])
+@pytest.mark.parametrize(
+    "fields, same",
+    [
+        ({"sample_packing_method": "multipack"}, False),
+        ({"sample_packing_method": "multipack", "sample_packing_sequentially": True}, True),
+        ({"sample_packing_method": "multipack", "sample_packing_sequentially": False}, False),
+        ({"sample_packing_method": "multipack", "sample_packing_group_size": 1}, None),
+        ({}, True),
+    ],
+)
 def test_method_and_group_are_the_configured_ones(make, fields, same):
     bins, sequential = bins_of(make, **fields), bins_of(make)
     if same is None:
-        assert len(bins) == 50   # a bin for each group of one
+        assert len(bins) == 50  # a bin for each group of one
     else:
         assert ([list(b) for b in bins.bins] == [list(b) for b in sequential.bins]) == same
     assert bins.tokens == sum(len(r["input_ids"]) for r in samples(50))
 
 
 # ---- a batch
+
 
 def test_batch_at_the_borders_of_documents():
     first = (np.array([10, 11, 12]), np.array([10, 11, 12]))
@@ -181,7 +218,9 @@ def test_batch_at_the_borders_of_documents():
     assert all(batch[k].dtype == torch.int64 for k in ("input_ids", "labels", "position_ids"))
     whole = collate([[first], [second]], 5)
     assert whole["input_ids"].shape == (1, 5) and whole["cu_seqlens"].tolist() == [0, 3, 5]
-    assert collate([[(np.array([1, 2]), np.array([IGNORE, IGNORE]))]], 1)["labels"].tolist() == [[IGNORE, IGNORE]]
+    assert collate([[(np.array([1, 2]), np.array([IGNORE, IGNORE]))]], 1)["labels"].tolist() == [
+        [IGNORE, IGNORE]
+    ]
 
 
 @pytest.mark.parametrize("method", ["sequential", "multipack"])
@@ -197,7 +236,9 @@ def test_a_label_is_the_next_token_of_the_same_document(make, method):
             padding = at >= sum(len(ids) for ids, _ in bins[i])
             assert label == (IGNORE if padding or at in ends else following[token])
             seen += label != IGNORE
-        assert (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist() == batch["cu_seqlens"][:-1].tolist()
+        assert (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist() == batch["cu_seqlens"][
+            :-1
+        ].tolist()
         assert batch["input_ids"].shape[1] % 8 == 0
     assert seen == len(following)
 
@@ -215,7 +256,12 @@ def write(folder, suffix, columns):
         next((folder / "saved").glob("*.arrow")).rename(path)
         shutil.rmtree(folder / "saved")
     else:
-        {"jsonl": made.to_json, "json": made.to_json, "parquet": made.to_parquet, "csv": made.to_csv}[suffix](path)
+        {
+            "jsonl": made.to_json,
+            "json": made.to_json,
+            "parquet": made.to_parquet,
+            "csv": made.to_csv,
+        }[suffix](path)
     return path
 
 
@@ -226,9 +272,15 @@ def test_tokens_are_read_from_every_format(tmp_path, make, suffix, how):
     kind = "json" if suffix == "jsonl" else suffix
     if how == "ds_type":
         path = path.rename(path.with_suffix(".part"))
-    entry = {"file": path, "folder": path.parent, "ds_type": {"path": path, "ds_type": kind},
-             "data_files": {"path": path.parent, "data_files": path.name, "ds_type": kind}}[how]
-    got = prepared(make(entry, shuffle_merged_datasets=False, shuffle_before_merging_datasets=False))
+    entry = {
+        "file": path,
+        "folder": path.parent,
+        "ds_type": {"path": path, "ds_type": kind},
+        "data_files": {"path": path.parent, "data_files": path.name, "ds_type": kind},
+    }[how]
+    got = prepared(
+        make(entry, shuffle_merged_datasets=False, shuffle_before_merging_datasets=False)
+    )
     assert rows(got) == TOKENS and got["labels"][:] == got["input_ids"][:]
 
 
@@ -236,11 +288,14 @@ def test_tokens_are_read_from_every_format(tmp_path, make, suffix, how):
 def test_text_is_read_from_every_format(tmp_path, make, suffix):
     if suffix == "txt":
         (tmp_path / "data").mkdir()
-        (tmp_path / "data/a.txt").write_text("ab\n\ncd")   # a file is a document
+        (tmp_path / "data/a.txt").write_text("ab\n\ncd")  # a file is a document
     else:
         write(tmp_path / "data", suffix, {"text": ["ab\n\ncd"], "other": [3]})
     got = prepared(make({"path": tmp_path / "data", "type": "text"}), Characters)
-    assert rows(got) == [[97, 98, 10, 10, 99, 100, 0]] and got.column_names == ["input_ids", "labels"]
+    assert rows(got) == [[97, 98, 10, 10, 99, 100, 0]] and got.column_names == [
+        "input_ids",
+        "labels",
+    ]
 
 
 def test_files_of_a_mixed_folder_are_chosen_by_ds_type(tmp_path, make):
@@ -256,7 +311,10 @@ def test_data_files_take_patterns_and_lists(tmp_path, make):
         jsonl(tmp_path / f"data/{'ab'[i % 2]}{i}.jsonl", [{"input_ids": [i, i]}])
     entry = {"path": tmp_path / "data", "ds_type": "json"}
     assert sorted(rows(prepared(make(entry | {"data_files": "a*.jsonl"})))) == [[0, 0], [2, 2]]
-    assert sorted(rows(prepared(make(entry | {"data_files": ["a0.jsonl", "b3.jsonl"]})))) == [[0, 0], [3, 3]]
+    assert sorted(rows(prepared(make(entry | {"data_files": ["a0.jsonl", "b3.jsonl"]})))) == [
+        [0, 0],
+        [3, 3],
+    ]
 
 
 def test_splits(tmp_path, make):
@@ -266,30 +324,74 @@ def test_splits(tmp_path, make):
         prepared(make({"path": path, "split": "validation"}))
     one = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
     one.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict(train=one, test=one.map(lambda r: {"input_ids": [3, 4]})).save_to_disk(tmp_path / "two")
+    datasets.DatasetDict(train=one, test=one.map(lambda r: {"input_ids": [3, 4]})).save_to_disk(
+        tmp_path / "two"
+    )
     datasets.DatasetDict(test=one).save_to_disk(tmp_path / "only")
-    assert rows(prepared(make(tmp_path / "one"))) == rows(prepared(make(tmp_path / "only"))) == [[1, 2]]
+    assert (
+        rows(prepared(make(tmp_path / "one")))
+        == rows(prepared(make(tmp_path / "only")))
+        == [[1, 2]]
+    )
     assert rows(prepared(make({"path": tmp_path / "two", "split": "test"}))) == [[3, 4]]
-    for entry, message in (({"path": tmp_path / "two"}, "has the splits test, train; set split"),
-                           ({"path": tmp_path / "two", "split": "dev"}, "has the splits test, train; set split"),
-                           ({"path": tmp_path / "one", "split": "train"}, "without splits"),
-                           ({"path": tmp_path / "one", "ds_type": "json"}, "knows its format")):
+    for entry, message in (
+        ({"path": tmp_path / "two"}, "has the splits test, train; set split"),
+        ({"path": tmp_path / "two", "split": "dev"}, "has the splits test, train; set split"),
+        ({"path": tmp_path / "one", "split": "train"}, "without splits"),
+        ({"path": tmp_path / "one", "ds_type": "json"}, "knows its format"),
+    ):
         with pytest.raises(ValueError, match=message):
             prepared(make(entry))
 
 
-@pytest.mark.parametrize("entry, fields, expected", [
-    ({"path": "org/set", "name": "sub", "revision": "abc", "split": "dev"}, {"hf_use_auth_token": False},
-     (("org/set",), {"name": "sub", "revision": "abc", "split": "dev", "token": False})),
-    ({"path": "org/set"}, {}, (("org/set",), {"name": None, "revision": None, "split": None, "token": None})),
-    ({"path": "org/set", "data_files": ["a.csv", "b.csv"], "ds_type": "csv", "revision": "abc"},
-     {"hf_use_auth_token": True},
-     (("csv",), {"data_files": {"train": [f"hf://datasets/org/set@abc/{x}.csv" for x in "ab"]}, "split": "train",
-                 "token": True})),
-    ({"path": "s3://b/x.parquet"}, {},
-     (("parquet",), {"data_files": {"train": ["s3://b/x.parquet"]}, "split": "train", "token": None})),
-    ({"path": "https://b/x/", "data_files": "*.json", "ds_type": "json"}, {},
-     (("json",), {"data_files": {"train": ["https://b/x/*.json"]}, "split": "train", "token": None}))])
+@pytest.mark.parametrize(
+    "entry, fields, expected",
+    [
+        (
+            {"path": "org/set", "name": "sub", "revision": "abc", "split": "dev"},
+            {"hf_use_auth_token": False},
+            (("org/set",), {"name": "sub", "revision": "abc", "split": "dev", "token": False}),
+        ),
+        (
+            {"path": "org/set"},
+            {},
+            (("org/set",), {"name": None, "revision": None, "split": None, "token": None}),
+        ),
+        (
+            {
+                "path": "org/set",
+                "data_files": ["a.csv", "b.csv"],
+                "ds_type": "csv",
+                "revision": "abc",
+            },
+            {"hf_use_auth_token": True},
+            (
+                ("csv",),
+                {
+                    "data_files": {"train": [f"hf://datasets/org/set@abc/{x}.csv" for x in "ab"]},
+                    "split": "train",
+                    "token": True,
+                },
+            ),
+        ),
+        (
+            {"path": "s3://b/x.parquet"},
+            {},
+            (
+                ("parquet",),
+                {"data_files": {"train": ["s3://b/x.parquet"]}, "split": "train", "token": None},
+            ),
+        ),
+        (
+            {"path": "https://b/x/", "data_files": "*.json", "ds_type": "json"},
+            {},
+            (
+                ("json",),
+                {"data_files": {"train": ["https://b/x/*.json"]}, "split": "train", "token": None},
+            ),
+        ),
+    ],
+)
 def test_what_the_network_is_asked_for(make, monkeypatch, entry, fields, expected):
     asked = []
 
@@ -304,7 +406,9 @@ def test_what_the_network_is_asked_for(make, monkeypatch, entry, fields, expecte
 
 
 def test_addresses_are_read(tmp_path, make):
-    """From this machine. A file that is not there and a server that does not answer are one sentence."""
+    """From this machine. A file that is not there and a server that does not answer are one
+    sentence.
+    """
     pytest.importorskip("aiohttp")
     path = jsonl(tmp_path / "served/a.jsonl", [{"input_ids": ids} for ids in TOKENS])
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=path.parent)
@@ -314,8 +418,12 @@ def test_addresses_are_read(tmp_path, make):
         for entry in (f"{at}/a.jsonl", {"path": at, "data_files": "a.jsonl", "ds_type": "json"}):
             config = make(entry)
             assert sorted(rows(prepared(config))) == sorted(TOKENS)
-        absent = config.data.datasets[0].model_copy(update={"path": f"{at}/b.jsonl", "data_files": None})
-        with pytest.raises(OSError, match=rf"^{at}/b.jsonl: cannot be read: FileNotFoundError: Unable to find"):
+        absent = config.data.datasets[0].model_copy(
+            update={"path": f"{at}/b.jsonl", "data_files": None}
+        )
+        with pytest.raises(
+            OSError, match=rf"^{at}/b.jsonl: cannot be read: FileNotFoundError: Unable to find"
+        ):
             prepared(config, entries=[absent])
         server.shutdown()
     for name in ("c.jsonl", "*.jsonl"):
@@ -325,7 +433,10 @@ def test_addresses_are_read(tmp_path, make):
 
 
 def test_whatever_a_file_system_raises_is_one_sentence(make, monkeypatch):
-    """s3fs, gcsfs and adlfs let exceptions of their libraries through, which have no base in common."""
+    """s3fs, gcsfs and adlfs let exceptions of their libraries through, which have no base in
+    common.
+    """
+
     class NoCredentialsError(Exception):
         pass
 
@@ -334,31 +445,49 @@ def test_whatever_a_file_system_raises_is_one_sentence(make, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(module.platform, "no_module", lambda name: None)
-    for entry in ({"path": "s3://b/x.jsonl"}, {"path": "org/set", "data_files": "x.json", "ds_type": "json"}):
+    for entry in (
+        {"path": "s3://b/x.jsonl"},
+        {"path": "org/set", "data_files": "x.json", "ds_type": "json"},
+    ):
         with pytest.raises(OSError) as caught:
             prepared(make(entry))
-        assert str(caught.value) == f"{entry['path']}: cannot be read: NoCredentialsError: Unable to locate credentials"
-    with pytest.raises(NoCredentialsError):   # of a file it would be a fault of ours
+        assert (
+            str(caught.value)
+            == f"{entry['path']}: cannot be read: NoCredentialsError: Unable to locate credentials"
+        )
+    with pytest.raises(NoCredentialsError):  # of a file it would be a fault of ours
         prepared(make({"path": __file__, "ds_type": "text"}))
 
 
 def test_dummy_data(make):
     config = make(test=["dummy"])
     got = rows(prepared(config))
-    assert len(got) == module.DUMMY_SAMPLES and all(2 <= len(r) <= 16 and 0 <= min(r) <= max(r) < VOCAB for r in got)
+    assert len(got) == module.DUMMY_SAMPLES and all(
+        2 <= len(r) <= 16 and 0 <= min(r) <= max(r) < VOCAB for r in got
+    )
     assert len({len(r) for r in got}) > 5
-    assert got == rows(prepared(make(dataset_prepared_path=config.data.dataset_prepared_path + "2")))
+    assert got == rows(
+        prepared(make(dataset_prepared_path=config.data.dataset_prepared_path + "2"))
+    )
     assert got != rows(prepared(make(train={"seed": 1})))
     held = rows(prepared(config, entries=config.data.test_datasets, shuffle=False))
-    assert not {tuple(r) for r in got if len(r) > 4} & {tuple(r) for r in held}, "evaluated on what was trained on"
-    assert len(prepared(make({"path": "dummy", "shards": 4, "shards_idx": 1, "max_seq_len": 4}))) == len(got) // 4
+    assert not {tuple(r) for r in got if len(r) > 4} & {tuple(r) for r in held}, (
+        "evaluated on what was trained on"
+    )
+    assert (
+        len(prepared(make({"path": "dummy", "shards": 4, "shards_idx": 1, "max_seq_len": 4})))
+        == len(got) // 4
+    )
 
 
 # ---- preparation
 
+
 def test_long_samples_are_cut_and_counted(tmp_path, make, caplog):
-    path = jsonl(tmp_path / "a.jsonl", [{"input_ids": list(range(n)), "labels": [IGNORE, *range(1, n)]}
-                                        for n in (3, 20, 10, 40)])
+    path = jsonl(
+        tmp_path / "a.jsonl",
+        [{"input_ids": list(range(n)), "labels": [IGNORE, *range(1, n)]} for n in (3, 20, 10, 40)],
+    )
     with caplog.at_level(logging.WARNING, "tilewright"):
         got = prepared(make(path))
     assert sorted(map(len, rows(got))) == [3, 10, 16, 16]
@@ -373,12 +502,21 @@ def test_long_samples_are_cut_and_counted(tmp_path, make, caplog):
 def test_text_is_cut_into_pieces_that_join_to_the_documents(tmp_path, make):
     texts = ["x" * n for n in (1, 15, 16, 33, 100)]
     path = jsonl(tmp_path / "a.jsonl", [{"text": t} for t in texts])
-    got = rows(prepared(make({"path": path, "type": "text"}, shuffle_merged_datasets=False,
-                             shuffle_before_merging_datasets=False), Characters))
+    got = rows(
+        prepared(
+            make(
+                {"path": path, "type": "text"},
+                shuffle_merged_datasets=False,
+                shuffle_before_merging_datasets=False,
+            ),
+            Characters,
+        )
+    )
     assert max(map(len, got)) == 16 and min(map(len, got)) > 1
     # The end token of the second-last document stands alone in a piece and is dropped: 16 + 1.
     assert "".join("".join("|" if i == 0 else chr(i) for i in r) for r in got) == "".join(
-        t + "|" * ((len(t) + 1) % 16 != 1) for t in texts)
+        t + "|" * ((len(t) + 1) % 16 != 1) for t in texts
+    )
     got = rows(prepared(make({"path": path, "type": "text", "max_seq_len": 7}), Characters))
     assert max(map(len, got)) == 7
 
@@ -391,27 +529,53 @@ def test_samples_of_one_token_are_left_out(tmp_path, make):
 def test_shards_part_the_data(tmp_path, make):
     all_rows = [{"input_ids": [i, i]} for i in range(11)]
     path = jsonl(tmp_path / "a.jsonl", all_rows)
-    by_entry = [rows(prepared(make({"path": path, "shards": 3, "shards_idx": i}))) for i in range(3)]
-    by_data = [rows(prepared(make(path, dataset_shard_num=3, dataset_shard_idx=i))) for i in range(3)]
+    by_entry = [
+        rows(prepared(make({"path": path, "shards": 3, "shards_idx": i}))) for i in range(3)
+    ]
+    by_data = [
+        rows(prepared(make(path, dataset_shard_num=3, dataset_shard_idx=i))) for i in range(3)
+    ]
     for parts in (by_entry, by_data):
-        assert sorted(joined(parts)) == [r["input_ids"] for r in all_rows] and all(3 <= len(p) <= 4 for p in parts)
-    for chunks in (1, 4, 30):   # more chunks than rows too
-        assert sorted(rows(prepared(make({"path": path, "preprocess_shards": chunks})))) == sorted(joined(by_data))
+        assert sorted(joined(parts)) == [r["input_ids"] for r in all_rows] and all(
+            3 <= len(p) <= 4 for p in parts
+        )
+    for chunks in (1, 4, 30):  # more chunks than rows too
+        assert sorted(rows(prepared(make({"path": path, "preprocess_shards": chunks})))) == sorted(
+            joined(by_data)
+        )
 
 
 def test_processes_do_not_change_what_is_prepared(tmp_path, make):
     path = jsonl(tmp_path / "a.jsonl", [{"text": "x" * n} for n in range(1, 30)])
     entry = {"path": path, "type": "text"}
-    one, two = (make(entry, dataset_num_proc=n, dataset_prepared_path=str(tmp_path / f"p{n}")) for n in (None, 2))
+    one, two = (
+        make(entry, dataset_num_proc=n, dataset_prepared_path=str(tmp_path / f"p{n}"))
+        for n in (None, 2)
+    )
     assert rows(prepared(one, Characters)) == rows(prepared(two, Characters))
 
 
 def test_order_of_merged_data(tmp_path, make):
-    paths = [jsonl(tmp_path / f"{c}.jsonl", [{"input_ids": [100 * k + i, 0]} for i in range(30)])
-             for k, c in enumerate("ab")]
+    paths = [
+        jsonl(tmp_path / f"{c}.jsonl", [{"input_ids": [100 * k + i, 0]} for i in range(30)])
+        for k, c in enumerate("ab")
+    ]
+
     def order(merged, before, seed=42):
-        return [r[0] for r in rows(prepared(make(*paths, shuffle_merged_datasets=merged,
-                                                 shuffle_before_merging_datasets=before, train={"seed": seed})))]
+        return [
+            r[0]
+            for r in rows(
+                prepared(
+                    make(
+                        *paths,
+                        shuffle_merged_datasets=merged,
+                        shuffle_before_merging_datasets=before,
+                        train={"seed": seed},
+                    )
+                )
+            )
+        ]
+
     plain = order(False, False)
     assert plain == [*range(30), *range(100, 130)]
     assert order(False, True) != plain and sorted(order(False, True)[:30]) == plain[:30]
@@ -422,42 +586,93 @@ def test_order_of_merged_data(tmp_path, make):
 def test_integers_of_other_widths_merge(tmp_path, make):
     made = datasets.Dataset.from_dict({"input_ids": TOKENS})
     for name, width in (("a", "int16"), ("b", "int64")):
-        made.cast_column("input_ids", datasets.Sequence(datasets.Value(width))).to_parquet(tmp_path / f"{name}.parquet")
-    assert sorted(rows(prepared(make(tmp_path / "a.parquet", tmp_path / "b.parquet")))) == sorted(TOKENS * 2)
+        made.cast_column("input_ids", datasets.Sequence(datasets.Value(width))).to_parquet(
+            tmp_path / f"{name}.parquet"
+        )
+    assert sorted(rows(prepared(make(tmp_path / "a.parquet", tmp_path / "b.parquet")))) == sorted(
+        TOKENS * 2
+    )
 
 
 def test_columns(tmp_path, make):
     path = jsonl(tmp_path / "a.jsonl", [{"input_ids": [1, 2], "labels": [IGNORE, 2], "text": "ab"}])
     assert prepared(make(path))[0]["labels"] == [IGNORE, 2]
     assert prepared(make(path, select_columns=["input_ids"]))[0]["labels"] == [1, 2]
-    with pytest.raises(ValueError, match=r"type tokenized needs a column `input_ids`, has .'labels'"):
+    with pytest.raises(
+        ValueError, match=r"type tokenized needs a column `input_ids`, has .'labels'"
+    ):
         prepared(make(path, select_columns=["labels"]))
-    with pytest.raises(ValueError, match=r"data.select_columns: \['x'\] not in .*a.jsonl, which has"):
+    with pytest.raises(
+        ValueError, match=r"data.select_columns: \['x'\] not in .*a.jsonl, which has"
+    ):
         prepared(make({"path": path, "type": "text"}, select_columns=["text", "x"]), Characters)
 
 
-@pytest.mark.parametrize("lines, kind, message", [
-    ([{"tokens": [1, 2]}], "tokenized", r"type tokenized needs a column `input_ids`, has \['tokens'\]$"),
-    ([{"text": "ab"}], "tokenized", r"`input_ids`, has \['text'\]; for samples that are text set type to text$"),
-    ([{"input_ids": [1, 2]}], "text", r"has \['input_ids'\]; for samples that are tokens set type to tokenized$"),
-    ([{"tokens": [1, 2]}], "text", r"type text needs a column `text`, has \['tokens'\]$"),
-    ([{"input_ids": [1, 2], "labels": [1]}], "tokenized", "a sample has 2 input_ids and 1 labels"),
-    ([{"input_ids": [1] * 20, "labels": [1] * 21}], "tokenized", "a sample has 20 input_ids and 21 labels"),
-    ([{"input_ids": "1 2"}], "tokenized", "`input_ids` must hold lists of integers, not Value"),
-    ([{"input_ids": [0.5, 1.5]}], "tokenized", "`input_ids` must hold lists of integers, not List"),
-    ([{"input_ids": [1, 2], "labels": ["a", "b"]}], "tokenized", "`labels` must hold lists of integers"),
-    ([{"input_ids": [1, 2]}, {"input_ids": None}], "tokenized", "a row has no input_ids"),
-    ([{"input_ids": [1, VOCAB]}], "tokenized", f"token {VOCAB} is not in the model's vocabulary of {VOCAB}"),
-    ([{"input_ids": [1, -1]}], "tokenized", "token -1 is not in the model's vocabulary"),
-    ([{"input_ids": [1, IGNORE]}], "tokenized", "token -100 is not in the model's vocabulary"),
-    ([{"input_ids": [1, 2], "labels": [-1, 2]}], "tokenized", "token -1 is not in the model's vocabulary"),
-    ([{"input_ids": [1, 2], "labels": [1, 5000]}], "tokenized", "token 5000 is not in the model's vocabulary"),
-    ([{"text": 3}], "text", "the column `text` must hold strings, not int64"),
-    ([{"text": ["a"]}], "text", "the column `text` must hold strings, not list"),
-    ([{"text": "a"}, {"text": None}], "text", "a row has no text"),
-    ([{"text": "\u2192"}], "text", "token 8594 is not in the model's vocabulary"),
-    ([{"input_ids": [1]}], "tokenized", "the data sets hold no sample of two tokens or more"),
-])
+@pytest.mark.parametrize(
+    "lines, kind, message",
+    [
+        (
+            [{"tokens": [1, 2]}],
+            "tokenized",
+            r"type tokenized needs a column `input_ids`, has \['tokens'\]$",
+        ),
+        (
+            [{"text": "ab"}],
+            "tokenized",
+            r"`input_ids`, has \['text'\]; for samples that are text set type to text$",
+        ),
+        (
+            [{"input_ids": [1, 2]}],
+            "text",
+            r"has \['input_ids'\]; for samples that are tokens set type to tokenized$",
+        ),
+        ([{"tokens": [1, 2]}], "text", r"type text needs a column `text`, has \['tokens'\]$"),
+        (
+            [{"input_ids": [1, 2], "labels": [1]}],
+            "tokenized",
+            "a sample has 2 input_ids and 1 labels",
+        ),
+        (
+            [{"input_ids": [1] * 20, "labels": [1] * 21}],
+            "tokenized",
+            "a sample has 20 input_ids and 21 labels",
+        ),
+        ([{"input_ids": "1 2"}], "tokenized", "`input_ids` must hold lists of integers, not Value"),
+        (
+            [{"input_ids": [0.5, 1.5]}],
+            "tokenized",
+            "`input_ids` must hold lists of integers, not List",
+        ),
+        (
+            [{"input_ids": [1, 2], "labels": ["a", "b"]}],
+            "tokenized",
+            "`labels` must hold lists of integers",
+        ),
+        ([{"input_ids": [1, 2]}, {"input_ids": None}], "tokenized", "a row has no input_ids"),
+        (
+            [{"input_ids": [1, VOCAB]}],
+            "tokenized",
+            f"token {VOCAB} is not in the model's vocabulary of {VOCAB}",
+        ),
+        ([{"input_ids": [1, -1]}], "tokenized", "token -1 is not in the model's vocabulary"),
+        ([{"input_ids": [1, IGNORE]}], "tokenized", "token -100 is not in the model's vocabulary"),
+        (
+            [{"input_ids": [1, 2], "labels": [-1, 2]}],
+            "tokenized",
+            "token -1 is not in the model's vocabulary",
+        ),
+        (
+            [{"input_ids": [1, 2], "labels": [1, 5000]}],
+            "tokenized",
+            "token 5000 is not in the model's vocabulary",
+        ),
+        ([{"text": 3}], "text", "the column `text` must hold strings, not int64"),
+        ([{"text": ["a"]}], "text", "the column `text` must hold strings, not list"),
+        ([{"text": "a"}, {"text": None}], "text", "a row has no text"),
+        ([{"text": "\u2192"}], "text", "token 8594 is not in the model's vocabulary"),
+        ([{"input_ids": [1]}], "tokenized", "the data sets hold no sample of two tokens or more"),
+    ],
+)
 def test_unusable_rows_are_named(tmp_path, make, lines, kind, message):
     with pytest.raises(ValueError, match=message):
         prepared(make({"path": jsonl(tmp_path / "a.jsonl", lines), "type": kind}), Characters)
@@ -482,32 +697,63 @@ def test_unusable_files_are_named(tmp_path, make):
 
 # ---- the cache
 
+
 @pytest.fixture
 def text(tmp_path):
     """An entry, and the folder of its tokenizer."""
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer/tokenizer.json").write_text("{}")
-    return {"path": jsonl(tmp_path / "data/a.jsonl", [{"text": t} for t in ("abc", "defg", "hi")]), "type": "text"}
+    return {
+        "path": jsonl(tmp_path / "data/a.jsonl", [{"text": t} for t in ("abc", "defg", "hi")]),
+        "type": "text",
+    }
 
 
 def test_cache_is_used_again(make, text):
     first = Characters()
     before = rows(prepared(make(text), lambda: first))
     assert sorted(first.calls) == ["abc", "defg", "hi"]
-    assert rows(prepared(make(text))) == before   # `none` would raise
+    assert rows(prepared(make(text))) == before  # `none` would raise
     # What is only about batches does not matter.
-    assert rows(prepared(make(text, pad_to_multiple_of=4, sample_packing_method="multipack",
-                              train={"lr": 1.0, "micro_batch_size": 2}))) == before
+    assert (
+        rows(
+            prepared(
+                make(
+                    text,
+                    pad_to_multiple_of=4,
+                    sample_packing_method="multipack",
+                    train={"lr": 1.0, "micro_batch_size": 2},
+                )
+            )
+        )
+        == before
+    )
 
 
 def touch(path):
     os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 10**9))
 
 
-@pytest.mark.parametrize("change", [
-    "time", "content", "new file", "tokenizer", "tokenizer's content", "max_seq_len", "bin", "seed", "shuffle",
-    "vocabulary", "use", "version"])
-def test_cache_is_not_used_when_what_it_depends_on_changed(make, text, tmp_path, change, monkeypatch):
+@pytest.mark.parametrize(
+    "change",
+    [
+        "time",
+        "content",
+        "new file",
+        "tokenizer",
+        "tokenizer's content",
+        "max_seq_len",
+        "bin",
+        "seed",
+        "shuffle",
+        "vocabulary",
+        "use",
+        "version",
+    ],
+)
+def test_cache_is_not_used_when_what_it_depends_on_changed(
+    make, text, tmp_path, change, monkeypatch
+):
     text["path"] = text["path"].parent
     model = {"tokenizer_path": "org/one"} if change == "tokenizer" else {}
     prepared(make(text, model=model), Characters)
@@ -521,7 +767,9 @@ def test_cache_is_not_used_when_what_it_depends_on_changed(make, text, tmp_path,
     elif change == "new file":
         jsonl(file.with_name("b.jsonl"), [{"text": "more"}])
     elif change == "tokenizer":
-        fields["model"] = {"tokenizer_path": "org/other"}   # on the Hub: there is no file to tell it by
+        fields["model"] = {
+            "tokenizer_path": "org/other"
+        }  # on the Hub: there is no file to tell it by
     elif change == "tokenizer's content":
         touch(tmp_path / "tokenizer/tokenizer.json")
     elif change == "max_seq_len":
@@ -555,9 +803,9 @@ def test_a_half_written_cache_is_not_taken_for_a_finished_one(make, text, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         prepared(config, Characters)
     monkeypatch.setattr(datasets.Dataset, "save_to_disk", saved)
-    assert len(list((tmp_path / "prepared").iterdir())) == 1   # the half
+    assert len(list((tmp_path / "prepared").iterdir())) == 1  # the half
     assert sorted(map(len, rows(prepared(config, Characters)))) == [3, 4, 5]
-    [folder] = (tmp_path / "prepared").iterdir()   # and no remains
+    [folder] = (tmp_path / "prepared").iterdir()  # and no remains
     assert not folder.name.startswith(".")
 
 
@@ -566,14 +814,16 @@ def test_other_ranks_wait_and_read(make, text):
 
     def barrier():
         events.append("barrier")
-        if len(events) == 1:   # the main process is done
+        if len(events) == 1:  # the main process is done
             prepared(config, Characters)
 
     assert len(prepared(config, main=False, barrier=barrier)) == 3 and events == ["barrier"]
 
 
 def test_skip_prepare_dataset(make, text, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"data.skip_prepare_dataset: no prepared data set at"):
+    with pytest.raises(
+        FileNotFoundError, match=r"data.skip_prepare_dataset: no prepared data set at"
+    ):
         prepared(make(text, skip_prepare_dataset=True))
     whole = rows(prepared(make(text), Characters))
     assert rows(prepared(make(text, skip_prepare_dataset=True))) == whole
@@ -597,26 +847,36 @@ def test_files_of_a_prepared_dataset(make, text, tmp_path, number, files):
 
 def test_what_is_pushed(make, text, monkeypatch):
     pushed = []
-    monkeypatch.setattr(datasets.Dataset, "push_to_hub",
-                        lambda self, name, **options: pushed.append((len(self), name, options)))
+    monkeypatch.setattr(
+        datasets.Dataset,
+        "push_to_hub",
+        lambda self, name, **options: pushed.append((len(self), name, options)),
+    )
     config = make(text, test=["dummy"], push_dataset_to_hub="a/b", hf_use_auth_token=True)
     for entries in (config.data.datasets, config.data.datasets, config.data.test_datasets):
         prepared(config, Characters, entries=entries)
     prepared(config, Characters, main=False)
     options = {"token": True, "private": True}
     first = [(3, "a/b", {"split": "train"} | options), (512, "a/b", {"split": "test"} | options)]
-    assert pushed == first   # not again at every start
+    assert pushed == first  # not again at every start
     config = make(text, push_dataset_to_hub="c/d", hf_use_auth_token=True)
-    monkeypatch.setattr(datasets.Dataset, "push_to_hub", lambda *a, **k: (_ for _ in ()).throw(OSError("no network")))
+    monkeypatch.setattr(
+        datasets.Dataset,
+        "push_to_hub",
+        lambda *a, **k: (_ for _ in ()).throw(OSError("no network")),
+    )
     with pytest.raises(OSError, match="no network"):
         prepared(config, Characters)
-    monkeypatch.setattr(datasets.Dataset, "push_to_hub", lambda self, name, **_: pushed.append(name))
-    for _ in range(2):   # from the cache: an upload that failed is made good by the next start
+    monkeypatch.setattr(
+        datasets.Dataset, "push_to_hub", lambda self, name, **_: pushed.append(name)
+    )
+    for _ in range(2):  # from the cache: an upload that failed is made good by the next start
         prepared(config, Characters)
     assert pushed == [*first, "c/d"]
 
 
 # ---- validation
+
 
 @pytest.mark.parametrize("size, count", [(7, 7), (1, 1), (0.25, 25), (0.001, 1), (99, 99)])
 def test_validation_is_held_out(size, count):
@@ -644,13 +904,20 @@ def test_evaluation_sees_everything_once(make, world, packed):
     bins = Bins(bins_of(make).dataset.with_format(None), config.data, packed=packed)
     ranks = [list(evaluation_batches(bins, config, rank, world)) for rank in range(world)]
     assert len({len(r) for r in ranks}) == 1
-    labels = [t for rank in ranks for batch in rank for t in batch["labels"].flatten().tolist() if t != IGNORE]
+    labels = [
+        t
+        for rank in ranks
+        for batch in rank
+        for t in batch["labels"].flatten().tolist()
+        if t != IGNORE
+    ]
     assert sorted(labels) == sorted(t for r in samples(50) for t in r["input_ids"][1:])
     if not packed:
         assert len(bins) == 50 and all(len(bins[i]) == 1 for i in range(50))
 
 
 # ---- batches of ranks
+
 
 def tokens(batch):
     """The first token of each document: every one is different."""
@@ -669,7 +936,9 @@ def taken(bins, config, world, steps, state=None):
     for _ in range(steps):
         ranks = [next(it) for _, it in iterators]
         assert all(len(r) == config.train.gradient_accumulation_steps for r in ranks)
-        out.append([t for micro in zip(*ranks, strict=True) for batch in micro for t in tokens(batch)])
+        out.append(
+            [t for micro in zip(*ranks, strict=True) for batch in micro for t in tokens(batch)]
+        )
     [state] = {tuple(b.state_dict().items()) for b, _ in iterators}
     return out, dict(state)
 
@@ -681,7 +950,9 @@ def firsts(bins):
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_share_the_bins(make, world):
     """Without padding documents, so that every document of an epoch can be counted."""
-    config = make(pad_to_multiple_of=1, train={"micro_batch_size": 2, "gradient_accumulation_steps": 2})
+    config = make(
+        pad_to_multiple_of=1, train={"micro_batch_size": 2, "gradient_accumulation_steps": 2}
+    )
     bins = bins_of(make, 120)
     bins.bins = bins.bins[:48]
     steps = 48 // (4 * world)
@@ -700,7 +971,13 @@ def test_order_depends_on_seed_and_epoch_alone(make):
 
     def order(epoch, **train):
         shuffle = train.pop("shuffle", True)
-        return taken(bins, make(train=train, shuffle_merged_datasets=shuffle), 1, steps, {"epoch": epoch, "used": 0})[0]
+        return taken(
+            bins,
+            make(train=train, shuffle_merged_datasets=shuffle),
+            1,
+            steps,
+            {"epoch": epoch, "used": 0},
+        )[0]
 
     torch.manual_seed(1)
     np.random.seed(1)
@@ -708,12 +985,20 @@ def test_order_depends_on_seed_and_epoch_alone(make):
     torch.manual_seed(2)
     np.random.seed(2)
     assert a == order(0) == order(0, lr=1.0) and a not in (order(1), order(0, seed=7))
-    assert order(0, shuffle=False) == order(3, shuffle=False) == [tokens(collate([bins[i]], 8)) for i in range(steps)]
+    assert (
+        order(0, shuffle=False)
+        == order(3, shuffle=False)
+        == [tokens(collate([bins[i]], 8)) for i in range(steps)]
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_goes_on_where_it_was(make, workers):
-    config = make(pad_to_multiple_of=1, dataloader_num_workers=workers, train={"gradient_accumulation_steps": 2})
+    config = make(
+        pad_to_multiple_of=1,
+        dataloader_num_workers=workers,
+        train={"gradient_accumulation_steps": 2},
+    )
     bins = bins_of(make)
     per_epoch = Batches(bins, config).steps_per_epoch
     whole, _ = taken(bins, config, 1, 2 * per_epoch)
@@ -737,10 +1022,13 @@ def test_resuming_with_other_ranks_uses_the_same_bins(make, before, after):
 @pytest.mark.parametrize("drop", [True, False])
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_last_incomplete_step(make, drop, world):
-    config = make(pad_to_multiple_of=1, dataloader_drop_last=drop, train={"micro_batch_size": 2,
-                                                                            "gradient_accumulation_steps": 2})
+    config = make(
+        pad_to_multiple_of=1,
+        dataloader_drop_last=drop,
+        train={"micro_batch_size": 2, "gradient_accumulation_steps": 2},
+    )
     bins = bins_of(make, 120)
-    bins.bins = bins.bins[:42]   # a step takes 4 or 8
+    bins.bins = bins.bins[:42]  # a step takes 4 or 8
     whole = 42 // (4 * world)
     batches = Batches(bins, config, world_size=world)
     assert batches.steps_per_epoch == whole + (not drop)
@@ -749,8 +1037,10 @@ def test_the_last_incomplete_step(make, drop, world):
     if drop:
         assert len(set(seen)) == len(seen) and set(seen) < set(firsts(bins))
         assert state == {"epoch": 0, "used": whole * 4 * world}
-    else:   # filled with empty bins: token 0, no label
-        assert set(firsts(bins)) <= set(seen) and sorted(t for t in seen if t) == [t for t in firsts(bins) if t]
+    else:  # filled with empty bins: token 0, no label
+        assert set(firsts(bins)) <= set(seen) and sorted(t for t in seen if t) == [
+            t for t in firsts(bins) if t
+        ]
         assert state == {"epoch": 0, "used": 42}
         last = Batches(bins, config, rank=world - 1, world_size=world)
         last.load_state_dict({"epoch": 0, "used": 4 * world * whole})
@@ -780,8 +1070,20 @@ def test_too_little_data_for_a_step(make):
 def test_from_a_file_to_the_tokens_of_a_batch(tmp_path, make):
     """Every label of the file, once, through all the parts."""
     path = jsonl(tmp_path / "a.jsonl", samples(60))
-    config = make(path, sample_packing_method="multipack", dataloader_drop_last=False, train={"micro_batch_size": 3})
+    config = make(
+        path,
+        sample_packing_method="multipack",
+        dataloader_drop_last=False,
+        train={"micro_batch_size": 3},
+    )
     batches = Batches(Bins(prepared(config), config.data), config)
     steps = batches.steps()
-    got = [t for _ in range(batches.steps_per_epoch) for b in next(steps) for t in b["labels"].flatten().tolist()]
-    assert sorted(t for t in got if t != IGNORE) == sorted(t for r in samples(60) for t in r["input_ids"][1:])
+    got = [
+        t
+        for _ in range(batches.steps_per_epoch)
+        for b in next(steps)
+        for t in b["labels"].flatten().tolist()
+    ]
+    assert sorted(t for t in got if t != IGNORE) == sorted(
+        t for r in samples(60) for t in r["input_ids"][1:]
+    )

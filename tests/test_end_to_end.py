@@ -8,28 +8,40 @@ import torch
 from tilewright.bench import end_to_end, performance, report
 
 pytest.importorskip("transformers")
-TINY = end_to_end.Shape(tokens=24, layers=2, hidden=32, inner=48, heads=4, kv_heads=2, vocabulary=96)
+TINY = end_to_end.Shape(
+    tokens=24, layers=2, hidden=32, inner=48, heads=4, kv_heads=2, vocabulary=96
+)
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return end_to_end.measure(TINY, ["float32", "bfloat16"], 3, lambda provider, shape, dtype: 100.0 + len(provider))
+    return end_to_end.measure(
+        TINY, ["float32", "bfloat16"], 3, lambda provider, shape, dtype: 100.0 + len(provider)
+    )
 
 
 def test_rows(rows):
     assert [(r["dtype"], r["provider"]) for r in rows] == [
-        (dtype, provider) for dtype in ("float32", "bfloat16") for provider in ("transformers", "trainer")]
+        (dtype, provider)
+        for dtype in ("float32", "bfloat16")
+        for provider in ("transformers", "trainer")
+    ]
     for r in rows:
         assert r["case"] == "llama-32_2_layers_24_tokens" and len(r["samples_ms"]) == 3
         assert 0 < r["p20_ms"] <= r["median_ms"] <= r["p80_ms"]
 
 
 def test_errors_are_of_the_same_function(rows):
-    """Weights, tokens and labels agree, so each differs from float64 by its arithmetic; and the trainer's no more."""
+    """Weights, tokens and labels agree, so each differs from float64 by its arithmetic; and the
+    trainer's no more.
+    """
     for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
         bound = 2e-6 if ours["dtype"] == "float32" else 3e-2
         for r in (theirs, ours):
-            assert 0 < r["gradient_error"] <= r["worst_gradient_error"] < bound and r["loss_error"] < bound / 10
+            assert (
+                0 < r["gradient_error"] <= r["worst_gradient_error"] < bound
+                and r["loss_error"] < bound / 10
+            )
         assert ours["gradient_error"] <= 1.5 * theirs["gradient_error"]
 
 
@@ -39,25 +51,46 @@ def test_peak_is_of_what_is_held_at_once():
 
     def one_after_the_other():
         for _ in range(3):
-            torch.ones(32 << 18)   # 32 MiB
+            torch.ones(32 << 18)  # 32 MiB
 
-    assert 90 < end_to_end.peak_mib(lambda: torch.ones(96 << 18)) < 110   # which is no later call's peak
+    assert (
+        90 < end_to_end.peak_mib(lambda: torch.ones(96 << 18)) < 110
+    )  # which is no later call's peak
     assert 30 < end_to_end.peak_mib(one_after_the_other) < 45
 
 
 def test_the_page_shows_it(rows, tmp_path):
     folder = tmp_path / "results" / "step"
-    meta = {"device_type": "cpu", "device": "some CPU", "date": "2026-01-02T03:04:05+00:00", "commit": "a" * 40,
-            "dirty": False, "versions": {}, "threads": 2, "argv": ["end-to-end", "--rounds", "3"]}
+    meta = {
+        "device_type": "cpu",
+        "device": "some CPU",
+        "date": "2026-01-02T03:04:05+00:00",
+        "commit": "a" * 40,
+        "dirty": False,
+        "versions": {},
+        "threads": 2,
+        "argv": ["end-to-end", "--rounds", "3"],
+    }
     old = [{**r, "median_ms": 1.0, "p20_ms": 1.0, "p80_ms": 1.0} for r in rows]
-    report.write_json(folder / "end_to_end.json", {"schema": report.SCHEMA, "meta": meta, "rows": rows})
-    report.write_json(folder.parent / "older" / "end_to_end.json", {
-        "schema": report.SCHEMA, "meta": {**meta, "date": "2025-01-02T03:04:05+00:00"}, "rows": old})
+    report.write_json(
+        folder / "end_to_end.json", {"schema": report.SCHEMA, "meta": meta, "rows": rows}
+    )
+    report.write_json(
+        folder.parent / "older" / "end_to_end.json",
+        {
+            "schema": report.SCHEMA,
+            "meta": {**meta, "date": "2025-01-02T03:04:05+00:00"},
+            "rows": old,
+        },
+    )
     text = performance.build(folder.parent, tmp_path / "docs" / "performance.md").text
     said = text.split("### A training step", 1)[1].split("###", 1)[0]
     theirs, ours = rows[2:]
     line = next(found for found in said.splitlines() if "| bfloat16 | trainer |" in found)
-    assert f"| {performance.number(theirs['median_ms'] / ours['median_ms'])} |" in line and "| 0.955 |" in line
+    assert (
+        f"| {performance.number(theirs['median_ms'] / ours['median_ms'])} |" in line
+        and "| 0.955 |" in line
+    )
     rows_shown = [found for found in said.splitlines() if found.startswith("| llama-32")]
     assert len(rows_shown) == 4
     broken = json.loads((folder / "end_to_end.json").read_text())

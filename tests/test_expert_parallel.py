@@ -1,4 +1,6 @@
-"""Experts spread over processes (gloo) against all of them in one: results, gradients, and what travels."""
+"""Experts spread over processes (gloo) against all of them in one: results, gradients, and what
+travels.
+"""
 
 import contextlib
 import sys
@@ -22,12 +24,16 @@ E, H, I = 8, 12, 10
 CASES = {
     "uniform": ((9, 7), 3, "uniform"),
     "one_token_a_rank": ((1, 1), 2, "uniform"),
-    "idle_experts": ((8, 5), 2, "idle"),               # half of the experts, all of the first rank's, get nothing
-    "overloaded": ((6, 11), 2, "overloaded"),          # every token chooses expert 5
+    "idle_experts": (
+        (8, 5),
+        2,
+        "idle",
+    ),  # half of the experts, all of the first rank's, get nothing
+    "overloaded": ((6, 11), 2, "overloaded"),  # every token chooses expert 5
     "one_expert_has_all": ((7, 6), 1, "one"),
     "no_tokens_on_a_rank": ((0, 9), 2, "uniform"),
     "no_tokens": ((0, 0), 2, "uniform"),
-    "without_an_expert": ((8, 9), 3, "sentinels"),     # some slots, and all of the first token's
+    "without_an_expert": ((8, 9), 3, "sentinels"),  # some slots, and all of the first token's
     "every_expert": ((3, 4), E, "uniform"),
 }
 
@@ -40,7 +46,7 @@ def problem(name, world):
     T = sum(sizes)
     scores = torch.rand(T, E, generator=g)
     if kind == "idle":
-        scores[:, :E // 2] -= 2
+        scores[:, : E // 2] -= 2
     if kind == "overloaded":
         scores[:, 5] += 2
     if kind == "one":
@@ -49,15 +55,26 @@ def problem(name, world):
     if kind == "sentinels":
         index[torch.rand(T, K, generator=g) < 0.4] = E
         index[0] = E
-    return sizes, {"x": torch.randn(T, H, generator=g), "gate_up_proj": torch.randn(E, 2 * I, H, generator=g) * H**-0.5,
-                   "down_proj": torch.randn(E, H, I, generator=g) * I**-0.5, "expert_index": index,
-                   "expert_weight": torch.rand(T, K, generator=g)}, torch.randn(T, H, generator=g)
+    return (
+        sizes,
+        {
+            "x": torch.randn(T, H, generator=g),
+            "gate_up_proj": torch.randn(E, 2 * I, H, generator=g) * H**-0.5,
+            "down_proj": torch.randn(E, H, I, generator=g) * I**-0.5,
+            "expert_index": index,
+            "expert_weight": torch.rand(T, K, generator=g),
+        },
+        torch.randn(T, H, generator=g),
+    )
 
 
 def own(whole, sizes, rank):
     """A rank's part of each tensor: its tokens, its experts."""
     n = len(sizes)
-    return {k: v.chunk(n)[rank].clone() if "proj" in k else v.split(sizes)[rank].clone() for k, v in whole.items()}
+    return {
+        k: v.chunk(n)[rank].clone() if "proj" in k else v.split(sizes)[rank].clone()
+        for k, v in whole.items()
+    }
 
 
 def leaves(parts):
@@ -115,7 +132,7 @@ def _everything(rank, world, folder):
             torch.save([y.detach(), *grads], f"{folder}/{name}-{way}-{rank}")
     _what_travels(rank, world, group)
     _through_deepep(rank, world, group)
-    if rank == 0:   # before anything is sent, or the others would wait
+    if rank == 0:  # before anything is sent, or the others would wait
         _refusals(group)
     dist.barrier()
     dist.destroy_process_group()
@@ -129,20 +146,27 @@ def _what_travels(rank, world, group):
         wanted = leaves(parts)
         with Count() as forward:
             y = ep.ep_moe_mlp(*parts.values(), group, recompute=recompute)
-        # Every rank has experts for every token, and each row travels once to it, not once for each of the experts.
+        # Every rank has experts for every token, and each row travels once to it, not once for each
+        # of the experts.
         assert forward.calls == [(world, 2), (T * world, H), (T * world, 2 * K), (sum(sizes), H)]
         assert forward.reads == 1
         with Count() as backward:
             torch.autograd.grad(y, wanted, dy)
         assert backward.calls == [(T * world, H), (sum(sizes), H), (sum(sizes), K)]
         assert backward.reads == 0
-    for reentrant in (False, True):   # rows travel again, sizes do not
-        y = checkpoint(lambda *a: ep.ep_moe_mlp(*a[:-1], group, kept=a[-1]), *parts.values(), [],
-                       use_reentrant=reentrant)
+    for reentrant in (False, True):  # rows travel again, sizes do not
+        y = checkpoint(
+            lambda *a: ep.ep_moe_mlp(*a[:-1], group, kept=a[-1]),
+            *parts.values(),
+            [],
+            use_reentrant=reentrant,
+        )
         with Count() as backward:
             y.backward(dy)
         again = [(T * world, H), (T * world, 2 * K), *([(sum(sizes), H)] if reentrant else [])]
-        assert sorted(backward.calls) == sorted([*again, (T * world, H), (sum(sizes), H), (sum(sizes), K)])
+        assert sorted(backward.calls) == sorted(
+            [*again, (T * world, H), (sum(sizes), H), (sum(sizes), K)]
+        )
         assert backward.reads == 0
     for x_needs, weight_needs, calls in ((True, False, 2), (False, True, 2), (False, False, 1)):
         parts["x"].requires_grad_(x_needs)
@@ -154,9 +178,12 @@ def _what_travels(rank, world, group):
     with torch.no_grad(), Count() as forward:
         ep.ep_moe_mlp(*parts.values(), group, recompute=True)
     assert len(forward.calls) == 4
-    whole_layer, alone = (kept(lambda again=again: ep.ep_moe_mlp(*parts.values(), group, recompute=again))
-                          for again in (False, True))
-    # Recomputed: one row for each token that came, not one for each of its experts; the rest is 4 and 8 bytes a slot.
+    whole_layer, alone = (
+        kept(lambda again=again: ep.ep_moe_mlp(*parts.values(), group, recompute=again))
+        for again in (False, True)
+    )
+    # Recomputed: one row for each token that came, not one for each of its experts; the rest is 4
+    # and 8 bytes a slot.
     M, slots = sum(sizes), sum(sizes) * K
     parameters = sum(parts[n].numel() * 4 for n in ("gate_up_proj", "down_proj"))
     assert alone - parameters <= 4 * M * H + 64 * slots + 64 * T * K, (alone, parameters)
@@ -195,24 +222,42 @@ def _refusals(group):
         ({}, {"dispatch": "ring"}, ValueError, "dispatch must be one of"),
         ({"x": parts["x"][0]}, {}, ValueError, r"x must have shape \[T, H\]"),
         ({"x": parts["x"][1:]}, {}, ValueError, "expert_index must have a row for each of x's"),
-        ({"gate_up_proj": parts["gate_up_proj"][0]}, {}, ValueError, "gate_up_proj must have shape"),
-        ({"expert_weight": parts["expert_weight"][:, 1:]}, {}, ValueError, "expert_weight must have shape"),
+        (
+            {"gate_up_proj": parts["gate_up_proj"][0]},
+            {},
+            ValueError,
+            "gate_up_proj must have shape",
+        ),
+        (
+            {"expert_weight": parts["expert_weight"][:, 1:]},
+            {},
+            ValueError,
+            "expert_weight must have shape",
+        ),
         ({"expert_index": parts["expert_index"] + E}, {}, IndexError, f"accepted are 0 to {E - 1}"),
-        ({"expert_index": parts["expert_index"].double()}, {}, TypeError, "expert_index must be int32 or int64"),
+        (
+            {"expert_index": parts["expert_index"].double()},
+            {},
+            TypeError,
+            "expert_index must be int32 or int64",
+        ),
     ):
         with pytest.raises(error, match=message):
             ep.ep_moe_mlp(*{**parts, **change}.values(), group, **options)
     with pytest.raises(ValueError, match="num_experts must be a multiple of the group's"):
         ep.dispatch(parts["x"], parts["expert_index"], parts["expert_weight"], E + 1, group)
     if ep.no_deepep("cpu"):
-        sentence = r"ep_moe_mlp\[deepep\]: (the package 'deep_ep' is not installed|DeepEP takes CUDA)"
+        sentence = (
+            r"ep_moe_mlp\[deepep\]: (the package 'deep_ep' is not installed|DeepEP takes CUDA)"
+        )
         with pytest.raises(ImplementationUnavailable, match=sentence):
             ep.ep_moe_mlp(*parts.values(), group, dispatch="deepep")
 
 
 class StandIn:
-    """DeepEP's Buffer as its documentation describes it, over all_gather: shows that the calls fit together, and
-    nothing about DeepEP itself."""
+    """DeepEP's Buffer as its documentation describes it, over all_gather: shows that the calls fit
+    together, and nothing about DeepEP itself.
+    """
 
     made, num_sms = [], None
 
@@ -226,14 +271,18 @@ class StandIn:
 
     @staticmethod
     def get_dispatch_config(ranks):
-        return types.SimpleNamespace(get_nvl_buffer_size_hint=lambda row, n: 1000 * row * n,
-                                     get_rdma_buffer_size_hint=lambda row, n: 0)
+        return types.SimpleNamespace(
+            get_nvl_buffer_size_hint=lambda row, n: 1000 * row * n,
+            get_rdma_buffer_size_hint=lambda row, n: 0,
+        )
 
     get_combine_config = get_dispatch_config
 
     def get_dispatch_layout(self, topk_idx, num_experts):
         L = num_experts // self.n
-        in_rank = torch.stack([((topk_idx >= r * L) & (topk_idx < (r + 1) * L)).any(1) for r in range(self.n)], 1)
+        in_rank = torch.stack(
+            [((topk_idx >= r * L) & (topk_idx < (r + 1) * L)).any(1) for r in range(self.n)], 1
+        )
         per_expert = torch.stack([(topk_idx == e).sum() for e in range(num_experts)])
         return in_rank.sum(0), None, per_expert, in_rank, None
 
@@ -242,8 +291,17 @@ class StandIn:
         dist.all_gather_object(found, t, group=self.group)
         return found
 
-    def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None, num_tokens_per_rank=None,
-                 num_tokens_per_rdma_rank=None, is_token_in_rank=None, num_tokens_per_expert=None):
+    def dispatch(
+        self,
+        x,
+        handle=None,
+        topk_idx=None,
+        topk_weights=None,
+        num_tokens_per_rank=None,
+        num_tokens_per_rdma_rank=None,
+        is_token_in_rank=None,
+        num_tokens_per_expert=None,
+    ):
         assert x.dtype == torch.bfloat16 and x.is_contiguous()
         mine = [m[:, self.rank] for m in (handle or self.everyone(is_token_in_rank))]
         received = torch.cat([t[m] for t, m in zip(self.everyone(x), mine, strict=True)])
@@ -251,15 +309,29 @@ class StandIn:
             return received, None, None, None, None, None
         assert topk_idx.dtype == torch.int64 and topk_weights.dtype == torch.float32
         handle, L = self.everyone(is_token_in_rank), num_tokens_per_expert.shape[0] // self.n
-        index = torch.cat([t[m] for t, m in zip(self.everyone(topk_idx), mine, strict=True)]) - self.rank * L
+        index = (
+            torch.cat([t[m] for t, m in zip(self.everyone(topk_idx), mine, strict=True)])
+            - self.rank * L
+        )
         weight = torch.cat([t[m] for t, m in zip(self.everyone(topk_weights), mine, strict=True)])
         away = (index < 0) | (index >= L)
         counts = [int((index == e).sum()) for e in range(L)]
-        return received, index.masked_fill(away, -1), weight.masked_fill(away, 0), counts, handle, None
+        return (
+            received,
+            index.masked_fill(away, -1),
+            weight.masked_fill(away, 0),
+            counts,
+            handle,
+            None,
+        )
 
     def combine(self, x, handle, topk_weights=None):
         assert x.dtype == torch.bfloat16 and x.is_contiguous()
-        return self._sum(x, handle), None if topk_weights is None else self._sum(topk_weights, handle), None
+        return (
+            self._sum(x, handle),
+            None if topk_weights is None else self._sum(topk_weights, handle),
+            None,
+        )
 
     def _sum(self, t, handle):
         total = torch.zeros(handle[self.rank].shape[0], t.shape[1])
@@ -275,19 +347,23 @@ def _through_deepep(rank, world, group):
     options = ep.DeepEP(buffer_size_gb=1e-3, num_sms=6)
     for name in CASES:
         sizes, whole, dy = problem(name, world)
-        parts = {k: v if k == "expert_weight" else v.bfloat16() if v.is_floating_point() else v
-                 for k, v in own(whole, sizes, rank).items()}
+        parts = {
+            k: v if k == "expert_weight" else v.bfloat16() if v.is_floating_point() else v
+            for k, v in own(whole, sizes, rank).items()
+        }
         wanted, found = leaves(parts), []
         for dispatch in ("alltoall", "deepep"):
             y = ep.ep_moe_mlp(*parts.values(), group, dispatch=dispatch, deepep=options)
             found.append([y, *torch.autograd.grad(y, wanted, dy.split(sizes)[rank].bfloat16())])
-        for a, b in zip(*found, strict=True):   # the order of sums over ranks may differ
+        for a, b in zip(*found, strict=True):  # the order of sums over ranks may differ
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
     assert StandIn.made == [(10**6 // 128 * 128, 0)] and StandIn.num_sms == 6
     with pytest.raises(TypeError, match="x must be bfloat16 for DeepEP"):
         ep.ep_moe_mlp(*own(whole, sizes, rank).values(), group, dispatch="deepep")
     with pytest.raises(ValueError, match=r"deepep\.buffer_size_gb must be at least \S+ for"):
-        ep.ep_moe_mlp(*parts.values(), group, dispatch="deepep", deepep=ep.DeepEP(buffer_size_gb=1e-9))
+        ep.ep_moe_mlp(
+            *parts.values(), group, dispatch="deepep", deepep=ep.DeepEP(buffer_size_gb=1e-9)
+        )
     del sys.modules["deep_ep"]
     ep.no_deepep = real
 
@@ -312,28 +388,34 @@ def test_spread_experts_equal_one_process(world):
             expected = [y.detach(), *torch.autograd.grad(y, wanted, dy.double())]
             for way in WAYS:
                 parts = [torch.load(f"{folder}/{name}-{way}-{r}") for r in range(world)]
-                for i, what in enumerate(("y", "dx", "dgate_up_proj", "ddown_proj", "dexpert_weight")):
+                for i, what in enumerate(
+                    ("y", "dx", "dgate_up_proj", "ddown_proj", "dexpert_weight")
+                ):
                     close(torch.cat([part[i] for part in parts]), expected[i], (name, way, what))
 
 
 @pytest.fixture
 def alone():
     """A group of this process, on the device that the tests have."""
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if CASES[n][0] != (0, 0)])
 def test_a_group_of_one_equals_the_layer(name, alone):
-    """What travels goes to itself. On a GPU, the one place where the forward waits for it, and none in the backward."""
+    """What travels goes to itself. On a GPU, the one place where the forward waits for it, and
+    none in the backward.
+    """
     _, whole, dy = problem(name, 2)
     whole, dy = {k: v.to(DEVICE) for k, v in whole.items()}, dy.to(DEVICE)
     wanted = leaves(whole)
     y = moe_mlp(*whole.values())
     expected = [y, *torch.autograd.grad(y, wanted, dy)]
     waits = []
-    for _ in range(2):   # the first call compiles
+    for _ in range(2):  # the first call compiles
         with waiting() as forward:
             y = ep.ep_moe_mlp(*whole.values(), alone)
         with waiting() as backward:
@@ -367,6 +449,9 @@ def test_a_layer_with_collectives_stays_out_of_compiled_code(alone):
     compiled = torch.compile(ep.ep_moe_mlp, backend="eager")
     plain, compiled = (f(*parts.values(), alone) for f in (ep.ep_moe_mlp, compiled))
     assert torch.equal(plain, compiled)
-    for a, b in zip(torch.autograd.grad(plain, wanted, dy.to(DEVICE)),
-                    torch.autograd.grad(compiled, wanted, dy.to(DEVICE)), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(plain, wanted, dy.to(DEVICE)),
+        torch.autograd.grad(compiled, wanted, dy.to(DEVICE)),
+        strict=True,
+    ):
         assert torch.equal(a, b)

@@ -1,4 +1,6 @@
-"""Triton's cache made without a GPU: the same keys again and in another folder, others for another constant."""
+"""Triton's cache made without a GPU: the same keys again and in another folder, others for
+another constant.
+"""
 
 import json
 import os
@@ -15,8 +17,10 @@ COMPUTE_CAPABILITY = 90
 
 
 def measured(folder):
-    """In a process of its own, where Triton compiles. What `fill` says of: a call; it again; with another constant; as
-    for another Triton; from its packed cache in another folder, whose lists `scripts/gpu.sh` mends."""
+    """In a process of its own, where Triton compiles. What `fill` says of: a call; it again; with
+    another constant; as for another Triton; from its packed cache in another folder, whose lists
+    `scripts/gpu.sh` mends.
+    """
     from triton import knobs
 
     from tilewright.bench import compile_gate, gpu_cache, launches, pretend, variants
@@ -24,27 +28,43 @@ def measured(folder):
     from tilewright.kernels import rmsnorm_triton
     from tilewright.ops import OPS
 
-    key, first = gpu_cache.key_of_build(None), Call("rmsnorm", "triton", "ragged", "contract", "bfloat16")
+    key, first = (
+        gpu_cache.key_of_build(None),
+        Call("rmsnorm", "triton", "ragged", "contract", "bfloat16"),
+    )
     config = rmsnorm_triton.FORWARD.heuristic(100, 2, False)
-    other = gpu_cache._with(first, rmsnorm_triton.FORWARD, (100, 2, False), {**config, "num_warps": 8})
+    other = gpu_cache._with(
+        first, rmsnorm_triton.FORWARD, (100, 2, False), {**config, "num_warps": 8}
+    )
 
-    def fill(call, key=key):   # in a process that has compiled nothing
+    def fill(call, key=key):  # in a process that has compiled nothing
         found, said = gpu_cache.fill([call], COMPUTE_CAPABILITY, key, 1)
         assert not said, said
         return found
 
     knobs.cache.dir = str(folder / "cache")
-    found = {"first": fill(first), "again": fill(first), "other": fill(other), "another Triton": fill(first, key + "x")}
+    found = {
+        "first": fill(first),
+        "again": fill(first),
+        "other": fill(other),
+        "another Triton": fill(first, key + "x"),
+    }
     gpu_cache.pack(folder / "cache", found["first"], folder / "results/triton-cache.tar.gz")
     script = {**os.environ, "PYTHON": "true", "TRITON_CACHE_DIR": str(folder / "carried")}
-    said = subprocess.run(["bash", ROOT / "scripts/gpu.sh", folder / "results", "1", "report"], env=script, text=True,
-                          capture_output=True)
+    said = subprocess.run(
+        ["bash", ROOT / "scripts/gpu.sh", folder / "results", "1", "report"],
+        env=script,
+        text=True,
+        capture_output=True,
+    )
     assert said.returncode == 0, said.stderr
     (folder / "cache").rename(folder / "gone")
     knobs.cache.dir = str(folder / "carried")
     found["carried"], found["other, carried"] = fill(first), fill(other)
 
-    spec = rmsnorm_triton.FORWARD.specs({"D": 128, "itemsize": 2, "add": False}, config | {"BLOCK_D": 128})[0]
+    spec = rmsnorm_triton.FORWARD.specs(
+        {"D": 128, "itemsize": 2, "add": False}, config | {"BLOCK_D": 128}
+    )[0]
     facts, cubin = compile_gate._compile_triton(spec, COMPUTE_CAPABILITY)
     with pretend.gpu(COMPUTE_CAPABILITY, compiles=False):
         plan = {what: gpu_cache.calls([what], OPS.values()) for what in gpu_cache.WHAT}
@@ -53,22 +73,46 @@ def measured(folder):
             case = next(c for c in OPS[v.op].cases if c.name == v.case)
             if "cuda" in case.tags and v.launch:
                 kwargs = case.make("cuda", torch.bfloat16, 0)
-                t, k = next((t, k) for t, k in launches.asked_for(OPS[v.op], OPS[v.op].implementation("triton"), kwargs)
-                            if t.name == v.launch)
+                t, k = next(
+                    (t, k)
+                    for t, k in launches.asked_for(
+                        OPS[v.op], OPS[v.op].implementation("triton"), kwargs
+                    )
+                    if t.name == v.launch
+                )
                 now = t.heuristic(**t.named(k))
-                asked[v.name] = {"now": now, "other": {**now, **v.other}, "space": t.candidates(**t.named(k))}
+                asked[v.name] = {
+                    "now": now,
+                    "other": {**now, **v.other},
+                    "space": t.candidates(**t.named(k)),
+                }
         x = torch.randn(3, 8, device="cuda")
-        about = [str(x.device), x.is_cuda, x[1:].data_ptr() - x.data_ptr(), torch.cuda.get_device_capability()]
-    return {**found, "registers": [facts.registers, pretend.registers(cubin)], "variants": asked, "about": about,
-            "after": [torch.ones(1).is_cuda, str(torch.ones(1).device), torch.cuda.is_available()],
-            "plan": {what: [[c.op, c.case, c.launch, len(c.config)] for c in calls] for what, calls in plan.items()}}
+        about = [
+            str(x.device),
+            x.is_cuda,
+            x[1:].data_ptr() - x.data_ptr(),
+            torch.cuda.get_device_capability(),
+        ]
+    return {
+        **found,
+        "registers": [facts.registers, pretend.registers(cubin)],
+        "variants": asked,
+        "about": about,
+        "after": [torch.ones(1).is_cuda, str(torch.ones(1).device), torch.cuda.is_available()],
+        "plan": {
+            what: [[c.op, c.case, c.launch, len(c.config)] for c in calls]
+            for what, calls in plan.items()
+        },
+    }
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     folder = tmp_path_factory.mktemp("gpu_cache")
-    done = subprocess.run([sys.executable, __file__, folder], env=variables, cwd=ROOT, text=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, __file__, folder], env=variables, cwd=ROOT, text=True, capture_output=True
+    )
     assert done.returncode == 0, done.stderr
     with tarfile.open(folder / "results/triton-cache.tar.gz") as packed:
         names = packed.getnames()
@@ -77,7 +121,9 @@ def ran(tmp_path_factory):
 
 def test_what_was_compiled_is_found_again(ran):
     first, again = ran["first"], ran["again"]
-    assert len(first) >= 3 and not any(first.values()), "forward, backward and the sum of its shares"
+    assert len(first) >= 3 and not any(first.values()), (
+        "forward, backward and the sum of its shares"
+    )
     assert set(again) == set(first) and all(again.values()), "nothing is compiled twice"
     assert {n.rpartition(".")[2] for n in ran["names"]} == {"cubin", "json"}
 
@@ -85,7 +131,9 @@ def test_what_was_compiled_is_found_again(ran):
 def test_another_constant_and_another_triton_are_compiled(ran):
     new = {name for name, there in ran["other"].items() if not there}
     assert len(new) == 1 and not new & set(ran["first"]), "the forward, with its other constant"
-    assert not set(ran["another Triton"]) & set(ran["first"]) and not any(ran["another Triton"].values())
+    assert not set(ran["another Triton"]) & set(ran["first"]) and not any(
+        ran["another Triton"].values()
+    )
 
 
 def test_a_cache_that_was_carried_elsewhere_is_found(ran):
@@ -108,7 +156,12 @@ def test_the_plan_is_all_that_a_first_call_launches(ran):
     for _, _, launch, constants in ran["plan"]["search"]:
         assert constants
         search[launch] += 1
-    assert {"moe_mlp/up_swiglu", "grouped_gemm/backward_weight", "rmsnorm/backward", "rope/rotate"} <= set(search)
+    assert {
+        "moe_mlp/up_swiglu",
+        "grouped_gemm/backward_weight",
+        "rmsnorm/backward",
+        "rope/rotate",
+    } <= set(search)
     assert min(search.values()) > 1 and "linear_cross_entropy/chunk" not in search
 
 

@@ -1,5 +1,6 @@
-"""What is special to grouped_gemm, and the fused launches that a mixture-of-experts MLP is made of; parity with the
-eager twin is in test_contract.py."""
+"""What is special to grouped_gemm, and the fused launches that a mixture-of-experts MLP is made of;
+parity with the eager twin is in test_contract.py.
+"""
 
 import pathlib
 
@@ -16,15 +17,20 @@ from tilewright.registry import FLOATS, short
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = [n for n in GROUPED_GEMM.names() if n != "eager"]
 EVERY = pytest.mark.parametrize("name", NAMES)
-BIT16 = torch.bfloat16 if DEVICE == "cuda" else torch.float16   # the interpreter truncates to bfloat16
+BIT16 = (
+    torch.bfloat16 if DEVICE == "cuda" else torch.float16
+)  # the interpreter truncates to bfloat16
 
 
 def made(counts, tail, n, k, dtype=torch.float32, fill=float("nan")):
     """x, weight, offsets and dy, with `fill` in the tail."""
     ends = torch.tensor(counts).cumsum(0)
     rows = int(ends[-1]) + tail
-    x, dy = torch.randn(rows, k, device=DEVICE).to(dtype), torch.randn(rows, n, device=DEVICE).to(dtype)
-    x[rows - tail:], dy[rows - tail:] = fill, fill
+    x, dy = (
+        torch.randn(rows, k, device=DEVICE).to(dtype),
+        torch.randn(rows, n, device=DEVICE).to(dtype),
+    )
+    x[rows - tail :], dy[rows - tail :] = fill, fill
     weight = torch.randn(len(counts), n, k, device=DEVICE).to(dtype)
     return x, weight, ends.to(torch.int32).to(DEVICE), dy
 
@@ -43,9 +49,11 @@ def truth(x, weight, offsets, dy):
     x, dy = x.double().masked_fill(~live, 0), dy.double().masked_fill(~live, 0)
     masks = [(expert == e)[:, None].double() for e in range(len(offsets))]
     weight = weight.double()
-    return [sum(m * (x @ w.t()) for m, w in zip(masks, weight, strict=True)),
-            sum(m * (dy @ w) for m, w in zip(masks, weight, strict=True)),
-            torch.stack([(m * dy).t() @ x for m in masks])]
+    return [
+        sum(m * (x @ w.t()) for m, w in zip(masks, weight, strict=True)),
+        sum(m * (dy @ w) for m, w in zip(masks, weight, strict=True)),
+        torch.stack([(m * dy).t() @ x for m in masks]),
+    ]
 
 
 def close(found, expected, eps):
@@ -60,7 +68,11 @@ def test_equals_a_definition_by_masks(name, dtype):
     skip_unless_usable(GROUPED_GEMM, name, dtype)
     inputs = made((5, 0, 40, 1), 6, 20, 36, dtype)
     # One rounding, of half an eps of the element; float32: sums of 40 products.
-    close(step(name, *inputs), truth(*inputs), (8 if dtype == torch.float32 else 1) * torch.finfo(dtype).eps)
+    close(
+        step(name, *inputs),
+        truth(*inputs),
+        (8 if dtype == torch.float32 else 1) * torch.finfo(dtype).eps,
+    )
 
 
 def test_float64_is_exact():
@@ -82,7 +94,9 @@ def test_infinite_weights_stay_with_their_expert(name):
 
 
 @EVERY
-@pytest.mark.parametrize("layout", ["row-strided", "column-strided", "transposed weight", "expanded x"])
+@pytest.mark.parametrize(
+    "layout", ["row-strided", "column-strided", "transposed weight", "expanded x"]
+)
 def test_strides(name, layout):
     """The same bits as contiguous inputs give; but torch may take another kernel for them."""
     skip_unless_usable(GROUPED_GEMM, name, torch.float32)
@@ -90,7 +104,10 @@ def test_strides(name, layout):
     if layout == "row-strided":
         x = torch.randn(19, 40, device=DEVICE)[:, 4:16]
     elif layout == "column-strided":
-        x, dy = torch.randn(19, 24, device=DEVICE)[:, ::2], torch.randn(19, 16, device=DEVICE)[:, ::2]
+        x, dy = (
+            torch.randn(19, 24, device=DEVICE)[:, ::2],
+            torch.randn(19, 16, device=DEVICE)[:, ::2],
+        )
     elif layout == "transposed weight":
         weight = torch.randn(3, 12, 8, device=DEVICE).mT
     else:
@@ -98,7 +115,9 @@ def test_strides(name, layout):
     found = step(name, x, weight, offsets, dy)
     expected = step(name, x.contiguous(), weight.contiguous(), offsets, dy.contiguous())
     for f, e in zip(found, expected, strict=True):
-        torch.testing.assert_close(f, e, rtol=0 if name in ("triton", "cpp") else 1e-5, atol=1e-5 * (name == "native"))
+        torch.testing.assert_close(
+            f, e, rtol=0 if name in ("triton", "cpp") else 1e-5, atol=1e-5 * (name == "native")
+        )
         assert f.is_contiguous() or f.shape == weight.shape
 
 
@@ -109,14 +128,17 @@ def test_one_of_the_two_gradients(name):
     _, dx, dweight = step(name, x, weight, offsets, dy)
     for frozen, expected in (("weight", dx), ("x", dweight)):
         leaf = (x if frozen == "weight" else weight).clone().requires_grad_()
-        y = grouped_gemm(*((leaf, weight) if frozen == "weight" else (x, leaf)), offsets, implementation=name)
+        y = grouped_gemm(
+            *((leaf, weight) if frozen == "weight" else (x, leaf)), offsets, implementation=name
+        )
         assert torch.equal(torch.autograd.grad(y, leaf, dy)[0], expected)
 
 
 @EVERY
 def test_same_bits_again_and_whatever_the_neighbours(name):
-    """An expert's results do not depend on how many rows the others have, nor, where the products are this library's
-    own, on the number of threads."""
+    """An expert's results do not depend on how many rows the others have, nor, where the products
+    are this library's own, on the number of threads.
+    """
     skip_unless_usable(GROUPED_GEMM, name, torch.float32)
     x, weight, offsets, dy = made((7, 60, 3), 0, 12, 20)
     whole = step(name, x, weight, offsets, dy)
@@ -124,9 +146,11 @@ def test_same_bits_again_and_whatever_the_neighbours(name):
     torch.set_num_threads(1)
     again = step(name, x, weight, offsets, dy)
     torch.set_num_threads(threads)
-    alone = step(name, x[7:67], weight[1:2], torch.tensor([60], dtype=torch.int32, device=DEVICE), dy[7:67])
+    alone = step(
+        name, x[7:67], weight[1:2], torch.tensor([60], dtype=torch.int32, device=DEVICE), dy[7:67]
+    )
     if name in ("triton", "cpp"):
-        own = name == "triton" or torch.backends.cpu.get_cpu_capability() == "AVX512"   # else ATen's
+        own = name == "triton" or torch.backends.cpu.get_cpu_capability() == "AVX512"  # else ATen's
         for a, b in zip(whole, again, strict=True):
             assert torch.equal(a, b) if own else torch.allclose(a, b, rtol=1e-5, atol=1e-5)
         assert torch.equal(whole[0][7:67], alone[0]) and torch.equal(whole[2][1:2], alone[2])
@@ -137,11 +161,17 @@ def test_same_bits_again_and_whatever_the_neighbours(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 @pytest.mark.parametrize("n, k", [(200, 70), (65, 300), (130, 1101), (1102, 33)])
 def test_cpp_in_every_regime(dtype, n, k):
-    """Experts of 1 to 250 rows take each of its kernels; sizes divide no block, and some sums are of many panels."""
+    """Experts of 1 to 250 rows take each of its kernels; sizes divide no block, and some sums
+    are of many panels.
+    """
     skip_unless_usable(GROUPED_GEMM, "cpp", dtype)
     counts = (1, 2, 3, 4, 5, 23, 31, 32, 47, 48, 50, 0, 130, 250)
     inputs = made(counts, 3, n, k, dtype)
-    close(step("cpp", *inputs), truth(*inputs), 8e-6 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
+    close(
+        step("cpp", *inputs),
+        truth(*inputs),
+        8e-6 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps,
+    )
 
 
 def test_cpp_operators_themselves_check():
@@ -150,9 +180,14 @@ def test_cpp_operators_themselves_check():
     ops = torch.ops.tilewright
     x, weight, offsets, dy = made((2, 3), 0, 4, 6)
     for wrong in ([3, 2], [2, 6], [-1, 5]):
-        for fn, args in ((ops.grouped_gemm_cpp_forward, (x, weight)), (ops.grouped_gemm_cpp_backward_x, (dy, weight)),
-                         (ops.grouped_gemm_cpp_backward_weight, (dy, x))):
-            with pytest.raises(RuntimeError, match="offsets must not decrease and lie within 0 and 5"):
+        for fn, args in (
+            (ops.grouped_gemm_cpp_forward, (x, weight)),
+            (ops.grouped_gemm_cpp_backward_x, (dy, weight)),
+            (ops.grouped_gemm_cpp_backward_weight, (dy, x)),
+        ):
+            with pytest.raises(
+                RuntimeError, match="offsets must not decrease and lie within 0 and 5"
+            ):
                 fn(*args, torch.tensor(wrong, dtype=torch.int32))
     with pytest.raises(RuntimeError, match="weight must have x's columns"):
         ops.grouped_gemm_cpp_forward(dy, weight, offsets)
@@ -167,23 +202,34 @@ def test_cpp_operators_themselves_check():
 X, W, O = torch.randn(5, 6), torch.randn(2, 4, 6), torch.tensor([2, 5], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("args, error, message", [
-    (([1.0], W, O), TypeError, "x must be a torch.Tensor, got list"),
-    ((X.long(), W, O), TypeError, "x must be one of float32.*int64"),
-    ((X[0], W, O), ValueError, r"x must have shape \[R, K\], got \[6\]"),
-    ((X, W[0], O), ValueError, r"weight must have shape \[E, N, K\], E not 0, got \[4, 6\]"),
-    ((X, W[:0], O[:0]), ValueError, r"E not 0, got \[0, 4, 6\]"),
-    ((X, W[..., :5], O), ValueError, r"weight must have shape \[2, 4, 6\].*got \[2, 4, 5\]"),
-    ((X, W.half(), O), TypeError, "weight must have x's dtype float32, got float16"),
-    ((X, W, O.long()), TypeError, "offsets must be int32, got int64"),
-    ((X, W, [2, 5]), TypeError, "offsets must be a torch.Tensor, got list"),
-    ((X, W, O[:1]), ValueError, r"offsets must have shape \[2\] \(\[E\]: an end for each expert.*got \[1\]"),
-    ((X, W, O.flip(0)), ValueError, "offsets must not decrease and lie within 0 and 5, the number of rows; got 2 at "
-                                    "index 1 after 5"),
-    ((X, W, O + 1), ValueError, "got 6 at index 1 after 3"),
-    ((X, W, O - 3), ValueError, "got -1 at index 0$"),
-    ((X, W.to("meta"), O), ValueError, "weight is on meta, x on cpu"),
-])
+@pytest.mark.parametrize(
+    "args, error, message",
+    [
+        (([1.0], W, O), TypeError, "x must be a torch.Tensor, got list"),
+        ((X.long(), W, O), TypeError, "x must be one of float32.*int64"),
+        ((X[0], W, O), ValueError, r"x must have shape \[R, K\], got \[6\]"),
+        ((X, W[0], O), ValueError, r"weight must have shape \[E, N, K\], E not 0, got \[4, 6\]"),
+        ((X, W[:0], O[:0]), ValueError, r"E not 0, got \[0, 4, 6\]"),
+        ((X, W[..., :5], O), ValueError, r"weight must have shape \[2, 4, 6\].*got \[2, 4, 5\]"),
+        ((X, W.half(), O), TypeError, "weight must have x's dtype float32, got float16"),
+        ((X, W, O.long()), TypeError, "offsets must be int32, got int64"),
+        ((X, W, [2, 5]), TypeError, "offsets must be a torch.Tensor, got list"),
+        (
+            (X, W, O[:1]),
+            ValueError,
+            r"offsets must have shape \[2\] \(\[E\]: an end for each expert.*got \[1\]",
+        ),
+        (
+            (X, W, O.flip(0)),
+            ValueError,
+            "offsets must not decrease and lie within 0 and 5, the number of rows; got 2 at "
+            "index 1 after 5",
+        ),
+        ((X, W, O + 1), ValueError, "got 6 at index 1 after 3"),
+        ((X, W, O - 3), ValueError, "got -1 at index 0$"),
+        ((X, W.to("meta"), O), ValueError, "weight is on meta, x on cpu"),
+    ],
+)
 def test_bad_input_is_one_clear_error(args, error, message):
     with pytest.raises(error, match=message):
         grouped_gemm(*args)
@@ -208,11 +254,12 @@ def test_reasons_not_to_run():
 
 # ---- the Triton launches of a mixture-of-experts MLP: in the interpreter, or on a GPU
 
+
 def routed(tokens, k, experts, seed=0):
     """expert_index [T, K] with sentinels, and offsets, slots, position by a stable sort."""
     g = torch.Generator().manual_seed(seed)
     index = torch.randint(0, experts + 1, (tokens, k), generator=g)
-    index[index == 1] = 0   # an expert without rows
+    index[index == 1] = 0  # an expert without rows
     order = index.flatten().argsort(stable=True)
     offsets = torch.bincount(index.flatten(), minlength=experts + 1)[:experts].cumsum(0)
     position = torch.empty_like(order)
@@ -254,7 +301,9 @@ def test_up_swiglu(hidden, inner, dtype, interleaved):
     rows = len(slots)
     expected = torch.zeros(rows, 2 * inner, dtype=torch.float64, device=DEVICE)
     for e, mine, tokens in expert_rows(index, offsets, slots, 3):
-        expected[mine] = x[tokens].double() @ weight[e].double().t() + (0 if bias is None else bias[e].double())
+        expected[mine] = x[tokens].double() @ weight[e].double().t() + (
+            0 if bias is None else bias[e].double()
+        )
     if interleaved:
         weight = weight.mT.contiguous().mT
     with contract.poisoned():
@@ -264,7 +313,9 @@ def test_up_swiglu(hidden, inner, dtype, interleaved):
     eps = torch.finfo(dtype).eps
     close([pre], [expected], 8 * eps)
     # h is that of the rounded pre-activation
-    gate, up = (pre.double()[:, ::2], pre.double()[:, 1::2]) if interleaved else pre.double().chunk(2, -1)
+    gate, up = (
+        (pre.double()[:, ::2], pre.double()[:, 1::2]) if interleaved else pre.double().chunk(2, -1)
+    )
     close([h], [F.silu(gate) * up], 8 * eps)
     tail = int(offsets[-1])
     assert tail < rows and not pre[tail:].any() and not h[tail:].any()
@@ -274,8 +325,9 @@ def test_up_swiglu(hidden, inner, dtype, interleaved):
 @TYPES
 @pytest.mark.parametrize("split, interleaved", [(None, False), (4, False), (4, True)])
 def test_down_dswiglu(hidden, inner, dtype, split, interleaved):
-    """split: the pieces that the epilogue takes a tile in; tiles of 16 columns make several partial sums a row. With a
-    bias where gates and ups are interleaved."""
+    """split: the pieces that the epilogue takes a tile in; tiles of 16 columns make several partial
+    sums a row. With a bias where gates and ups are interleaved.
+    """
     kernel, (index, offsets, slots, position) = kernels(), routed(25, 3, 4, seed=1)
     if split is not None:
         config = {**kernel._constants(32, 16, 32, 4, 2, 1, split=split)}
@@ -283,7 +335,7 @@ def test_down_dswiglu(hidden, inner, dtype, split, interleaved):
     dy = torch.randn(25, hidden, device=DEVICE).to(dtype)
     down = (torch.randn(4, hidden, inner, device=DEVICE) * inner**-0.5).to(dtype)
     pre = torch.randn(rows, 2 * inner, device=DEVICE).to(dtype)
-    pre[tail:] = float("nan")   # is not read
+    pre[tail:] = float("nan")  # is not read
     weight = torch.rand(25, 3, device=DEVICE)
     bias = torch.randn(4, hidden, device=DEVICE).to(dtype) if interleaved else None
     leaf = pre.double().requires_grad_()
@@ -300,8 +352,18 @@ def test_down_dswiglu(hidden, inner, dtype, split, interleaved):
     hw_true = weight.double().flatten()[slots.long()][:, None] * h.detach().to(dtype).double()
 
     def call(keep):
-        return kernel.down_dswiglu(dy, down, pre, weight, offsets, slots, position, keep, bias,
-                                   {**kernel.SILU_MUL, "INTERLEAVED": interleaved})
+        return kernel.down_dswiglu(
+            dy,
+            down,
+            pre,
+            weight,
+            offsets,
+            slots,
+            position,
+            keep,
+            bias,
+            {**kernel.SILU_MUL, "INTERLEAVED": interleaved},
+        )
 
     with contract.poisoned():
         if split is None:
@@ -314,7 +376,11 @@ def test_down_dswiglu(hidden, inner, dtype, split, interleaved):
     assert none is None
     eps = torch.finfo(dtype).eps
     # A dozen roundings: of a sum of products, of the sigmoid, and of six factors.
-    close([dpre[:tail], drouter, hw[:tail]], [dpre_true[:tail], drouter_true, hw_true[:tail]], 12 * eps)
+    close(
+        [dpre[:tail], drouter, hw[:tail]],
+        [dpre_true[:tail], drouter_true, hw_true[:tail]],
+        12 * eps,
+    )
     assert drouter.dtype == torch.float32 and not drouter[index.to(DEVICE) == 4].any()
     assert not dpre[tail:].any() and not hw[tail:].any()
 
@@ -326,7 +392,7 @@ def test_weight_gradient_of_gathered_rows(hidden, inner, dtype, gather):
     kernel, (index, offsets, slots, _) = kernels(), routed(60, 3, 4, seed=2)
     whole = torch.randn(60, hidden, device=DEVICE).to(dtype)
     rows = torch.randn(len(slots), inner, device=DEVICE).to(dtype)
-    rows[int(offsets[-1]):] = float("nan")
+    rows[int(offsets[-1]) :] = float("nan")
     dy, x = (rows, whole) if gather == "x" else (whole, rows)
     expected = torch.zeros(4, dy.shape[1], x.shape[1], dtype=torch.float64, device=DEVICE)
     for e, mine, tokens in expert_rows(index, offsets, slots, 3):
@@ -338,8 +404,17 @@ def test_weight_gradient_of_gathered_rows(hidden, inner, dtype, gather):
     close([found], [expected], 8 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("counts, tail, block", [((5, 0, 40, 1), 6, 16), ((0, 0), 3, 16), ((64,), 0, 32),
-                                                 ((3, 3, 3), 0, 128), ((4000, 1), 500, 16)], ids=str)
+@pytest.mark.parametrize(
+    "counts, tail, block",
+    [
+        ((5, 0, 40, 1), 6, 16),
+        ((0, 0), 3, 16),
+        ((64,), 0, 32),
+        ((3, 3, 3), 0, 128),
+        ((4000, 1), 500, 16),
+    ],
+    ids=str,
+)
 def test_tiles_cover_every_row_once(counts, tail, block):
     kernel = kernels()
     ends = torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE)
@@ -355,9 +430,11 @@ def test_tiles_cover_every_row_once(counts, tail, block):
 
 
 def test_bad_offsets_stay_inside_the_tensors():
-    """On a GPU nobody looks at their values: whatever they are, every access is inside, and each row gets a number."""
+    """On a GPU nobody looks at their values: whatever they are, every access is inside, and
+    each row gets a number.
+    """
     kernel = kernels()
-    for wrong in ([40, 0, 40], [-5, 90, 20], [2**31 - 1] * 3, [-2**31] * 3, [40, 0, 40, 0, 40]):
+    for wrong in ([40, 0, 40], [-5, 90, 20], [2**31 - 1] * 3, [-(2**31)] * 3, [40, 0, 40, 0, 40]):
         x, weight = torch.randn(40, 8, device=DEVICE), torch.randn(len(wrong), 8, 8, device=DEVICE)
         offsets = torch.tensor(wrong, dtype=torch.int32, device=DEVICE)
         tiles = kernel.tile_map(offsets, 40, 16).cpu()
@@ -370,7 +447,9 @@ def test_bad_offsets_stay_inside_the_tensors():
 
 
 def test_more_tiles_than_32_bits_can_count_stay_inside_the_table():
-    """What offsets that break the rules can ask for: here 2^31 tiles of one row, where there is room for ten."""
+    """What offsets that break the rules can ask for: here 2^31 tiles of one row, where there is
+    room for ten.
+    """
     kernel = kernels()
     R, room = 2**30, 10
     offsets = torch.tensor([R, 0, R], dtype=torch.int32, device=DEVICE)
@@ -384,7 +463,9 @@ def test_what_a_descriptor_cannot_take_is_seen():
     kernel = kernels()
     flat = torch.empty(4 * 64 + 1, dtype=torch.bfloat16, device=DEVICE)
     assert kernel._aligned(flat[:-1].view(4, 64))
-    assert not kernel._aligned(flat[1:].view(4, 64)) and not kernel._aligned(flat[:-1].view(4, 64)[:, 1:])
+    assert not kernel._aligned(flat[1:].view(4, 64)) and not kernel._aligned(
+        flat[:-1].view(4, 64)[:, 1:]
+    )
     assert not kernel._aligned(torch.empty(4, 36, dtype=torch.bfloat16, device=DEVICE))
     one = torch.randn(1, 16, 32, device=DEVICE)
     shared = one.expand(3, -1, -1)

@@ -1,4 +1,6 @@
-"""The block Hadamard transform: the matrix, its inverse and gradient, the signs, the bits of every implementation."""
+"""The block Hadamard transform: the matrix, its inverse and gradient, the signs, the bits of
+every implementation.
+"""
 
 import math
 
@@ -42,7 +44,10 @@ def test_is_a_product_by_the_matrix_of_signs(name, size, seed):
     blocks = x.cpu().double().view(-1, size)
     forward = hadamard(x, size, seed=seed, implementation=name)
     backward = hadamard(x, size, seed=seed, inverse=True, implementation=name)
-    for found, expected in ((forward, (blocks * s) @ sylvester(size)), (backward, (blocks @ sylvester(size)) * s)):
+    for found, expected in (
+        (forward, (blocks * s) @ sylvester(size)),
+        (backward, (blocks @ sylvester(size)) * s),
+    ):
         assert found.shape == x.shape and found.dtype == x.dtype and found.is_contiguous()
         torch.testing.assert_close(found.cpu().double(), expected.view(x.shape), rtol=0, atol=2e-6)
 
@@ -50,10 +55,17 @@ def test_is_a_product_by_the_matrix_of_signs(name, size, seed):
 @pytest.mark.parametrize("name", ["triton", "cpp"])
 @EVERY_DTYPE
 @SIZES
-@pytest.mark.parametrize("options", [{}, {"seed": 3}, {"seed": 2**62 + 5, "inverse": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"seed": 3}, {"seed": 2**62 + 5, "inverse": True}], ids=str
+)
 def test_implementations_give_the_bits_of_the_twin(name, dtype, size, options, poisoned):
     skip_unless_usable(HADAMARD, name, dtype)
-    for shape in ((5, 96), (2500 // size * size,), (2, 0, 64), (0, 32)):   # within a program's tile, and beyond
+    for shape in (
+        (5, 96),
+        (2500 // size * size,),
+        (2, 0, 64),
+        (0, 32),
+    ):  # within a program's tile, and beyond
         x = randn(*shape, dtype=dtype)
         found, expected = (hadamard(x, size, **options, implementation=n) for n in (name, "eager"))
         assert found.dtype == dtype and torch.equal(found, expected)
@@ -69,8 +81,10 @@ def test_inverse_undoes_it_and_lengths_stay(name, size, seed):
     back = hadamard(y, size, seed=seed, inverse=True, implementation=name)
     torch.testing.assert_close(back, x, rtol=0, atol=2e-6)
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
-    w = randn(5, 4 * size, seed=1)   # a product along the last dimension stays
-    torch.testing.assert_close(y @ hadamard(w, size, seed=seed, implementation=name).T, x @ w.T, rtol=0, atol=5e-5)
+    w = randn(5, 4 * size, seed=1)  # a product along the last dimension stays
+    torch.testing.assert_close(
+        y @ hadamard(w, size, seed=seed, implementation=name).T, x @ w.T, rtol=0, atol=5e-5
+    )
 
 
 def test_one_large_element_is_spread():
@@ -81,16 +95,16 @@ def test_one_large_element_is_spread():
 
 def test_signs_are_those_of_the_seed():
     x = torch.zeros(3, 32, device=DEVICE)
-    x[0, 0] = x[1, 1] = x[2, 5] = 4.0   # each row shows one position's sign in its first element
+    x[0, 0] = x[1, 1] = x[2, 5] = 4.0  # each row shows one position's sign in its first element
     seen = {tuple(hadamard(x, 32, seed=seed)[:, 0].sign().tolist()) for seed in range(40)}
     assert len(seen) == 8
     ones = torch.ones(2, 64, device=DEVICE)
     y = hadamard(ones, 16, seed=5)
-    assert torch.equal(y[0, :16], y[1, 48:])   # the same for all blocks
+    assert torch.equal(y[0, :16], y[1, 48:])  # the same for all blocks
     assert not torch.equal(y, hadamard(ones, 16, seed=6))
     assert not torch.equal(y, hadamard(ones, 16, seed=5 + 2**32))
     counts = sum((signs(seed, 32) < 0).double() for seed in range(400))
-    assert ((counts - 200).abs() < 50).all()   # 5 standard deviations
+    assert ((counts - 200).abs() < 50).all()  # 5 standard deviations
 
 
 @IMPLEMENTATIONS
@@ -101,17 +115,21 @@ def test_gradient_is_the_other_direction(name, size, inverse):
     x, dy = randn(3, 2 * size).requires_grad_(), randn(3, 2 * size, seed=1)
     options = {"seed": 4, "implementation": name}
     y = hadamard(x, size, inverse=inverse, **options)
-    dx, = torch.autograd.grad(y, x, dy.expand(3, -1), create_graph=True)
-    torch.testing.assert_close(dx, hadamard(dy, size, inverse=not inverse, **options), rtol=0, atol=1e-6)
+    (dx,) = torch.autograd.grad(y, x, dy.expand(3, -1), create_graph=True)
+    torch.testing.assert_close(
+        dx, hadamard(dy, size, inverse=not inverse, **options), rtol=0, atol=1e-6
+    )
     # The transform is linear: <dy, H v> = <H^T dy, v>.
     v = randn(3, 2 * size, seed=2)
-    torch.testing.assert_close((dy * hadamard(v, size, inverse=inverse, **options)).sum(), (dx * v).sum())
+    torch.testing.assert_close(
+        (dy * hadamard(v, size, inverse=inverse, **options)).sum(), (dx * v).sum()
+    )
 
 
 @pytest.mark.parametrize("inverse", [False, True])
 def test_gradcheck_of_the_definition(inverse):
     x = randn(2, 32).double().requires_grad_()
-    call = lambda x: hadamard(x, 16, seed=1, inverse=inverse, implementation="eager")   # noqa: E731
+    call = lambda x: hadamard(x, 16, seed=1, inverse=inverse, implementation="eager")  # noqa: E731
     assert torch.autograd.gradcheck(call, x)
     assert torch.autograd.gradgradcheck(call, x)
 
@@ -121,8 +139,10 @@ def test_any_strides(name):
     skip_unless_usable(HADAMARD, name, torch.float32)
     x = randn(32, 96)
     for view in (x[:, 16:48], x.mT, x[::2], x[:1].expand(4, 96), x.view(32, 6, 16).transpose(0, 1)):
-        assert torch.equal(hadamard(view, seed=2, implementation=name),
-                           hadamard(view.contiguous(), seed=2, implementation=name))
+        assert torch.equal(
+            hadamard(view, seed=2, implementation=name),
+            hadamard(view.contiguous(), seed=2, implementation=name),
+        )
 
 
 def test_what_is_not_finite_stays_in_its_block():
@@ -141,7 +161,11 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
         (lambda: hadamard(x.int()), TypeError, "x must be one of float32.*, got int32"),
         (lambda: hadamard(x[0, 0]), ValueError, "x must have at least 1 dimension, got a scalar"),
         (lambda: hadamard(x, 32), ValueError, "x's last dimension must divide by size, 32, got 48"),
-        (lambda: hadamard(x[:, :40]), ValueError, "x's last dimension must divide by size, 16, got 40"),
+        (
+            lambda: hadamard(x[:, :40]),
+            ValueError,
+            "x's last dimension must divide by size, 16, got 40",
+        ),
         (lambda: hadamard(x, 8), ValueError, r"size must be one of \[16, 32\], got 8"),
         (lambda: hadamard(x, 16.0), TypeError, r"size must be one of \[16, 32\], got 16.0"),
         (lambda: hadamard(x, seed=-1), ValueError, r"seed must be 0 to 2\^63 - 1, got -1"),

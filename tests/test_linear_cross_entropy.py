@@ -1,4 +1,6 @@
-"""What is special to linear_cross_entropy and linear_logprob; parity with the eager twin is in test_contract.py."""
+"""What is special to linear_cross_entropy and linear_logprob; parity with the eager twin is in
+test_contract.py.
+"""
 
 import functools
 import importlib
@@ -30,7 +32,9 @@ MiB = 2**20
 
 def problem(T=11, H=16, V=37, dtype=torch.float32, seed=0):
     g = torch.Generator().manual_seed(seed)
-    x, w, b = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((T, H), (V, H), (V,)))
+    x, w, b = (
+        torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((T, H), (V, H), (V,))
+    )
     y = torch.randint(V, (T,), generator=g)
     y[1::3] = -100
     x, w, b = (t.to(DEVICE, dtype).requires_grad_() for t in (x, w * 2 / math.sqrt(H), b))
@@ -44,15 +48,23 @@ def grads(loss, *leaves):
 # ---- against PyTorch's own composition
 
 OPTIONS = {
-    "plain": {}, "sum": {"reduction": "sum"}, "none": {"reduction": "none"}, "smoothing": {"label_smoothing": 0.2},
-    "weights": {"class_weight": True}, "weights_smoothing": {"class_weight": True, "label_smoothing": 0.1},
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothing": {"label_smoothing": 0.2},
+    "weights": {"class_weight": True},
+    "weights_smoothing": {"class_weight": True, "label_smoothing": 0.1},
 }
 
 
 def by_hand(x, w, b, y, class_weight=None, **options):
     acc = torch.promote_types(x.dtype, torch.float32)
-    return F.cross_entropy(F.linear(x, w, b).to(acc), y, None if class_weight is None else class_weight.to(acc),
-                           **options)
+    return F.cross_entropy(
+        F.linear(x, w, b).to(acc),
+        y,
+        None if class_weight is None else class_weight.to(acc),
+        **options,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=short)
@@ -85,7 +97,10 @@ def test_a_constant_added_to_the_logits_costs_no_precision(name):
     skip_unless_usable(LINEAR, name, torch.float32)
     eps = torch.finfo(torch.float32).eps
     x, w, b, _ = problem(T=8, H=8, V=300)
-    x, w = ((4 * x).round() / 4).detach().requires_grad_(), ((2 * w).round() / 2).detach().requires_grad_()
+    x, w = (
+        ((4 * x).round() / 4).detach().requires_grad_(),
+        ((2 * w).round() / 2).detach().requires_grad_(),
+    )
     y = torch.arange(8, device=DEVICE)
     log_p = F.linear(x.detach().double(), w.detach().double()).log_softmax(-1)
     logprob, entropy = log_p.gather(1, y[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
@@ -93,8 +108,13 @@ def test_a_constant_added_to_the_logits_costs_no_precision(name):
     for offset in (0, 1e2, 1e3, 1e4, 1e5, 1e6):
         b = torch.full((300,), float(offset), device=DEVICE)
         assert torch.equal(F.linear(x, w, b).double(), F.linear(x.double(), w.double(), b.double()))
-        for options in ({"reduction": "none"}, {"reduction": "sum"}):   # which differ in where gradients are made
-            loss = linear_cross_entropy(x, w, y, bias=b, chunk_size=4, implementation=name, **options)
+        for options in (
+            {"reduction": "none"},
+            {"reduction": "sum"},
+        ):  # which differ in where gradients are made
+            loss = linear_cross_entropy(
+                x, w, y, bias=b, chunk_size=4, implementation=name, **options
+            )
             truth = -logprob if options["reduction"] == "none" else -logprob.sum()
             torch.testing.assert_close(loss.detach().double(), truth, rtol=4 * eps, atol=4 * eps)
             assert contract.error(grads(loss.sum(), x)[0], dx)[0] < 16 * eps, offset
@@ -114,8 +134,18 @@ def test_softcap_z_loss_and_token_weights_by_hand(name):
     z = 3 * torch.tanh(F.linear(*exact[:3]) / 3)
     rows = F.cross_entropy(z, y, reduction="none") + 0.01 * z.logsumexp(-1).square() * (y >= 0)
     truth = (rows * exact[3]).sum() / 17
-    loss = linear_cross_entropy(x, w, y, bias=b, softcap=3.0, z_loss=0.01, token_weight=u, num_tokens=17,
-                                chunk_size=4, implementation=name)
+    loss = linear_cross_entropy(
+        x,
+        w,
+        y,
+        bias=b,
+        softcap=3.0,
+        z_loss=0.01,
+        token_weight=u,
+        num_tokens=17,
+        chunk_size=4,
+        implementation=name,
+    )
     found = [loss.detach(), *grads(loss * 3, x, w, b, u)]
     for f, e in zip(found, [truth.detach(), *grads(truth * 3, *exact)], strict=True):
         assert contract.error(f, e)[0] < 3e-6
@@ -129,8 +159,18 @@ def test_chunks_change_nothing(name, reduction):
     x, w, b, y = problem()
     results = []
     for size in (None, 1, 4, 10, 11, 1000):
-        out = linear_cross_entropy(x, w, y, bias=b, reduction=reduction, chunk_size=size, return_lse=True,
-                                   return_entropy=True, return_argmax=True, implementation=name)
+        out = linear_cross_entropy(
+            x,
+            w,
+            y,
+            bias=b,
+            reduction=reduction,
+            chunk_size=size,
+            return_lse=True,
+            return_entropy=True,
+            return_argmax=True,
+            implementation=name,
+        )
         results.append([*(t.detach() for t in out), *grads(out.loss.sum(), x, w, b)])
     for other in results[1:]:
         for f, e in zip(other, results[0], strict=True):
@@ -155,10 +195,13 @@ def test_a_vocabulary_of_262144(name):
 
 # ---- what backward may rely on
 
+
 @pytest.mark.parametrize("name", ["eager", *CHUNKED])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_backward_twice_gives_the_same(name, reduction):
-    """Forward holds the gradients; backward must not scale them in place while the graph is kept."""
+    """Forward holds the gradients; backward must not scale them in place while the graph is
+    kept.
+    """
     skip_unless_usable(LINEAR, name, torch.float32)
     x, w, b, y = problem()
     loss = linear_cross_entropy(x, w, y, bias=b, reduction=reduction, implementation=name).sum() * 3
@@ -172,12 +215,16 @@ def test_backward_twice_gives_the_same(name, reduction):
 def test_what_is_frozen_costs_no_gemm(name, reduction, monkeypatch):
     skip_unless_usable(LINEAR, name, torch.float32)
     x, w, b, y = problem()
-    expected, = grads(linear_cross_entropy(x, w, y, bias=b, reduction=reduction, implementation="eager").sum(), x)
+    (expected,) = grads(
+        linear_cross_entropy(x, w, y, bias=b, reduction=reduction, implementation="eager").sum(), x
+    )
     made = []
     real = module._Gradients
     monkeypatch.setattr(module, "_Gradients", lambda *a: made.append(real(*a)) or made[-1])
-    loss = linear_cross_entropy(x, w.detach(), y, bias=b.detach(), reduction=reduction, implementation=name).sum()
-    found, = grads(loss, x)
+    loss = linear_cross_entropy(
+        x, w.detach(), y, bias=b.detach(), reduction=reduction, implementation=name
+    ).sum()
+    (found,) = grads(loss, x)
     assert contract.error(found, expected)[0] < 2e-6
     assert made[-1].dw.numel() == made[-1].db.numel() == 0
     with torch.no_grad():
@@ -190,7 +237,10 @@ def test_strided_inputs(name):
     skip_unless_usable(LINEAR, name, torch.float32)
     x, w, _, y = problem()
     expected = linear_cross_entropy(x, w, y, implementation="eager")
-    turned = x.detach().t().contiguous().t().requires_grad_(), w.detach().t().contiguous().t().requires_grad_()
+    turned = (
+        x.detach().t().contiguous().t().requires_grad_(),
+        w.detach().t().contiguous().t().requires_grad_(),
+    )
     found = linear_cross_entropy(*turned, y, chunk_size=4, implementation=name)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     for f, e in zip(grads(found, *turned), grads(expected, x, w), strict=True):
@@ -221,16 +271,32 @@ print((peak() - before) / 1024)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads a process's peak memory as Linux counts it")
-@pytest.mark.parametrize("name, hows, least, most", [
-    ("eager", ["mean"], 256, math.inf),   # what is measured is what is meant: all logits are 256 MiB
-    ("cpp", ["mean", "none", "logprob"], 0, 100),   # a chunk is 64 MiB
-], ids=["eager", "cpp"])
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="reads a process's peak memory as Linux counts it"
+)
+@pytest.mark.parametrize(
+    "name, hows, least, most",
+    [
+        (
+            "eager",
+            ["mean"],
+            256,
+            math.inf,
+        ),  # what is measured is what is meant: all logits are 256 MiB
+        ("cpp", ["mean", "none", "logprob"], 0, 100),  # a chunk is 64 MiB
+    ],
+    ids=["eager", "cpp"],
+)
 def test_logits_are_never_whole_in_memory(name, hows, least, most):
     if reason := LINEAR.implementation(name).why_not("cpu", torch.float32):
         pytest.skip(reason)
-    run = subprocess.run([sys.executable, "-c", PEAK, name, *hows], capture_output=True, text=True, check=False,
-                         cwd=ROOT)
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, name, *hows],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     assert least <= float(run.stdout) <= most
 
@@ -251,18 +317,31 @@ def test_logits_are_never_whole_in_gpu_memory():
 
 # ---- launches
 
+
 @pytest.mark.parametrize("chunk_size, reduction", [(None, "mean"), (None, "sum"), (4, "mean")])
 def test_launches_of_forward_and_backward(chunk_size, reduction, monkeypatch):
-    """As on a GPU: of each chunk its three kernels and three products, and what the upstream gradient costs."""
+    """As on a GPU: of each chunk its three kernels and three products, and what the upstream
+    gradient costs.
+    """
     skip_unless_usable(LINEAR, "triton", torch.float32)
     x, w, _, y = problem()
     upstream = torch.ones((), device=DEVICE)
-    found = launches(monkeypatch, lambda: torch.autograd.grad(
-        linear_cross_entropy(x, w, y, reduction=reduction, chunk_size=chunk_size, implementation="triton"), (x, w),
-        upstream))
+    found = launches(
+        monkeypatch,
+        lambda: torch.autograd.grad(
+            linear_cross_entropy(
+                x, w, y, reduction=reduction, chunk_size=chunk_size, implementation="triton"
+            ),
+            (x, w),
+            upstream,
+        ),
+    )
     products = {"aten::mm": "product", "aten::addmm": "product"}
     chunk = ["product", "_forward", "_losses", "_backward", "product", "product"]
-    assert [products.get(n, n) for n in found] == chunk * (1 if chunk_size is None else 3) + ["_scale", "_scale"]
+    assert [products.get(n, n) for n in found] == chunk * (1 if chunk_size is None else 3) + [
+        "_scale",
+        "_scale",
+    ]
 
 
 def test_an_upstream_gradient_of_one_reads_and_writes_nothing():
@@ -288,17 +367,29 @@ def test_an_upstream_gradient_of_one_reads_and_writes_nothing():
 
 # ---- the rule for chunks
 
+
 def rows(T, V, itemsize=4, device="cpu", chunk_size=None, H=64, fp32=module.SUMS | module.LEARNS):
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
-    x = types.SimpleNamespace(shape=(T, H), device=torch.device(device), element_size=lambda: itemsize, dtype=dtype)
+    x = types.SimpleNamespace(
+        shape=(T, H), device=torch.device(device), element_size=lambda: itemsize, dtype=dtype
+    )
     return module.chunk_rows(x, types.SimpleNamespace(shape=(V, H), dtype=dtype), chunk_size, fp32)
 
 
-@pytest.mark.parametrize("T, V, itemsize, expected", [
-    (512, 32768, 4, 512), (513, 32768, 4, 288), (1025, 32768, 4, 352),   # 64 MiB are 512 rows; evened out, in 32s
-    (1025, 32768, 2, 544), (100, 2**18, 4, 64), (100, 2**26, 4, 32),     # never less than one tile
-    (5, 100, 4, 5), (0, 100, 4, 1), (1, 2**18, 4, 1),
-])
+@pytest.mark.parametrize(
+    "T, V, itemsize, expected",
+    [
+        (512, 32768, 4, 512),
+        (513, 32768, 4, 288),
+        (1025, 32768, 4, 352),  # 64 MiB are 512 rows; evened out, in 32s
+        (1025, 32768, 2, 544),
+        (100, 2**18, 4, 64),
+        (100, 2**26, 4, 32),  # never less than one tile
+        (5, 100, 4, 5),
+        (0, 100, 4, 1),
+        (1, 2**18, 4, 1),
+    ],
+)
 def test_rows_in_a_chunk_on_a_cpu(T, V, itemsize, expected):
     assert rows(T, V, itemsize) == expected
 
@@ -312,24 +403,52 @@ GPU = {"itemsize": 2, "device": "cuda"}
 LLAMA = {"H": 4096, "V": 128256, **GPU}
 
 
-@pytest.mark.parametrize("T, options, chunks", [
-    (8192, LLAMA, 1), (8192, {**LLAMA, "itemsize": 4}, 4),     # a float32 gradient is its own sum
-    (8192, {**LLAMA, "fp32": module.SUMS}, 2),                 # without a gradient of the weight there is no sum
-    (8192, {**LLAMA, "fp32": module.LEARNS}, 2),               # accumulate="bf16"
-    (8192, {**LLAMA, "fp32": module.SUMS | module.LEARNS | module.LOGITS}, 7),   # 6,012 MiB, or 859 and 2,004
-    (12288, LLAMA, 1), (12289, LLAMA, 4), (16384, LLAMA, 4), (32768, LLAMA, 8),
-    (8192, {**LLAMA, "H": 2048, "V": 151936}, 3), (8192, {**LLAMA, "H": 2560, "V": 262144}, 4), (64, LLAMA, 1),
-    (1024, {"H": 576, "V": 49152, "itemsize": 2}, 1), (1024, {"H": 576, "V": 49152, "itemsize": 4}, 4),
-])
+@pytest.mark.parametrize(
+    "T, options, chunks",
+    [
+        (8192, LLAMA, 1),
+        (8192, {**LLAMA, "itemsize": 4}, 4),  # a float32 gradient is its own sum
+        (
+            8192,
+            {**LLAMA, "fp32": module.SUMS},
+            2,
+        ),  # without a gradient of the weight there is no sum
+        (8192, {**LLAMA, "fp32": module.LEARNS}, 2),  # accumulate="bf16"
+        (
+            8192,
+            {**LLAMA, "fp32": module.SUMS | module.LEARNS | module.LOGITS},
+            7,
+        ),  # 6,012 MiB, or 859 and 2,004
+        (12288, LLAMA, 1),
+        (12289, LLAMA, 4),
+        (16384, LLAMA, 4),
+        (32768, LLAMA, 8),
+        (8192, {**LLAMA, "H": 2048, "V": 151936}, 3),
+        (8192, {**LLAMA, "H": 2560, "V": 262144}, 4),
+        (64, LLAMA, 1),
+        (1024, {"H": 576, "V": 49152, "itemsize": 2}, 1),
+        (1024, {"H": 576, "V": 49152, "itemsize": 4}, 4),
+    ],
+)
 def test_chunks_follow_from_shapes(T, options, chunks, monkeypatch):
-    """The least memory of the two: all logits at once, or chunks of the budget and a float32 sum. Nothing else is
-    asked, so it is the same while a graph is recorded and on every rank."""
-    for name in ("mem_get_info", "memory_reserved", "memory_allocated", "is_current_stream_capturing"):
-        monkeypatch.setattr(torch.cuda, name, lambda *a, name=name: pytest.fail(f"{name} was asked for"))
+    """The least memory of the two: all logits at once, or chunks of the budget and a float32 sum.
+    Nothing else is asked, so it is the same while a graph is recorded and on every rank.
+    """
+    for name in (
+        "mem_get_info",
+        "memory_reserved",
+        "memory_allocated",
+        "is_current_stream_capturing",
+    ):
+        monkeypatch.setattr(
+            torch.cuda, name, lambda *a, name=name: pytest.fail(f"{name} was asked for")
+        )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "one that nobody tuned")
     monkeypatch.setattr(module.CHUNK, "config", lambda device, *key: module.CHUNK.heuristic(*key))
     found = rows(T, **options)
-    assert -(-T // found) == chunks and (chunks == 1 or found % (128 if options.get("device") else 32) == 0)
+    assert -(-T // found) == chunks and (
+        chunks == 1 or found % (128 if options.get("device") else 32) == 0
+    )
 
 
 @pytest.mark.parametrize("name", CHUNKED)
@@ -337,8 +456,11 @@ def test_forward_and_backward_choose_the_same_chunks(name, monkeypatch):
     """The logits that backward makes again are those of the statistics."""
     skip_unless_usable(LINEAR, name, torch.float32)
     seen, real = [], module.chunk_rows
-    monkeypatch.setattr(module, "chunk_rows",
-                        lambda x, w, size, fp32: seen.append((size, fp32)) or real(x, w, size, fp32))
+    monkeypatch.setattr(
+        module,
+        "chunk_rows",
+        lambda x, w, size, fp32: seen.append((size, fp32)) or real(x, w, size, fp32),
+    )
     x, w, _, y = problem()
     for frozen in (False, True):
         weight = w.detach() if frozen else w
@@ -350,10 +472,18 @@ def test_forward_and_backward_choose_the_same_chunks(name, monkeypatch):
 
 # ---- targets that are out of range, where there is no look
 
+
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("fn, options", [(linear_cross_entropy, {}), (linear_cross_entropy, {"reduction": "none"}),
-                                         (linear_cross_entropy, {"label_smoothing": 0.1, "z_loss": 0.1}),
-                                         (linear_logprob, {})], ids=["mean", "none", "all", "logprob"])
+@pytest.mark.parametrize(
+    "fn, options",
+    [
+        (linear_cross_entropy, {}),
+        (linear_cross_entropy, {"reduction": "none"}),
+        (linear_cross_entropy, {"label_smoothing": 0.1, "z_loss": 0.1}),
+        (linear_logprob, {}),
+    ],
+    ids=["mean", "none", "all", "logprob"],
+)
 def test_a_bad_target_makes_its_row_nan_where_there_is_no_look(name, fn, options, monkeypatch):
     skip_unless_usable(LINEAR, name, torch.float32)
     if fn is linear_logprob and name not in LOGPROB.names():
@@ -361,10 +491,12 @@ def test_a_bad_target_makes_its_row_nan_where_there_is_no_look(name, fn, options
     as_on_a_gpu(monkeypatch)
     x, w, b, y = problem()
     rows = torch.tensor([2, 6], device=DEVICE)
-    first = contract.leaves(fn(x, w, y.index_fill(0, rows, -100), bias=b, implementation="eager", **options))
+    first = contract.leaves(
+        fn(x, w, y.index_fill(0, rows, -100), bias=b, implementation="eager", **options)
+    )
     y[2], y[6] = 37, -1
     found = contract.leaves(fn(x, w, y, bias=b, chunk_size=4, implementation=name, **options))
-    for f, e in zip(found, first, strict=True):   # e: what the twin finds with those rows ignored
+    for f, e in zip(found, first, strict=True):  # e: what the twin finds with those rows ignored
         assert f.isnan().any()
         if f.dim():
             e = e.detach().index_fill(0, rows, math.nan)
@@ -372,13 +504,16 @@ def test_a_bad_target_makes_its_row_nan_where_there_is_no_look(name, fn, options
     dx, dw = grads(sum(f.sum() for f in found), x, w)
     wanted, _ = grads(sum(f.sum() for f in first), x, w)
     assert dw.isnan().all()
-    if name == "torch":   # whose sum is of all rows
+    if name == "torch":  # whose sum is of all rows
         assert dx[rows].isnan().all()
     else:
-        torch.testing.assert_close(dx, wanted.index_fill(0, rows, math.nan), equal_nan=True, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            dx, wanted.index_fill(0, rows, math.nan), equal_nan=True, rtol=1e-4, atol=1e-6
+        )
 
 
 # ---- in what logits are kept
+
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("chunk_size", [4, None])
@@ -389,11 +524,18 @@ def test_logits_in_fp32_are_not_rounded(name, chunk_size):
     x, w, b, y = problem(T=64, H=32, V=96, dtype=torch.bfloat16)
     y = y.where(y >= 0, 5)
     exact = F.log_softmax(x.double() @ w.double().T + b.double(), -1)
-    truth = (-exact.gather(1, y[:, None])[:, 0], exact.gather(1, y[:, None])[:, 0], -(exact.exp() * exact).sum(-1))
+    truth = (
+        -exact.gather(1, y[:, None])[:, 0],
+        exact.gather(1, y[:, None])[:, 0],
+        -(exact.exp() * exact).sum(-1),
+    )
 
     def errors(**options):
         options |= {"bias": b, "chunk_size": chunk_size, "implementation": name}
-        found = (linear_cross_entropy(x, w, y, reduction="none", **options), *linear_logprob(x, w, y, **options))
+        found = (
+            linear_cross_entropy(x, w, y, reduction="none", **options),
+            *linear_logprob(x, w, y, **options),
+        )
         return [float((f - t).norm() / t.norm()) for f, t in zip(found, truth, strict=True)]
 
     assert max(errors(fp32_logits=True)) < 1e-6
@@ -402,19 +544,25 @@ def test_logits_in_fp32_are_not_rounded(name, chunk_size):
 
 # ---- in what the weight's gradient is summed
 
+
 def dw_errors(name, accumulate, chunk_size):
-    """Root mean square errors of the gradients of weight and bias, and these gradients. All rows have one target, so
-    that sums over chunks grow, which is when a narrow sum loses."""
+    """Root mean square errors of the gradients of weight and bias, and these gradients. All rows
+    have one target, so that sums over chunks grow, which is when a narrow sum loses.
+    """
     x, w, b, y = problem(T=256, H=16, V=24, dtype=torch.bfloat16)
     y.fill_(3)
     with torch.no_grad():
         x.add_(1.0)
     exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
     truth = grads(by_hand(*exact, y), *exact[1:])
-    loss = linear_cross_entropy(x, w, y, bias=b, accumulate=accumulate, chunk_size=chunk_size, implementation=name)
+    loss = linear_cross_entropy(
+        x, w, y, bias=b, accumulate=accumulate, chunk_size=chunk_size, implementation=name
+    )
     found = grads(loss, w, b)
-    return [float((f - t).square().mean().sqrt() / t.square().mean().sqrt())
-            for f, t in zip(found, truth, strict=True)], found
+    return [
+        float((f - t).square().mean().sqrt() / t.square().mean().sqrt())
+        for f, t in zip(found, truth, strict=True)
+    ], found
 
 
 @pytest.mark.parametrize("name", CHUNKED)
@@ -422,7 +570,9 @@ def test_fp32_sums_beat_bf16_sums(name):
     skip_unless_usable(LINEAR, name, torch.bfloat16)
     wide, narrow = dw_errors(name, "fp32", 2)[0], dw_errors(name, "bf16", 2)[0]
     assert all(2 * a < b for a, b in zip(wide, narrow, strict=True)), (wide, narrow)
-    assert all(a < torch.finfo(torch.bfloat16).eps for a in wide), "as good as one rounding of the sum"
+    assert all(a < torch.finfo(torch.bfloat16).eps for a in wide), (
+        "as good as one rounding of the sum"
+    )
 
 
 @pytest.mark.parametrize("name", CHUNKED)
@@ -433,8 +583,10 @@ def test_one_chunk_needs_no_sum(name):
     assert torch.equal(wide[0], narrow[0])
 
 
-@pytest.mark.parametrize("accumulate, chunk, dtype", [("fp32", 2, torch.float32), ("bf16", 2, torch.bfloat16),
-                                                      ("fp32", 8, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "accumulate, chunk, dtype",
+    [("fp32", 2, torch.float32), ("bf16", 2, torch.bfloat16), ("fp32", 8, torch.bfloat16)],
+)
 def test_what_is_allocated_for_the_sum(accumulate, chunk, dtype):
     x, w, _, _ = problem(T=8, dtype=torch.bfloat16)
     made = module._Gradients(x, w, chunk, accumulate == "fp32", 1.0, True, True, True)
@@ -442,6 +594,7 @@ def test_what_is_allocated_for_the_sum(accumulate, chunk, dtype):
 
 
 # ---- log-probability and entropy
+
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
 @pytest.mark.parametrize("softcap", [None, 4.0])
@@ -454,20 +607,30 @@ def test_logprob_and_entropy_equal_log_softmax(name, temperature, softcap):
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     log_p = (z / temperature).log_softmax(-1)
     learn = y >= 0
-    truth = (log_p.gather(-1, y.clamp_min(0)[:, None])[:, 0] * learn, -(log_p.exp() * log_p).sum(-1) * learn)
+    truth = (
+        log_p.gather(-1, y.clamp_min(0)[:, None])[:, 0] * learn,
+        -(log_p.exp() * log_p).sum(-1) * learn,
+    )
     g = torch.randn(2, 11, device=DEVICE)
-    found = linear_logprob(x, w, y, bias=b, temperature=temperature, softcap=softcap, chunk_size=4,
-                           implementation=name)
+    found = linear_logprob(
+        x, w, y, bias=b, temperature=temperature, softcap=softcap, chunk_size=4, implementation=name
+    )
     for f, t in zip(found, truth, strict=True):
         assert contract.error(f.detach(), t.detach())[0] < 2e-6
     assert not found[0][~learn].any() and not found[1][~learn].any()
     # 1e-5: in the entropy's gradient, p (z - mean), the difference loses digits.
-    for which in (0, 1):   # each alone, too: a missing gradient stands for zeros
-        for f, t in zip(torch.autograd.grad(found[which], (x, w, b), g[which], retain_graph=True),
-                        torch.autograd.grad(truth[which], exact, g[which].double(), retain_graph=True), strict=True):
+    for which in (0, 1):  # each alone, too: a missing gradient stands for zeros
+        for f, t in zip(
+            torch.autograd.grad(found[which], (x, w, b), g[which], retain_graph=True),
+            torch.autograd.grad(truth[which], exact, g[which].double(), retain_graph=True),
+            strict=True,
+        ):
             assert contract.error(f, t)[0] < 1e-5
-    for f, t in zip(torch.autograd.grad(found, (x, w, b), [*g]),
-                    torch.autograd.grad(truth, exact, [*g.double()]), strict=True):
+    for f, t in zip(
+        torch.autograd.grad(found, (x, w, b), [*g]),
+        torch.autograd.grad(truth, exact, [*g.double()]),
+        strict=True,
+    ):
         assert contract.error(f, t)[0] < 1e-5
 
 
@@ -476,9 +639,12 @@ def test_a_certain_token_has_logprob_0_and_hardly_any_entropy(name):
     """Never the wrong side of 0, where exp(new - old) and a clipped ratio would go astray."""
     skip_unless_usable(LOGPROB, name, torch.float32)
     w = 100 * torch.eye(8, device=DEVICE)
-    logprob, entropy = linear_logprob(torch.eye(8, device=DEVICE), w, torch.arange(8, device=DEVICE),
-                                      implementation=name)
-    assert not logprob.any() and (entropy >= 0).all() and (entropy < 1e-40).all()   # 7 * 100 exp(-100)
+    logprob, entropy = linear_logprob(
+        torch.eye(8, device=DEVICE), w, torch.arange(8, device=DEVICE), implementation=name
+    )
+    assert (
+        not logprob.any() and (entropy >= 0).all() and (entropy < 1e-40).all()
+    )  # 7 * 100 exp(-100)
 
 
 @pytest.mark.parametrize("name", LOGPROB.names())
@@ -494,11 +660,16 @@ def test_a_class_that_is_masked_out_leaves_the_gradient_of_the_entropy_finite(na
     for f, t in zip(found, truth, strict=True):
         torch.testing.assert_close(f, t)
     g = torch.randn(2, 11, device=DEVICE) * 100
-    assert contract.error(grads((torch.stack(found) * g).sum(), x)[0],
-                          grads((torch.stack(truth) * g).sum(), x)[0])[0] < 1e-5
+    assert (
+        contract.error(
+            grads((torch.stack(found) * g).sum(), x)[0], grads((torch.stack(truth) * g).sum(), x)[0]
+        )[0]
+        < 1e-5
+    )
 
 
 # ---- a vocabulary in shards
+
 
 def _rank(rank, world, folder, name, problems):
     """One process: its shard's loss and gradients, for each of several problems."""
@@ -507,17 +678,21 @@ def _rank(rank, world, folder, name, problems):
         kw = dict(kw)
         x = kw.pop("x").clone().requires_grad_()
         w, b = (kw.pop(n).chunk(world)[rank].clone().requires_grad_() for n in ("weight", "bias"))
-        call = functools.partial(linear_cross_entropy, x, w, bias=b, group=group, implementation=name, **kw)
+        call = functools.partial(
+            linear_cross_entropy, x, w, bias=b, group=group, implementation=name, **kw
+        )
         out = call()
         out.loss.sum().backward()
         torch.save([*(t.detach() for t in out), x.grad, w.grad, b.grad], f"{folder}/out-{i}-{rank}")
     try:
-        linear_cross_entropy(x, w, torch.full_like(kw["target"], 2**20), group=group, implementation=name)
+        linear_cross_entropy(
+            x, w, torch.full_like(kw["target"], 2**20), group=group, implementation=name
+        )
     except IndexError as error:
         assert f"0 to {world * len(w) - 1}" in str(error)
     else:
         raise AssertionError("no IndexError for a target beyond the whole vocabulary")
-    torch.compiler.is_compiling = lambda: True   # compiling would take ten seconds to say the same
+    torch.compiler.is_compiling = lambda: True  # compiling would take ten seconds to say the same
     try:
         call()
     except ValueError as error:
@@ -534,23 +709,48 @@ def test_two_shards_of_the_vocabulary_equal_one(name):
     skip_unless_usable(LINEAR, name, torch.float32)
     returns = {"return_lse": True, "return_entropy": True, "return_argmax": True}
     x, w, b, y = problem(T=9, V=38)
-    everything = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "class_weight": torch.rand(38),
-                  "token_weight": torch.rand(9), **returns}
-    shared = {"x": x.detach(), "weight": w.detach(), "bias": b.detach(), "target": y, "chunk_size": 4}
-    problems = [{**shared, **returns}, {**shared, **everything}, {**shared, **everything, "reduction": "none"},
-                {**shared, **everything, "num_tokens": 20},
-                # Exact sums, which float32 holds to 1/16 only once they have an offset.
-                {**shared, "x": (4 * shared["x"]).round() / 4, "weight": (2 * shared["weight"]).round() / 2,
-                 "bias": torch.full((38,), 1e6), "label_smoothing": 0.1, **returns}]
+    everything = {
+        "label_smoothing": 0.1,
+        "z_loss": 1e-2,
+        "softcap": 5.0,
+        "class_weight": torch.rand(38),
+        "token_weight": torch.rand(9),
+        **returns,
+    }
+    shared = {
+        "x": x.detach(),
+        "weight": w.detach(),
+        "bias": b.detach(),
+        "target": y,
+        "chunk_size": 4,
+    }
+    problems = [
+        {**shared, **returns},
+        {**shared, **everything},
+        {**shared, **everything, "reduction": "none"},
+        {**shared, **everything, "num_tokens": 20},
+        # Exact sums, which float32 holds to 1/16 only once they have an offset.
+        {
+            **shared,
+            "x": (4 * shared["x"]).round() / 4,
+            "weight": (2 * shared["weight"]).round() / 2,
+            "bias": torch.full((38,), 1e6),
+            "label_smoothing": 0.1,
+            **returns,
+        },
+    ]
     with tempfile.TemporaryDirectory() as folder:
         two_processes(_rank, folder, name, problems)
         for i, kw in enumerate(problems):
-            whole = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in kw.items()}
+            whole = {
+                k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v
+                for k, v in kw.items()
+            }
             leaves = [whole[n].requires_grad_() for n in ("x", "weight", "bias")]
             out = linear_cross_entropy(**whole, implementation="eager")
             expected = [*(t.detach() for t in out), *grads(out.loss.sum(), *leaves)]
             ranks = [torch.load(f"{folder}/out-{i}-{r}") for r in range(2)]
-            for found in ranks:   # whole on every rank, and equal there
+            for found in ranks:  # whole on every rank, and equal there
                 for f, e, other in zip(found[:5], expected[:5], ranks[0][:5], strict=True):
                     assert contract.error(f, e)[0] < 1e-5, i
                     assert torch.equal(f, other)
@@ -560,6 +760,7 @@ def test_two_shards_of_the_vocabulary_equal_one(name):
 
 # ---- ignored tokens, the divisor
 
+
 @pytest.mark.parametrize("name", ["eager", *CHUNKED])
 @pytest.mark.parametrize("fn", [linear_cross_entropy, linear_logprob])
 def test_ignored_rows_of_x_get_zeros_whatever_they_hold(name, fn):
@@ -567,7 +768,7 @@ def test_ignored_rows_of_x_get_zeros_whatever_they_hold(name, fn):
     skip_unless_usable(LINEAR, name, torch.float32)
     x, w, _, y = problem()
     with torch.no_grad():
-        x[1] = float("nan")   # ignored by `problem`
+        x[1] = float("nan")  # ignored by `problem`
     out = fn(x, w, y, implementation=name)
     loss = out if fn is linear_cross_entropy else out[0].sum() + out[1].sum()
     dx, dw = grads(loss, x, w)
@@ -587,9 +788,12 @@ def test_num_tokens_gets_no_gradient(name):
 
 # ---- what a module returns
 
+
 @pytest.mark.filterwarnings("error")
 def test_fsdp2_warns_of_no_view(tmp_path):
-    """It warns of a module that returns a view, on which an in-place operation would lose its hook."""
+    """It warns of a module that returns a view, on which an in-place operation would lose its
+    hook.
+    """
     from torch.distributed.fsdp import fully_shard
 
     class Head(torch.nn.Linear):
@@ -605,8 +809,11 @@ def test_fsdp2_warns_of_no_view(tmp_path):
         head = fully_shard(Head(8, 16), mesh=torch.distributed.init_device_mesh("cpu", (1,)))
         for name in ALL:
             if LINEAR.implementation(name).why_not("cpu", torch.float32) is None:
-                calls = [functools.partial(fn, reduction=how, implementation=name)
-                         for fn in (linear_cross_entropy, logits_too) for how in ("mean", "none")]
+                calls = [
+                    functools.partial(fn, reduction=how, implementation=name)
+                    for fn in (linear_cross_entropy, logits_too)
+                    for how in ("mean", "none")
+                ]
                 if name in LOGPROB.names():
                     calls.append(functools.partial(linear_logprob, implementation=name))
                 for call in calls:
@@ -622,57 +829,95 @@ def test_fsdp2_warns_of_no_view(tmp_path):
 X, W, Y = torch.randn(4, 6), torch.randn(8, 6), torch.zeros(4, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("fn, names", [(linear_cross_entropy, ALL), (linear_logprob, LOGPROB.names())])
+@pytest.mark.parametrize(
+    "fn, names", [(linear_cross_entropy, ALL), (linear_logprob, LOGPROB.names())]
+)
 @pytest.mark.parametrize("bad", [8, -1, -101, 2**40])
 def test_target_out_of_range(fn, names, bad):
     y = torch.zeros(2, 2, dtype=torch.int64)
     y[1] = bad
     for name in names:
         if LINEAR.implementation(name).why_not("cpu", torch.float32) is None:
-            with pytest.raises(IndexError, match=rf"target\[1, 0\] is {bad}; accepted are 0 to 7 and ignore_index"):
+            with pytest.raises(
+                IndexError, match=rf"target\[1, 0\] is {bad}; accepted are 0 to 7 and ignore_index"
+            ):
                 fn(X.reshape(2, 2, 6), W, y, implementation=name)
 
 
-@pytest.mark.parametrize("change, error, message", [
-    ({"x": X.long()}, TypeError, "x must be one of float32.*int64"),
-    ({"x": torch.tensor(1.0)}, ValueError, r"x must have a last dimension.*\[\]"),
-    ({"weight": W.bfloat16()}, TypeError, r"weight must have x's dtype torch\.float32, got torch\.bfloat16"),
-    ({"weight": W[:, :5]}, ValueError, r"weight must have shape \[V, 6\].*got \[8, 5\]"),
-    ({"weight": W[0]}, ValueError, r"weight must have shape \[V, 6\].*got \[6\]"),
-    ({"weight": W[:0]}, ValueError, r"weight must have shape \[V, 6\].*got \[0, 6\]"),
-    ({"weight": W.to("meta")}, ValueError, "weight is on meta, x on cpu"),
-    ({"bias": W[0]}, ValueError, r"bias must have shape \[8\].*got \[6\]"),
-    ({"bias": torch.zeros(8, dtype=torch.float64)}, TypeError, r"bias must have x's dtype.*float64"),
-    ({"target": [0]}, TypeError, "target must be a torch.Tensor, got list"),
-    ({"target": Y.int()}, TypeError, "target must be int64.*int32"),
-    ({"target": Y[:3]}, ValueError, r"target must have shape \[4\].*got \[3\]"),
-    ({"softcap": -1.0}, ValueError, "softcap must be a finite number > 0.*got -1.0"),
-    ({"ignore_index": None}, TypeError, "ignore_index must be an int, got None"),
-    ({"chunk_size": 0}, ValueError, "chunk_size must be an int >= 1 .*or None, got 0"),
-    ({"x": X.to_sparse()}, TypeError, "x must be a strided .dense. tensor, got layout sparse_coo"),
-    ({"target": Y.to_sparse()}, TypeError, "target must be a strided .dense. tensor, got layout sparse_coo"),
-    ({"softcap": 1e300}, ValueError, r"softcap must be a finite number > 0 \(in float32\).*got 1e\+300"),
-    ({"ignore_index": 2**70}, ValueError, f"ignore_index must fit in int64.*got {2**70}"),
-    ({"chunk_size": 10**30}, ValueError, f"chunk_size must be an int >= 1 .*or None, got {10**30}"),
-    ({"chunk_size": 2.5}, ValueError, "chunk_size must be an int >= 1 .*or None, got 2.5"),
-    ({"implementation": "tritn"}, ValueError, "unknown implementation 'tritn'"),
-])
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"x": X.long()}, TypeError, "x must be one of float32.*int64"),
+        ({"x": torch.tensor(1.0)}, ValueError, r"x must have a last dimension.*\[\]"),
+        (
+            {"weight": W.bfloat16()},
+            TypeError,
+            r"weight must have x's dtype torch\.float32, got torch\.bfloat16",
+        ),
+        ({"weight": W[:, :5]}, ValueError, r"weight must have shape \[V, 6\].*got \[8, 5\]"),
+        ({"weight": W[0]}, ValueError, r"weight must have shape \[V, 6\].*got \[6\]"),
+        ({"weight": W[:0]}, ValueError, r"weight must have shape \[V, 6\].*got \[0, 6\]"),
+        ({"weight": W.to("meta")}, ValueError, "weight is on meta, x on cpu"),
+        ({"bias": W[0]}, ValueError, r"bias must have shape \[8\].*got \[6\]"),
+        (
+            {"bias": torch.zeros(8, dtype=torch.float64)},
+            TypeError,
+            r"bias must have x's dtype.*float64",
+        ),
+        ({"target": [0]}, TypeError, "target must be a torch.Tensor, got list"),
+        ({"target": Y.int()}, TypeError, "target must be int64.*int32"),
+        ({"target": Y[:3]}, ValueError, r"target must have shape \[4\].*got \[3\]"),
+        ({"softcap": -1.0}, ValueError, "softcap must be a finite number > 0.*got -1.0"),
+        ({"ignore_index": None}, TypeError, "ignore_index must be an int, got None"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be an int >= 1 .*or None, got 0"),
+        (
+            {"x": X.to_sparse()},
+            TypeError,
+            "x must be a strided .dense. tensor, got layout sparse_coo",
+        ),
+        (
+            {"target": Y.to_sparse()},
+            TypeError,
+            "target must be a strided .dense. tensor, got layout sparse_coo",
+        ),
+        (
+            {"softcap": 1e300},
+            ValueError,
+            r"softcap must be a finite number > 0 \(in float32\).*got 1e\+300",
+        ),
+        ({"ignore_index": 2**70}, ValueError, f"ignore_index must fit in int64.*got {2**70}"),
+        (
+            {"chunk_size": 10**30},
+            ValueError,
+            f"chunk_size must be an int >= 1 .*or None, got {10**30}",
+        ),
+        ({"chunk_size": 2.5}, ValueError, "chunk_size must be an int >= 1 .*or None, got 2.5"),
+        ({"implementation": "tritn"}, ValueError, "unknown implementation 'tritn'"),
+    ],
+)
 @pytest.mark.parametrize("fn", [linear_cross_entropy, linear_logprob])
 def test_bad_input_is_one_clear_error(fn, change, error, message):
     with pytest.raises(error, match=message):
         fn(**{"x": X, "weight": W, "target": Y, **change})
 
 
-@pytest.mark.parametrize("change, error, message", [
-    ({"label_smoothing": 1.5}, ValueError, r"label_smoothing must be in .*got 1\.5"),
-    ({"z_loss": -1}, ValueError, "z_loss must be a finite number >= 0.*got -1"),
-    ({"reduction": "avg"}, ValueError, "reduction must be one of .*'avg'"),
-    ({"accumulate": "fp16"}, ValueError, "accumulate must be one of .*'fp32', 'bf16'.*got 'fp16'"),
-    ({"class_weight": W[0]}, ValueError, r"class_weight must have shape \[8\]"),
-    ({"token_weight": X[:, :1]}, ValueError, r"token_weight must have shape \[4\]"),
-    ({"num_tokens": -1}, ValueError, "num_tokens must be a finite number >= 0.*got -1"),
-    ({"group": "tp"}, TypeError, r"group must be a torch\.distributed\.ProcessGroup.*str"),
-])
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"label_smoothing": 1.5}, ValueError, r"label_smoothing must be in .*got 1\.5"),
+        ({"z_loss": -1}, ValueError, "z_loss must be a finite number >= 0.*got -1"),
+        ({"reduction": "avg"}, ValueError, "reduction must be one of .*'avg'"),
+        (
+            {"accumulate": "fp16"},
+            ValueError,
+            "accumulate must be one of .*'fp32', 'bf16'.*got 'fp16'",
+        ),
+        ({"class_weight": W[0]}, ValueError, r"class_weight must have shape \[8\]"),
+        ({"token_weight": X[:, :1]}, ValueError, r"token_weight must have shape \[4\]"),
+        ({"num_tokens": -1}, ValueError, "num_tokens must be a finite number >= 0.*got -1"),
+        ({"group": "tp"}, TypeError, r"group must be a torch\.distributed\.ProcessGroup.*str"),
+    ],
+)
 def test_bad_options_of_the_loss(change, error, message):
     with pytest.raises(error, match=message):
         linear_cross_entropy(X, W, Y, **change)
@@ -681,9 +926,14 @@ def test_bad_options_of_the_loss(change, error, message):
 def test_a_refusal_of_the_dtype_that_autocast_has_made_says_so():
     if reason := LINEAR.implementation("torch").why_not("cpu", torch.float32):
         pytest.skip(reason)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(
-            ImplementationUnavailable, match=r"^linear_cross_entropy\[torch\]: takes float32, not bfloat16 .*; under "
-                                             r"torch\.autocast, which makes x, weight, bias bfloat16$"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(
+            ImplementationUnavailable,
+            match=r"^linear_cross_entropy\[torch\]: takes float32, not bfloat16 .*; under "
+            r"torch\.autocast, which makes x, weight, bias bfloat16$",
+        ),
+    ):
         linear_cross_entropy(X, W, Y, implementation="torch")
     with pytest.raises(ImplementationUnavailable, match=r"not bfloat16 \(usable here: [^)]*\)$"):
         linear_cross_entropy(X.bfloat16(), W.bfloat16(), Y, implementation="torch")
@@ -691,9 +941,13 @@ def test_a_refusal_of_the_dtype_that_autocast_has_made_says_so():
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan, 1e-300, 1e300])
 def test_bad_temperature(value):
-    with pytest.raises(ValueError, match=f"temperature must be a finite number > 0.*got {re.escape(str(value))}"):
+    with pytest.raises(
+        ValueError, match=f"temperature must be a finite number > 0.*got {re.escape(str(value))}"
+    ):
         linear_logprob(X, W, Y, temperature=value)
-    with pytest.raises(ValueError, match=r"softcap / temperature must be a finite.*got 1e\+30 / 1e-20"):
+    with pytest.raises(
+        ValueError, match=r"softcap / temperature must be a finite.*got 1e\+30 / 1e-20"
+    ):
         linear_logprob(X, W, Y, softcap=1e30, temperature=1e-20)
     with pytest.raises(TypeError, match="temperature must be a number, got None"):
         linear_logprob(X, W, Y, temperature=None)

@@ -1,4 +1,6 @@
-"""Adapters on linear layers, dense and quantised: against plain products, against peft, and what checkpoints hold."""
+"""Adapters on linear layers, dense and quantised: against plain products, against peft, and
+what checkpoints hold.
+"""
 
 import copy
 import dataclasses
@@ -30,9 +32,19 @@ from tilewright.ops.quantized_linear import dequantize  # noqa: E402
 from tilewright.trainer import hf  # noqa: E402
 from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
 
-QWEN3 = {"model_type": "qwen3", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-         "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
 FORMATS = [QuantFormat("nvfp4", 16), QuantFormat("block_fp8", 16), QuantFormat("nf4", 32)]
 formats = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 
@@ -43,8 +55,13 @@ def bits(q):
 
 
 def equal(a, b):
-    return type(a) is type(b) and (a.shape, a.dtype) == (b.shape, b.dtype) and all(
-        s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(bits(a), bits(b), strict=True))
+    return (
+        type(a) is type(b)
+        and (a.shape, a.dtype) == (b.shape, b.dtype)
+        and all(
+            s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(bits(a), bits(b), strict=True)
+        )
+    )
 
 
 IDS = torch.arange(40).view(2, 20) * 7 % 97
@@ -88,7 +105,7 @@ def plain(module, x):
     at, r = 0, module.rank
     for i, name in enumerate(module.slices):
         rows = module.parts[name]
-        A, B = module.lora_A[i * r:(i + 1) * r], module.lora_B[at:at + rows]
+        A, B = module.lora_A[i * r : (i + 1) * r], module.lora_B[at : at + rows]
         where = list(module.parts).index(name)
         found[where] = found[where] + (x.to(A.dtype) @ A.T @ B.T * module.scale).to(y.dtype)
         at += rows
@@ -96,8 +113,11 @@ def plain(module, x):
 
 
 @pytest.mark.parametrize("rslora, scale", [(False, 1.5), (True, 3.0)])
-@pytest.mark.parametrize("parts, targets", [(PARTS, None), (PARTS, ["v_proj", "q_proj"]), (PARTS, ["k_proj"]),
-                                            (None, None)], ids=["all", "two", "one", "alone"])
+@pytest.mark.parametrize(
+    "parts, targets",
+    [(PARTS, None), (PARTS, ["v_proj", "q_proj"]), (PARTS, ["k_proj"]), (None, None)],
+    ids=["all", "two", "one", "alone"],
+)
 @pytest.mark.parametrize("quantised", [False, True])
 def test_output_and_gradients_equal_the_plain_products(parts, targets, rslora, scale, quantised):
     module, fill = layer(quantised, targets=targets, parts=parts, rslora=rslora)
@@ -108,10 +128,14 @@ def test_output_and_gradients_equal_the_plain_products(parts, targets, rslora, s
     y, want = module(x), plain(module, x)
     torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
     dy = torch.randn_like(y)
-    for got, expected in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(want, inputs, dy), strict=True):
+    for got, expected in zip(
+        torch.autograd.grad(y, inputs, dy), torch.autograd.grad(want, inputs, dy), strict=True
+    ):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     base, low = (t.flatten(0, 1) for t in (module.base(x), F.linear(x, module.lora_A) * scale))
-    assert torch.equal(module._separately(base, low, module.lora_B).view(y.shape), y) or parts is None
+    assert (
+        torch.equal(module._separately(base, low, module.lora_B).view(y.shape), y) or parts is None
+    )
     assert not any(p.requires_grad for p in module.base.parameters())
 
 
@@ -132,12 +156,16 @@ def test_the_first_output_is_the_bases_and_nothing_more_is_kept_than_needed(part
     assert torch.equal(module(x), module.base(x))
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t) is None or t, lambda t: t):
+        lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t) is None or t, lambda t: t
+    ):
         module(x)
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     extra = [t.shape for key, t in kept.items() if key not in own and t.numel() > 1]
     low = len(module.slices) * 4
-    assert sorted(math.prod(s) for s in extra if math.prod(s) != 16) == [5 * low, 5 * 32]   # 16: the codes of NF4
+    assert sorted(math.prod(s) for s in extra if math.prod(s) != 16) == [
+        5 * low,
+        5 * 32,
+    ]  # 16: the codes of NF4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -171,12 +199,17 @@ def test_adapters_begin_as_pefts_do():
     assert torch.equal(*twice)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"rank": 0}, "rank must be an int >= 1"), ({"rank": True}, "rank must be an int"),
-    ({"alpha": 0}, "alpha must be a finite number > 0"), ({"alpha": math.inf}, "alpha must be"),
-    ({"parts": {"a": 3}}, "parts must have the base's 24 rows"),
-    ({"parts": PARTS, "targets": ["x"]}, r"targets must be some of \['q_proj'"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"rank": 0}, "rank must be an int >= 1"),
+        ({"rank": True}, "rank must be an int"),
+        ({"alpha": 0}, "alpha must be a finite number > 0"),
+        ({"alpha": math.inf}, "alpha must be"),
+        ({"parts": {"a": 3}}, "parts must have the base's 24 rows"),
+        ({"parts": PARTS, "targets": ["x"]}, r"targets must be some of \['q_proj'"),
+    ],
+)
 def test_a_layer_that_cannot_be_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         LoRALinear(torch.nn.Linear(32, 24), **{"rank": 2, "alpha": 1, **arguments})
@@ -185,6 +218,7 @@ def test_a_layer_that_cannot_be_is_refused(arguments, message):
 
 
 # ---- merging
+
 
 def test_merging_gives_what_was_computed_before_and_begins_new_adapters():
     for model in (make(), make(False)):
@@ -212,13 +246,19 @@ def test_a_merge_adds_in_float32_and_rounds_once():
     want[:12] += 1.5 * module.lora_B.detach() @ module.lora_A.detach()
     torch.testing.assert_close(module.merged_weight(), want, rtol=1e-6, atol=1e-7)
     module.merge_()
-    assert torch.equal(module.base.weight, want.bfloat16()) and not torch.equal(module.base.weight[:12], was[:12])
+    assert torch.equal(module.base.weight, want.bfloat16()) and not torch.equal(
+        module.base.weight[:12], was[:12]
+    )
     assert torch.equal(module.base.weight[12:], was[12:])
 
 
 W = torch.randn(24, 48, generator=torch.Generator().manual_seed(8))
-QUANTISED = {"nf4": ops.quantize_nf4(W, block_size=32), "nf4 nested": ops.quantize_nf4(W, double_quant=True),
-             "nvfp4": ops.quantize_nvfp4(W), "block_fp8": ops.quantize_block_fp8(W.bfloat16(), block=(8, 16))}
+QUANTISED = {
+    "nf4": ops.quantize_nf4(W, block_size=32),
+    "nf4 nested": ops.quantize_nf4(W, double_quant=True),
+    "nvfp4": ops.quantize_nvfp4(W),
+    "block_fp8": ops.quantize_block_fp8(W.bfloat16(), block=(8, 16)),
+}
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -227,7 +267,9 @@ def test_a_merge_quantises_again_in_the_same_format(name):
     module = LoRALinear(QuantizedLinear(q), 3, 3)
     torch.nn.init.normal_(module.lora_B)
     dense = module.merged_weight()
-    torch.testing.assert_close(dense, dequantize(q, dtype=torch.float32) + module.lora_B @ module.lora_A)
+    torch.testing.assert_close(
+        dense, dequantize(q, dtype=torch.float32) + module.lora_B @ module.lora_A
+    )
     module.merge_()
     [new] = module.base.weights()
     want = lora.quantize_as(q, dense)
@@ -238,7 +280,9 @@ def test_a_merge_quantises_again_in_the_same_format(name):
 
 def test_a_merge_leaves_quantised_parts_without_adapters_alone():
     parts = [ops.quantize_nvfp4(W[:8]), ops.quantize_nvfp4(W[8:])]
-    module = LoRALinear(QuantizedLinear(parts), 3, 3, parts={"gate_proj": 8, "up_proj": 16}, targets=["up_proj"])
+    module = LoRALinear(
+        QuantizedLinear(parts), 3, 3, parts={"gate_proj": 8, "up_proj": 16}, targets=["up_proj"]
+    )
     torch.nn.init.normal_(module.lora_B)
     module.merge_()
     first, second = module.base.weights()
@@ -247,6 +291,7 @@ def test_a_merge_leaves_quantised_parts_without_adapters_alone():
 
 # ---- quantised layers
 
+
 @pytest.mark.parametrize("name", QUANTISED)
 def test_a_quantised_layer_keeps_its_bits_through_casts_meta_and_files(name, tmp_path):
     q = QUANTISED[name]
@@ -254,8 +299,14 @@ def test_a_quantised_layer_keeps_its_bits_through_casts_meta_and_files(name, tmp
     x = torch.randn(3, 48)
     want = F.linear(x, dequantize(q, dtype=torch.float32), layer.bias)
     torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
-    assert layer.state_dict().keys() == {*(f"{f.name}_0" for f in dataclasses.fields(q)
-                                           if isinstance(getattr(q, f.name), torch.Tensor)), "bias"}
+    assert layer.state_dict().keys() == {
+        *(
+            f"{f.name}_0"
+            for f in dataclasses.fields(q)
+            if isinstance(getattr(q, f.name), torch.Tensor)
+        ),
+        "bias",
+    }
     save_file(layer.state_dict(), tmp_path / "layer.safetensors")
     on_meta = _pytree.tree_map(lambda t: t if t is None else t.to("meta"), q)
     empty = QuantizedLinear(on_meta, torch.empty(24, device="meta"))
@@ -284,11 +335,14 @@ def test_a_quantised_layer_of_several_matrices():
 
 SHARED = torch.tensor(0.01)
 JOINS = {
-    "nf4": (lambda w: ops.quantize_nf4(w), True), "nf4 ragged": (lambda w: ops.quantize_nf4(w, block_size=4096), False),
+    "nf4": (lambda w: ops.quantize_nf4(w), True),
+    "nf4 ragged": (lambda w: ops.quantize_nf4(w, block_size=4096), False),
     "nf4 nested": (lambda w: ops.quantize_nf4(w, double_quant=True), False),
-    "nvfp4": (ops.quantize_nvfp4, False), "nvfp4 shared": (lambda w: ops.quantize_nvfp4(w, global_scale=SHARED), True),
+    "nvfp4": (ops.quantize_nvfp4, False),
+    "nvfp4 shared": (lambda w: ops.quantize_nvfp4(w, global_scale=SHARED), True),
     "block_fp8": (lambda w: ops.quantize_block_fp8(w, block=(8, 8)), True),
-    "block_fp8 ragged": (lambda w: ops.quantize_block_fp8(w, block=(16, 16)), False)}
+    "block_fp8 ragged": (lambda w: ops.quantize_block_fp8(w, block=(16, 16)), False),
+}
 
 
 @pytest.mark.parametrize("name", JOINS)
@@ -301,8 +355,10 @@ def test_matrices_become_one_only_where_that_is_exact(name):
     assert torch.equal(QuantizedLinear(found).dense(), torch.cat([dequantize(q) for q in parts]))
 
 
-@pytest.mark.parametrize("name, size", [("nvfp4", 32), ("block_fp8", 129), ("block_fp8", 0), ("nf4", 16), ("nf4", 48),
-                                        ("nf4", 8192)])
+@pytest.mark.parametrize(
+    "name, size",
+    [("nvfp4", 32), ("block_fp8", 129), ("block_fp8", 0), ("nf4", 16), ("nf4", 48), ("nf4", 8192)],
+)
 def test_group_sizes_that_a_format_does_not_have(name, size):
     assert lora.wrong_group_size(name, size)
     with pytest.raises(ValueError, match=f"{name} has groups of"):
@@ -328,6 +384,7 @@ def test_every_group_size_that_is_accepted_works(name):
 
 # ---- models
 
+
 @pytest.mark.parametrize("merge_qkv", [True, False])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_model_with_new_adapters_computes_what_it_did(merge_qkv, autocast):
@@ -339,7 +396,9 @@ def test_a_model_with_new_adapters_computes_what_it_did(merge_qkv, autocast):
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert trained == {n for n, _ in model.named_parameters() if adapt.is_adapter(n)}
     assert len(trained) == 2 * 2 * (4 if merge_qkv else 6)
-    assert {n for n, _ in adapt.base_weights(model)} == {n for n, _ in make(merge_qkv).named_parameters()}
+    assert {n for n, _ in adapt.base_weights(model)} == {
+        n for n, _ in make(merge_qkv).named_parameters()
+    }
 
 
 @formats
@@ -358,18 +417,33 @@ def test_adapters_on_a_quantised_model(format):
     assert {n for n, _ in adapt.base_weights(model)} == {n for n, _ in make().named_parameters()}
 
 
-@pytest.mark.parametrize("entry, path, same", [
-    ("q_proj", "model.layers.0.self_attn.q_proj", True), ("proj", "a.q_proj", False),
-    ("layers.1", "a.layers.1.q", True),
-    ("layers.1", "a.layers.11.q", False), ("a.*.q", "a.b.c.q", True), ("*.q", "a.b.q.c", False),
-    ("re:a\\..*_proj$", "a.b.q_proj", True), ("re:b", "a.b", False), ("model.layers.?.x", "model.layers.1.x", True)])
+@pytest.mark.parametrize(
+    "entry, path, same",
+    [
+        ("q_proj", "model.layers.0.self_attn.q_proj", True),
+        ("proj", "a.q_proj", False),
+        ("layers.1", "a.layers.1.q", True),
+        ("layers.1", "a.layers.11.q", False),
+        ("a.*.q", "a.b.c.q", True),
+        ("*.q", "a.b.q.c", False),
+        ("re:a\\..*_proj$", "a.b.q_proj", True),
+        ("re:b", "a.b", False),
+        ("model.layers.?.x", "model.layers.1.x", True),
+    ],
+)
 def test_which_modules_an_entry_means(entry, path, same):
     assert adapt.matches(entry, path) == same
 
 
-@pytest.mark.parametrize("targets, expected", [
-    (["q_proj", "down_proj"], {"q_proj", "down_proj"}), (["qkv_proj"], {"q_proj", "k_proj", "v_proj"}),
-    (["mlp"], {"gate_proj", "up_proj", "down_proj"}), (["*.v_proj"], {"v_proj"})])
+@pytest.mark.parametrize(
+    "targets, expected",
+    [
+        (["q_proj", "down_proj"], {"q_proj", "down_proj"}),
+        (["qkv_proj"], {"q_proj", "k_proj", "v_proj"}),
+        (["mlp"], {"gate_proj", "up_proj", "down_proj"}),
+        (["*.v_proj"], {"v_proj"}),
+    ],
+)
 def test_targets_are_named_as_if_nothing_were_fused(targets, expected):
     for merge_qkv in (True, False):
         if targets == ["qkv_proj"] and not merge_qkv:
@@ -379,10 +453,18 @@ def test_targets_are_named_as_if_nothing_were_fused(targets, expected):
     assert add_lora(make(), ["layers.1.self_attn.o_proj"]) == ["model.layers.1.self_attn.o_proj"]
 
 
-@pytest.mark.parametrize("targets, message", [
-    (["q_proj", "w_proj", "zzz"], r"'w_proj', 'zzz' match no projection; there are down_proj, gate_proj, gate_up_proj"),
-    (["lm_head"], "'lm_head' match no projection"), (["embed_tokens"], "'embed_tokens' match"),
-    (["input_layernorm"], "'input_layernorm' match")])
+@pytest.mark.parametrize(
+    "targets, message",
+    [
+        (
+            ["q_proj", "w_proj", "zzz"],
+            r"'w_proj', 'zzz' match no projection; there are down_proj, gate_proj, gate_up_proj",
+        ),
+        (["lm_head"], "'lm_head' match no projection"),
+        (["embed_tokens"], "'embed_tokens' match"),
+        (["input_layernorm"], "'input_layernorm' match"),
+    ],
+)
 def test_targets_that_are_not_there_are_named(targets, message):
     with pytest.raises(ValueError, match=message):
         add_lora(make(), targets)
@@ -390,7 +472,9 @@ def test_targets_that_are_not_there_are_named(targets, message):
 
 def test_no_targets_and_a_text_for_a_list_are_refused():
     model = make()
-    with pytest.raises(ValueError, match=r"targets must name projections, got \[\]; None means all"):
+    with pytest.raises(
+        ValueError, match=r"targets must name projections, got \[\]; None means all"
+    ):
         add_lora(model, [])
     assert all(p.requires_grad for p in model.parameters())
     with pytest.raises(TypeError, match="targets must be a list of names, got the text 'q_proj'"):
@@ -412,9 +496,13 @@ def test_a_format_is_named_and_has_a_group_size_by_default(name, size):
 
 def test_a_format_that_is_none_is_refused_with_those_that_are():
     model = make()
-    with pytest.raises(ValueError, match=r"name must be one of \['nvfp4', 'block_fp8', 'nf4'\], got 'nf5'"):
+    with pytest.raises(
+        ValueError, match=r"name must be one of \['nvfp4', 'block_fp8', 'nf4'\], got 'nf5'"
+    ):
         quantize_model(model, "nf5")
-    with pytest.raises(TypeError, match="format must be a QuantFormat, the name of one or a function, got 4"):
+    with pytest.raises(
+        TypeError, match="format must be a QuantFormat, the name of one or a function, got 4"
+    ):
         quantize_model(model, 4)
     assert not any(isinstance(m, QuantizedLinear) for m in model.modules())
 
@@ -422,7 +510,9 @@ def test_a_format_that_is_none_is_refused_with_those_that_are():
 def test_exclusions_that_cannot_be_are_named():
     with pytest.raises(ValueError, match=r"'nosuch' match no module; there are .*q_proj"):
         quantize_model(make(), FORMATS[0], exclude=["nosuch", "lm_head"])
-    with pytest.raises(ValueError, match=r"exclude names model\.layers\.0\.self_attn\.q_proj and not the rest of"):
+    with pytest.raises(
+        ValueError, match=r"exclude names model\.layers\.0\.self_attn\.q_proj and not the rest of"
+    ):
         quantize_model(make(), FORMATS[0], exclude=["q_proj"])
     assert len(quantize_model(make(False), FORMATS[0], exclude=["q_proj"])) == 2 * 5
     with pytest.raises(ValueError, match="no linear layers called"):
@@ -430,6 +520,7 @@ def test_exclusions_that_cannot_be_are_named():
 
 
 # ---- PEFT
+
 
 def theirs(folder, kind=transformers.Qwen3Config, **changes):
     torch.manual_seed(1)
@@ -446,8 +537,9 @@ def ours(folder, merge_qkv=True):
 
 
 def read_by_bitsandbytes(folder):
-    """A saved model; its Linear4bit multiply in float32. In eval mode, where a CPU has AVX-512 BF16, they would in
-    bfloat16."""
+    """A saved model; its Linear4bit multiply in float32. In eval mode, where a CPU has AVX-512
+    BF16, they would in bfloat16.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     linears = {n: m.train() for n, m in model.named_modules() if type(m).__name__ == "Linear4bit"}
     return model, linears
@@ -457,15 +549,25 @@ def close(a, b, tolerance=1e-5):
     assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 
-PLAIN = [{"rank": 4, "alpha": 8}, {"rank": 4, "alpha": 3, "rslora": True},
-         {"rank": 2, "alpha": 2.5, "targets": ["q_proj", "v_proj", "down_proj"]},
-         {"rank": 2, "alpha": 2, "targets": ["layers.1.mlp"]}]
+PLAIN = [
+    {"rank": 4, "alpha": 8},
+    {"rank": 4, "alpha": 3, "rslora": True},
+    {"rank": 2, "alpha": 2.5, "targets": ["q_proj", "v_proj", "down_proj"]},
+    {"rank": 2, "alpha": 2, "targets": ["layers.1.mlp"]},
+]
 
 
-@pytest.mark.parametrize("options, merge_qkv, kind", [
-    (PLAIN[0], True, transformers.LlamaConfig), (PLAIN[1], True, transformers.Qwen3Config),
-    (PLAIN[2], True, transformers.Qwen3Config), (PLAIN[2], False, transformers.LlamaConfig),
-    (PLAIN[3], False, transformers.Qwen3Config)], ids=["all", "rslora", "some", "some apart", "a layer"])
+@pytest.mark.parametrize(
+    "options, merge_qkv, kind",
+    [
+        (PLAIN[0], True, transformers.LlamaConfig),
+        (PLAIN[1], True, transformers.Qwen3Config),
+        (PLAIN[2], True, transformers.Qwen3Config),
+        (PLAIN[2], False, transformers.LlamaConfig),
+        (PLAIN[3], False, transformers.Qwen3Config),
+    ],
+    ids=["all", "rslora", "some", "some apart", "a layer"],
+)
 def test_peft_loads_what_is_saved(options, merge_qkv, kind, tmp_path):
     peft = pytest.importorskip("peft")
     reference = theirs(tmp_path / "base", kind)
@@ -477,7 +579,11 @@ def test_peft_loads_what_is_saved(options, merge_qkv, kind, tmp_path):
     (tmp_path / "adapter" / adapt.ADAPTER_CONFIG).write_text("{}")
     adapt.save_adapter(model, tmp_path / "adapter", base_model=str(tmp_path / "base"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "base"]
-    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [adapt.ADAPTER_CONFIG, adapt.ADAPTER_FILE, "old"]
+    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
+        adapt.ADAPTER_CONFIG,
+        adapt.ADAPTER_FILE,
+        "old",
+    ]
     with torch.no_grad():
         want = model(IDS)
         alone = reference(IDS).logits
@@ -491,13 +597,21 @@ def test_peft_loads_what_is_saved(options, merge_qkv, kind, tmp_path):
     close(again(IDS), want)
 
 
-@pytest.mark.parametrize("options", [{"r": 4, "lora_alpha": 6}, {"r": 3, "lora_alpha": 2, "use_rslora": True},
-                                     {"r": 2, "target_modules": ["k_proj", "up_proj"], "lora_dropout": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"r": 4, "lora_alpha": 6},
+        {"r": 3, "lora_alpha": 2, "use_rslora": True},
+        {"r": 2, "target_modules": ["k_proj", "up_proj"], "lora_dropout": 0.1},
+    ],
+)
 @pytest.mark.parametrize("merge_qkv", [True, False])
 def test_what_peft_saves_is_loaded(options, merge_qkv, tmp_path):
     peft = pytest.importorskip("peft")
     reference = theirs(tmp_path / "base")
-    config = peft.LoraConfig(**{"target_modules": "all-linear", "task_type": "CAUSAL_LM", **options})
+    config = peft.LoraConfig(
+        **{"target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
+    )
     wrapped = peft.get_peft_model(reference, config).eval()
     with torch.no_grad():
         for name, p in wrapped.named_parameters():
@@ -508,8 +622,14 @@ def test_what_peft_saves_is_loaded(options, merge_qkv, tmp_path):
     model = ours(tmp_path / "base", merge_qkv)
     adapt.load_adapter(model, tmp_path / "adapter")
     close(model(IDS), want)
-    filled = ours(tmp_path / "base", merge_qkv)   # into adapters that are there
-    add_lora(filled, options.get("target_modules"), rank=config.r, alpha=config.lora_alpha, rslora=config.use_rslora)
+    filled = ours(tmp_path / "base", merge_qkv)  # into adapters that are there
+    add_lora(
+        filled,
+        options.get("target_modules"),
+        rank=config.r,
+        alpha=config.lora_alpha,
+        rslora=config.use_rslora,
+    )
     adapt.load_adapter(filled, tmp_path / "adapter")
     assert torch.equal(filled(IDS), model(IDS))
 
@@ -524,7 +644,9 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
         adapt.load_adapter(make(), tmp_path / "nowhere")
     other = make()
     add_lora(other, ["q_proj"], rank=3)
-    with pytest.raises(ValueError, match=r"\(r, lora_alpha, use_rslora\) is \(2, 2, False\), the model's \(3, 16, "):
+    with pytest.raises(
+        ValueError, match=r"\(r, lora_alpha, use_rslora\) is \(2, 2, False\), the model's \(3, 16, "
+    ):
         adapt.load_adapter(other, tmp_path / "a")
     other = make()
     add_lora(other, ["q_proj", "k_proj"], rank=2, alpha=2)
@@ -536,13 +658,19 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
         adapt.load_adapter(make(shape={**QWEN3, "hidden_size": 40}), tmp_path / "a")
     file = tmp_path / "a" / adapt.ADAPTER_CONFIG
     config = json.loads(file.read_text())
-    for key, value in (("use_dora", True), ("bias", "all"), ("rank_pattern", {"q_proj": 4}), ("peft_type", "IA3")):
+    for key, value in (
+        ("use_dora", True),
+        ("bias", "all"),
+        ("rank_pattern", {"q_proj": 4}),
+        ("peft_type", "IA3"),
+    ):
         file.write_text(json.dumps({**config, key: value}))
         with pytest.raises(ValueError, match=key):
             adapt.load_adapter(make(), tmp_path / "a")
 
 
 # ---- noise
+
 
 @formats
 def test_noise_is_of_each_weight_and_step_and_of_training_alone(format):
@@ -556,11 +684,17 @@ def test_noise_is_of_each_weight_and_step_and_of_training_alone(format):
     assert not torch.equal(first, plain_) and torch.equal(model(IDS), first)
     numbers = [n.layer for m in model.modules() if isinstance(m, QuantizedLinear) for n in m.noise]
     assert len(set(numbers)) == len(numbers) == 8
-    [path, module] = next((p, m) for p, m in model.named_modules() if isinstance(m, QuantizedLinear))
+    [path, module] = next(
+        (p, m) for p, m in model.named_modules() if isinstance(m, QuantizedLinear)
+    )
     x = torch.randn(3, module.in_features)
     [q] = module.weights()
-    torch.testing.assert_close(module(x), F.linear(x, dequantize(q, dtype=torch.float32, noise=module.noise[0])),
-                               rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        module(x),
+        F.linear(x, dequantize(q, dtype=torch.float32, noise=module.noise[0])),
+        rtol=1e-5,
+        atol=1e-6,
+    )
     model.eval()
     assert torch.equal(model(IDS), plain_)
     model.train()
@@ -591,6 +725,7 @@ def test_recomputed_layers_see_the_same_noise_and_learn(reentrant):
 
 # ---- checkpoints that are quantised
 
+
 def bitsandbytes(weight, **options):
     q = ops.quantize_nf4(weight.bfloat16(), **options)
     return q, lambda stem: q.to_safetensors(f"{stem}.weight")
@@ -600,7 +735,11 @@ def nvfp4(layout, global_scale=None):
     def make(weight):
         q = ops.quantize_nvfp4(weight.bfloat16(), global_scale=global_scale)
         extra = {"modelopt": "input_scale", "compressed-tensors": "input_global_scale"}[layout]
-        return q, lambda stem: {**q.to_safetensors(f"{stem}.weight", layout), f"{stem}.{extra}": torch.ones(1)}
+        return q, lambda stem: {
+            **q.to_safetensors(f"{stem}.weight", layout),
+            f"{stem}.{extra}": torch.ones(1),
+        }
+
     return make
 
 
@@ -609,36 +748,57 @@ def deepseek(weight):
     return q, lambda stem: q.to_safetensors(f"{stem}.weight")
 
 
-STORED = {   # how each projection is stored, the configuration beside it, and the format that fits
-    "bitsandbytes": (bitsandbytes, {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"]},
-                     QuantFormat("nf4", 64)),
-    "bitsandbytes nested": (lambda w: bitsandbytes(w, double_quant=True, block_size=32),
-                            {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"]},
-                            QuantFormat("nf4", 32)),
-    "compressed-tensors": (nvfp4("compressed-tensors"), {"quant_method": "compressed-tensors", "ignore": ["lm_head"]},
-                           QuantFormat("nvfp4", 16)),
-    "modelopt": (nvfp4("modelopt", torch.tensor(2.0**-11)),
-                 {"quant_method": "modelopt", "exclude_modules": ["lm_head"]},
-                 QuantFormat("nvfp4", 16)),
-    "deepseek": (deepseek, {"quant_method": "fp8", "weight_block_size": [16, 16]}, QuantFormat("block_fp8", 16)),
+STORED = {  # how each projection is stored, the configuration beside it, and the format that fits
+    "bitsandbytes": (
+        bitsandbytes,
+        {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"]},
+        QuantFormat("nf4", 64),
+    ),
+    "bitsandbytes nested": (
+        lambda w: bitsandbytes(w, double_quant=True, block_size=32),
+        {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"]},
+        QuantFormat("nf4", 32),
+    ),
+    "compressed-tensors": (
+        nvfp4("compressed-tensors"),
+        {"quant_method": "compressed-tensors", "ignore": ["lm_head"]},
+        QuantFormat("nvfp4", 16),
+    ),
+    "modelopt": (
+        nvfp4("modelopt", torch.tensor(2.0**-11)),
+        {"quant_method": "modelopt", "exclude_modules": ["lm_head"]},
+        QuantFormat("nvfp4", 16),
+    ),
+    "deepseek": (
+        deepseek,
+        {"quant_method": "fp8", "weight_block_size": [16, 16]},
+        QuantFormat("block_fp8", 16),
+    ),
 }
 
 
 def store(folder, name, dense=()):
-    """A checkpoint with quantised projections, but those that `dense` names; and one of what they stand for."""
+    """A checkpoint with quantised projections, but those that `dense` names; and one of what
+    they stand for.
+    """
     quantise, config, _ = STORED[name]
     theirs(folder / "dense")
     tensors, stood, bytes_ = load_file(folder / "dense/model.safetensors"), {}, {}
     for key in list(tensors):
         stem = key.removesuffix(".weight")
-        if stem.rpartition(".")[2] in adapt.PROJECTIONS and not any(adapt.matches(d, stem) for d in dense):
+        if stem.rpartition(".")[2] in adapt.PROJECTIONS and not any(
+            adapt.matches(d, stem) for d in dense
+        ):
             q, write = quantise(tensors.pop(key))
             stood[key], bytes_[stem] = dequantize(q, dtype=torch.float32), q
             tensors |= {k: t.clone().contiguous() for k, t in write(stem).items()}
         else:
             stood[key] = tensors[key]
     shape = json.loads((folder / "dense/config.json").read_text())
-    for where, what, extra in (("stored", tensors, {"quantization_config": config}), ("stood", stood, {})):
+    for where, what, extra in (
+        ("stored", tensors, {"quantization_config": config}),
+        ("stood", stood, {}),
+    ):
         (folder / where).mkdir()
         (folder / where / "config.json").write_text(json.dumps({**shape, **extra}))
         save_file(what, folder / where / "model.safetensors")
@@ -668,18 +828,24 @@ def test_a_quantised_checkpoint_is_loaded_as_it_is(name, merge_qkv, tmp_path):
     o_proj = dict(adapt.base_weights(model))["model.layers.1.self_attn.o_proj.weight"]
     [found], want = o_proj.weights(), bytes_["model.layers.1.self_attn.o_proj"]
     for a, b in zip(bits(found), bits(want), strict=True):
-        assert torch.equal(a, b) or (a.dim() == 0 and abs(a / b - 1) < 1e-6)   # compressed-tensors store an inverse
+        assert torch.equal(a, b) or (
+            a.dim() == 0 and abs(a / b - 1) < 1e-6
+        )  # compressed-tensors store an inverse
 
 
 @pytest.mark.parametrize("name", STORED)
 def test_what_a_quantised_checkpoint_leaves_dense_or_the_user_excludes(name, tmp_path):
-    """Dense in the file: quantised, unless excluded. Excluded, and quantised in the file: dequantised."""
+    """Dense in the file: quantised, unless excluded. Excluded, and quantised in the file:
+    dequantised.
+    """
     store(tmp_path, name, dense=["layers.0.mlp"])
     folder, format = tmp_path / "stored", STORED[name][2]
     want = ours(tmp_path / "stood")
     model = empty(folder, format, True, ["layers.0.mlp", "layers.1.self_attn"])
     hf.load_weights(model, folder)
-    close(model(IDS), want(IDS), 3e-2 if name.startswith("b") else 1e-2)   # what is dequantised is rounded to bfloat16
+    close(
+        model(IDS), want(IDS), 3e-2 if name.startswith("b") else 1e-2
+    )  # what is dequantised is rounded to bfloat16
     stored = dict(adapt.base_weights(model))
     for path in ("layers.0.mlp.down_proj", "layers.1.self_attn.o_proj"):
         assert isinstance(stored[f"model.{path}.weight"], torch.nn.Parameter)
@@ -695,17 +861,24 @@ def test_what_a_quantised_checkpoint_leaves_dense_or_the_user_excludes(name, tmp
 def test_a_quantised_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path):
     store(tmp_path, "bitsandbytes")
     folder = tmp_path / "stored"
-    with pytest.raises(ValueError, match=r"q_proj\.weight is nf4 in groups of 64; lora\.quant_format .* nf4 and 32"):
+    with pytest.raises(
+        ValueError, match=r"q_proj\.weight is nf4 in groups of 64; lora\.quant_format .* nf4 and 32"
+    ):
         hf.load_weights(empty(folder, QuantFormat("nf4", 32), True), folder)
     with pytest.raises(ValueError, match=r"is nf4 in groups of 64; .* say nvfp4 and 16"):
         hf.load_weights(empty(folder, QuantFormat("nvfp4", 16), True), folder)
-    with pytest.raises(ValueError, match=r"q_proj\.weight is quantised: set lora\.enable_qlora to true and "
-                                         r"lora\.quant_format to nf4"):
+    with pytest.raises(
+        ValueError,
+        match=r"q_proj\.weight is quantised: set lora\.enable_qlora to true and "
+        r"lora\.quant_format to nf4",
+    ):
         ours(folder)
     tensors = load_file(folder / "model.safetensors")
     broken = {k: t for k, t in tensors.items() if not k.endswith("0.mlp.down_proj.weight.absmax")}
     save_file(broken, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down_proj: cannot be read as nf4 .*absmax is missing"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.mlp\.down_proj: cannot be read as nf4 .*absmax is missing"
+    ):
         hf.load_weights(empty(folder, QuantFormat("nf4", 64), True), folder)
     save_file({**tensors, "model.layers.0.spare": torch.ones(1)}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"unexpected model\.layers\.0\.spare"):
@@ -738,7 +911,13 @@ class Live(TorchDispatchMode):
 @formats
 @pytest.mark.parametrize("stored", [False, True], ids=["dense", "quantised"])
 def test_quantising_while_loading_needs_two_tensors_beside_the_model(format, stored, tmp_path):
-    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "vocab_size": 32, "head_dim": 32}
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 6,
+        "vocab_size": 32,
+        "head_dim": 32,
+    }
     theirs(tmp_path / "base", **shape)
     tensors = load_file(tmp_path / "base/model.safetensors")
     folder = tmp_path / "base"
@@ -751,7 +930,7 @@ def test_quantising_while_loading_needs_two_tensors_beside_the_model(format, sto
         config["quantization_config"] = {"weight_block_size": [16, 16]}
         (folder / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / "model.safetensors")
-    largest = 2 * 256 * 128 * 4   # gate_up_proj in float32
+    largest = 2 * 256 * 128 * 4  # gate_up_proj in float32
     with Live() as live:
         model = empty(folder, format, True)
         hf.load_weights(model, folder)
@@ -761,6 +940,7 @@ def test_quantising_while_loading_needs_two_tensors_beside_the_model(format, sto
 
 
 # ---- what is written
+
 
 @formats
 def test_dense_weights_with_adapters_merged_are_what_transformers_loads(format, tmp_path):
@@ -772,7 +952,9 @@ def test_dense_weights_with_adapters_merged_are_what_transformers_loads(format, 
         learn(model)
         before = {n: t.clone() for n, t in model.state_dict().items()}
         hf.save_weights(model, tmp_path / "out")
-        reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+        reference = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", dtype=torch.float32
+        ).eval()
         with torch.no_grad():
             close(reference(IDS).logits, model(IDS), 1e-4)
         assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
@@ -781,27 +963,42 @@ def test_dense_weights_with_adapters_merged_are_what_transformers_loads(format, 
 
 # ---- experts
 
-MOE = {**QWEN3, "model_type": "qwen3_moe", "tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2,
-       "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [1]}
+MOE = {
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
 
 
 def mixture(folder):
     torch.manual_seed(1)
     shape = {k: v for k, v in MOE.items() if k != "model_type"}
-    made = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**shape, initializer_range=0.2))
+    made = transformers.AutoModelForCausalLM.from_config(
+        transformers.Qwen3MoeConfig(**shape, initializer_range=0.2)
+    )
     made.save_pretrained(folder)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("targets", [None, ["mlp"], ["q_proj", "o_proj"]], ids=["all", "experts", "attention"])
+@pytest.mark.parametrize(
+    "targets", [None, ["mlp"], ["q_proj", "o_proj"]], ids=["all", "experts", "attention"]
+)
 def test_experts_get_adapters_too_and_peft_loads_them(targets, tmp_path):
     peft = pytest.importorskip("peft")
     reference = mixture(tmp_path / "base")
     model = ours(tmp_path / "base")
     paths = add_lora(model, targets, rank=2, alpha=3)
     of_experts = [p for p in paths if ".experts." in p]
-    assert of_experts == ([] if targets and "mlp" not in targets else [
-        f"model.layers.0.mlp.experts.{n}" for n in adapt.OF_EXPERTS])
+    assert of_experts == (
+        []
+        if targets and "mlp" not in targets
+        else [f"model.layers.0.mlp.experts.{n}" for n in adapt.OF_EXPERTS]
+    )
     assert not any(p.requires_grad for n, p in model.named_parameters() if not adapt.is_adapter(n))
     close(model(IDS), reference(IDS).logits, 1e-4)
     model(IDS, labels=IDS).backward()
@@ -826,7 +1023,9 @@ def test_experts_get_adapters_too_and_peft_loads_them(targets, tmp_path):
 
 def test_some_of_what_experts_have_is_refused():
     model = make(shape=MOE)
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts has adapters on all of gate_proj, up_proj"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.mlp\.experts has adapters on all of gate_proj, up_proj"
+    ):
         add_lora(model, ["down_proj"])
     with pytest.raises(ValueError, match=r"exclude names .*experts\.up_proj and not the rest of"):
         quantize_model(make(shape=MOE), FORMATS[0], exclude=["layers.0.mlp.experts.up_proj"])
@@ -850,18 +1049,23 @@ def test_quantised_experts_compute_with_what_they_stand_for(format, targets):
     noisy = model(IDS)
     assert not torch.equal(noisy, plain_)
     experts = model.get_submodule("model.layers.0.mlp.experts")
-    assert experts.noise.layer not in {n.layer for m in model.modules() if isinstance(m, QuantizedLinear)
-                                       for n in m.noise}
+    assert experts.noise.layer not in {
+        n.layer for m in model.modules() if isinstance(m, QuantizedLinear) for n in m.noise
+    }
     experts.set_noise(None)
     assert not torch.equal(model(IDS), noisy)
     assert torch.equal(model.eval()(IDS), plain_)
 
 
 @pytest.mark.parametrize("name", ["bitsandbytes", "modelopt", "deepseek", "compressed-tensors"])
-def test_experts_that_are_stored_quantised_are_loaded_where_one_tensor_can_hold_them(name, tmp_path):
+def test_experts_that_are_stored_quantised_are_loaded_where_one_tensor_can_hold_them(
+    name, tmp_path
+):
     mixture(tmp_path / "base")
     quantise, config, format = STORED[name]
-    hf.save_weights(ours(tmp_path / "base"), tmp_path / "dense")   # a file with each expert's projections
+    hf.save_weights(
+        ours(tmp_path / "base"), tmp_path / "dense"
+    )  # a file with each expert's projections
     tensors = load_file(tmp_path / "dense/model.safetensors")
     stood = {}
     for key in list(tensors):
@@ -873,11 +1077,15 @@ def test_experts_that_are_stored_quantised_are_loaded_where_one_tensor_can_hold_
         else:
             stood[key] = tensors[key]
     shape = json.loads((tmp_path / "dense/config.json").read_text())
-    (tmp_path / "dense/config.json").write_text(json.dumps({**shape, "quantization_config": config}))
+    (tmp_path / "dense/config.json").write_text(
+        json.dumps({**shape, "quantization_config": config})
+    )
     save_file(tensors, tmp_path / "dense/model.safetensors")
     model = empty(tmp_path / "dense", format, True)
-    if name == "compressed-tensors":   # a global scale for each projection of each expert
-        with pytest.raises(ValueError, match=r"experts\.gate_up_proj: the experts are stored in nvfp4 in a way"):
+    if name == "compressed-tensors":  # a global scale for each projection of each expert
+        with pytest.raises(
+            ValueError, match=r"experts\.gate_up_proj: the experts are stored in nvfp4 in a way"
+        ):
             hf.load_weights(model, tmp_path / "dense")
         return
     hf.load_weights(model, tmp_path / "dense")
@@ -888,6 +1096,7 @@ def test_experts_that_are_stored_quantised_are_loaded_where_one_tensor_can_hold_
 
 
 # ---- what is refused, and what a refusal leaves
+
 
 class Mixture(torch.nn.Module):
     """Experts of another library."""
@@ -909,38 +1118,69 @@ def with_mixture(module):
     return torch.nn.ModuleDict({"q_proj": torch.nn.Linear(6, 6), "experts": module})
 
 
-@pytest.mark.parametrize("module, reason", [
-    (Mixture(act_fn=F.gelu), "activated by gelu"), (Mixture(act_fn=torch.nn.ReLU()), "activated by ReLU"),
-    (Mixture(act_fn="silu"), "activated by str"), (OwnGate(), "_apply_gate"), (Mixture(has_bias=True), "have biases"),
-    (Mixture(down_proj_bias=torch.nn.Parameter(torch.ones(2, 6))), r"biases \['down_proj_bias'\]"),
-    (Mixture(has_gate=False), "no gate"), (Mixture(is_concatenated=False), "interleave"),
-    (Mixture(is_transposed=True), r"do not hold gate_up_proj as \[E, 2 I, H\]"),
-    (Mixture(down_proj=torch.nn.Parameter(torch.ones(2, 4, 6))), r"they are \[2, 8, 6\] and \[2, 4, 6\]")])
+@pytest.mark.parametrize(
+    "module, reason",
+    [
+        (Mixture(act_fn=F.gelu), "activated by gelu"),
+        (Mixture(act_fn=torch.nn.ReLU()), "activated by ReLU"),
+        (Mixture(act_fn="silu"), "activated by str"),
+        (OwnGate(), "_apply_gate"),
+        (Mixture(has_bias=True), "have biases"),
+        (
+            Mixture(down_proj_bias=torch.nn.Parameter(torch.ones(2, 6))),
+            r"biases \['down_proj_bias'\]",
+        ),
+        (Mixture(has_gate=False), "no gate"),
+        (Mixture(is_concatenated=False), "interleave"),
+        (Mixture(is_transposed=True), r"do not hold gate_up_proj as \[E, 2 I, H\]"),
+        (
+            Mixture(down_proj=torch.nn.Parameter(torch.ones(2, 4, 6))),
+            r"they are \[2, 8, 6\] and \[2, 4, 6\]",
+        ),
+    ],
+)
 def test_experts_that_compute_something_else_get_no_adapters(module, reason):
     model = with_mixture(module)
-    with pytest.raises(ValueError, match=f"^experts: experts of {type(module).__name__} .*{reason}"):
+    with pytest.raises(
+        ValueError, match=f"^experts: experts of {type(module).__name__} .*{reason}"
+    ):
         add_lora(model)
     assert model["experts"] is module and all(p.requires_grad for p in model.parameters())
     assert add_lora(model, ["q_proj"]) == ["q_proj"]
 
 
-@pytest.mark.parametrize("act", [F.silu, torch.nn.SiLU(), transformers.activations.SiLUActivation(),
-                                 lambda x: x * x.sigmoid()])
+@pytest.mark.parametrize(
+    "act",
+    [F.silu, torch.nn.SiLU(), transformers.activations.SiLUActivation(), lambda x: x * x.sigmoid()],
+)
 def test_silu_is_known_by_what_it_computes(act):
     assert len(add_lora(with_mixture(Mixture(act_fn=act)), ["experts"], rank=2)) == 3
 
 
 def test_transformers_experts_are_told_apart():
-    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-             "head_dim": 16, "num_key_value_heads": 1, "vocab_size": 32, "num_local_experts": 2,
-             "num_experts_per_tok": 1}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "vocab_size": 32,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    }
     with torch.device("meta"):
         oss = transformers.AutoModelForCausalLM.from_config(transformers.GptOssConfig(**small))
-        qwen = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(
-            **small, moe_intermediate_size=32))
-    with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp\.experts: experts of GptOssExperts .*have biases"):
+        qwen = transformers.AutoModelForCausalLM.from_config(
+            transformers.Qwen3MoeConfig(**small, moe_intermediate_size=32)
+        )
+    with pytest.raises(
+        ValueError, match=r"^model\.layers\.0\.mlp\.experts: experts of GptOssExperts .*have biases"
+    ):
         add_lora(oss)
-    with pytest.raises(ValueError, match="experts of Qwen3MoeExperts compute with dense weights only"):
+    with pytest.raises(
+        ValueError, match="experts of Qwen3MoeExperts compute with dense weights only"
+    ):
         quantize_model(qwen, FORMATS[0])
     assert not any(isinstance(m, QuantizedLinear) for m in qwen.modules())
     assert len(quantize_model(qwen, FORMATS[0], exclude=["experts"])) == 4
@@ -956,10 +1196,15 @@ def test_a_module_of_experts_alone_has_no_place_for_adapters():
 
 def test_rows_of_a_fused_projection_are_not_guessed():
     def fused():
-        return torch.nn.ModuleDict({"qkv_proj": torch.nn.Linear(32, 48), "o_proj": torch.nn.Linear(32, 32)})
+        return torch.nn.ModuleDict(
+            {"qkv_proj": torch.nn.Linear(32, 48), "o_proj": torch.nn.Linear(32, 32)}
+        )
 
     model = fused()
-    with pytest.raises(ValueError, match=r"^qkv_proj: how its 48 rows divide among q_proj, k_proj, v_proj .*`widths`"):
+    with pytest.raises(
+        ValueError,
+        match=r"^qkv_proj: how its 48 rows divide among q_proj, k_proj, v_proj .*`widths`",
+    ):
         add_lora(model)
     assert all(p.requires_grad for p in model.parameters())
     assert add_lora(model, ["o_proj"]) == ["o_proj"]
@@ -975,9 +1220,13 @@ def test_rows_of_a_fused_projection_are_not_guessed():
 def test_adapters_are_added_once_and_after_quantising():
     model = make()
     add_lora(model, ["q_proj"], rank=2)
-    with pytest.raises(ValueError, match=r"^model\.layers\.0\.self_attn\.qkv_proj has adapters already"):
+    with pytest.raises(
+        ValueError, match=r"^model\.layers\.0\.self_attn\.qkv_proj has adapters already"
+    ):
         add_lora(model, ["o_proj"])
-    with pytest.raises(ValueError, match=r"qkv_proj has adapters; call quantize_model before add_lora"):
+    with pytest.raises(
+        ValueError, match=r"qkv_proj has adapters; call quantize_model before add_lora"
+    ):
         quantize_model(model, FORMATS[0])
 
 
@@ -999,19 +1248,37 @@ def test_a_wrong_regular_expression_is_named():
         add_lora(make(), ["re:("])
 
 
-@pytest.mark.parametrize("key, value", [
-    ("init_lora_weights", "pissa"), ("init_lora_weights", "pissa_niter_4"), ("init_lora_weights", "olora"),
-    ("init_lora_weights", "loftq"), ("alora_invocation_tokens", [1, 2]), ("layer_replication", [[0, 2]]),
-    ("use_bdlora", {"target_modules_bd_a": ["q_proj"]}), ("kasa_config", {"beta": 1.0}), ("arrow_config", {"k": 2}),
-    ("of_a_later_version", 3), ("r", 0), ("r", None), ("lora_alpha", "two")])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("init_lora_weights", "olora"),
+        ("init_lora_weights", "loftq"),
+        ("alora_invocation_tokens", [1, 2]),
+        ("layer_replication", [[0, 2]]),
+        ("use_bdlora", {"target_modules_bd_a": ["q_proj"]}),
+        ("kasa_config", {"beta": 1.0}),
+        ("arrow_config", {"k": 2}),
+        ("of_a_later_version", 3),
+        ("r", 0),
+        ("r", None),
+        ("lora_alpha", "two"),
+    ],
+)
 def test_settings_that_change_what_an_adapter_computes_are_refused(key, value, tmp_path):
     model = make()
     add_lora(model, ["q_proj"], rank=2)
     adapt.save_adapter(model, tmp_path / "a")
     file = tmp_path / "a" / adapt.ADAPTER_CONFIG
     config = json.loads(file.read_text())
-    free = {"init_lora_weights": "gaussian", "peft_version": "0.21", "loftq_config": {}, "use_dora": None,
-            "of_a_later_version": False}
+    free = {
+        "init_lora_weights": "gaussian",
+        "peft_version": "0.21",
+        "loftq_config": {},
+        "use_dora": None,
+        "of_a_later_version": False,
+    }
     file.write_text(json.dumps({**config, **free}))
     adapt.load_adapter(make(), tmp_path / "a")
     file.write_text(json.dumps({**config, key: value}))
@@ -1021,18 +1288,26 @@ def test_settings_that_change_what_an_adapter_computes_are_refused(key, value, t
         del config[key]
         file.write_text(json.dumps(config))
         if key in ("r", "lora_alpha"):
-            with pytest.raises(ValueError, match=rf"adapter_config\.json: {key} must be .*, got nothing"):
+            with pytest.raises(
+                ValueError, match=rf"adapter_config\.json: {key} must be .*, got nothing"
+            ):
                 adapt.load_adapter(make(), tmp_path / "a")
 
 
-@pytest.mark.parametrize("key, value, message", [
-    ("use_rslora", "false", 'use_rslora must be true or false, got "false"'), ("use_rslora", 0, "use_rslora must be"),
-    ("r", True, "r must be an int >= 1, got true"), ("r", 2.0, "r must be an int >= 1, got 2.0"),
-    ("lora_alpha", math.nan, "lora_alpha must be a finite number > 0, got NaN"),
-    ("lora_alpha", math.inf, "lora_alpha must be a finite number"),
-    ("rank_pattern", [2], r"rank_pattern must be an object, got \[2\]"),
-    ("rank_pattern", {"x": "2"}, r"rank_pattern\['x'\] must be an int >= 1, got \"2\""),
-    ("alpha_pattern", {"(": 2}, r"alpha_pattern must have regular expressions, got '\('")])
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("use_rslora", "false", 'use_rslora must be true or false, got "false"'),
+        ("use_rslora", 0, "use_rslora must be"),
+        ("r", True, "r must be an int >= 1, got true"),
+        ("r", 2.0, "r must be an int >= 1, got 2.0"),
+        ("lora_alpha", math.nan, "lora_alpha must be a finite number > 0, got NaN"),
+        ("lora_alpha", math.inf, "lora_alpha must be a finite number"),
+        ("rank_pattern", [2], r"rank_pattern must be an object, got \[2\]"),
+        ("rank_pattern", {"x": "2"}, r"rank_pattern\['x'\] must be an int >= 1, got \"2\""),
+        ("alpha_pattern", {"(": 2}, r"alpha_pattern must have regular expressions, got '\('"),
+    ],
+)
 def test_settings_of_another_type_are_refused(key, value, message, tmp_path):
     for shape in (QWEN3, MOE):
         model = make(shape=shape)
@@ -1040,7 +1315,7 @@ def test_settings_of_another_type_are_refused(key, value, message, tmp_path):
         adapt.save_adapter(model, tmp_path / "a")
         file = tmp_path / "a" / adapt.ADAPTER_CONFIG
         config = json.loads(file.read_text())
-        for null in (None, ...):   # PEFT's null is its default
+        for null in (None, ...):  # PEFT's null is its default
             own = {k: v for k, v in {**config, "use_rslora": null}.items() if v is not ...}
             file.write_text(json.dumps(own))
             adapt.load_adapter(model, tmp_path / "a")
@@ -1070,7 +1345,9 @@ def test_a_file_that_is_no_adapter_is_refused_in_one_sentence(tmp_path):
     config.write_text(good)
     for dtype in (torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
         save_file({**tensors, name: tensors[name].to(dtype)}, file)
-        refused(rf"adapter_model\.safetensors: {name} must be one of float32, .*, got {str(dtype)[6:]}")
+        refused(
+            rf"adapter_model\.safetensors: {name} must be one of float32, .*, got {str(dtype)[6:]}"
+        )
     file.write_bytes(b"no tensors")
     refused(r"adapter_model\.safetensors: cannot be read as safetensors")
 
@@ -1081,7 +1358,9 @@ def test_a_layer_that_transformers_fuses_has_one_adapter_as_peft_has_it(tmp_path
     def phi():
         return of_transformers(transformers.Phi3Config, pad_token_id=0)
 
-    model = peft.get_peft_model(phi(), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+    model = peft.get_peft_model(
+        phi(), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    ).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:
@@ -1093,13 +1372,27 @@ def test_a_layer_that_transformers_fuses_has_one_adapter_as_peft_has_it(tmp_path
         close(loaded(IDS).logits, want)
         adapt.save_adapter(loaded, tmp_path / "ours")
         close(peft.PeftModel.from_pretrained(phi(), tmp_path / "ours")(IDS).logits, want)
-    assert {p.rpartition(".")[2] for p in add_lora(phi())} == {"qkv_proj", "gate_up_proj", "o_proj", "down_proj"}
-    with pytest.raises(ValueError, match="'q_proj' match no projection; there are down_proj, gate_up_proj, o_proj"):
+    assert {p.rpartition(".")[2] for p in add_lora(phi())} == {
+        "qkv_proj",
+        "gate_up_proj",
+        "o_proj",
+        "down_proj",
+    }
+    with pytest.raises(
+        ValueError, match="'q_proj' match no projection; there are down_proj, gate_up_proj, o_proj"
+    ):
         add_lora(phi(), ["q_proj"])
 
 
-@pytest.mark.parametrize("shape, key", [(QWEN3, "o_proj.lora_B"), (QWEN3, "layers.1.self_attn.o_proj.lora_A"),
-                                        (MOE, "experts.base_layer.lora_B"), (MOE, "layers.0.mlp.experts.lora_A")])
+@pytest.mark.parametrize(
+    "shape, key",
+    [
+        (QWEN3, "o_proj.lora_B"),
+        (QWEN3, "layers.1.self_attn.o_proj.lora_A"),
+        (MOE, "experts.base_layer.lora_B"),
+        (MOE, "layers.0.mlp.experts.lora_A"),
+    ],
+)
 def test_an_adapter_that_does_not_fit_leaves_the_model_as_it_was(shape, key, tmp_path):
     source, model, filled = make(shape=shape), make(shape=shape), make(shape=shape)
     add_lora(source, rank=2)
@@ -1115,11 +1408,15 @@ def test_an_adapter_that_does_not_fit_leaves_the_model_as_it_was(shape, key, tmp
         with pytest.raises(ValueError, match=r"must (be|have shape) \["):
             adapt.load_adapter(before, tmp_path / "a")
         assert {n: type(m) for n, m in before.named_modules()} == modules
-        assert all(p.requires_grad == values[n][0] and torch.equal(p, values[n][1])
-                   for n, p in before.named_parameters())
+        assert all(
+            p.requires_grad == values[n][0] and torch.equal(p, values[n][1])
+            for n, p in before.named_parameters()
+        )
 
 
-SAVES = pytest.mark.parametrize("save", [adapt.save_adapter, hf.save_weights], ids=lambda f: f.__name__)
+SAVES = pytest.mark.parametrize(
+    "save", [adapt.save_adapter, hf.save_weights], ids=lambda f: f.__name__
+)
 
 
 def adapted_model(seed=1, **changes):
@@ -1131,13 +1428,22 @@ def adapted_model(seed=1, **changes):
 @SAVES
 def test_a_save_replaces_files_of_its_own_alone(save, tmp_path, monkeypatch):
     model, folder = adapted_model(), tmp_path / "out"
-    others = {"tokenizer.json": b"{}", "README.md": b"# A model\n", "optimizer.pt": b"\0\1", "sub/notes.txt": b"",
-              "model-of-a-plane.safetensors": b"\2", "model.fp16.safetensors": b"\3", ".hidden": b"\4"}
+    others = {
+        "tokenizer.json": b"{}",
+        "README.md": b"# A model\n",
+        "optimizer.pt": b"\0\1",
+        "sub/notes.txt": b"",
+        "model-of-a-plane.safetensors": b"\2",
+        "model.fp16.safetensors": b"\3",
+        ".hidden": b"\4",
+    }
     for name, content in others.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     save(model, folder)
-    written = {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file() and p.name not in others}
+    written = {
+        p.name: p.read_bytes() for p in folder.iterdir() if p.is_file() and p.name not in others
+    }
     monkeypatch.chdir(folder)
     save(adapted_model(2), ".")
     assert {p.name for p in folder.iterdir()} == {*written, *(n.partition("/")[0] for n in others)}
@@ -1153,7 +1459,9 @@ def test_weights_are_not_written_where_an_adapter_would_be_put_on_them(tmp_path)
     model = adapted_model()
     adapt.save_adapter(model, tmp_path)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config\.json\), which from_pretrained would"):
+    with pytest.raises(
+        ValueError, match=r"holds an adapter \(adapter_config\.json\), which from_pretrained would"
+    ):
         hf.save_weights(model, tmp_path)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -1189,14 +1497,20 @@ def killed_at(step, monkeypatch, save):
 def logits_of(folder):
     """As transformers reads it, and as the trainer does; they agree."""
     with torch.no_grad():
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(IDS).logits
+        theirs = (
+            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            .eval()(IDS)
+            .logits
+        )
         close(ours(folder)(IDS), theirs)
     return theirs
 
 
 @pytest.mark.parametrize("first, second", [(1, 1), (1, 3), (3, 1), (3, 3), (3, 2)])
 def test_weights_survive_a_save_that_is_killed(first, second, tmp_path, monkeypatch):
-    """After each change of a name the folder holds the model of before or the new one, whole. first, second: files."""
+    """After each change of a name the folder holds the model of before or the new one, whole.
+    first, second: files.
+    """
     shape, folder = {**QWEN3, "num_hidden_layers": 1}, tmp_path / "out"
     old, new = make(shape=shape, seed=1), make(shape=shape, seed=2)
     limit = {1: 10**9, 2: 30_000, 3: 20_000}
@@ -1213,8 +1527,10 @@ def test_weights_survive_a_save_that_is_killed(first, second, tmp_path, monkeypa
     before, wanted, seen, step = files(), {m: m(IDS).detach() for m in (old, new)}, [], 0
     while not killed_at(step, monkeypatch, lambda: save(new, second)):
         found = logits_of(folder)
-        seen += [m for m, want in wanted.items() if (found - want).abs().max() <= 1e-5 * want.abs().max()]
-        save(old, first)   # clears up
+        seen += [
+            m for m, want in wanted.items() if (found - want).abs().max() <= 1e-5 * want.abs().max()
+        ]
+        save(old, first)  # clears up
         step += 1
         assert len(seen) == step and len(files()) == len(before)
     assert seen[0] is old and seen[-1] is new
@@ -1230,6 +1546,7 @@ def test_weights_survive_a_save_that_is_killed(first, second, tmp_path, monkeypa
 @SAVES
 def test_a_save_of_another_shape_that_is_killed_mixes_nothing(save, tmp_path, monkeypatch):
     """The new settings beside the old weights, or the reverse, would be read without a word."""
+
     def settings_and_weights(folder):
         found = {}
         for p in folder.iterdir():
@@ -1260,17 +1577,30 @@ def test_a_save_of_another_shape_that_is_killed_mixes_nothing(save, tmp_path, mo
 
 # ---- transformers' own way of saving
 
+
 def of_transformers(kind=transformers.LlamaConfig, **changes):
     torch.manual_seed(1)
     shape = {k: v for k, v in MOE.items() if k not in ("model_type", "mlp_only_layers")}
-    config = kind(**{**shape, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "initializer_range": 0.2,
-                     **changes})
+    config = kind(
+        **{
+            **shape,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "head_dim": 16,
+            "initializer_range": 0.2,
+            **changes,
+        }
+    )
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
 def adapt_only(model):
     add_lora(model, rank=2)
-    return learn(model) if not any(isinstance(m, LoRAExperts) for m in model.modules()) else learn_experts(model)
+    return (
+        learn(model)
+        if not any(isinstance(m, LoRAExperts) for m in model.modules())
+        else learn_experts(model)
+    )
 
 
 def learn_experts(model):
@@ -1300,22 +1630,33 @@ def quantised(format):
     return quantise
 
 
-CHANGES = {"adapters": adapt_only, "merged": merged, "adapters on nf4": adapt_quantised,
-           "nvfp4": quantised(FORMATS[0]), "block_fp8": quantised(FORMATS[1]), "nf4": quantised(FORMATS[2])}
-KINDS_OF_MODEL = pytest.mark.parametrize("kind", [transformers.LlamaConfig, transformers.Qwen3MoeConfig],
-                                         ids=lambda k: k.model_type)
+CHANGES = {
+    "adapters": adapt_only,
+    "merged": merged,
+    "adapters on nf4": adapt_quantised,
+    "nvfp4": quantised(FORMATS[0]),
+    "block_fp8": quantised(FORMATS[1]),
+    "nf4": quantised(FORMATS[2]),
+}
+KINDS_OF_MODEL = pytest.mark.parametrize(
+    "kind", [transformers.LlamaConfig, transformers.Qwen3MoeConfig], ids=lambda k: k.model_type
+)
 
 
 @pytest.mark.parametrize("change", [c for c in CHANGES if c != "nf4"])
 def test_save_pretrained_refuses_what_from_pretrained_would_begin_at_random(change, tmp_path):
     model = CHANGES[change](of_transformers())
-    message = "merge_and_unload" if change in ("nvfp4", "block_fp8") else r"save_adapter.*merge_and_unload"
+    message = (
+        "merge_and_unload"
+        if change in ("nvfp4", "block_fp8")
+        else r"save_adapter.*merge_and_unload"
+    )
     for what in (model, model.model, copy.deepcopy(model)):
         with pytest.raises(ValueError, match=f"^save_pretrained cannot write .*{message}"):
             what.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     again = copy.deepcopy(model)
-    again.load_state_dict(model.state_dict())   # checkpoints of other kinds are as they were
+    again.load_state_dict(model.state_dict())  # checkpoints of other kinds are as they were
     assert get_model_state_dict(model).keys() == model.state_dict().keys()
     torch.save(model, tmp_path / "whole.pt")
     again = torch.load(tmp_path / "whole.pt", weights_only=False)
@@ -1335,15 +1676,20 @@ def test_what_is_merged_and_unloaded_is_a_plain_model(change, kind, tmp_path):
         want = model(IDS).logits
         assert change == "merged" or (want - plain_(IDS).logits).abs().max() > 1e-2
         assert adapt.merge_and_unload(model) is model
-        close(model(IDS).logits, want, 1e-4)   # one sum for two
+        close(model(IDS).logits, want, 1e-4)  # one sum for two
     assert {n: type(m) for n, m in model.named_modules()} == types
     assert {n: (p.shape, p.dtype) for n, p in model.named_parameters()} == {
-        n: (p.shape, p.dtype) for n, p in plain_.named_parameters()}
+        n: (p.shape, p.dtype) for n, p in plain_.named_parameters()
+    }
     assert model.__dict__.keys() == plain_.__dict__.keys()
     model.save_pretrained(tmp_path)
     with torch.no_grad():
-        close(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()(IDS).logits, want, 1e-4)
-    add_lora(model, rank=2)   # and begins anew
+        close(
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()(IDS).logits,
+            want,
+            1e-4,
+        )
+    add_lora(model, rank=2)  # and begins anew
     with torch.no_grad():
         close(model(IDS).logits, want, 1e-4)
 
@@ -1368,13 +1714,17 @@ def test_what_cannot_be_unloaded_is_refused(tmp_path):
     model = make(shape=MOE)
     add_lora(model, rank=2)
     experts = model.get_submodule("model.layers.0.mlp.experts")
-    assert not list(experts.replaced.parameters())   # kept without its weights
+    assert not list(experts.replaced.parameters())  # kept without its weights
     before = {n: type(m) for n, m in model.named_modules()}
     experts.group = object()
-    with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp\.experts: its weights are spread over processes"):
+    with pytest.raises(
+        ValueError, match=r"^model\.layers\.0\.mlp\.experts: its weights are spread over processes"
+    ):
         adapt.merge_and_unload(model)
     experts.group = experts.__dict__["replaced"] = None
-    with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp\.experts: what these experts were before"):
+    with pytest.raises(
+        ValueError, match=r"^model\.layers\.0\.mlp\.experts: what these experts were before"
+    ):
         adapt.merge_and_unload(model)
     assert {n: type(m) for n, m in model.named_modules()} == before
 
@@ -1384,16 +1734,24 @@ def test_what_cannot_be_unloaded_is_refused(tmp_path):
 def test_save_pretrained_writes_nf4_as_bitsandbytes_reads_it(double, kind, tmp_path):
     pytest.importorskip("bitsandbytes")
     model = of_transformers(kind, tie_word_embeddings=kind is transformers.LlamaConfig)
-    quantize_model(model, lambda w: ops.quantize_nf4(w, double_quant=double), exclude=["experts", "layers.1.self_attn"],
-                   strict=False)
+    quantize_model(
+        model,
+        lambda w: ops.quantize_nf4(w, double_quant=double),
+        exclude=["experts", "layers.1.self_attn"],
+        strict=False,
+    )
     model.save_pretrained(tmp_path)
     assert not hasattr(model.config, "quantization_config")
     again, found = read_by_bitsandbytes(tmp_path)
     wanted = {n: m.weights()[0] for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
-    assert found.keys() == wanted.keys() and len(found) == (4 + 2 * 3 if kind is transformers.LlamaConfig else 4)
+    assert found.keys() == wanted.keys() and len(found) == (
+        4 + 2 * 3 if kind is transformers.LlamaConfig else 4
+    )
     for name, q in wanted.items():
         state = found[name].weight.quant_state
-        assert torch.equal(found[name].weight.view(-1), q.data) and torch.equal(state.absmax, q.absmax), name
+        assert torch.equal(found[name].weight.view(-1), q.data) and torch.equal(
+            state.absmax, q.absmax
+        ), name
         assert not double or torch.equal(state.state2.absmax, q.nested_absmax)
     for name, p in again.named_parameters():
         if name.removesuffix(".weight") not in found:
@@ -1410,8 +1768,15 @@ def test_a_checkpoint_of_transformers_trainer_is_refused_or_read(change, tmp_pat
     model.lm_head.requires_grad_(True)
     rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 2
     arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, save_strategy="steps", save_steps=1,
-        report_to=[], use_cpu=True, disable_tqdm=True)
+        output_dir=str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        save_strategy="steps",
+        save_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
     if change == "adapters":
         with pytest.raises(ValueError, match=r"save_adapter.*merge_and_unload"):

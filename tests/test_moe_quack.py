@@ -1,5 +1,6 @@
-"""moe_mlp on QuACK's GEMMs: how it calls them. Kernels need a GPU; here functions stand for them that take what those
-take, leave unwritten what those leave, and compute in float32."""
+"""moe_mlp on QuACK's GEMMs: how it calls them. Kernels need a GPU; here functions stand for them
+that take what those take, leave unwritten what those leave, and compute in float32.
+"""
 
 import importlib.util
 import sys
@@ -27,7 +28,9 @@ def _operand(t, index=None):
 
 
 def _paired(t, names, name):
-    """Of a tensor whose dimension that is not contiguous has gates before ups: gate, up, gate, up, ..."""
+    """Of a tensor whose dimension that is not contiguous has gates before ups: gate, up, gate,
+    up, ...
+    """
     if names is None or name not in names:
         return t
     dim = t.dim() - 1 if t.stride(-1) != 1 else t.dim() - 2
@@ -36,7 +39,12 @@ def _paired(t, names, name):
 
 def _rows(A, B, ends, index, bias=None):
     """float32 products of each expert's rows, NaN beyond the last."""
-    assert ends.dtype == torch.int32 and A.stride(-1) == 1 and B.shape[0] == len(ends) - 1 and A.shape[1] == B.shape[1]
+    assert (
+        ends.dtype == torch.int32
+        and A.stride(-1) == 1
+        and B.shape[0] == len(ends) - 1
+        and A.shape[1] == B.shape[1]
+    )
     A = _operand(A, index)
     A = A if index is None else A[index]
     out = torch.full((A.shape[0], B.shape[2]), float("nan"))
@@ -54,8 +62,18 @@ class Fake:
         for name in moe_quack.PARAMETERS:
             setattr(self.module, name, getattr(self, name))
 
-    def gemm(self, A, B, out=None, bias=None, cu_seqlens_m=None, cu_seqlens_k=None, A_idx=None, tuned=True,
-             concat_layout=None):
+    def gemm(
+        self,
+        A,
+        B,
+        out=None,
+        bias=None,
+        cu_seqlens_m=None,
+        cu_seqlens_k=None,
+        A_idx=None,
+        tuned=True,
+        concat_layout=None,
+    ):
         self.calls.append("gemm")
         assert tuned is False and (cu_seqlens_m is None) != (cu_seqlens_k is None)
         _operand(B)
@@ -63,23 +81,37 @@ class Fake:
             assert out is None and concat_layout in (None, ("B",))
             return _rows(A, _paired(B, concat_layout, "B"), cu_seqlens_m, A_idx, bias).to(A.dtype)
         ends = cu_seqlens_k
-        assert ends.dtype == torch.int32 and A.stride(-2) == 1 and B.stride(-1) == 1 and bias is None
+        assert (
+            ends.dtype == torch.int32 and A.stride(-2) == 1 and B.stride(-1) == 1 and bias is None
+        )
         assert concat_layout in (None, ("out",))
         left = _operand(A, A_idx)
         left = left if A_idx is None else left[:, A_idx]
         found = torch.full((len(ends) - 1, A.shape[0], B.shape[1]), float("nan"))
         for e, (a, b) in enumerate(zip(ends.tolist(), ends[1:].tolist(), strict=False)):
-            if b > a:   # what is a sum over no rows is left as it was
+            if b > a:  # what is a sum over no rows is left as it was
                 found[e] = left[:, a:b] @ B[a:b].float()
         out = torch.empty(found.shape, dtype=A.dtype) if out is None else out
         _operand(out)
-        if concat_layout:   # of what is written the pairs are taken apart, in the dimension that is not contiguous
+        if (
+            concat_layout
+        ):  # of what is written the pairs are taken apart, in the dimension that is not contiguous
             assert out.stride(-2) == 1
             found = torch.cat((found[..., ::2], found[..., 1::2]), -1)
         return out.copy_(found)
 
-    def gemm_gated(self, A, B, bias=None, activation=None, cu_seqlens_m=None, A_idx=None, store_preact=True, tuned=True,
-                   concat_layout=None):
+    def gemm_gated(
+        self,
+        A,
+        B,
+        bias=None,
+        activation=None,
+        cu_seqlens_m=None,
+        A_idx=None,
+        store_preact=True,
+        tuned=True,
+        concat_layout=None,
+    ):
         self.calls.append("gemm_gated")
         assert activation == "swiglu" and tuned is False
         _operand(B)
@@ -90,10 +122,22 @@ class Fake:
         h = torch.nn.functional.silu(pre[:, ::2]) * pre[:, 1::2]
         return pre.to(A.dtype) if store_preact else None, h.to(A.dtype)
 
-    def gemm_dgated(self, A, B, PreAct, activation=None, colvec_scale=None, colvec_reduce=False, cu_seqlens_m=None,
-                    A_idx=None, tuned=True):
+    def gemm_dgated(
+        self,
+        A,
+        B,
+        PreAct,
+        activation=None,
+        colvec_scale=None,
+        colvec_reduce=False,
+        cu_seqlens_m=None,
+        A_idx=None,
+        tuned=True,
+    ):
         self.calls.append("gemm_dgated")
-        assert activation == "swiglu" and tuned is False and colvec_reduce and PreAct.is_contiguous()
+        assert (
+            activation == "swiglu" and tuned is False and colvec_reduce and PreAct.is_contiguous()
+        )
         _operand(B)
         assert colvec_scale.dtype == torch.float32 and colvec_scale.shape == A_idx.shape
         dh, pre, scale = _rows(A, B, cu_seqlens_m, A_idx), PreAct.float(), colvec_scale[:, None]
@@ -101,7 +145,11 @@ class Fake:
         s = torch.sigmoid(gate)
         h = gate * s * up
         dgate, dup = scale * dh * up * s * (1 + gate * (1 - s)), scale * dh * gate * s
-        return torch.stack((dgate, dup), -1).flatten(1).to(A.dtype), (scale * h).to(A.dtype), (dh * h).sum(1)
+        return (
+            torch.stack((dgate, dup), -1).flatten(1).to(A.dtype),
+            (scale * h).to(A.dtype),
+            (dh * h).sum(1),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +178,24 @@ def test_contract(quack, case, dtype):
     assert not contract.check(MOE_MLP, "quack", case, "cpu", dtype)
     kwargs = case.make("cpu", dtype, 0)
     fits = moe_quack.fits(kwargs["gate_up_proj"], 2, kwargs.get("gate", moe_quack.Gate()))
-    assert ("gemm_gated" in quack.calls) == ("gemm_dgated" in quack.calls) == (fits and kwargs["x"].numel() > 0)
+    assert (
+        ("gemm_gated" in quack.calls)
+        == ("gemm_dgated" in quack.calls)
+        == (fits and kwargs["x"].numel() > 0)
+    )
 
 
 def test_which_cases_are_fused():
     made = {c.name: c.make("cpu", torch.bfloat16, 0) for c in CASES}
-    fused = {name for name, kw in made.items()
-             if moe_quack.fits(kw["gate_up_proj"], 2, kw.get("gate", moe_quack.Gate()))}
-    assert fused >= {"aligned", "half_idle", "skewed", "frozen_aligned"} and not fused & {"ragged", "gpt_oss_aligned"}
+    fused = {
+        name
+        for name, kw in made.items()
+        if moe_quack.fits(kw["gate_up_proj"], 2, kw.get("gate", moe_quack.Gate()))
+    }
+    assert fused >= {"aligned", "half_idle", "skewed", "frozen_aligned"} and not fused & {
+        "ragged",
+        "gpt_oss_aligned",
+    }
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -145,8 +203,17 @@ def test_which_cases_are_fused():
 def test_both_orders_of_gates_and_ups_with_and_without_biases(quack, interleaved, biases):
     from tilewright.ops import moe
 
-    case = moe._case("of_this_test", 29, 4, 2, 32, 16, "sentinels", biases=biases,
-                     gate=moe_quack.Gate(interleaved=interleaved))
+    case = moe._case(
+        "of_this_test",
+        29,
+        4,
+        2,
+        32,
+        16,
+        "sentinels",
+        biases=biases,
+        gate=moe_quack.Gate(interleaved=interleaved),
+    )
     quack.calls.clear()
     assert not contract.check(MOE_MLP, "quack", case, "cpu", torch.bfloat16)
     assert "gemm_dgated" in quack.calls

@@ -1,4 +1,6 @@
-"""moe_mlp over quantised experts: the bits of dequantised ones, what it keeps, noise, what it refuses."""
+"""moe_mlp over quantised experts: the bits of dequantised ones, what it keeps, noise, what it
+refuses.
+"""
 
 import dataclasses
 import re
@@ -16,15 +18,26 @@ from tilewright.ops.quantized_linear import dequantize
 MODULE = sys.modules["tilewright.ops.moe"]
 NAMES = [i.name for i in MOE_MLP.implementations]
 FUSED = [n for n in NAMES if n != "eager"]
-FORMATS = {"nf4": lambda w: quantize_nf4(w, double_quant=True), "nvfp4": quantize_nvfp4,
-           "block_fp8": lambda w: quantize_block_fp8(w, block=(16, 16))}
+FORMATS = {
+    "nf4": lambda w: quantize_nf4(w, double_quant=True),
+    "nvfp4": quantize_nvfp4,
+    "block_fp8": lambda w: quantize_block_fp8(w, block=(16, 16)),
+}
 EVERY_NAME = pytest.mark.parametrize("name", NAMES)
 EVERY_FUSED = pytest.mark.parametrize("name", FUSED)
-T, K, E, H, I = 9, 2, 3, 16, 6   # small: each row of NVFP4 is a program, which Triton's interpreter runs one by one
+T, K, E, H, I = (
+    9,
+    2,
+    3,
+    16,
+    6,
+)  # small: each row of NVFP4 is a program, which Triton's interpreter runs one by one
 
 
 def inputs(format="nvfp4", dtype=torch.float32, T=T, down=None):
-    """x, gate_up_proj, down_proj (of the format `down`), expert_index with slots that have no expert, expert_weight."""
+    """x, gate_up_proj, down_proj (of the format `down`), expert_index with slots that have no
+    expert, expert_weight.
+    """
     g = torch.Generator().manual_seed(0)
 
     def draw(*shape, scale=1.0):
@@ -32,15 +45,25 @@ def inputs(format="nvfp4", dtype=torch.float32, T=T, down=None):
 
     index = torch.rand(T, E, generator=g).topk(K, -1).indices
     index[torch.rand(T, K, generator=g) < 0.2] = E
-    return [draw(T, H).requires_grad_(), FORMATS[format](draw(E, 2 * I, H, scale=H**-0.5)),
-            FORMATS[down or format](draw(E, H, I, scale=I**-0.5)), index.to(DEVICE),
-            torch.rand(T, K, generator=g).to(DEVICE).requires_grad_()]
+    return [
+        draw(T, H).requires_grad_(),
+        FORMATS[format](draw(E, 2 * I, H, scale=H**-0.5)),
+        FORMATS[down or format](draw(E, H, I, scale=I**-0.5)),
+        index.to(DEVICE),
+        torch.rand(T, K, generator=g).to(DEVICE).requires_grad_(),
+    ]
 
 
 def with_tensors(arguments, noises=(None, None), implementation="eager"):
     x, up, down, *routing = arguments
-    return [x, *(dequantize(q, dtype=x.dtype, noise=n, implementation=implementation) for q, n in
-                 zip((up, down), noises, strict=True)), *routing]
+    return [
+        x,
+        *(
+            dequantize(q, dtype=x.dtype, noise=n, implementation=implementation)
+            for q, n in zip((up, down), noises, strict=True)
+        ),
+        *routing,
+    ]
 
 
 def results(arguments, **options):
@@ -60,7 +83,10 @@ def assert_equal(found, expected):
 def test_the_bits_of_dequantised_experts(name, dtype, format):
     skip_unless_usable(MOE_MLP, name, dtype)
     arguments = inputs(format, dtype)
-    assert_equal(results(arguments, implementation=name), results(with_tensors(arguments), implementation=name))
+    assert_equal(
+        results(arguments, implementation=name),
+        results(with_tensors(arguments), implementation=name),
+    )
 
 
 @EVERY_FUSED
@@ -71,15 +97,20 @@ def test_two_formats_and_which_gradients_are_wanted(name):
     assert_equal((y, dx, dweight), results(with_tensors(arguments), implementation=name))
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
     for i, expected in ((0, dx), (4, dweight)):
-        alone = [t.detach() if isinstance(t, torch.Tensor) and j != i else t for j, t in enumerate(arguments)]
-        found, = torch.autograd.grad(moe_mlp(*alone, implementation=name), alone[i], dy)
+        alone = [
+            t.detach() if isinstance(t, torch.Tensor) and j != i else t
+            for j, t in enumerate(arguments)
+        ]
+        (found,) = torch.autograd.grad(moe_mlp(*alone, implementation=name), alone[i], dy)
         assert torch.equal(found, expected)
 
 
 @EVERY_FUSED
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_kept_is_what_the_formula_says(name, format):
-    """The quantised tensors, which are not copied, gate and up, and the routing. No dequantised weight, and not x."""
+    """The quantised tensors, which are not copied, gate and up, and the routing. No dequantised
+    weight, and not x.
+    """
     skip_unless_usable(MOE_MLP, name, torch.float32)
     arguments = inputs(format)
     seen = {}
@@ -90,9 +121,13 @@ def test_what_is_kept_is_what_the_formula_says(name, format):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         moe_mlp(*arguments, implementation=name)
-    held = sum(seen.pop(t.untyped_storage().data_ptr()) for q in arguments[1:3] for t in q.tensors())
+    held = sum(
+        seen.pop(t.untyped_storage().data_ptr()) for q in arguments[1:3] for t in q.tensors()
+    )
     assert held == sum(q.nbytes for q in arguments[1:3])
-    assert sum(seen.values()) == saved_bytes(T, K, E, H, I, 4, quantized=True, triton=name == "triton")
+    assert sum(seen.values()) == saved_bytes(
+        T, K, E, H, I, 4, quantized=True, triton=name == "triton"
+    )
 
 
 @EVERY_FUSED
@@ -100,7 +135,9 @@ def test_each_weight_is_dequantised_once_a_product(name, monkeypatch):
     """All experts at once; and not for a gradient that is not asked for."""
     skip_unless_usable(MOE_MLP, name, torch.float32)
     shapes = []
-    monkeypatch.setattr(MODULE, "dense", lambda *a, real=MODULE.dense: shapes.append(list(a[0].shape)) or real(*a))
+    monkeypatch.setattr(
+        MODULE, "dense", lambda *a, real=MODULE.dense: shapes.append(list(a[0].shape)) or real(*a)
+    )
     x, up, down, index, weight = inputs()
     y = moe_mlp(x, up, down, index, weight, implementation=name)
     assert shapes == [[E, 2 * I, H], [E, H, I]]
@@ -118,7 +155,7 @@ def test_noise_is_of_one_layer_and_the_next_in_both_passes(name):
     noise = AQN(0.5, 3, step=9, layer=4)
     noises = (noise, dataclasses.replace(noise, layer=5))
     found = results(arguments, noise=noise, implementation=name)
-    by = name if name in ("triton", "cpp", "eager") else "auto"   # noise has other last bits in each
+    by = name if name in ("triton", "cpp", "eager") else "auto"  # noise has other last bits in each
     assert_equal(found, results(with_tensors(arguments, noises, by), implementation=name))
     plain = results(arguments, implementation=name)
     assert not torch.equal(found[0], plain[0])
@@ -134,14 +171,24 @@ def test_compiled_with_the_router_in_one_graph(name):
 
     def layer(x, gate, up, down, noise):
         routing = route(x @ gate.t(), K, renormalize=True)
-        return moe_mlp(x, up, down, routing.expert_index, routing.expert_weight, noise=noise, implementation=name)
+        return moe_mlp(
+            x,
+            up,
+            down,
+            routing.expert_index,
+            routing.expert_weight,
+            noise=noise,
+            implementation=name,
+        )
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for noise in (None, AQN(0.5, 1)):
         found, expected = compiled(x, gate, up, down, noise), layer(x, gate, up, down, noise)
         assert torch.equal(found, expected)
         dy = torch.ones_like(found)
-        assert_equal(torch.autograd.grad(found, (x, gate), dy), torch.autograd.grad(expected, (x, gate), dy))
+        assert_equal(
+            torch.autograd.grad(found, (x, gate), dy), torch.autograd.grad(expected, (x, gate), dy)
+        )
     torch._dynamo.reset()
 
 
@@ -151,7 +198,10 @@ def test_without_gradients_nothing_is_kept(name):
     arguments = inputs()
     expected = moe_mlp(*arguments, implementation=name)
     kept = []
-    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with (
+        torch.no_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+    ):
         assert torch.equal(moe_mlp(*arguments, implementation=name), expected)
     assert not kept
 
@@ -179,20 +229,48 @@ def test_experts_spread_over_processes(tmp_path):
     two_processes(spread, tmp_path, "nf4")
 
 
-@pytest.mark.parametrize("change, error, message", [
-    ({"gate_up_proj": torch.ones(E, 2 * I, H)}, TypeError,
-     "gate_up_proj and down_proj must both be tensors or both be quantised, got only down_proj quantised"),
-    ({"down_proj": torch.ones(E, H, I)}, TypeError,
-     "gate_up_proj and down_proj must both be tensors or both be quantised, got only gate_up_proj quantised"),
-    ({"gate_up_proj": quantize_nf4(torch.ones(2 * I, H))}, ValueError,
-     "gate_up_proj must have shape [E, 2 I, H], got [12, 16]"),
-    ({"down_proj": quantize_nf4(torch.ones(E, H, I + 2))}, ValueError,
-     "down_proj must have shape [3, 16, 6] ([E, H, I] of gate_up_proj), got [3, 16, 8]"),
-    ({"noise": 1.0}, TypeError, "noise must be an AQN or None, got float"),
-    ({"noise": AQN(1.0, 0, layer=2**32 - 1)}, ValueError, "layer must be 0 to 4294967295, got 4294967296"),
-    ({"gate_up_proj": torch.ones(E, 2 * I, H), "down_proj": torch.ones(E, H, I), "noise": AQN(1.0, 0)}, ValueError,
-     "noise is for quantised weights, got it with tensors"),
-])
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (
+            {"gate_up_proj": torch.ones(E, 2 * I, H)},
+            TypeError,
+            "gate_up_proj and down_proj must both be tensors or both be quantised, got only "
+            "down_proj quantised",
+        ),
+        (
+            {"down_proj": torch.ones(E, H, I)},
+            TypeError,
+            "gate_up_proj and down_proj must both be tensors or both be quantised, got only "
+            "gate_up_proj quantised",
+        ),
+        (
+            {"gate_up_proj": quantize_nf4(torch.ones(2 * I, H))},
+            ValueError,
+            "gate_up_proj must have shape [E, 2 I, H], got [12, 16]",
+        ),
+        (
+            {"down_proj": quantize_nf4(torch.ones(E, H, I + 2))},
+            ValueError,
+            "down_proj must have shape [3, 16, 6] ([E, H, I] of gate_up_proj), got [3, 16, 8]",
+        ),
+        ({"noise": 1.0}, TypeError, "noise must be an AQN or None, got float"),
+        (
+            {"noise": AQN(1.0, 0, layer=2**32 - 1)},
+            ValueError,
+            "layer must be 0 to 4294967295, got 4294967296",
+        ),
+        (
+            {
+                "gate_up_proj": torch.ones(E, 2 * I, H),
+                "down_proj": torch.ones(E, H, I),
+                "noise": AQN(1.0, 0),
+            },
+            ValueError,
+            "noise is for quantised weights, got it with tensors",
+        ),
+    ],
+)
 def test_bad_input_is_named(change, error, message):
     names = ("x", "gate_up_proj", "down_proj", "expert_index", "expert_weight")
     arguments = dict(zip(names, inputs(), strict=True))

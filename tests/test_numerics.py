@@ -13,10 +13,25 @@ from tilewright.trainer.config import load
 from tilewright.trainer.model import ModelConfig, MoE, Numerics, Ops, Transformer
 from tilewright.trainer.parallel import World
 
-SHAPE = {"model_type": "qwen3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
-EXPERTS = {**SHAPE, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-           "norm_topk_prob": True}
+SHAPE = {
+    "model_type": "qwen3",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {
+    **SHAPE,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 SWITCHES = [f.name for f in dataclasses.fields(Numerics)]
 BF16 = torch.bfloat16
 
@@ -39,17 +54,30 @@ def representable(t):
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_every_switch_is_a_field_that_reaches_the_model(switch, tmp_path):
     chosen = not getattr(Numerics(), switch)
-    made = load(None, ["--data.datasets", '[{"path": "dummy"}]', "--train.output_dir", str(tmp_path),
-                       "--model.config_path", str(tmp_path), f"--model.{switch}", str(chosen).lower()])
+    made = load(
+        None,
+        [
+            "--data.datasets",
+            '[{"path": "dummy"}]',
+            "--train.output_dir",
+            str(tmp_path),
+            "--model.config_path",
+            str(tmp_path),
+            f"--model.{switch}",
+            str(chosen).lower(),
+        ],
+    )
     found = train.choose_ops(made, ModelConfig.from_hf(SHAPE), World()).numerics
     assert found == dataclasses.replace(Numerics(), **{switch: chosen})
     assert config.Model.model_fields[switch].default == getattr(Numerics(), switch)
 
 
 def test_router_fp32():
-    """Two experts whose logits differ by less than a bfloat16 can tell: rounded, the first of them is taken."""
+    """Two experts whose logits differ by less than a bfloat16 can tell: rounded, the first of
+    them is taken.
+    """
     x = torch.zeros(1, 1, 32, dtype=BF16)
-    x[..., 0], x[..., 1] = 1.0, 2.0 ** -10
+    x[..., 0], x[..., 1] = 1.0, 2.0**-10
     for fp32, expert in ((True, 5), (False, 2)):
         made = build(EXPERTS, BF16, router_fp32=fp32)
         layer = next(m for m in made.modules() if isinstance(m, MoE))
@@ -60,7 +88,10 @@ def test_router_fp32():
         logits = layer.gate(x)
         assert logits.dtype == (torch.float32 if fp32 else BF16)
         assert tw.route(logits.view(1, -1), 1)[0].item() == expert
-    for fp32 in (True, False):   # autocast, which DDP and single processes train in, does not undo it
+    for fp32 in (
+        True,
+        False,
+    ):  # autocast, which DDP and single processes train in, does not undo it
         layer = next(m for m in build(EXPERTS, router_fp32=fp32).modules() if isinstance(m, MoE))
         with torch.autocast("cpu", BF16):
             assert layer.gate(torch.randn(3, 32)).dtype == (torch.float32 if fp32 else BF16)
@@ -105,9 +136,15 @@ def rotations(name):
     return "rope" in name
 
 
-@pytest.mark.parametrize("switch, gone", [("rmsnorm_native", norms), ("rope_native", rotations),
-                                          ("activation_native", lambda name: "act_mul" in name)],
-                         ids=["norm", "rope", "activation"])
+@pytest.mark.parametrize(
+    "switch, gone",
+    [
+        ("rmsnorm_native", norms),
+        ("rope_native", rotations),
+        ("activation_native", lambda name: "act_mul" in name),
+    ],
+    ids=["norm", "rope", "activation"],
+)
 @pytest.mark.parametrize("merge_qkv", [True, False], ids=["merged", "apart"])
 def test_native_switches_take_the_fused_operators_out(switch, gone, merge_qkv):
     """Exactly those, and the logits stay within float32's rounding."""
@@ -122,7 +159,11 @@ def test_native_norm_and_activation_are_pytorchs_bit_for_bit():
     """In bfloat16, where they round in other places than the fused kernels."""
     torch.manual_seed(0)
     made = build(dtype=BF16, rmsnorm_native=True, activation_native=True)
-    block, x, residual = made.model.layers[0], torch.randn(2, 7, 32, dtype=BF16), torch.randn(2, 7, 32, dtype=BF16)
+    block, x, residual = (
+        made.model.layers[0],
+        torch.randn(2, 7, 32, dtype=BF16),
+        torch.randn(2, 7, 32, dtype=BF16),
+    )
     norm = block.post_attention_layernorm
     y, total = norm(x, residual)
     assert torch.equal(total, x + residual)
@@ -134,7 +175,9 @@ def test_native_norm_and_activation_are_pytorchs_bit_for_bit():
 
 
 def test_attention_cast_bf16(monkeypatch):
-    """What attention is given, in float32 training: rounded queries and keys, values as they were."""
+    """What attention is given, in float32 training: rounded queries and keys, values as they
+    were.
+    """
     seen, attention = [], tw.attention
 
     def spy(q, k, v, **options):

@@ -17,9 +17,19 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 def run(*args, cwd, code=0, **variables):
     """Runs Python; returns what it printed."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH", "PYTEST_ADDOPTS")}
-    done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**environment, **variables},
-                          capture_output=True, text=True, check=False)
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("TRITON_INTERPRET", "PYTHONPATH", "PYTEST_ADDOPTS")
+    }
+    done = subprocess.run(
+        [sys.executable, *map(str, args)],
+        cwd=cwd,
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -74,7 +84,9 @@ def test_everything_else_works_without_triton():
 
 @pytest.mark.parametrize("name", ["kernels", "ops", "bench", "trainer", "triton", "quack"])
 def test_the_repository_hides_no_package_of_that_name(name):
-    """transformers imports a package `kernels`: a folder of that name at the root would stand before it."""
+    """transformers imports a package `kernels`: a folder of that name at the root would stand
+    before it.
+    """
     code = f"import importlib.util; print(importlib.util.find_spec({name!r}))"
     found = run("-c", code, cwd=ROOT).strip()
     assert found == "None" or "site-packages" in found
@@ -82,8 +94,17 @@ def test_the_repository_hides_no_package_of_that_name(name):
 
 # ---- building and installing
 
-LEFT = shutil.ignore_patterns("*.so", "__pycache__", "_no_extension.txt", ".*", "build", "dist", "*.egg-info",
-                              "outputs", "last_prepared_dataset")
+LEFT = shutil.ignore_patterns(
+    "*.so",
+    "__pycache__",
+    "_no_extension.txt",
+    ".*",
+    "build",
+    "dist",
+    "*.egg-info",
+    "outputs",
+    "last_prepared_dataset",
+)
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +114,25 @@ def source(tmp_path_factory):
 
 
 def build(source, out, *options, **variables):
-    run("-m", "build", "--no-isolation", "--outdir", out, *options, source, cwd=source,
-        **{k: str(v) for k, v in variables.items()})
+    run(
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        out,
+        *options,
+        source,
+        cwd=source,
+        **{k: str(v) for k, v in variables.items()},
+    )
     return out
 
 
 @pytest.fixture(scope="module")
 def built(source, tmp_path_factory):
-    """The sdist, and the wheel made from what the sdist holds; not optimized, which takes a third of the time."""
+    """The sdist, and the wheel made from what the sdist holds; not optimized, which takes a
+    third of the time.
+    """
     out = tmp_path_factory.mktemp("dist")
     compiler = out / "compiler"
     compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
@@ -112,7 +144,18 @@ def built(source, tmp_path_factory):
 
 
 def installed(wheel, folder):
-    run("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", folder, wheel, cwd=folder)
+    run(
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        folder,
+        wheel,
+        cwd=folder,
+    )
     return folder
 
 
@@ -121,13 +164,34 @@ def test_the_sdist_holds_the_repository_and_its_tests_are_found(built, source, t
         archive.extractall(tmp_path, filter="data")
     (root,) = tmp_path.iterdir()
     # What `source` has beside the repository is of the builds that were made there.
-    missing = [p for p in source.rglob("*") if p.is_file() and (ROOT / p.relative_to(source)).exists()
-               and not (root / p.relative_to(source)).exists()]
+    missing = [
+        p
+        for p in source.rglob("*")
+        if p.is_file()
+        and (ROOT / p.relative_to(source)).exists()
+        and not (root / p.relative_to(source)).exists()
+    ]
     assert (root / "csrc").is_dir() and not missing
-    # Of tests that between them import all that lies beside them; to collect them all takes a minute.
-    some = ("tests/test_cute.py", "tests/test_context_parallel.py", "tests/test_pieces.py", "tests/test_style.py",
-            "tests/benchmark")
-    found = run("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *some, cwd=root, PYTHONPATH=str(root))
+    # Of tests that between them import all that lies beside them; to collect them all takes a
+    # minute.
+    some = (
+        "tests/test_cute.py",
+        "tests/test_context_parallel.py",
+        "tests/test_pieces.py",
+        "tests/test_style.py",
+        "tests/benchmark",
+    )
+    found = run(
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *some,
+        cwd=root,
+        PYTHONPATH=str(root),
+    )
     assert all(name in found for name in some)
 
 
@@ -164,17 +228,42 @@ def test_an_installed_wheel_works_away_from_the_repository(built, tmp_path):
     assert any("* cpp " in line and line.endswith("usable") for line in out.splitlines())
 
 
-@pytest.mark.parametrize("variables, why", [
-    ({"TILEWRIGHT_SKIP_CPP": "1"}, ": TILEWRIGHT_SKIP_CPP=1 ("),
-    ({"CC": "/bin/false", "CXX": "/bin/false"}, ": CalledProcessError: Command '['/bin/false', '--version']' ")],
-    ids=["skipped", "no_compiler"])
-def test_a_build_without_the_extension_says_so_and_leaves_the_rest_working(source, tmp_path, variables, why):
-    earlier = source / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "tilewright"
+@pytest.mark.parametrize(
+    "variables, why",
+    [
+        ({"TILEWRIGHT_SKIP_CPP": "1"}, ": TILEWRIGHT_SKIP_CPP=1 ("),
+        (
+            {"CC": "/bin/false", "CXX": "/bin/false"},
+            ": CalledProcessError: Command '['/bin/false', '--version']' ",
+        ),
+    ],
+    ids=["skipped", "no_compiler"],
+)
+def test_a_build_without_the_extension_says_so_and_leaves_the_rest_working(
+    source, tmp_path, variables, why
+):
+    earlier = (
+        source
+        / "build"
+        / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+        / "tilewright"
+    )
     earlier.mkdir(parents=True, exist_ok=True)
-    (earlier / "_C.so").touch()   # which a compiler made that worked
+    (earlier / "_C.so").touch()  # which a compiler made that worked
     dist = tmp_path / "dist"
-    said = run("-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", dist, source, cwd=source,
-               **variables)
+    said = run(
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "-w",
+        dist,
+        source,
+        cwd=source,
+        **variables,
+    )
     (wheel,) = dist.glob("*.whl")
     assert wheel.name.endswith("-0_without_cpp-py3-none-any.whl") and wheel.name in said
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
@@ -195,5 +284,7 @@ def test_a_build_that_requires_the_extension_does_not_skip_it(source, tmp_path):
 
 def test_imports_point_one_way():
     command = pathlib.Path(sys.executable).with_name("lint-imports")
-    done = subprocess.run([command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout

@@ -1,4 +1,6 @@
-"""Peers: what they are called with, and that a wrong, failing or missing one is told from a slow one."""
+"""Peers: what they are called with, and that a wrong, failing or missing one is told from a
+slow one.
+"""
 
 import importlib
 import inspect
@@ -18,14 +20,23 @@ ROOF = timing.Roofline(1e10, {"float32": 1e11})
 def rows(op_name, case="ragged", dtype=torch.float32, only=None):
     op = OPS[op_name]
     chosen = next(c for c in op.cases if c.name == case)
-    found = run.measure(op, chosen, "cpu", dtype, ROOF, timing.CpuClock(0.0),
-                        run.Settings(rounds=1, sample_seconds=0.0), only)
+    found = run.measure(
+        op,
+        chosen,
+        "cpu",
+        dtype,
+        ROOF,
+        timing.CpuClock(0.0),
+        run.Settings(rounds=1, sample_seconds=0.0),
+        only,
+    )
     return {r["provider"]: r for r in found}
 
 
 @pytest.fixture
 def fake(monkeypatch):
     """Puts a peer that runs anywhere into the table, under the name "fake"."""
+
     def put(consumes=(), **ops):
         peer = Peer("fake-kernels", lambda device: None, ops, frozenset(consumes))
         monkeypatch.setitem(PEERS, "fake", peer)
@@ -39,6 +50,7 @@ def eager(op_name, **kwargs):
 
 
 # ---- the table
+
 
 def test_the_baselines_are_the_peers_and_no_list_beside_them():
     assert list(providers.BASELINES) == ["eager", "compile", "torch", *PEERS]
@@ -72,10 +84,15 @@ def test_an_adapter_has_the_arguments_of_its_op():
 
 
 def test_no_peer_is_imported_before_it_is_called():
-    code = ("import sys, torch\nfrom tilewright.bench import peers, providers, run\nfrom tilewright.ops import OPS\n"
-            "for op in OPS.values():\n    providers.providers(op, 'cuda', torch.float32)\npeers.versions()\n"
-            "names = {'liger_kernel', 'quack', 'flash_attn', 'flash_attn_interface', 'bitsandbytes', 'transformers'}\n"
-            "print(sorted(names & {m.split('.')[0] for m in sys.modules}))")
+    code = (
+        "import sys, torch\nfrom tilewright.bench import peers, providers, run\nfrom "
+        "tilewright.ops import OPS\n"
+        "for op in OPS.values():\n    providers.providers(op, 'cuda', "
+        "torch.float32)\npeers.versions()\n"
+        "names = {'liger_kernel', 'quack', 'flash_attn', 'flash_attn_interface', 'bitsandbytes', "
+        "'transformers'}\n"
+        "print(sorted(names & {m.split('.')[0] for m in sys.modules}))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -83,13 +100,20 @@ def test_no_peer_is_imported_before_it_is_called():
 def test_versions_name_the_distribution_that_is_installed(monkeypatch):
     have = {"flash-attn": "2.8.3", "liger-kernel": "0.8.5"}
     monkeypatch.setattr(peers, "_version", have.get)
-    assert peers.versions() == {"liger-kernel": "0.8.5", "quack-kernels": "not installed", "flash-attn": "2.8.3",
-                                "transformers": "not installed", "bitsandbytes": "not installed",
-                                "torchao": "not installed"}
+    assert peers.versions() == {
+        "liger-kernel": "0.8.5",
+        "quack-kernels": "not installed",
+        "flash-attn": "2.8.3",
+        "transformers": "not installed",
+        "bitsandbytes": "not installed",
+        "torchao": "not installed",
+    }
     assert peers._no_flash("cpu") is not None
     have.clear()
-    assert peers._no_flash("cuda") == ("none of the packages flash-attn-4, flash-attn-3, flash-attn is installed "
-                                       "(pip install --pre flash-attn-4)")
+    assert peers._no_flash("cuda") == (
+        "none of the packages flash-attn-4, flash-attn-3, flash-attn is installed "
+        "(pip install --pre flash-attn-4)"
+    )
     assert peers.versions()["flash-attn-4"] == "not installed"
     assert "flash-attn-4" in run.metadata("cpu", run.Settings(), [])["versions"]
 
@@ -99,14 +123,22 @@ def test_a_peer_on_cuda_says_so(monkeypatch):
     assert PEERS["liger"].why_not("rmsnorm", "cpu") == "liger-kernel takes CUDA tensors, not cpu"
     assert PEERS["quack"].why_not("rmsnorm", "cpu") == "quack-kernels takes CUDA tensors, not cpu"
     monkeypatch.setattr(peers, "_version", {"flash-attn-4": "4.0"}.get)
-    assert PEERS["flash-attn"].why_not("attention", "cpu") == "flash-attn-4 takes CUDA tensors, not cpu"
+    assert (
+        PEERS["flash-attn"].why_not("attention", "cpu")
+        == "flash-attn-4 takes CUDA tensors, not cpu"
+    )
     assert "no such op" in PEERS["liger"].why_not("attention", "cuda")
 
 
 # ---- a peer in a run
 
+
 def test_a_wrong_peer_gets_no_time(fake):
-    fake(rmsnorm=lambda x, weight, eps=1e-6, **more: 1.02 * eager("rmsnorm", x=x, weight=weight, eps=eps, **more))
+    fake(
+        rmsnorm=lambda x, weight, eps=1e-6, **more: (
+            1.02 * eager("rmsnorm", x=x, weight=weight, eps=eps, **more)
+        )
+    )
     row = rows("rmsnorm", only=["eager", "fake"])["fake"]
     assert row["status"] == "failed" and "out 0: error" in row["reason"]
     assert row["forward"] is None and row["forward_backward"] is None
@@ -122,10 +154,18 @@ def test_a_right_peer_gets_one_and_a_raising_one_loses_no_other(fake, monkeypatc
         raise RuntimeError("no kernel image\nand a long dump")
 
     fake(rmsnorm=raises)
-    monkeypatch.setitem(PEERS, "right", Peer("right-kernels", lambda device: None,
-                                             {"rmsnorm": lambda **kw: eager("rmsnorm", **kw)}))
+    monkeypatch.setitem(
+        PEERS,
+        "right",
+        Peer(
+            "right-kernels", lambda device: None, {"rmsnorm": lambda **kw: eager("rmsnorm", **kw)}
+        ),
+    )
     found = rows("rmsnorm", only=["eager", "fake", "right"])
-    assert found["fake"]["status"] == "error" and found["fake"]["reason"] == "RuntimeError: no kernel image"
+    assert (
+        found["fake"]["status"] == "error"
+        and found["fake"]["reason"] == "RuntimeError: no kernel image"
+    )
     assert found["fake"]["forward"] is None
     for name in ("eager", "right"):
         assert found[name]["status"] == "ok" and found[name]["forward_backward"]["median_ms"] > 0
@@ -137,7 +177,10 @@ def test_a_variant_that_a_peer_lacks_is_unavailable_with_the_reason(fake):
 
     fake(rmsnorm=picky)
     found = rows("rmsnorm", only=["eager", "fake"])
-    assert (found["fake"]["status"], found["fake"]["reason"]) == ("unavailable", "fake-kernels does not take these")
+    assert (found["fake"]["status"], found["fake"]["reason"]) == (
+        "unavailable",
+        "fake-kernels does not take these",
+    )
     assert found["eager"]["status"] == "ok"
     found = rows("silu_mul", OPS["silu_mul"].cases[0].name, only=["fake"])["fake"]
     assert found["reason"] == "fake-kernels has no such op, or none with this meaning"
@@ -152,7 +195,7 @@ def test_a_peer_that_overwrites_its_inputs_gets_its_own(consumes, fake, monkeypa
         return eager("rmsnorm", **kwargs)
 
     fake(consumes=["rmsnorm"] if consumes else [], rmsnorm=watched)
-    monkeypatch.setattr(run, "gate", lambda *a: [])   # it gives a copy to every provider
+    monkeypatch.setattr(run, "gate", lambda *a: [])  # it gives a copy to every provider
     op, made = OPS["rmsnorm"], []
     case = next(c for c in op.cases if c.name == "ragged")
 
@@ -160,25 +203,43 @@ def test_a_peer_that_overwrites_its_inputs_gets_its_own(consumes, fake, monkeypa
         made.append(case.make(*a))
         return made[-1]
 
-    run.measure(op, type(case)("kept", make, case.cost, case.tags), "cpu", torch.float32, ROOF, timing.CpuClock(0.0),
-                run.Settings(rounds=1, sample_seconds=0.0), ["fake"])
+    run.measure(
+        op,
+        type(case)("kept", make, case.cost, case.tags),
+        "cpu",
+        torch.float32,
+        ROOF,
+        timing.CpuClock(0.0),
+        run.Settings(rounds=1, sample_seconds=0.0),
+        ["fake"],
+    )
     assert given and all((p == made[0]["x"].data_ptr()) is not consumes for p in given)
 
 
 # ---- adapters against the peers' own signatures
+
 
 class Called(Exception):
     """What a peer was called with, by its own names."""
 
 
 def spy(real):
-    """Stands in for a peer's function, or autograd function: binds the call to the real signature and ends there."""
+    """Stands in for a peer's function, or autograd function: binds the call to the real
+    signature and ends there.
+    """
+
     def stand_in(*args, **kwargs):
         function = real.forward if inspect.isclass(real) else real
-        bound = inspect.signature(function).bind(*([None] if inspect.isclass(real) else []), *args, **kwargs)
+        bound = inspect.signature(function).bind(
+            *([None] if inspect.isclass(real) else []), *args, **kwargs
+        )
         raise Called(bound.arguments)
 
-    return type(real.__name__, (), {"apply": staticmethod(stand_in)}) if inspect.isclass(real) else stand_in
+    return (
+        type(real.__name__, (), {"apply": staticmethod(stand_in)})
+        if inspect.isclass(real)
+        else stand_in
+    )
 
 
 def tensor(*shape, dtype=torch.bfloat16):
@@ -191,47 +252,130 @@ def given(**kwargs):
 
 ROWS, WEIGHT, HEADS = tensor(2, 3, 8), tensor(8), tensor(2, 3, 4, 8)
 LOGITS, TARGET = tensor(2, 4, 16), torch.zeros(2, 4, dtype=torch.int64)
-LOSS = given(label_smoothing=0.1, z_loss=1e-4, softcap=30.0, class_weight=tensor(16), reduction="sum",
-             ignore_index=7)
+LOSS = given(
+    label_smoothing=0.1,
+    z_loss=1e-4,
+    softcap=30.0,
+    class_weight=tensor(16),
+    reduction="sum",
+    ignore_index=7,
+)
 QKV = given(q=tensor(2, 4, 6, 8), k=tensor(2, 2, 6, 8), v=tensor(2, 2, 6, 8))
 PACKED = {n: t[:1] for n, t in QKV.items()} | {"cu_seqlens": torch.tensor([0, 1, 6])}
 LIGER, LOSSES = "liger_kernel.ops", "liger_kernel.transformers.functional"
 CUTE = "flash_attn.cute"
 
 
-@pytest.mark.parametrize("peer, op, module, function, kwargs, expected", [
-    ("liger", "rmsnorm", LIGER, "LigerRMSNormFunction", given(x=ROWS, weight=WEIGHT, offset=1.0, cast="gemma"),
-     given(offset=1.0, casting_mode="gemma", in_place=False)),
-    ("liger", "add_rmsnorm", LIGER, "LigerFusedAddRMSNormFunction", given(x=ROWS, residual=ROWS, weight=WEIGHT),
-     given(eps=1e-6, casting_mode="llama", in_place=False)),
-    ("liger", "silu_mul", LIGER, "LigerSiLUMulFunction", given(gate=ROWS, up=ROWS), {}),
-    ("liger", "silu_mul", LIGER, "LigerFusedGateUpSiLUMulFunction", given(gate=ROWS), {}),
-    ("liger", "gelu_mul", LIGER, "LigerGELUMulFunction", given(gate=ROWS), {}),
-    ("liger", "rope", LIGER, "LigerRopeFunction",
-     given(q=HEADS, k=HEADS, cos=tensor(9, 4), sin=tensor(9, 4), rotary_dim=4), {}),
-    ("liger", "cross_entropy", LOSSES, "liger_cross_entropy", given(logits=LOGITS, target=TARGET, **LOSS),
-     given(lse_square_scale=1e-4, softcap=30.0, ignore_index=7, reduction="sum", label_smoothing=0.1)),
-    ("liger", "linear_cross_entropy", LOSSES, "liger_fused_linear_cross_entropy",
-     given(x=ROWS, weight=tensor(16, 8), target=TARGET[:, :3], **LOSS),
-     given(accum_dtype=torch.float32, softcap=30.0, reduction="sum")),
-    ("quack", "rmsnorm", "quack.rmsnorm", "rmsnorm", given(x=HEADS, weight=tensor(4, 8), offset=1.0),
-     given(bias=None, eps=1e-6, weight_offset=1.0)),
-    ("quack", "add_rmsnorm", "quack.rmsnorm", "rmsnorm",
-     given(x=ROWS, residual=ROWS.float(), weight=WEIGHT, bias=WEIGHT, eps=1e-5),
-     given(eps=1e-5, prenorm=True, residual_dtype=torch.float32)),
-    ("quack", "cross_entropy", "quack.cross_entropy", "cross_entropy",
-     given(logits=LOGITS, target=TARGET, ignore_index=7, inplace=True, reduction="sum"),
-     given(weight=None, ignore_index=7, inplace_backward=True, reduction="sum")),
-    ("quack", "linear_cross_entropy", "quack.linear_cross_entropy", "chunked_linear_cross_entropy",
-     given(x=tensor(2, 4, 8), weight=tensor(16, 8), target=TARGET, ignore_index=7, chunk_size=8),
-     given(chunk_size=8, ignore_index=7, reduction="mean")),
-    ("flash-attn", "attention", CUTE, "flash_attn_func", given(**QKV, scale=0.3),
-     given(softmax_scale=0.3, causal=True)),
-    ("flash-attn", "attention", CUTE, "flash_attn_varlen_func", given(**PACKED, causal=False),
-     given(softmax_scale=None, causal=False, max_seqlen_q=5, max_seqlen_k=5)),
-])
-def test_a_call_fits_the_peers_own_signature(peer, op, module, function, kwargs, expected, monkeypatch):
-    if (reason := peers.platform.no_module(module.split(".")[0])) or PEERS[peer].installed() is None:
+@pytest.mark.parametrize(
+    "peer, op, module, function, kwargs, expected",
+    [
+        (
+            "liger",
+            "rmsnorm",
+            LIGER,
+            "LigerRMSNormFunction",
+            given(x=ROWS, weight=WEIGHT, offset=1.0, cast="gemma"),
+            given(offset=1.0, casting_mode="gemma", in_place=False),
+        ),
+        (
+            "liger",
+            "add_rmsnorm",
+            LIGER,
+            "LigerFusedAddRMSNormFunction",
+            given(x=ROWS, residual=ROWS, weight=WEIGHT),
+            given(eps=1e-6, casting_mode="llama", in_place=False),
+        ),
+        ("liger", "silu_mul", LIGER, "LigerSiLUMulFunction", given(gate=ROWS, up=ROWS), {}),
+        ("liger", "silu_mul", LIGER, "LigerFusedGateUpSiLUMulFunction", given(gate=ROWS), {}),
+        ("liger", "gelu_mul", LIGER, "LigerGELUMulFunction", given(gate=ROWS), {}),
+        (
+            "liger",
+            "rope",
+            LIGER,
+            "LigerRopeFunction",
+            given(q=HEADS, k=HEADS, cos=tensor(9, 4), sin=tensor(9, 4), rotary_dim=4),
+            {},
+        ),
+        (
+            "liger",
+            "cross_entropy",
+            LOSSES,
+            "liger_cross_entropy",
+            given(logits=LOGITS, target=TARGET, **LOSS),
+            given(
+                lse_square_scale=1e-4,
+                softcap=30.0,
+                ignore_index=7,
+                reduction="sum",
+                label_smoothing=0.1,
+            ),
+        ),
+        (
+            "liger",
+            "linear_cross_entropy",
+            LOSSES,
+            "liger_fused_linear_cross_entropy",
+            given(x=ROWS, weight=tensor(16, 8), target=TARGET[:, :3], **LOSS),
+            given(accum_dtype=torch.float32, softcap=30.0, reduction="sum"),
+        ),
+        (
+            "quack",
+            "rmsnorm",
+            "quack.rmsnorm",
+            "rmsnorm",
+            given(x=HEADS, weight=tensor(4, 8), offset=1.0),
+            given(bias=None, eps=1e-6, weight_offset=1.0),
+        ),
+        (
+            "quack",
+            "add_rmsnorm",
+            "quack.rmsnorm",
+            "rmsnorm",
+            given(x=ROWS, residual=ROWS.float(), weight=WEIGHT, bias=WEIGHT, eps=1e-5),
+            given(eps=1e-5, prenorm=True, residual_dtype=torch.float32),
+        ),
+        (
+            "quack",
+            "cross_entropy",
+            "quack.cross_entropy",
+            "cross_entropy",
+            given(logits=LOGITS, target=TARGET, ignore_index=7, inplace=True, reduction="sum"),
+            given(weight=None, ignore_index=7, inplace_backward=True, reduction="sum"),
+        ),
+        (
+            "quack",
+            "linear_cross_entropy",
+            "quack.linear_cross_entropy",
+            "chunked_linear_cross_entropy",
+            given(
+                x=tensor(2, 4, 8), weight=tensor(16, 8), target=TARGET, ignore_index=7, chunk_size=8
+            ),
+            given(chunk_size=8, ignore_index=7, reduction="mean"),
+        ),
+        (
+            "flash-attn",
+            "attention",
+            CUTE,
+            "flash_attn_func",
+            given(**QKV, scale=0.3),
+            given(softmax_scale=0.3, causal=True),
+        ),
+        (
+            "flash-attn",
+            "attention",
+            CUTE,
+            "flash_attn_varlen_func",
+            given(**PACKED, causal=False),
+            given(softmax_scale=None, causal=False, max_seqlen_q=5, max_seqlen_k=5),
+        ),
+    ],
+)
+def test_a_call_fits_the_peers_own_signature(
+    peer, op, module, function, kwargs, expected, monkeypatch
+):
+    if (reason := peers.platform.no_module(module.split(".")[0])) or PEERS[
+        peer
+    ].installed() is None:
         pytest.skip(reason or f"{PEERS[peer].distribution} is not installed")
     try:
         found = importlib.import_module(module)
@@ -255,58 +399,152 @@ def test_a_call_fits_the_peers_own_signature(peer, op, module, function, kwargs,
 @pytest.mark.parametrize("packed", [False, True])
 def test_flash_attention_is_laid_out_as_the_op_is(version, packed, monkeypatch):
     """With the modules of all three, which differ in what else they return."""
-    def stand_in(q, k, v, *, softmax_scale, causal, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
-                 max_seqlen_k=None):
+
+    def stand_in(
+        q,
+        k,
+        v,
+        *,
+        softmax_scale,
+        causal,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+    ):
         assert (cu_seqlens_q is None) != packed and max_seqlen_q == (5 if packed else None)
         q, k, v = (t if t.dim() == 4 else t.unsqueeze(0) for t in (q, k, v))
-        out = eager("attention", **{n: t.transpose(1, 2) for n, t in zip("qkv", (q, k, v), strict=True)},
-                    cu_seqlens=cu_seqlens_q, causal=causal, scale=softmax_scale).transpose(1, 2)
+        out = eager(
+            "attention",
+            **{n: t.transpose(1, 2) for n, t in zip("qkv", (q, k, v), strict=True)},
+            cu_seqlens=cu_seqlens_q,
+            causal=causal,
+            scale=softmax_scale,
+        ).transpose(1, 2)
         out = out.squeeze(0) if packed else out
         return (out, None) if version == "flash-attn-4" else out
 
     monkeypatch.setattr(peers, "_version", {version: "1"}.get)
-    module = type("flash", (), {"flash_attn_func": staticmethod(stand_in),
-                                "flash_attn_varlen_func": staticmethod(stand_in)})
+    module = type(
+        "flash",
+        (),
+        {
+            "flash_attn_func": staticmethod(stand_in),
+            "flash_attn_varlen_func": staticmethod(stand_in),
+        },
+    )
     names = []
     monkeypatch.setattr(peers.importlib, "import_module", lambda name: names.append(name) or module)
     g = torch.Generator().manual_seed(0)
-    kwargs = {n: torch.randn(t.shape, generator=g).bfloat16().requires_grad_()
-              for n, t in (PACKED if packed else QKV).items() if n != "cu_seqlens"}
+    kwargs = {
+        n: torch.randn(t.shape, generator=g).bfloat16().requires_grad_()
+        for n, t in (PACKED if packed else QKV).items()
+        if n != "cu_seqlens"
+    }
     kwargs |= {"cu_seqlens": PACKED["cu_seqlens"]} if packed else {}
     op = OPS["attention"]
     provider = providers.Provider("flash-attn", PEERS["flash-attn"].ops["attention"])
-    assert providers.gate(op, provider, kwargs, contract.reference(op, kwargs, torch.bfloat16)) == []
+    assert (
+        providers.gate(op, provider, kwargs, contract.reference(op, kwargs, torch.bfloat16)) == []
+    )
     assert names == [next(m for d, m, _ in peers._FLASH if d == version)]
 
 
 def hollow(monkeypatch):
-    """Peers that need not be installed, with None for every function: a call is a TypeError or an AttributeError."""
-    names = ("LigerRMSNormFunction", "LigerGELUMulFunction", "LigerRopeFunction", "liger_cross_entropy",
-             "liger_fused_linear_cross_entropy", "rmsnorm", "cross_entropy", "chunked_linear_cross_entropy")
-    for module in ("liger_kernel", LIGER, "liger_kernel.transformers", LOSSES, "quack", "quack.rmsnorm",
-                   "quack.cross_entropy", "quack.linear_cross_entropy"):
+    """Peers that need not be installed, with None for every function: a call is a TypeError or
+    an AttributeError.
+    """
+    names = (
+        "LigerRMSNormFunction",
+        "LigerGELUMulFunction",
+        "LigerRopeFunction",
+        "liger_cross_entropy",
+        "liger_fused_linear_cross_entropy",
+        "rmsnorm",
+        "cross_entropy",
+        "chunked_linear_cross_entropy",
+    )
+    for module in (
+        "liger_kernel",
+        LIGER,
+        "liger_kernel.transformers",
+        LOSSES,
+        "quack",
+        "quack.rmsnorm",
+        "quack.cross_entropy",
+        "quack.linear_cross_entropy",
+    ):
         monkeypatch.setitem(sys.modules, module, type(sys)(module))
         vars(sys.modules[module]).update(dict.fromkeys(names))
     monkeypatch.setattr(peers, "_version", lambda name: "1")
 
 
-@pytest.mark.parametrize("peer, op, kwargs, message", [
-    ("liger", "rmsnorm", given(x=HEADS, weight=tensor(4, 8)), "takes one weight row, not one a head"),
-    ("liger", "rmsnorm", given(x=ROWS, weight=WEIGHT, bias=WEIGHT), "liger-kernel does not take bias"),
-    ("liger", "cross_entropy", given(logits=LOGITS, target=TARGET, group="g"), "does not take group='g'"),
-    ("quack", "rmsnorm", given(x=HEADS, weight=tensor(4, 8), bias=WEIGHT), "one bias a head"),
-    ("quack", "cross_entropy", given(logits=LOGITS, target=TARGET, z_loss=1e-4), "does not take z_loss=0.0001"),
-    ("quack", "cross_entropy", given(logits=LOGITS, target=TARGET, token_weight=tensor(2, 4)),
-     "does not take token_weight"),
-    ("quack", "linear_cross_entropy", given(x=ROWS, weight=tensor(16, 8), target=TARGET[:, :3]),
-     "takes rows in multiples of 8, not 6"),
-    ("quack", "linear_cross_entropy", given(x=tensor(8, 8), weight=tensor(16, 8), target=TARGET.view(8),
-                                           bias=tensor(16)), "does not take bias"),
-    ("quack", "linear_cross_entropy", given(x=tensor(8, 8), weight=tensor(16, 8), target=TARGET.view(8),
-                                           reduction="none"), "reduction='none'"),
-    ("flash-attn", "attention", {n: t.float() for n, t in QKV.items()}, "takes bfloat16 and float16, not float32"),
-    ("flash-attn", "attention", {n: t[..., :5] for n, t in QKV.items()}, "multiples of 8 up to 256, not 5"),
-])
+@pytest.mark.parametrize(
+    "peer, op, kwargs, message",
+    [
+        (
+            "liger",
+            "rmsnorm",
+            given(x=HEADS, weight=tensor(4, 8)),
+            "takes one weight row, not one a head",
+        ),
+        (
+            "liger",
+            "rmsnorm",
+            given(x=ROWS, weight=WEIGHT, bias=WEIGHT),
+            "liger-kernel does not take bias",
+        ),
+        (
+            "liger",
+            "cross_entropy",
+            given(logits=LOGITS, target=TARGET, group="g"),
+            "does not take group='g'",
+        ),
+        ("quack", "rmsnorm", given(x=HEADS, weight=tensor(4, 8), bias=WEIGHT), "one bias a head"),
+        (
+            "quack",
+            "cross_entropy",
+            given(logits=LOGITS, target=TARGET, z_loss=1e-4),
+            "does not take z_loss=0.0001",
+        ),
+        (
+            "quack",
+            "cross_entropy",
+            given(logits=LOGITS, target=TARGET, token_weight=tensor(2, 4)),
+            "does not take token_weight",
+        ),
+        (
+            "quack",
+            "linear_cross_entropy",
+            given(x=ROWS, weight=tensor(16, 8), target=TARGET[:, :3]),
+            "takes rows in multiples of 8, not 6",
+        ),
+        (
+            "quack",
+            "linear_cross_entropy",
+            given(x=tensor(8, 8), weight=tensor(16, 8), target=TARGET.view(8), bias=tensor(16)),
+            "does not take bias",
+        ),
+        (
+            "quack",
+            "linear_cross_entropy",
+            given(x=tensor(8, 8), weight=tensor(16, 8), target=TARGET.view(8), reduction="none"),
+            "reduction='none'",
+        ),
+        (
+            "flash-attn",
+            "attention",
+            {n: t.float() for n, t in QKV.items()},
+            "takes bfloat16 and float16, not float32",
+        ),
+        (
+            "flash-attn",
+            "attention",
+            {n: t[..., :5] for n, t in QKV.items()},
+            "multiples of 8 up to 256, not 5",
+        ),
+    ],
+)
 def test_what_a_peer_lacks_is_refused_before_it_is_called(peer, op, kwargs, message, monkeypatch):
     hollow(monkeypatch)
     inspect.signature(OPS[op].public).bind(**kwargs)
@@ -314,21 +552,36 @@ def test_what_a_peer_lacks_is_refused_before_it_is_called(peer, op, kwargs, mess
         PEERS[peer].ops[op](**kwargs)
 
 
-@pytest.mark.parametrize("peer, op, kwargs", [
-    ("liger", "rmsnorm", given(x=ROWS, weight=WEIGHT)),
-    ("liger", "gelu_mul", given(gate=ROWS)),
-    ("liger", "cross_entropy", given(logits=LOGITS, target=TARGET)),
-    ("liger", "linear_cross_entropy", given(x=ROWS, weight=tensor(16, 8), target=TARGET[:, :3])),
-    ("liger", "rope", given(q=HEADS, k=HEADS, cos=tensor(9, 8), sin=tensor(9, 8))),
-    ("quack", "add_rmsnorm", given(x=ROWS, residual=ROWS, weight=WEIGHT)),
-    ("quack", "cross_entropy", given(logits=LOGITS, target=TARGET)),
-    ("quack", "linear_cross_entropy", given(x=tensor(8, 8), weight=tensor(16, 8), target=TARGET.view(8))),
-])
+@pytest.mark.parametrize(
+    "peer, op, kwargs",
+    [
+        ("liger", "rmsnorm", given(x=ROWS, weight=WEIGHT)),
+        ("liger", "gelu_mul", given(gate=ROWS)),
+        ("liger", "cross_entropy", given(logits=LOGITS, target=TARGET)),
+        (
+            "liger",
+            "linear_cross_entropy",
+            given(x=ROWS, weight=tensor(16, 8), target=TARGET[:, :3]),
+        ),
+        ("liger", "rope", given(q=HEADS, k=HEADS, cos=tensor(9, 8), sin=tensor(9, 8))),
+        ("quack", "add_rmsnorm", given(x=ROWS, residual=ROWS, weight=WEIGHT)),
+        ("quack", "cross_entropy", given(logits=LOGITS, target=TARGET)),
+        (
+            "quack",
+            "linear_cross_entropy",
+            given(x=tensor(8, 8), weight=tensor(16, 8), target=TARGET.view(8)),
+        ),
+    ],
+)
 def test_an_option_that_is_written_out_at_its_default_is_not_refused(peer, op, kwargs, monkeypatch):
     hollow(monkeypatch)
     parameters = inspect.signature(OPS[op].public).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "implementation"}
-    with pytest.raises((TypeError, AttributeError), match="NoneType"):   # the call itself
+    defaults = {
+        p.name: p.default
+        for p in parameters
+        if p.default is not p.empty and p.name != "implementation"
+    }
+    with pytest.raises((TypeError, AttributeError), match="NoneType"):  # the call itself
         PEERS[peer].ops[op](**{**defaults, **kwargs})
 
 
@@ -336,7 +589,9 @@ def test_an_option_that_is_written_out_at_its_default_is_not_refused(peer, op, k
 def test_transformers_experts_are_what_they_say(name):
     pytest.importorskip("transformers")
     op = OPS["moe_mlp"]
-    case = next(c for c in op.cases if c.name == "aligned")   # its grouped_mm wants rows at multiples of 16 bytes
+    case = next(
+        c for c in op.cases if c.name == "aligned"
+    )  # its grouped_mm wants rows at multiples of 16 bytes
     kwargs = case.make("cpu", torch.float32, 0)
     by = contract.reference(op, kwargs, torch.float32)
     provider = providers.Provider(name, PEERS[name].ops["moe_mlp"])
@@ -344,17 +599,27 @@ def test_transformers_experts_are_what_they_say(name):
     assert all(f.error <= 2 * f.budget for f in providers.gate(op, provider, kwargs, by))
 
 
-@pytest.mark.parametrize("op, case", [("quantize_nf4", "matrix"), ("quantize_nf4", "ragged nested"),
-                                      ("dequantize_nf4", "matrix"), ("dequantize_nf4", "ragged nested"),
-                                      ("quantize_nvfp4", "matrix"), ("dequantize_nvfp4", "matrix")])
+@pytest.mark.parametrize(
+    "op, case",
+    [
+        ("quantize_nf4", "matrix"),
+        ("quantize_nf4", "ragged nested"),
+        ("dequantize_nf4", "matrix"),
+        ("dequantize_nf4", "ragged nested"),
+        ("quantize_nvfp4", "matrix"),
+        ("dequantize_nvfp4", "matrix"),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_quantised_formats_of_others_are_what_they_say(op, case, dtype):
     name = "bitsandbytes" if op.endswith("nf4") else "torchao"
     pytest.importorskip(name)
     op = OPS[op]
     kwargs = next(c for c in op.cases if c.name == case).make("cpu", dtype, 0)
-    if "x" in kwargs and name == "torchao":   # its scales are no subnormal numbers
-        kwargs["x"] = torch.randn(kwargs["x"].shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if "x" in kwargs and name == "torchao":  # its scales are no subnormal numbers
+        kwargs["x"] = torch.randn(kwargs["x"].shape, generator=torch.Generator().manual_seed(0)).to(
+            dtype
+        )
     provider = providers.Provider(name, PEERS[name].ops[op.name])
     found = providers.gate(op, provider, kwargs, contract.reference(op, kwargs, dtype))
     assert not found, "; ".join(map(str, found))

@@ -1,4 +1,6 @@
-"""What is special to sort_by_expert, permute and unpermute; parity with the eager twins is in test_contract.py."""
+"""What is special to sort_by_expert, permute and unpermute; parity with the eager twins is in
+test_contract.py.
+"""
 
 import pytest
 import torch
@@ -23,12 +25,13 @@ def by_hand(index, E):
     slots = sorted(range(index.numel()), key=lambda s: (int(index.flatten()[s]), s))
     offsets = [sum(int(e) <= last for e in index.flatten()) for last in range(E)]
     position = [-1] * index.numel()
-    for row, s in enumerate(slots[:offsets[-1]]):
+    for row, s in enumerate(slots[: offsets[-1]]):
         position[s] = row
     return offsets, slots, position
 
 
 # ---- sorting
+
 
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -43,7 +46,9 @@ def test_order_is_the_one_by_hand(name, dtype, T, E, K):
 
 @FUSED
 def test_runs_of_several_tiles(name, monkeypatch):
-    """More slots than one tile for each program: its later tiles start where its earlier ones ended."""
+    """More slots than one tile for each program: its later tiles start where its earlier ones
+    ended.
+    """
     skip_unless_usable(PERMUTE, name, torch.float32)
     if name == "triton":
         from tilewright.kernels import permute_triton
@@ -61,8 +66,11 @@ def test_any_strides_of_an_index(name):
     skip_unless_usable(PERMUTE, name, torch.float32)
     wide = indices(12, 9, 8)
     for index in (wide[:, ::3], wide.t()[:3].t(), wide[:1].expand(5, 8)):
-        for f, e in zip(sort_by_expert(index, 9, implementation=name),
-                        sort_by_expert(index.contiguous(), 9, implementation="eager"), strict=True):
+        for f, e in zip(
+            sort_by_expert(index, 9, implementation=name),
+            sort_by_expert(index.contiguous(), 9, implementation="eager"),
+            strict=True,
+        ):
             assert torch.equal(f, e)
 
 
@@ -74,7 +82,9 @@ def test_sort_compiles_and_is_checked_when_it_runs():
         assert torch.equal(f, e)
     if DEVICE == "cpu":
         index[3, 1] = 5
-        with pytest.raises(IndexError, match=r"expert_index\[3, 1\] is 5; accepted are 0 to 3, and 4 for a slot"):
+        with pytest.raises(
+            IndexError, match=r"expert_index\[3, 1\] is 5; accepted are 0 to 3, and 4 for a slot"
+        ):
             compiled(index, 4)
 
 
@@ -82,7 +92,7 @@ def test_sort_compiles_and_is_checked_when_it_runs():
 def test_kernels_take_an_index_outside_for_a_sentinel(name):
     """What happens on CUDA, where nobody looks."""
     skip_unless_usable(PERMUTE, name, torch.float32)
-    index = torch.tensor([[0, 2**40], [-1, 1], [3, -2**31], [2, 0]], device=DEVICE)
+    index = torch.tensor([[0, 2**40], [-1, 1], [3, -(2**31)], [2, 0]], device=DEVICE)
     x = torch.randn(4, 5, device=DEVICE)
     clean = torch.where((index < 0) | (index > 3), 3, index)
     found, expected = PERMUTE.resolve(name, DEVICE)(x, index, 3), PERMUTE.eager(x, clean, 3)
@@ -91,6 +101,7 @@ def test_kernels_take_an_index_outside_for_a_sentinel(name):
 
 
 # ---- moving rows
+
 
 @EVERY
 def test_rows_at_any_stride(name):
@@ -103,7 +114,11 @@ def test_rows_at_any_stride(name):
     for rows, up in ((x, dy), (x.contiguous(), dy.contiguous())):
         rows = rows.detach().requires_grad_()
         moved = permute(rows, index, 5, implementation=name)
-        wide = torch.zeros(24, 23, device=DEVICE)[:, 3:19].copy_(moved.rows) if rows.stride(0) != 16 else moved.rows
+        wide = (
+            torch.zeros(24, 23, device=DEVICE)[:, 3:19].copy_(moved.rows)
+            if rows.stride(0) != 16
+            else moved.rows
+        )
         y = unpermute(wide, weight, moved.position, implementation=name)
         found.append([moved.rows, y, *torch.autograd.grad(y, rows, up)])
     for f, e in zip(*found, strict=True):
@@ -114,7 +129,10 @@ def test_rows_at_any_stride(name):
 def test_there_and_back(name):
     """unpermute of permute is x times the sum of its weights."""
     skip_unless_usable(PERMUTE, name, torch.float32)
-    x, weight = torch.randn(20, 24, device=DEVICE, requires_grad=True), torch.rand(20, 3, device=DEVICE)
+    x, weight = (
+        torch.randn(20, 24, device=DEVICE, requires_grad=True),
+        torch.rand(20, 3, device=DEVICE),
+    )
     moved = permute(x, indices(20, 6, 3), 6, implementation=name)
     y = unpermute(moved.rows, weight, moved.position, implementation=name)
     total = torch.where(moved.position >= 0, weight, 0).sum(1, keepdim=True)
@@ -164,7 +182,7 @@ def test_gradient_of_x_is_rounded_once(name, dtype):
     moved = permute(x, torch.arange(8, device=DEVICE)[None], 8, implementation=name)
     grad = torch.ones(8, 3, dtype=dtype, device=DEVICE)
     grad[0] = 2048
-    found, = torch.autograd.grad(moved.rows, x, grad)
+    (found,) = torch.autograd.grad(moved.rows, x, grad)
     assert (found == torch.tensor(2055.0).to(dtype)).all() and found.dtype == dtype
     y = unpermute(grad, None, moved.position, implementation=name)
     assert (y == found).all()
@@ -195,7 +213,10 @@ def test_what_the_backward_keeps():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_weights_of_another_dtype(name, dtype):
     skip_unless_usable(PERMUTE, name, torch.float32)
-    rows, weight = torch.randn(8, 5, device=DEVICE), torch.rand(4, 2, device=DEVICE).to(dtype).requires_grad_()
+    rows, weight = (
+        torch.randn(8, 5, device=DEVICE),
+        torch.rand(4, 2, device=DEVICE).to(dtype).requires_grad_(),
+    )
     position = sort_by_expert(indices(4, 3, 2), 3).position
     y = unpermute(rows, weight, position, implementation=name)
     assert torch.equal(y, unpermute(rows, weight.float(), position, implementation=name))
@@ -221,47 +242,103 @@ def test_the_same_bits_on_any_number_of_threads(name):
 
 # ---- bad input
 
-X, I, P = torch.randn(3, 8), torch.tensor([[0, 1], [2, 0], [1, 2]]), torch.arange(6, dtype=torch.int32).view(3, 2)
+X, I, P = (
+    torch.randn(3, 8),
+    torch.tensor([[0, 1], [2, 0], [1, 2]]),
+    torch.arange(6, dtype=torch.int32).view(3, 2),
+)
 
 
-@pytest.mark.parametrize("args, error, message", [
-    (([1.0], I, 3), TypeError, "x must be a torch.Tensor, got list"),
-    ((X.long(), I, 3), TypeError, "x must be one of float32.*int64"),
-    ((X[0], I, 3), ValueError, r"x must have shape \[T, H\], got \[8\]"),
-    ((X, I[:2], 3), ValueError, r"expert_index must have a row for each of x's 3, got \[2, 2\]"),
-    ((X, I.float(), 3), TypeError, "expert_index must be int32 or int64, got float32"),
-    ((X, I.flatten(), 3), ValueError, r"expert_index must have shape \[T, K\], K not 0, got \[6\]"),
-    ((X, I[:, :0], 3), ValueError, r"expert_index must have shape \[T, K\], K not 0, got \[3, 0\]"),
-    ((X, I.to("meta"), 3), ValueError, "expert_index is on meta, x on cpu"),
-    ((X, I, 0), ValueError, "num_experts must be 1 to 4096, got 0"),
-    ((X, I, 4097), ValueError, "num_experts must be 1 to 4096, got 4097"),
-    ((X, I, 3.0), TypeError, "num_experts must be an int, got 3.0"),
-    ((X, I, 1), IndexError, r"expert_index\[1, 0\] is 2; accepted are 0 to 0, and 1 for a slot without an expert"),
-    ((X, I - 1, 3), IndexError, r"expert_index\[0, 0\] is -1; accepted are 0 to 2"),
-])
+@pytest.mark.parametrize(
+    "args, error, message",
+    [
+        (([1.0], I, 3), TypeError, "x must be a torch.Tensor, got list"),
+        ((X.long(), I, 3), TypeError, "x must be one of float32.*int64"),
+        ((X[0], I, 3), ValueError, r"x must have shape \[T, H\], got \[8\]"),
+        (
+            (X, I[:2], 3),
+            ValueError,
+            r"expert_index must have a row for each of x's 3, got \[2, 2\]",
+        ),
+        ((X, I.float(), 3), TypeError, "expert_index must be int32 or int64, got float32"),
+        (
+            (X, I.flatten(), 3),
+            ValueError,
+            r"expert_index must have shape \[T, K\], K not 0, got \[6\]",
+        ),
+        (
+            (X, I[:, :0], 3),
+            ValueError,
+            r"expert_index must have shape \[T, K\], K not 0, got \[3, 0\]",
+        ),
+        ((X, I.to("meta"), 3), ValueError, "expert_index is on meta, x on cpu"),
+        ((X, I, 0), ValueError, "num_experts must be 1 to 4096, got 0"),
+        ((X, I, 4097), ValueError, "num_experts must be 1 to 4096, got 4097"),
+        ((X, I, 3.0), TypeError, "num_experts must be an int, got 3.0"),
+        (
+            (X, I, 1),
+            IndexError,
+            r"expert_index\[1, 0\] is 2; accepted are 0 to 0, and 1 for a slot without an expert",
+        ),
+        ((X, I - 1, 3), IndexError, r"expert_index\[0, 0\] is -1; accepted are 0 to 2"),
+    ],
+)
 def test_permute_refuses(args, error, message):
     with pytest.raises(error, match=message):
         permute(*args)
 
 
-@pytest.mark.parametrize("args, error, message", [
-    ((None, None, P), TypeError, "rows must be a torch.Tensor, got NoneType"),
-    ((X, None, P), ValueError, r"rows must have shape \[T \* K, H\].*position's 6 slots, got \[3, 8\]"),
-    ((X.repeat(2, 1), None, P.long()), TypeError, "position must be int32, got int64"),
-    ((X.repeat(2, 1), None, P.flatten()), ValueError, r"position must have shape \[T, K\], K not 0, got \[6\]"),
-    ((X.repeat(2, 1), torch.ones(2, 3), P), ValueError, r"expert_weight must have shape \[3, 2\] \(that of position\)"),
-    ((X.repeat(2, 1), torch.ones(3, 2).int(), P), TypeError, "expert_weight must be one of float32.*int32"),
-    ((X.repeat(2, 1), None, P + 1), IndexError, "its 6 rows be 0 to 5, each once; got rows from 1 to 6"),
-    ((X.repeat(2, 1), None, P // 2), IndexError, "its 6 rows be 0 to 5, each once; got rows from 0 to 2"),
-    ((X.repeat(2, 1), None, P - 2), IndexError, "position must be -1 or a row.*got rows from -2 to 3"),
-])
+@pytest.mark.parametrize(
+    "args, error, message",
+    [
+        ((None, None, P), TypeError, "rows must be a torch.Tensor, got NoneType"),
+        (
+            (X, None, P),
+            ValueError,
+            r"rows must have shape \[T \* K, H\].*position's 6 slots, got \[3, 8\]",
+        ),
+        ((X.repeat(2, 1), None, P.long()), TypeError, "position must be int32, got int64"),
+        (
+            (X.repeat(2, 1), None, P.flatten()),
+            ValueError,
+            r"position must have shape \[T, K\], K not 0, got \[6\]",
+        ),
+        (
+            (X.repeat(2, 1), torch.ones(2, 3), P),
+            ValueError,
+            r"expert_weight must have shape \[3, 2\] \(that of position\)",
+        ),
+        (
+            (X.repeat(2, 1), torch.ones(3, 2).int(), P),
+            TypeError,
+            "expert_weight must be one of float32.*int32",
+        ),
+        (
+            (X.repeat(2, 1), None, P + 1),
+            IndexError,
+            "its 6 rows be 0 to 5, each once; got rows from 1 to 6",
+        ),
+        (
+            (X.repeat(2, 1), None, P // 2),
+            IndexError,
+            "its 6 rows be 0 to 5, each once; got rows from 0 to 2",
+        ),
+        (
+            (X.repeat(2, 1), None, P - 2),
+            IndexError,
+            "position must be -1 or a row.*got rows from -2 to 3",
+        ),
+    ],
+)
 def test_unpermute_refuses(args, error, message):
     with pytest.raises(error, match=message):
         unpermute(*args)
 
 
 def test_unknown_implementation():
-    with pytest.raises(ValueError, match=r"permute: unknown implementation 'c'; have \['auto', 'triton', 'cpp'"):
+    with pytest.raises(
+        ValueError, match=r"permute: unknown implementation 'c'; have \['auto', 'triton', 'cpp'"
+    ):
         sort_by_expert(I, 3, implementation="c")
 
 
@@ -271,18 +348,25 @@ def test_cpp_operators_themselves_check_every_tensor():
     ops, rows, w = torch.ops.tilewright, X.repeat(2, 1), torch.ones(3, 2)
     ends = torch.tensor([6], dtype=torch.int32)
     for wrong, message in (
-            (lambda: ops.permute_cpp_sort(I.float(), 3), "expert_index must be int32 or int64"),
-            (lambda: ops.permute_cpp_sort(I.t(), 3), "expert_index must be a contiguous CPU tensor"),
-            (lambda: ops.permute_cpp_spread(X[:2], P, ends), r"x must be \[3, 2?8?"),
-            (lambda: ops.permute_cpp_spread(X, P + 1, ends), "position must be below 6, got 6"),
-            (lambda: ops.permute_cpp_spread(X, P.long(), ends), "position must be an int32 matrix"),
-            (lambda: ops.permute_cpp_spread(X, P, ends.long()), "offsets must be int32"),
-            (lambda: ops.permute_cpp_collect(X, w, P), r"rows must be \[6, 8\]"),
-            (lambda: ops.permute_cpp_collect(rows, w.double(), P), "weight must be float32"),
-            (lambda: ops.permute_cpp_collect(rows, w[:2], P), "weight must be float32, one for each position"),
-            (lambda: ops.permute_cpp_collect(rows, w, P + 1), "position must be below 6, got 6"),
-            (lambda: ops.permute_cpp_backward(X.bfloat16(), rows, w, P), "rows must be .* of the dtype of the others"),
-            (lambda: ops.permute_cpp_backward(X[:2], rows, w, P), "dy must be"),
-            (lambda: ops.permute_cpp_backward(X, rows, w, P + 1), "position must be below 6, got 6")):
+        (lambda: ops.permute_cpp_sort(I.float(), 3), "expert_index must be int32 or int64"),
+        (lambda: ops.permute_cpp_sort(I.t(), 3), "expert_index must be a contiguous CPU tensor"),
+        (lambda: ops.permute_cpp_spread(X[:2], P, ends), r"x must be \[3, 2?8?"),
+        (lambda: ops.permute_cpp_spread(X, P + 1, ends), "position must be below 6, got 6"),
+        (lambda: ops.permute_cpp_spread(X, P.long(), ends), "position must be an int32 matrix"),
+        (lambda: ops.permute_cpp_spread(X, P, ends.long()), "offsets must be int32"),
+        (lambda: ops.permute_cpp_collect(X, w, P), r"rows must be \[6, 8\]"),
+        (lambda: ops.permute_cpp_collect(rows, w.double(), P), "weight must be float32"),
+        (
+            lambda: ops.permute_cpp_collect(rows, w[:2], P),
+            "weight must be float32, one for each position",
+        ),
+        (lambda: ops.permute_cpp_collect(rows, w, P + 1), "position must be below 6, got 6"),
+        (
+            lambda: ops.permute_cpp_backward(X.bfloat16(), rows, w, P),
+            "rows must be .* of the dtype of the others",
+        ),
+        (lambda: ops.permute_cpp_backward(X[:2], rows, w, P), "dy must be"),
+        (lambda: ops.permute_cpp_backward(X, rows, w, P + 1), "position must be below 6, got 6"),
+    ):
         with pytest.raises(RuntimeError, match=message):
             wrong()

@@ -1,4 +1,6 @@
-"""Truth by pieces: what the whole gives, within the bound of memory, for every case that is timed on a GPU."""
+"""Truth by pieces: what the whole gives, within the bound of memory, for every case that is
+timed on a GPU.
+"""
 
 from dataclasses import replace
 
@@ -33,7 +35,10 @@ def test_pieces_make_the_whole(name, small):
             pairs = [(t, truth["()"][1][at], at) for at, t in found.values()]
             assert pairs and parts.dtypes[name_] == whole.dtypes[name_]
             assert contract._error(pairs)[0] < 1e-10, (case.name, name_)
-            assert cut.sample is not None or sum(t.numel() for t, *_ in pairs) == truth["()"][1].numel(), name_
+            assert (
+                cut.sample is not None
+                or sum(t.numel() for t, *_ in pairs) == truth["()"][1].numel()
+            ), name_
             assert parts.eager[name_] <= 4 * whole.eager[name_] + 8 * torch.finfo(torch.float32).eps
         assert not contract.broken(contract.judge(op, "eager", kwargs, parts)), case.name
     assert cut_cases, "no case was cut"
@@ -56,10 +61,14 @@ def test_a_fault_in_the_last_block_is_seen(small):
 
 # ---- memory
 
+
 def bytes_of_check(op, case, dtype):
-    """Bytes that the check of a case holds beside its inputs: its first two and its last piece, and what is kept
-    of the others for comparison."""
-    op = contract.Op(op.name, op.public, op.eager, ())   # without a tolerance, for which values would be looked at
+    """Bytes that the check of a case holds beside its inputs: its first two and its last piece, and
+    what is kept of the others for comparison.
+    """
+    op = contract.Op(
+        op.name, op.public, op.eager, ()
+    )  # without a tolerance, for which values would be looked at
     with counting() as held:
         kwargs = case.make("cpu", dtype, 0)
         held.restart()
@@ -79,17 +88,24 @@ def one_chunk(monkeypatch):
     monkeypatch.setattr(contract, "_chunks", lambda t: chunks(t)[:1])
 
 
-# Experts in a quantised format are dequantised whole, in float64: a slice of what they are made of is no tensor of it.
+# Experts in a quantised format are dequantised whole, in float64: a slice of what they are made of
+# is no tensor of it.
 QUANTIZED = {f"qwen3-30b-a3b_8192_{f}": 16 * 2**30 for f in ("nf4", "nvfp4", "block_fp8")}
 
 
 @pytest.mark.parametrize("name", list(OPS))
 def test_the_check_of_every_timed_case_fits(name, one_chunk):
     op = OPS[name]
-    dtype = torch.float32   # the twin's own results are the widest
-    for case in (c for c in op.cases if "cuda" in c.tags and any(dtype in i.dtypes for i in op.implementations)):
+    dtype = torch.float32  # the twin's own results are the widest
+    for case in (
+        c
+        for c in op.cases
+        if "cuda" in c.tags and any(dtype in i.dtypes for i in op.implementations)
+    ):
         needed = bytes_of_check(op, case, dtype)
-        assert needed <= QUANTIZED.get(case.name, pieces.MEMORY), f"{case.name}: {needed / 2**30:.1f} GiB"
+        assert needed <= QUANTIZED.get(case.name, pieces.MEMORY), (
+            f"{case.name}: {needed / 2**30:.1f} GiB"
+        )
 
 
 def test_scores_of_all_pairs_do_not_fit(one_chunk, monkeypatch):

@@ -1,4 +1,6 @@
-"""Products of CPU matrices into float32: every order of memory, their derivative, and who takes them."""
+"""Products of CPU matrices into float32: every order of memory, their derivative, and who takes
+them.
+"""
 
 import itertools
 
@@ -11,7 +13,8 @@ from tilewright import nn as twnn
 from tilewright.ops import _products, linear_cross_entropy
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Single elements; odd sums (a bfloat16 without a partner); ends of tiles; several panels, and blocks of both sides.
+# Single elements; odd sums (a bfloat16 without a partner); ends of tiles; several panels, and
+# blocks of both sides.
 SHAPES = [(1, 1, 1), (7, 5, 3), (64, 2, 70), (257, 1025, 193), (5, 0, 4)]
 
 
@@ -61,15 +64,21 @@ def test_the_same_bits_on_any_number_of_threads(dtype):
 def test_what_does_not_fit_is_refused():
     needs(torch.float32)
     a = torch.zeros(4, 5)
-    for out, left, right in ((torch.zeros(4, 4), a, a), (torch.zeros(4, 4, dtype=torch.bfloat16), a, a.t()),
-                             (torch.zeros(4, 4).t(), a, a.t()), (torch.zeros(3, 4), a, a.t()),
-                             (torch.zeros(4, 4), a.double(), a.double().t())):
+    for out, left, right in (
+        (torch.zeros(4, 4), a, a),
+        (torch.zeros(4, 4, dtype=torch.bfloat16), a, a.t()),
+        (torch.zeros(4, 4).t(), a, a.t()),
+        (torch.zeros(3, 4), a, a.t()),
+        (torch.zeros(4, 4), a.double(), a.double().t()),
+    ):
         with pytest.raises(RuntimeError, match="tilewright"):
             _products.product_(out, left, right)
 
 
 def test_linear_and_its_derivatives():
-    """Both of the first order and one of the second; the weight's gradient lies in memory as the weight does."""
+    """Both of the first order and one of the second; the weight's gradient lies in memory as
+    the weight does.
+    """
     needs(torch.float32)
     g = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(shape, generator=g) for shape in ((3, 20, 33), (70, 33), (3, 20, 70)))
@@ -79,11 +88,14 @@ def test_linear_and_its_derivatives():
         y = fn(a, b)
         dx, dw = torch.autograd.grad(y, (a, b), dy.to(dtype), create_graph=True)
         assert dw.is_contiguous()
-        second, = torch.autograd.grad(dx.square().sum(), b)
+        (second,) = torch.autograd.grad(dx.square().sum(), b)
         return tuple(t.detach() for t in (y, dx, dw, second))
 
-    for found, truth in zip(derivatives(_products.linear, torch.float32), derivatives(F.linear, torch.float64),
-                            strict=True):
+    for found, truth in zip(
+        derivatives(_products.linear, torch.float32),
+        derivatives(F.linear, torch.float64),
+        strict=True,
+    ):
         torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5 * float(truth.std()))
 
 
@@ -99,7 +111,9 @@ def test_what_a_layer_takes():
 
     x = torch.randn(2, _products.ROWS, 8)
     assert own(x)
-    assert not own(x[:1, 1:]) and not own(x, autocast=True) and not own(x.bfloat16(), layer.bfloat16())
+    assert (
+        not own(x[:1, 1:]) and not own(x, autocast=True) and not own(x.bfloat16(), layer.bfloat16())
+    )
     assert not own(x, twnn.Linear(8, 6))
 
 
@@ -124,7 +138,9 @@ def test_a_bfloat16_head_with_float32_logits(monkeypatch):
         return loss.detach().double(), b.grad.double()
 
     loss, dw = step(torch.bfloat16, fp32_logits=True, chunk_size=32, implementation="cpp")
-    assert taken == [(torch.float32, torch.bfloat16, add) for chunk in range(3) for add in (False, chunk > 0)]
+    assert taken == [
+        (torch.float32, torch.bfloat16, add) for chunk in range(3) for add in (False, chunk > 0)
+    ]
     truth, exact = step(torch.float64, implementation="eager")
     assert abs(loss - truth) < 1e-6 * truth
     # The gradient is rounded once to bfloat16, and its logits' gradient before that.

@@ -20,7 +20,9 @@ HEADS = {"num_heads": HQ, "num_kv_heads": HK}
 
 
 def tables(rows=P, width=D, dtype=torch.float32):
-    angle = torch.outer(torch.arange(rows).double(), 10000.0 ** (-torch.arange(0, width, 2).double() / width))
+    angle = torch.outer(
+        torch.arange(rows).double(), 10000.0 ** (-torch.arange(0, width, 2).double() / width)
+    )
     return angle.cos().to(DEVICE, dtype), angle.sin().to(DEVICE, dtype)
 
 
@@ -30,28 +32,43 @@ COS, SIN = tables()
 def inputs(dtype=torch.float32, batch=B, seq=S):
     """qkv and the weights of the norms."""
     g = torch.Generator(device=DEVICE).manual_seed(0)
-    qkv, *weights = (torch.randn(*shape, generator=g, device=DEVICE, dtype=torch.float64)
-                     for shape in ((batch, seq, W), (D,), (D,)))
+    qkv, *weights = (
+        torch.randn(*shape, generator=g, device=DEVICE, dtype=torch.float64)
+        for shape in ((batch, seq, W), (D,), (D,))
+    )
     return [qkv.to(dtype), *((1 + 0.3 * w).to(dtype) for w in weights)]
 
 
-def separately(qkv, q_weight, k_weight, cos=COS, sin=SIN, *, eps=1e-6, offset=0.0, cast="gemma", **options):
+def separately(
+    qkv, q_weight, k_weight, cos=COS, sin=SIN, *, eps=1e-6, offset=0.0, cast="gemma", **options
+):
     """Three ops one after another, on a projection taken apart."""
     q, k, v = (t.unflatten(-1, (-1, D)) for t in qkv.split((HQ * D, HK * D, HK * D), -1))
     if q_weight is not None:
-        q, k = (rmsnorm(x, w, eps, offset=offset, cast=cast, implementation="eager")
-                for x, w in ((q, q_weight), (k, k_weight)))
+        q, k = (
+            rmsnorm(x, w, eps, offset=offset, cast=cast, implementation="eager")
+            for x, w in ((q, q_weight), (k, k_weight))
+        )
     q, k = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, implementation="eager", **options)
     return q, k, v.transpose(1, 2)
 
 
 # ---- references
 
+
 @EVERY
-@pytest.mark.parametrize("options", [
-    {}, {"eps": 0.1, "offset": 1.0}, {"interleaved": True}, {"rotary_dim": 6}, {"rotary_dim": 6, "interleaved": True},
-    {"position_ids": torch.tensor([5, 0, 23, 7, 7, 1], device=DEVICE)}],
-    ids=["plain", "offset", "interleaved", "partial", "partial_interleaved", "positions"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"eps": 0.1, "offset": 1.0},
+        {"interleaved": True},
+        {"rotary_dim": 6},
+        {"rotary_dim": 6, "interleaved": True},
+        {"position_ids": torch.tensor([5, 0, 23, 7, 7, 1], device=DEVICE)},
+    ],
+    ids=["plain", "offset", "interleaved", "partial", "partial_interleaved", "positions"],
+)
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "no_norm"])
 def test_equals_norm_and_rotation_one_after_the_other(name, norm, options):
     """In results and gradients, whichever of the three results are used."""
@@ -62,15 +79,32 @@ def test_equals_norm_and_rotation_one_after_the_other(name, norm, options):
         given[1:] = None, None
         options = {n: v for n, v in options.items() if n not in ("eps", "offset")}
     leaves = [t for t in given if t is not None]
-    found = qk_norm_rope(given[0], cos, sin, q_weight=given[1], k_weight=given[2], implementation=name, **HEADS,
-                         **options)
+    found = qk_norm_rope(
+        given[0],
+        cos,
+        sin,
+        q_weight=given[1],
+        k_weight=given[2],
+        implementation=name,
+        **HEADS,
+        **options,
+    )
     expected = separately(*given, cos, sin, **options)
     for f, e in zip(found, expected, strict=True):
         torch.testing.assert_close(f, e, **CLOSE)
     grads = [torch.randn_like(e) for e in expected]
     for used in ((0, 1, 2),) if options else ((0, 1, 2), (0,), (1,), (2,), (0, 2)):
-        f, e = (torch.autograd.grad([outs[i] for i in used], leaves, [grads[i] for i in used], retain_graph=True,
-                                    allow_unused=True, materialize_grads=True) for outs in (found, expected))
+        f, e = (
+            torch.autograd.grad(
+                [outs[i] for i in used],
+                leaves,
+                [grads[i] for i in used],
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            for outs in (found, expected)
+        )
         for a, b in zip(f, e, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -88,8 +122,14 @@ def test_the_definition_is_that_composition_in_float64():
 def test_equals_transformers_qwen3(name):
     qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
     skip_unless_usable(QK_NORM_ROPE, name, torch.float32)
-    config = qwen3.Qwen3Config(hidden_size=24, num_attention_heads=HQ, num_key_value_heads=HK, head_dim=D,
-                               max_position_embeddings=64, rms_norm_eps=1e-5)
+    config = qwen3.Qwen3Config(
+        hidden_size=24,
+        num_attention_heads=HQ,
+        num_key_value_heads=HK,
+        head_dim=D,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+    )
     torch.manual_seed(0)
     attention = qwen3.Qwen3Attention(config, 0).to(DEVICE)
     with torch.no_grad():
@@ -97,7 +137,9 @@ def test_equals_transformers_qwen3(name):
             norm.weight.add_(0.3 * torch.randn_like(norm.weight))
     x = torch.randn(B, S, 24, device=DEVICE)
     positions = torch.randint(0, 64, (B, S), device=DEVICE)
-    cos, sin = qwen3.Qwen3RotaryEmbedding(config).to(DEVICE)(x, positions)   # [B, S, D]: a row for each token
+    cos, sin = qwen3.Qwen3RotaryEmbedding(config).to(DEVICE)(
+        x, positions
+    )  # [B, S, D]: a row for each token
     # What Qwen3Attention.forward does before attention.
     shape = (B, S, -1, D)
     q = attention.q_norm(attention.q_proj(x).view(shape)).transpose(1, 2)
@@ -105,8 +147,16 @@ def test_equals_transformers_qwen3(name):
     v = attention.v_proj(x).view(shape).transpose(1, 2)
     expected = *qwen3.apply_rotary_pos_emb(q, k, cos, sin), v
     merged = torch.cat([p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
-    found = qk_norm_rope(x @ merged.T, cos, sin, q_weight=attention.q_norm.weight, k_weight=attention.k_norm.weight,
-                         eps=1e-5, implementation=name, **HEADS)
+    found = qk_norm_rope(
+        x @ merged.T,
+        cos,
+        sin,
+        q_weight=attention.q_norm.weight,
+        k_weight=attention.k_norm.weight,
+        eps=1e-5,
+        implementation=name,
+        **HEADS,
+    )
     for f, e in zip(found, expected, strict=True):
         torch.testing.assert_close(f, e, rtol=1e-5, atol=1e-5)
 
@@ -131,6 +181,7 @@ def test_rounds_once(name):
 
 # ---- positions
 
+
 @EVERY
 def test_positions_restart_in_each_packed_document(name):
     skip_unless_usable(QK_NORM_ROPE, name, torch.float32)
@@ -153,7 +204,9 @@ def test_position_outside_the_tables(name, compiled):
     torch._dynamo.reset()
 
     def call(qkv, ids, inplace=False):
-        return qk_norm_rope(qkv, COS, SIN, position_ids=ids, inplace=inplace, implementation=name, **HEADS)[0]
+        return qk_norm_rope(
+            qkv, COS, SIN, position_ids=ids, inplace=inplace, implementation=name, **HEADS
+        )[0]
 
     fn = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
     ids = torch.zeros(B, S, dtype=torch.int64)
@@ -175,7 +228,7 @@ def test_unchecked_positions_become_nan(name, norm):
     skip_unless_usable(QK_NORM_ROPE, name, torch.float32)
     qkv, *weights = inputs()
     ids = torch.tensor([[0, P, 2, -1, 4, 2**40]] * B, device=DEVICE)
-    cos, sin = tables(width=10)   # 5 pairs: no power of two
+    cos, sin = tables(width=10)  # 5 pairs: no power of two
     fn = QK_NORM_ROPE.resolve(name, DEVICE)
     q, k, v = fn(qkv, *(weights if norm else (None, None)), cos, sin, ids, HQ, HK, 1e-6, 0.0, False)
     wrong = torch.tensor([False, True, False, True, False, True], device=DEVICE)
@@ -186,18 +239,19 @@ def test_unchecked_positions_become_nan(name, norm):
 
 # ---- memory
 
+
 @EVERY
 @pytest.mark.parametrize("inplace, grad", [(False, False), (False, True), (True, False)])
 def test_results_lie_as_attention_reads_them(name, inplace, grad):
     """q and k in the order [B, S, H, D], v where it was; in place all three."""
     skip_unless_usable(QK_NORM_ROPE, name, torch.float32)
-    for width in (W, W + 8):   # a part of wider rows is read where it is, too
+    for width in (W, W + 8):  # a part of wider rows is read where it is, too
         qkv = torch.randn(B, S, width, device=DEVICE)[..., :W].requires_grad_(grad)
         q, k, v = qk_norm_rope(qkv, COS, SIN, inplace=inplace, implementation=name, **HEADS)
-        assert v.data_ptr() == qkv[..., (HQ + HK) * D:].data_ptr()
+        assert v.data_ptr() == qkv[..., (HQ + HK) * D :].data_ptr()
         assert v.stride() == (S * width, D, width, 1)
         if inplace:
-            assert q.data_ptr() == qkv.data_ptr() and k.data_ptr() == qkv[..., HQ * D:].data_ptr()
+            assert q.data_ptr() == qkv.data_ptr() and k.data_ptr() == qkv[..., HQ * D :].data_ptr()
             assert q.stride() == k.stride() == v.stride()
         else:
             for x, h in ((q, HQ), (k, HK)):
@@ -212,9 +266,13 @@ def test_what_is_kept_for_the_backward(name, norm):
     weights = weights if norm else [None, None]
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        qk_norm_rope(qkv, COS, SIN, q_weight=weights[0], k_weight=weights[1], implementation=name, **HEADS)
+        qk_norm_rope(
+            qkv, COS, SIN, q_weight=weights[0], k_weight=weights[1], implementation=name, **HEADS
+        )
     size = {t.data_ptr(): t.nbytes for t in kept}
-    assert sum(size.values()) == COS.nbytes + SIN.nbytes + norm * (qkv.nbytes + 4 * B * S * (HQ + HK) + 2 * 4 * D)
+    assert sum(size.values()) == COS.nbytes + SIN.nbytes + norm * (
+        qkv.nbytes + 4 * B * S * (HQ + HK) + 2 * 4 * D
+    )
     assert (qkv.data_ptr() in size) == norm
 
 
@@ -231,7 +289,9 @@ def test_one_operator_is_the_whole_backward(name, norm):
     leaves = [t for t in (qkv, *weights) if t is not None]
 
     def call(qkv, q_weight, k_weight):
-        return qk_norm_rope(qkv, COS, SIN, q_weight=q_weight, k_weight=k_weight, implementation=name, **HEADS)
+        return qk_norm_rope(
+            qkv, COS, SIN, q_weight=q_weight, k_weight=k_weight, implementation=name, **HEADS
+        )
 
     outs = call(qkv, *weights)
     grads = [torch.randn_like(o) for o in outs]
@@ -246,7 +306,9 @@ def test_one_operator_is_the_whole_backward(name, norm):
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
-    compiled = torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    compiled = torch.compile(
+        call, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    )
     found = torch.autograd.grad(compiled(qkv, *weights), leaves, grads)
     for f, e in zip(found, expected, strict=True):
         assert torch.equal(f, e)
@@ -264,13 +326,37 @@ def test_backward_is_two_launches_and_no_other_kernel(monkeypatch):
 
     qkv, w = torch.ones(1, 5, 32, device=DEVICE), torch.ones(8, device=DEVICE)
     q, k_and_v = (torch.ones(1, n, 5, 8, device=DEVICE) for n in (2, 1))
-    rstd, table, new = torch.ones(1, 5, 3, device=DEVICE), torch.ones(5, 4, device=DEVICE), [w.clone(), w.clone()]
+    rstd, table, new = (
+        torch.ones(1, 5, 3, device=DEVICE),
+        torch.ones(5, 4, device=DEVICE),
+        [w.clone(), w.clone()],
+    )
     for module in (k, rmsnorm_triton):
-        monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: seen.names.append(kernel.fn.__name__))
+        monkeypatch.setattr(
+            module, "launch", lambda kernel, *_, **__: seen.names.append(kernel.fn.__name__)
+        )
     with OperatorNames() as seen:
-        k.backward(q, k_and_v, k_and_v, qkv, rstd, w, w, qkv.clone(), *new, table, table, None, 2, 1, 0.0, False)
-    assert [name for name in seen.names if name not in ("aten::empty.memory_format", "aten::clone")] == [
-        "_backward", "_sum_programs"]
+        k.backward(
+            q,
+            k_and_v,
+            k_and_v,
+            qkv,
+            rstd,
+            w,
+            w,
+            qkv.clone(),
+            *new,
+            table,
+            table,
+            None,
+            2,
+            1,
+            0.0,
+            False,
+        )
+    assert [
+        name for name in seen.names if name not in ("aten::empty.memory_format", "aten::clone")
+    ] == ["_backward", "_sum_programs"]
 
 
 @FUSED
@@ -281,8 +367,15 @@ def test_under_activation_checkpointing_all_three_get_their_gradients(name):
         given = [t.requires_grad_() for t in inputs()]
 
         def block(qkv, q_weight, k_weight):
-            q, k, v = qk_norm_rope(qkv * 2, COS, SIN, q_weight=q_weight, k_weight=k_weight, implementation=name,
-                                   **HEADS)
+            q, k, v = qk_norm_rope(
+                qkv * 2,
+                COS,
+                SIN,
+                q_weight=q_weight,
+                k_weight=k_weight,
+                implementation=name,
+                **HEADS,
+            )
             return q.sin().sum() + k.cos().sum() + v.square().sum()
 
         loss = checkpoint(block, *given, use_reentrant=False) if again else block(*given)
@@ -299,10 +392,20 @@ def test_the_same_bits_on_any_number_of_threads():
     try:
         for n in (1, 2, 3):
             torch.set_num_threads(n)
-            given = [torch.randn(1, 700, W, generator=g.manual_seed(0)), torch.ones(D), torch.ones(D)]
+            given = [
+                torch.randn(1, 700, W, generator=g.manual_seed(0)),
+                torch.ones(D),
+                torch.ones(D),
+            ]
             given = [t.requires_grad_() for t in given]
-            outs = qk_norm_rope(given[0], *tables(700), q_weight=given[1], k_weight=given[2], implementation="cpp",
-                                **HEADS)
+            outs = qk_norm_rope(
+                given[0],
+                *tables(700),
+                q_weight=given[1],
+                k_weight=given[2],
+                implementation="cpp",
+                **HEADS,
+            )
             found.append([*outs, *torch.autograd.grad(sum(o.sin().sum() for o in outs), given)])
     finally:
         torch.set_num_threads(threads)
@@ -315,16 +418,22 @@ def test_no_tokens(name):
     skip_unless_usable(QK_NORM_ROPE, name, torch.float32)
     for batch, seq in ((0, 4), (2, 0)):
         given = [t.requires_grad_() for t in inputs(batch=batch, seq=seq)]
-        outs = qk_norm_rope(given[0], COS, SIN, q_weight=given[1], k_weight=given[2], implementation=name, **HEADS)
+        outs = qk_norm_rope(
+            given[0], COS, SIN, q_weight=given[1], k_weight=given[2], implementation=name, **HEADS
+        )
         assert [tuple(o.shape) for o in outs] == [(batch, h, seq, D) for h in (HQ, HK, HK)]
         grads = torch.autograd.grad(sum(o.sum() for o in outs), given)
         assert grads[0].shape == given[0].shape and not grads[1].any() and not grads[2].any()
-        for qkv in (given[0].detach(), torch.empty_strided(given[0].shape, (0, 0, 1), device=DEVICE)):
+        for qkv in (
+            given[0].detach(),
+            torch.empty_strided(given[0].shape, (0, 0, 1), device=DEVICE),
+        ):
             outs = qk_norm_rope(qkv, COS, SIN, inplace=True, implementation=name, **HEADS)
             assert [tuple(o.shape) for o in outs] == [(batch, h, seq, D) for h in (HQ, HK, HK)]
 
 
 # ---- in place
+
 
 class Projection(torch.nn.Module):
     def __init__(self, name):
@@ -333,9 +442,11 @@ class Projection(torch.nn.Module):
 
     def forward(self, x, inplace, ids=None, again=False):
         qkv = self.qkv(x)
-        q, k, v = qk_norm_rope(qkv, COS, SIN, position_ids=ids, inplace=inplace, implementation=self.name, **HEADS)
+        q, k, v = qk_norm_rope(
+            qkv, COS, SIN, position_ids=ids, inplace=inplace, implementation=self.name, **HEADS
+        )
         # What is used of qkv itself afterwards is what now lies in it.
-        rest = qkv[..., :HQ * D].unflatten(-1, (HQ, D)).transpose(1, 2) if inplace else q
+        rest = qkv[..., : HQ * D].unflatten(-1, (HQ, D)).transpose(1, 2) if inplace else q
         return q, k, v, rest.square().sum() if again else q.new_zeros(())
 
 
@@ -350,11 +461,17 @@ def test_in_place_equals_not_in_place(name, again, compiled):
 
     def step(fn, inplace):
         q, k, v, more = fn(x, inplace, ids, again)
-        loss = q.square().mean() + k.pow(3).mean() + (q[:, :HK] * k * v).sum() + v.sin().sum() + more
-        return [t.detach().clone() for t in (q, k, v)], torch.autograd.grad(loss, list(model.parameters()))
+        loss = (
+            q.square().mean() + k.pow(3).mean() + (q[:, :HK] * k * v).sum() + v.sin().sum() + more
+        )
+        return [t.detach().clone() for t in (q, k, v)], torch.autograd.grad(
+            loss, list(model.parameters())
+        )
 
     expected = step(model, False)
-    found = step(torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model, True)
+    found = step(
+        torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model, True
+    )
     for f, e in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
         torch.testing.assert_close(f, e, rtol=1e-5, atol=1e-5)
 
@@ -372,8 +489,17 @@ def test_in_place_without_grad_takes_weights_and_leaves(name, compiled, norm, R)
     torch._dynamo.reset()
 
     def call(qkv, q_weight, k_weight, inplace):
-        return qk_norm_rope(qkv, cos, sin, q_weight=q_weight, k_weight=k_weight, rotary_dim=R, inplace=inplace,
-                            implementation=name, **HEADS)
+        return qk_norm_rope(
+            qkv,
+            cos,
+            sin,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            rotary_dim=R,
+            inplace=inplace,
+            implementation=name,
+            **HEADS,
+        )
 
     with torch.no_grad():
         expected = call(qkv, *weights, False)
@@ -396,16 +522,44 @@ def test_in_place_with_weights_is_refused_where_something_learns(name, who):
     qkv = given[0] * 1
     before = qkv.detach().clone()
     learns = ("qkv", "q_weight", "k_weight")[who]
-    with pytest.raises(ValueError, match=f"inplace=True with weights.* and {learns} would get one; pass inplace=False"):
-        qk_norm_rope(qkv, COS, SIN, q_weight=given[1], k_weight=given[2], inplace=True, implementation=name, **HEADS)
+    with pytest.raises(
+        ValueError,
+        match=f"inplace=True with weights.* and {learns} would get one; pass inplace=False",
+    ):
+        qk_norm_rope(
+            qkv,
+            COS,
+            SIN,
+            q_weight=given[1],
+            k_weight=given[2],
+            inplace=True,
+            implementation=name,
+            **HEADS,
+        )
     assert torch.equal(qkv, before)
 
 
 IN_PLACE = [
-    ("leaf", lambda: inputs()[0].requires_grad_(), "cannot overwrite qkv, a leaf that requires grad"),
-    ("split", lambda: (inputs()[0].requires_grad_() * 1).split(1)[0], "cannot overwrite qkv.*as split"),
-    ("stride", lambda: torch.randn(B, S, 2 * W, device=DEVICE)[..., ::2], "needs qkv with a contiguous last"),
-    ("expanded", lambda: torch.randn(1, S, W, device=DEVICE).expand(B, S, W), "cannot overwrite qkv, an expanded"),
+    (
+        "leaf",
+        lambda: inputs()[0].requires_grad_(),
+        "cannot overwrite qkv, a leaf that requires grad",
+    ),
+    (
+        "split",
+        lambda: (inputs()[0].requires_grad_() * 1).split(1)[0],
+        "cannot overwrite qkv.*as split",
+    ),
+    (
+        "stride",
+        lambda: torch.randn(B, S, 2 * W, device=DEVICE)[..., ::2],
+        "needs qkv with a contiguous last",
+    ),
+    (
+        "expanded",
+        lambda: torch.randn(1, S, W, device=DEVICE).expand(B, S, W),
+        "cannot overwrite qkv, an expanded",
+    ),
 ]
 
 
@@ -424,13 +578,14 @@ def test_in_place_where_it_is_not_possible(name, make, message):
 @EVERY
 def test_in_place_on_what_a_backward_needs_is_noticed(name):
     skip_unless_usable(QK_NORM_ROPE, name, torch.float32)
-    qkv = inputs()[0].requires_grad_().exp()   # its backward needs its result
+    qkv = inputs()[0].requires_grad_().exp()  # its backward needs its result
     q, _, _ = qk_norm_rope(qkv, COS, SIN, inplace=True, implementation=name, **HEADS)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         q.sum().backward()
 
 
 # ---- bad input
+
 
 def good():
     qkv, q_weight, k_weight = (t.cpu() for t in inputs())
@@ -439,35 +594,69 @@ def good():
 
 
 BAD = [
-    ({"qkv": torch.zeros(2, 6, W + 3)}, ValueError,
-     r"qkv must have shape \[B, S, 8 D\] for num_heads 4 and num_kv_heads 2, got \[2, 6, 131\]"),
-    ({"qkv": torch.zeros(2, 6, W + 8)}, ValueError,
-     r"q_weight must have shape \[17\] \(the head width\), got \[16\]"),
+    (
+        {"qkv": torch.zeros(2, 6, W + 3)},
+        ValueError,
+        r"qkv must have shape \[B, S, 8 D\] for num_heads 4 and num_kv_heads 2, got \[2, 6, 131\]",
+    ),
+    (
+        {"qkv": torch.zeros(2, 6, W + 8)},
+        ValueError,
+        r"q_weight must have shape \[17\] \(the head width\), got \[16\]",
+    ),
     ({"qkv": torch.zeros(6, W)}, ValueError, r"qkv must have shape \[B, S, 8 D\].*got \[6, 128\]"),
-    ({"qkv": torch.zeros(2, 6, W, dtype=torch.int32)}, TypeError, "qkv must be one of float32.*got int32"),
+    (
+        {"qkv": torch.zeros(2, 6, W, dtype=torch.int32)},
+        TypeError,
+        "qkv must be one of float32.*got int32",
+    ),
     ({"qkv": torch.zeros(2, 6, 8)}, ValueError, "qkv must have a head width of 2 to 1024, got 1"),
-    ({"qkv": torch.zeros(1, 1, 8 * 1026)}, ValueError, "qkv must have a head width of 2 to 1024, got 1026"),
+    (
+        {"qkv": torch.zeros(1, 1, 8 * 1026)},
+        ValueError,
+        "qkv must have a head width of 2 to 1024, got 1026",
+    ),
     ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
     ({"num_kv_heads": 2.0}, TypeError, "num_kv_heads must be an int, got 2.0"),
     ({"num_heads": True}, TypeError, "num_heads must be an int, got True"),
     ({"q_weight": None}, ValueError, "given both or neither, got k_weight without q_weight"),
     ({"k_weight": None}, ValueError, "given both or neither, got q_weight without k_weight"),
-    ({"q_weight": torch.ones(HQ, D)}, ValueError, r"q_weight must have shape \[16\] \(the head width\), got \[4, 16\]"),
-    ({"k_weight": torch.ones(D, dtype=torch.int64)}, TypeError, "k_weight must be one of float32.*got int64"),
+    (
+        {"q_weight": torch.ones(HQ, D)},
+        ValueError,
+        r"q_weight must have shape \[16\] \(the head width\), got \[4, 16\]",
+    ),
+    (
+        {"k_weight": torch.ones(D, dtype=torch.int64)},
+        TypeError,
+        "k_weight must be one of float32.*got int64",
+    ),
     ({"eps": -1.0}, ValueError, "eps must be a finite number >= 0, got -1.0"),
     ({"offset": float("inf")}, ValueError, "offset must be a finite number, got inf"),
     ({"rotary_dim": 7}, ValueError, r"rotary_dim must be even and 2 to 16 \(head width\), got 7"),
     ({"cos": torch.zeros(P, 5)}, ValueError, r"sin must have cos's shape \[24, 5\]"),
-    ({"position_ids": torch.zeros(3, 6, dtype=torch.int64)}, ValueError,
-     r"position_ids must have shape \[6\] or \[2, 6\]"),
-    ({"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}, ValueError, "cu_seqlens must end at 12"),
+    (
+        {"position_ids": torch.zeros(3, 6, dtype=torch.int64)},
+        ValueError,
+        r"position_ids must have shape \[6\] or \[2, 6\]",
+    ),
+    (
+        {"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)},
+        ValueError,
+        "cu_seqlens must end at 12",
+    ),
     ({"q_weight": torch.ones(D, device="meta")}, ValueError, "q_weight is on meta, qkv on cpu"),
-    ({"implementation": "nosuch"}, ValueError,
-     r"qk_norm_rope: unknown implementation 'nosuch'; have \['auto', 'triton'"),
+    (
+        {"implementation": "nosuch"},
+        ValueError,
+        r"qk_norm_rope: unknown implementation 'nosuch'; have \['auto', 'triton'",
+    ),
 ]
 
 
-@pytest.mark.parametrize("change, kind, message", BAD, ids=[f"{i}-{next(iter(c[0]))}" for i, c in enumerate(BAD)])
+@pytest.mark.parametrize(
+    "change, kind, message", BAD, ids=[f"{i}-{next(iter(c[0]))}" for i, c in enumerate(BAD)]
+)
 def test_bad_input_is_named(change, kind, message):
     with pytest.raises(kind, match=message):
         qk_norm_rope(**{**good(), **change})
@@ -487,11 +676,17 @@ def test_cpp_operators_check_what_they_are_given():
         write(qkv, q_weight, k_weight, q, k, rstd, cos, sin, positions, 1e-6, 0.0, False)
 
     call()
-    for change, message in (({"qkv": qkv[..., :-1]}, "qkv must be"), ({"q": q[:, :, :3]}, "qkv must be"),
-                            ({"k": k.double()}, "k must be .* of one dtype"), ({"k": k[:1]}, "k must be"),
-                            ({"rstd": rstd[:, 1:].contiguous()}, "rstd must be"), ({"k_weight": None}, "give both"),
-                            ({"q_weight": w[1:]}, r"weights must be \[D\]"), ({"cos": cos[1:]}, "cos and sin must be"),
-                            ({"positions": torch.full((B, S), P)}, r"position_ids\[0, 0\] = 24 is outside")):
+    for change, message in (
+        ({"qkv": qkv[..., :-1]}, "qkv must be"),
+        ({"q": q[:, :, :3]}, "qkv must be"),
+        ({"k": k.double()}, "k must be .* of one dtype"),
+        ({"k": k[:1]}, "k must be"),
+        ({"rstd": rstd[:, 1:].contiguous()}, "rstd must be"),
+        ({"k_weight": None}, "give both"),
+        ({"q_weight": w[1:]}, r"weights must be \[D\]"),
+        ({"cos": cos[1:]}, "cos and sin must be"),
+        ({"positions": torch.full((B, S), P)}, r"position_ids\[0, 0\] = 24 is outside"),
+    ):
         with pytest.raises(RuntimeError, match=message):
             call(**change)
 
@@ -502,10 +697,16 @@ def test_cpp_operators_check_what_they_are_given():
 
     back()
     back(None, None, None)
-    for change, message in (({"dq": q[:, 1:]}, "dq must be"), ({"dv": k[..., :8]}, "dv must be"),
-                            ({"qkv": None}, "are needed, or none"), ({"rstd": None}, "are needed, or none"),
-                            ({"dw": None}, "are needed, or none"), ({"dw": torch.empty(2, D - 1)}, "dw must be"),
-                            ({"dqkv": qkv[..., 1:].contiguous()}, "dqkv must be"), ({"heads": (0, HK)}, "dqkv must be"),
-                            ({"qkv": qkv.double()}, "dqkv must have qkv's dtype")):
+    for change, message in (
+        ({"dq": q[:, 1:]}, "dq must be"),
+        ({"dv": k[..., :8]}, "dv must be"),
+        ({"qkv": None}, "are needed, or none"),
+        ({"rstd": None}, "are needed, or none"),
+        ({"dw": None}, "are needed, or none"),
+        ({"dw": torch.empty(2, D - 1)}, "dw must be"),
+        ({"dqkv": qkv[..., 1:].contiguous()}, "dqkv must be"),
+        ({"heads": (0, HK)}, "dqkv must be"),
+        ({"qkv": qkv.double()}, "dqkv must have qkv's dtype"),
+    ):
         with pytest.raises(RuntimeError, match=message):
             back(**change)

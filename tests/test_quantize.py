@@ -1,5 +1,6 @@
-"""NF4, NVFP4, block-scaled FP8 and MXFP8: the bytes, against the projects that defined them; every implementation
-against the eager twins; rounding, odd sizes, checkpoints, torch.compile, refusals."""
+"""NF4, NVFP4, block-scaled FP8 and MXFP8: the bytes, against the projects that defined them; every
+implementation against the eager twins; rounding, odd sizes, checkpoints, torch.compile, refusals.
+"""
 
 import dataclasses
 import functools
@@ -31,9 +32,12 @@ from tilewright.ops import (
 )
 from tilewright.registry import FLOATS, short
 
-FORMATS = {"nf4": (nf4.QUANTIZE_NF4, nf4.DEQUANTIZE_NF4), "nvfp4": (nvfp4.QUANTIZE_NVFP4, nvfp4.DEQUANTIZE_NVFP4),
-           "block_fp8": (block_fp8.QUANTIZE_BLOCK_FP8, block_fp8.DEQUANTIZE_BLOCK_FP8),
-           "mxfp8": (mxfp8.QUANTIZE_MXFP8, mxfp8.DEQUANTIZE_MXFP8)}
+FORMATS = {
+    "nf4": (nf4.QUANTIZE_NF4, nf4.DEQUANTIZE_NF4),
+    "nvfp4": (nvfp4.QUANTIZE_NVFP4, nvfp4.DEQUANTIZE_NVFP4),
+    "block_fp8": (block_fp8.QUANTIZE_BLOCK_FP8, block_fp8.DEQUANTIZE_BLOCK_FP8),
+    "mxfp8": (mxfp8.QUANTIZE_MXFP8, mxfp8.DEQUANTIZE_MXFP8),
+}
 OPS = [op for pair in FORMATS.values() for op in pair]
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", FLOATS, ids=short)
@@ -52,7 +56,11 @@ def oracle(module):
 
 def raw(t):
     """A tensor's bytes: -0.0 is not 0.0, and NaN is itself."""
-    return t.contiguous().reshape(-1).view(torch.uint8) if t.numel() else torch.zeros(0, dtype=torch.uint8)
+    return (
+        t.contiguous().reshape(-1).view(torch.uint8)
+        if t.numel()
+        else torch.zeros(0, dtype=torch.uint8)
+    )
 
 
 def assert_same_bytes(found, expected):
@@ -79,24 +87,41 @@ def both(format, **options):
 
 # ---- every implementation against the eager twins
 
+
 def grid():
     for op in OPS:
         for impl in op.implementations:
             for case in op.cases:
                 # Noise is not the twin's to the last bit: see test_aqn.py.
-                if impl.name != "eager" and "contract" in case.tags and not case.name.startswith("noise"):
+                if (
+                    impl.name != "eager"
+                    and "contract" in case.tags
+                    and not case.name.startswith("noise")
+                ):
                     for dtype in FLOATS:
-                        if impl.name == "triton" and dtype == torch.float16 and "ragged" not in case.name:
-                            continue   # a second in the interpreter, for the same kernel after its load
-                        yield pytest.param(op, impl.name, case, dtype,
-                                           id=f"{op.name}-{impl.name}-{case.name}-{short(dtype)}")
+                        if (
+                            impl.name == "triton"
+                            and dtype == torch.float16
+                            and "ragged" not in case.name
+                        ):
+                            # a second in the interpreter, for the same kernel after its load
+                            continue
+                        yield pytest.param(
+                            op,
+                            impl.name,
+                            case,
+                            dtype,
+                            id=f"{op.name}-{impl.name}-{case.name}-{short(dtype)}",
+                        )
 
 
 @pytest.mark.parametrize("op, name, case, dtype", list(grid()))
 def test_implementations_give_the_bytes_of_the_twin(op, name, case, dtype, poisoned):
     skip_unless_usable(op, name, dtype)
     kwargs = case.make(DEVICE, dtype, 0)
-    assert_same(op.public(**kwargs, implementation=name), op.public(**kwargs, implementation="eager"))
+    assert_same(
+        op.public(**kwargs, implementation=name), op.public(**kwargs, implementation="eager")
+    )
 
 
 @pytest.mark.parametrize("op", [pair[1] for pair in FORMATS.values()], ids=list(FORMATS))
@@ -105,14 +130,16 @@ def test_dequantising_keeps_the_contract(op, dtype, poisoned):
     """Truth is the twin in float64, on the same codes."""
     for name in op.usable(DEVICE, dtype):
         if name == "triton" and DEVICE == "cpu":
-            continue   # slow in the interpreter, and the bytes are the twin's: see above
+            continue  # slow in the interpreter, and the bytes are the twin's: see above
         for case in op.cases:
             if "contract" in case.tags:
                 kwargs = case.make(DEVICE, dtype, 0)
                 truth = op.public(**kwargs, dtype=torch.float64, implementation="eager")
                 twin = op.public(**kwargs, implementation="eager")
                 budget = 2 * contract.error(twin, truth)[0] + contract.ATOL[dtype]
-                assert contract.error(op.public(**kwargs, implementation=name), truth)[0] <= budget, case.name
+                assert (
+                    contract.error(op.public(**kwargs, implementation=name), truth)[0] <= budget
+                ), case.name
 
 
 @EVERY_FORMAT
@@ -123,15 +150,18 @@ def test_results_are_near_what_was_quantised(format, dtype):
     x = randn(40, 96, dtype=dtype)
     y = down(up(x))
     assert y.shape == x.shape and y.dtype == dtype and y.is_contiguous()
-    # NF4: half of (1 - 0.696); e2m1: half of 2 in 6, and a 16th for the scale's rounding, which 6 may clip; e4m3: 16
-    # in 448, or, where the scale is a power of two, in 256. bf16 adds its own.
-    bound = {"nf4": 0.152, "nvfp4": 1 / 6 + 1 / 16, "block_fp8": 16 / 448, "mxfp8": 16 / 256}[format] + 2**-8
+    # NF4: half of (1 - 0.696); e2m1: half of 2 in 6, and a 16th for the scale's rounding, which 6
+    # may clip; e4m3: 16 in 448, or, where the scale is a power of two, in 256. bf16 adds its own.
+    bound = {"nf4": 0.152, "nvfp4": 1 / 6 + 1 / 16, "block_fp8": 16 / 448, "mxfp8": 16 / 256}[
+        format
+    ] + 2**-8
     size = {"nf4": 64, "mxfp8": 32}.get(format, 16)
     most = x.float().view(-1, size).abs().amax(1, keepdim=True)
     assert ((y.float() - x.float()).view(-1, size).abs() <= bound * most).all()
 
 
 # ---- bitsandbytes
+
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("double", [False, True])
@@ -141,16 +171,25 @@ def test_nf4_is_what_bitsandbytes_writes_and_reads(shape, double, dtype):
     x = randn(*shape, dtype=dtype)
     packed, state = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=double)
     q = quantize_nf4(x, double_quant=double)
-    expected = {"weight": packed, **{f"weight.{k}": v for k, v in state.as_dict(packed=True).items()}}
+    expected = {
+        "weight": packed,
+        **{f"weight.{k}": v for k, v in state.as_dict(packed=True).items()},
+    }
     found = q.to_safetensors()
     assert found.keys() == expected.keys()
     for name in expected:
         assert_same_bytes(found[name], expected[name])
-    # As one row: where a row is no multiple of a block, its kernel for AVX-512 takes the wrong blocks' scales.
+    # As one row: where a row is no multiple of a block, its kernel for AVX-512 takes the wrong
+    # blocks' scales.
     state.shape = torch.Size([x.numel()])
-    # Two operations in float32 against one that may be fused: a unit in the last place, before the rounding.
-    torch.testing.assert_close(dequantize_nf4(q), bnb.dequantize_4bit(packed, state).view(shape),
-                               rtol=torch.finfo(dtype).eps, atol=1e-7)
+    # Two operations in float32 against one that may be fused: a unit in the last place, before the
+    # rounding.
+    torch.testing.assert_close(
+        dequantize_nf4(q),
+        bnb.dequantize_4bit(packed, state).view(shape),
+        rtol=torch.finfo(dtype).eps,
+        atol=1e-7,
+    )
     again = nf4.NF4.from_safetensors(expected)
     assert (again.shape, again.dtype, again.block_size) == (q.shape, q.dtype, q.block_size)
     assert_same(dequantize_nf4(again), dequantize_nf4(q))
@@ -161,7 +200,7 @@ def test_nf4_block_sizes_and_zero_blocks_are_those_of_bitsandbytes(block):
     bnb = oracle("bitsandbytes.functional")
     x = randn(3, 5000)
     x.view(-1)[:4096] = 0
-    x.view(-1)[5000:9000] *= 1e-42   # subnormal numbers
+    x.view(-1)[5000:9000] *= 1e-42  # subnormal numbers
     packed, state = bnb.quantize_4bit(x, blocksize=block, quant_type="nf4")
     q = quantize_nf4(x, block_size=block)
     assert_same_bytes(q.data, packed.view(-1))
@@ -169,13 +208,22 @@ def test_nf4_block_sizes_and_zero_blocks_are_those_of_bitsandbytes(block):
 
 
 def test_nf4_scales_in_8_bits_are_those_of_bitsandbytes():
-    """More blocks than one of 256 scales, and one that is shorter; all of one size in the last tensor."""
+    """More blocks than one of 256 scales, and one that is shorter; all of one size in the last
+    tensor.
+    """
     bnb = oracle("bitsandbytes.functional")
-    for x in (randn(600, 64), randn(300, 64) * torch.arange(1, 301, device=DEVICE)[:, None], torch.ones(10, 64)):
+    for x in (
+        randn(600, 64),
+        randn(300, 64) * torch.arange(1, 301, device=DEVICE)[:, None],
+        torch.ones(10, 64),
+    ):
         _, state = bnb.quantize_4bit(x.to(DEVICE), quant_type="nf4", compress_statistics=True)
         q = quantize_nf4(x.to(DEVICE), double_quant=True)
-        for found, expected in ((q.absmax, state.absmax), (q.nested_absmax, state.state2.absmax),
-                                (q.offset, state.offset)):
+        for found, expected in (
+            (q.absmax, state.absmax),
+            (q.nested_absmax, state.state2.absmax),
+            (q.offset, state.offset),
+        ):
             assert_same_bytes(found, expected)
 
 
@@ -188,7 +236,9 @@ def test_nf4_refuses_another_codes_checkpoint():
     key = "w.quant_state.bitsandbytes__nf4"
     state = json.dumps({**json.loads(bytes(tensors[key].tolist())), "quant_type": "fp4"})
     with pytest.raises(ValueError, match="w must be NF4, got 'fp4'"):
-        nf4.NF4.from_safetensors({**tensors, key: torch.tensor(list(state.encode()), dtype=torch.uint8)}, "w")
+        nf4.NF4.from_safetensors(
+            {**tensors, key: torch.tensor(list(state.encode()), dtype=torch.uint8)}, "w"
+        )
 
 
 STATE = "w.quant_state.bitsandbytes__nf4"
@@ -205,6 +255,7 @@ def nf4_state(**changes):
 
 def first(name, value, dtype=None):
     """Another value in the first place of a tensor; a dtype: the tensor in that."""
+
     def change(tensors):
         t = tensors[name].clone() if dtype is None else tensors[name].to(dtype)
         if value is not None:
@@ -223,53 +274,154 @@ def instead(name, make):
 
 
 MODELOPT = {"layout": "modelopt"}
-BROKEN = [   # format, options of to_safetensors, what is changed, and the sentence
-    ("nf4", {}, nf4_state(dtype=...), "has no dtype"), ("nf4", {}, nf4_state(quant_type=...), "has no quant_type"),
-    ("nf4", {}, nf4_state(shape=...), "has no shape"), ("nf4", {}, nf4_state(blocksize=...), "has no blocksize"),
+BROKEN = [  # format, options of to_safetensors, what is changed, and the sentence
+    ("nf4", {}, nf4_state(dtype=...), "has no dtype"),
+    ("nf4", {}, nf4_state(quant_type=...), "has no quant_type"),
+    ("nf4", {}, nf4_state(shape=...), "has no shape"),
+    ("nf4", {}, nf4_state(blocksize=...), "has no blocksize"),
     ("nf4", {}, nf4_state(dtype="int8"), "dtype must be one of .*float32.*, got 'int8'"),
     ("nf4", {}, nf4_state(dtype=7), "dtype must be one of .*, got 7"),
-    ("nf4", {}, nf4_state(shape=[4.0, 64]), r"shape must be a list of integers of at least 0, got \[4.0, 64\]"),
+    (
+        "nf4",
+        {},
+        nf4_state(shape=[4.0, 64]),
+        r"shape must be a list of integers of at least 0, got \[4.0, 64\]",
+    ),
     ("nf4", {}, nf4_state(shape=[-4, 64]), r"shape must be a list of .*, got \[-4, 64\]"),
     ("nf4", {}, nf4_state(shape=256), "shape must be a list of .*, got 256"),
     ("nf4", {}, nf4_state(shape=[8, 64]), r"^w must have shape \[256\]"),
     ("nf4", {}, nf4_state(blocksize=64.0), r"blocksize must be one of \[32, 64, .*, got 64\.0"),
     ("nf4", {}, nf4_state(blocksize=0), "blocksize must be one of .*, got 0"),
-    ("nf4", {}, instead(STATE, lambda: torch.tensor([123], dtype=torch.uint8)), f"^{STATE} must be JSON in bytes"),
-    ("nf4", {}, instead(STATE, lambda: torch.tensor([91, 93], dtype=torch.uint8)), f"^{STATE} must be a JSON object"),
+    (
+        "nf4",
+        {},
+        instead(STATE, lambda: torch.tensor([123], dtype=torch.uint8)),
+        f"^{STATE} must be JSON in bytes",
+    ),
+    (
+        "nf4",
+        {},
+        instead(STATE, lambda: torch.tensor([91, 93], dtype=torch.uint8)),
+        f"^{STATE} must be a JSON object",
+    ),
     ("nf4", {}, instead(STATE, lambda: torch.ones(3)), f"^{STATE} must be a uint8 tensor"),
     ("nf4", {}, shorter("w.absmax"), r"^w\.absmax must have shape \[4\].*, got \[3\]"),
     ("nf4", {}, first("w.absmax", math.nan), r"^w\.absmax must be finite"),
-    ("nf4", {}, first("w.absmax", None, torch.float16), r"^w\.absmax must be a float32 tensor, got float16"),
+    (
+        "nf4",
+        {},
+        first("w.absmax", None, torch.float16),
+        r"^w\.absmax must be a float32 tensor, got float16",
+    ),
     ("nf4", {}, lambda t: {"w": t["w"][1:]}, r"^w must have shape \[128\].*, got \[127\]"),
-    ("nf4 double", {}, nf4_state(nested_offset=math.nan), "nested_offset must be a finite number, got nan"),
-    ("nf4 double", {}, nf4_state(nested_offset="0"), "nested_offset must be a finite number, got '0'"),
+    (
+        "nf4 double",
+        {},
+        nf4_state(nested_offset=math.nan),
+        "nested_offset must be a finite number, got nan",
+    ),
+    (
+        "nf4 double",
+        {},
+        nf4_state(nested_offset="0"),
+        "nested_offset must be a finite number, got '0'",
+    ),
     ("nf4 double", {}, nf4_state(nested_blocksize=...), "has no nested_blocksize"),
     ("nf4 double", {}, first("w.nested_absmax", math.inf), r"^w\.nested_absmax must be finite"),
-    ("nf4 double", {}, instead("w.nested_absmax", lambda: torch.ones(2)), r"^w\.nested_absmax must have shape \[1\]"),
-    ("nvfp4", {}, first("w_global_scale", 0), r"^w_global_scale must be a finite number > 0, got 0"),
-    ("nvfp4", {}, first("w_global_scale", math.nan), r"^w_global_scale must be a finite number > 0, got nan"),
-    ("nvfp4", {}, first("w_global_scale", math.inf), r"^w_global_scale must be a finite number > 0, got inf"),
-    ("nvfp4", {}, first("w_global_scale", 1e-40), "^w_global_scale must be .*e-41, whose inverse is infinite"),
-    ("nvfp4", {}, instead("w_global_scale", lambda: torch.ones(3)),
-     r"^w_global_scale must be one number, got shape \[3\]"),
-    ("nvfp4", {}, instead("w_global_scale", lambda: torch.ones(1, dtype=torch.int32)),
-     "^w_global_scale must be a floating-point tensor, got int32"),
-    ("nvfp4", MODELOPT, first("w_scale_2", -1.0), r"^w_scale_2 must be a finite number > 0, got -1"),
-    ("nvfp4", MODELOPT, instead("w_scale_2", lambda: torch.ones(2)), r"^w_scale_2 must be one number, got shape \[2\]"),
+    (
+        "nf4 double",
+        {},
+        instead("w.nested_absmax", lambda: torch.ones(2)),
+        r"^w\.nested_absmax must have shape \[1\]",
+    ),
+    (
+        "nvfp4",
+        {},
+        first("w_global_scale", 0),
+        r"^w_global_scale must be a finite number > 0, got 0",
+    ),
+    (
+        "nvfp4",
+        {},
+        first("w_global_scale", math.nan),
+        r"^w_global_scale must be a finite number > 0, got nan",
+    ),
+    (
+        "nvfp4",
+        {},
+        first("w_global_scale", math.inf),
+        r"^w_global_scale must be a finite number > 0, got inf",
+    ),
+    (
+        "nvfp4",
+        {},
+        first("w_global_scale", 1e-40),
+        "^w_global_scale must be .*e-41, whose inverse is infinite",
+    ),
+    (
+        "nvfp4",
+        {},
+        instead("w_global_scale", lambda: torch.ones(3)),
+        r"^w_global_scale must be one number, got shape \[3\]",
+    ),
+    (
+        "nvfp4",
+        {},
+        instead("w_global_scale", lambda: torch.ones(1, dtype=torch.int32)),
+        "^w_global_scale must be a floating-point tensor, got int32",
+    ),
+    (
+        "nvfp4",
+        MODELOPT,
+        first("w_scale_2", -1.0),
+        r"^w_scale_2 must be a finite number > 0, got -1",
+    ),
+    (
+        "nvfp4",
+        MODELOPT,
+        instead("w_scale_2", lambda: torch.ones(2)),
+        r"^w_scale_2 must be one number, got shape \[2\]",
+    ),
     ("nvfp4", {}, first("w_scale", math.nan), "^w_scale must be finite"),
     ("nvfp4", {}, shorter("w_scale"), r"^w_scale must have shape \[4, 4\].*, got \[4, 3\]"),
-    ("nvfp4", {}, first("w_scale", None, torch.float32), "^w_scale must be a float8_e4m3fn tensor, got float32"),
-    ("nvfp4", {}, first("w_packed", None, torch.float32), "^w_packed must be a uint8 tensor, got float32"),
+    (
+        "nvfp4",
+        {},
+        first("w_scale", None, torch.float32),
+        "^w_scale must be a float8_e4m3fn tensor, got float32",
+    ),
+    (
+        "nvfp4",
+        {},
+        first("w_packed", None, torch.float32),
+        "^w_packed must be a uint8 tensor, got float32",
+    ),
     ("block_fp8", {}, first("w_scale_inv", math.inf), "^w_scale_inv must be finite"),
-    ("block_fp8", {}, instead("w_scale_inv", lambda: torch.ones(2, 2)), r"^w_scale_inv must have shape \[1, 1\]"),
-    ("block_fp8", {}, instead("w_scale_inv", lambda: torch.ones(1, 1, dtype=torch.int64)),
-     "^w_scale_inv must be a floating-point tensor, got int64"),
-    ("block_fp8", {}, first("w", None, torch.bfloat16), "^w must be a float8_e4m3fn tensor, got bfloat16"),
+    (
+        "block_fp8",
+        {},
+        instead("w_scale_inv", lambda: torch.ones(2, 2)),
+        r"^w_scale_inv must have shape \[1, 1\]",
+    ),
+    (
+        "block_fp8",
+        {},
+        instead("w_scale_inv", lambda: torch.ones(1, 1, dtype=torch.int64)),
+        "^w_scale_inv must be a floating-point tensor, got int64",
+    ),
+    (
+        "block_fp8",
+        {},
+        first("w", None, torch.bfloat16),
+        "^w must be a float8_e4m3fn tensor, got bfloat16",
+    ),
 ]
 
 
 @pytest.mark.parametrize("kind, options, change, message", BROKEN, ids=range(len(BROKEN)))
-def test_a_checkpoint_that_does_not_fit_together_is_refused_in_one_sentence(kind, options, change, message):
+def test_a_checkpoint_that_does_not_fit_together_is_refused_in_one_sentence(
+    kind, options, change, message
+):
     format, _, double = kind.partition(" ")
     up = {"nf4": quantize_nf4, "nvfp4": quantize_nvfp4, "block_fp8": quantize_block_fp8}[format]
     q = up(randn(4, 64), **({"double_quant": True} if double else {}))
@@ -281,6 +433,7 @@ def test_a_checkpoint_that_does_not_fit_together_is_refused_in_one_sentence(kind
 
 
 # ---- torchao, compressed-tensors
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_nvfp4_is_what_torchao_writes_and_reads(dtype):
@@ -312,7 +465,9 @@ def test_nvfp4_differs_from_torchao_as_documented():
     x[1, 16:32] = 0
     (data, scale, total), (their_data, their_scale, their_total) = ours(x), theirs(x)
     assert torch.equal(data, their_data) and total == their_total
-    assert (scale != their_scale).nonzero().tolist() == [[5]] and scale[5] == 0 and their_scale[5] == 8
+    assert (
+        (scale != their_scale).nonzero().tolist() == [[5]] and scale[5] == 0 and their_scale[5] == 8
+    )
     zeros = torch.zeros(2, 32, device=DEVICE)
     (data, scale, total), (_, their_scale, their_total) = ours(zeros), theirs(zeros)
     assert total == 1 and not data.any() and not scale.any()
@@ -325,7 +480,12 @@ def test_nvfp4_differs_from_torchao_as_documented():
 
 def test_nf4_differs_from_bitsandbytes_as_documented():
     bnb = oracle("bitsandbytes.functional")
-    for length, value, equal in ((200, 0.0, False), (200, 1e-40, False), (256, 0.0, True), (200, 1e-30, True)):
+    for length, value, equal in (
+        (200, 0.0, False),
+        (200, 1e-40, False),
+        (256, 0.0, True),
+        (200, 1e-30, True),
+    ):
         x = torch.full((length,), value, device=DEVICE)
         data, state = bnb.quantize_4bit(x, blocksize=64, compress_statistics=True, quant_type="nf4")
         q = quantize_nf4(x, double_quant=True)
@@ -336,14 +496,19 @@ def test_nf4_differs_from_bitsandbytes_as_documented():
 
 
 def test_nvfp4_checkpoints_are_those_of_compressed_tensors():
-    """Its own packing and reading. Its scale of the tensor is an inverse, so that products round otherwise: codes may
-    differ where x is at a tie, to float32's precision."""
+    """Its own packing and reading. Its scale of the tensor is an inverse, so that products round
+    otherwise: codes may differ where x is at a tie, to float32's precision.
+    """
     helpers = oracle("compressed_tensors.compressors.nvfp4.helpers")
     gparam = oracle("compressed_tensors.quantization.utils.helpers").generate_gparam
     x = randn(32, 128)
     q = quantize_nvfp4(x, implementation="eager")
     tensors = q.to_safetensors("layer.weight")
-    assert set(tensors) == {"layer.weight_packed", "layer.weight_scale", "layer.weight_global_scale"}
+    assert set(tensors) == {
+        "layer.weight_packed",
+        "layer.weight_scale",
+        "layer.weight_global_scale",
+    }
     total = tensors["layer.weight_global_scale"]
     expected = gparam(x.min(), x.max())
     assert total.shape == expected.shape
@@ -366,15 +531,22 @@ def test_nvfp4_layouts_come_back():
     again = nvfp4.NVFP4.from_safetensors(modelopt, "w", shape=x.shape)
     assert_same(again, q)
     again = nvfp4.NVFP4.from_safetensors(q.to_safetensors("w"), "w", shape=x.shape)
-    torch.testing.assert_close(dequantize_nvfp4(again, dtype=torch.float32), dequantize_nvfp4(q, dtype=torch.float32),
-                               rtol=3e-7, atol=0)
-    with pytest.raises(ValueError, match=r"layout must be one of \['compressed-tensors', 'modelopt'\], got 'gguf'"):
+    torch.testing.assert_close(
+        dequantize_nvfp4(again, dtype=torch.float32),
+        dequantize_nvfp4(q, dtype=torch.float32),
+        rtol=3e-7,
+        atol=0,
+    )
+    with pytest.raises(
+        ValueError, match=r"layout must be one of \['compressed-tensors', 'modelopt'\], got 'gguf'"
+    ):
         q.to_safetensors("w", "gguf")
     with pytest.raises(KeyError, match="w_packed is missing"):
         nvfp4.NVFP4.from_safetensors({"w_scale": q.scale}, "w")
 
 
 # ---- transformers
+
 
 @EVERY_DTYPE
 def test_block_fp8_is_what_transformers_writes(dtype):
@@ -384,13 +556,19 @@ def test_block_fp8_is_what_transformers_writes(dtype):
     x[:128, :128] = 0
     x[128:, :128] *= 1e-6
     found = quantize_block_fp8(x).to_safetensors("a.weight")
-    expected = module.Fp8Quantize(types.SimpleNamespace(quantization_config=config)).convert({"a.weight": x})
+    expected = module.Fp8Quantize(types.SimpleNamespace(quantization_config=config)).convert(
+        {"a.weight": x}
+    )
     assert found.keys() == expected.keys()
     assert_same_bytes(found["a.weight"], expected["a.weight"])
     # It inverts 448 / m, where this divides m by 448.
-    torch.testing.assert_close(found["a.weight_scale_inv"], expected["a.weight_scale_inv"], rtol=3e-7, atol=0)
+    torch.testing.assert_close(
+        found["a.weight_scale_inv"], expected["a.weight_scale_inv"], rtol=3e-7, atol=0
+    )
     again = block_fp8.BlockFP8.from_safetensors(expected, "a.weight", dtype=dtype)
-    torch.testing.assert_close(dequantize_block_fp8(again), dequantize_block_fp8(quantize_block_fp8(x)))
+    torch.testing.assert_close(
+        dequantize_block_fp8(again), dequantize_block_fp8(quantize_block_fp8(x))
+    )
 
 
 def test_block_fp8_of_activations_by_hand():
@@ -398,13 +576,17 @@ def test_block_fp8_of_activations_by_hand():
     q = quantize_block_fp8(x, block=(1, 128))
     for r in range(5):
         for b in range(3):
-            part = x[r, 128 * b:128 * (b + 1)]
+            part = x[r, 128 * b : 128 * (b + 1)]
             most = part.abs().max()
             assert q.scale_inv[r, b] == most / 448
-            assert_same_bytes(q.data[r, 128 * b:128 * (b + 1)], (part * (1 / most * 448)).to(torch.float8_e4m3fn))
+            assert_same_bytes(
+                q.data[r, 128 * b : 128 * (b + 1)],
+                (part * (1 / most * 448)).to(torch.float8_e4m3fn),
+            )
 
 
 # ---- torchao, compressed-tensors
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_mxfp8_is_what_torchao_writes_and_reads(dtype):
@@ -412,7 +594,7 @@ def test_mxfp8_is_what_torchao_writes_and_reads(dtype):
     x = randn(64, 256, dtype=dtype)
     x[:4] *= 1e-30
     x[4:8] *= 1e30
-    x[8, :32] = 448 * 2.0**-5   # the largest of its scale, and what is next to it
+    x[8, :32] = 448 * 2.0**-5  # the largest of its scale, and what is next to it
     x[9, :32] = 450 * 2.0**-5
     x[10, :64] = 0
     q = quantize_mxfp8(x)
@@ -420,7 +602,9 @@ def test_mxfp8_is_what_torchao_writes_and_reads(dtype):
     assert_same_bytes(q.data, data)
     assert_same_bytes(q.scale, scale)
     assert q.scale[8, 0].float() == 2.0**-5 and q.scale[9, 0].float() == 2.0**-4
-    assert_same_bytes(dequantize_mxfp8(q), module.to_dtype(data, scale, torch.float8_e4m3fn, 32, dtype))
+    assert_same_bytes(
+        dequantize_mxfp8(q), module.to_dtype(data, scale, torch.float8_e4m3fn, 32, dtype)
+    )
 
 
 def test_mxfp8_has_the_keys_of_compressed_tensors():
@@ -428,7 +612,10 @@ def test_mxfp8_has_the_keys_of_compressed_tensors():
     scheme = oracle("compressed_tensors.quantization").preset_name_to_scheme("MXFP8", ["Linear"])
     q = quantize_mxfp8(randn(4, 96, dtype=torch.bfloat16))
     found = q.to_safetensors("weight")
-    assert {n: t.dtype for n, t in found.items()} == {"weight": torch.float8_e4m3fn, "weight_scale": torch.uint8}
+    assert {n: t.dtype for n, t in found.items()} == {
+        "weight": torch.float8_e4m3fn,
+        "weight_scale": torch.uint8,
+    }
     there = compressor.decompress({n: t.cpu() for n, t in found.items()}, scheme)
     assert torch.equal(there["weight"].float(), dequantize_mxfp8(q).float().cpu())
     for tensors in (found, {**found, "weight_scale": q.scale}):
@@ -447,24 +634,28 @@ def test_mxfp8_has_the_keys_of_compressed_tensors():
 
 @pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
 def test_mxfp8_scales_are_the_least_that_saturate_nothing(name, poisoned):
-    """Every exponent, with what is largest for a scale, and what is next above; subnormal numbers too."""
+    """Every exponent, with what is largest for a scale, and what is next above; subnormal
+    numbers too.
+    """
     skip_unless_usable(mxfp8.QUANTIZE_MXFP8, name, torch.float32)
     exponents = torch.arange(-149, 120, device=DEVICE, dtype=torch.float64)
     for factor, byte in ((448.0, 127), (448 + 2.0**-15, 128), (256.0, 127), (224 + 2.0**-16, 127)):
         most = factor * 2.0**exponents
         x = torch.zeros(len(most), 40, device=DEVICE)
         x[:, 3] = -most.float()
-        x[:, 35] = 2.0   # of the short block
+        x[:, 35] = 2.0  # of the short block
         q = quantize_mxfp8(x, implementation=name)
         expected = (exponents + byte).clamp_min(0)
-        fits = exponents >= -127   # below, the scale is the least one
+        fits = exponents >= -127  # below, the scale is the least one
         assert torch.equal(raw(q.scale[:, 0]).double()[fits], expected[fits])
         assert (raw(q.scale[:, 0])[exponents < -128] == 0).all()
         assert (raw(q.scale[:, 1]) == 127 - 7).all()
         values = dequantize_mxfp8(q, implementation=name)
         assert ((values[:, 3].double() + most).abs()[fits] <= most[fits] / 16).all()
         assert (values[:, 35] == 2).all()
-    assert not raw(quantize_mxfp8(torch.zeros(2, 40, device=DEVICE), implementation=name).scale).any()
+    assert not raw(
+        quantize_mxfp8(torch.zeros(2, 40, device=DEVICE), implementation=name).scale
+    ).any()
 
 
 @pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
@@ -481,18 +672,29 @@ def test_mxfp8_values_of_every_code_and_scale(name):
 
 # ---- rounding
 
+
 def test_e4m3_is_rounded_as_torch_rounds_it():
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     every = every[every.isfinite()].sort().values
     ties = (every[1:] + every[:-1]) / 2
-    v = torch.cat([every, ties, ties.nextafter(torch.tensor(9e9)), ties.nextafter(torch.tensor(-9e9)),
-                   torch.tensor([1e-30, -1e-30, 1e-42, 500.0, -1e30]), randn(1000).cpu() * 100])
+    v = torch.cat(
+        [
+            every,
+            ties,
+            ties.nextafter(torch.tensor(9e9)),
+            ties.nextafter(torch.tensor(-9e9)),
+            torch.tensor([1e-30, -1e-30, 1e-42, 500.0, -1e30]),
+            randn(1000).cpu() * 100,
+        ]
+    )
     expected = v.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     assert torch.equal(quantize.to_e4m3(v), expected)
 
 
 def test_e2m1_is_rounded_to_the_nearest_and_ties_to_even():
-    v = torch.tensor([0.0, 0.25, 0.26, 0.5, 0.75, 1.25, 1.75, 1.76, 2.5, 2.51, 3.5, 5.0, 5.01, 6.0, 9.0])
+    v = torch.tensor(
+        [0.0, 0.25, 0.26, 0.5, 0.75, 1.25, 1.75, 1.76, 2.5, 2.51, 3.5, 5.0, 5.01, 6.0, 9.0]
+    )
     codes = torch.tensor([0, 0, 1, 1, 2, 2, 4, 4, 4, 5, 6, 6, 7, 7, 7], dtype=torch.uint8)
     assert torch.equal(quantize.to_e2m1(v), codes)
     assert torch.equal(quantize.to_e2m1(-v), codes | 8)
@@ -504,25 +706,35 @@ def test_codes_are_converted_by_gpus_that_can(monkeypatch):
     from tilewright.kernels import quantize_triton
 
     has = quantize_triton.conversions.__wrapped__
-    for capability, expected in (((8, 0), 0), ((8, 9), 1), ((9, 0), 1), ((10, 0), 2), ((10, 3), 2), ((12, 1), 2)):
+    for capability, expected in (
+        ((8, 0), 0),
+        ((8, 9), 1),
+        ((9, 0), 1),
+        ((10, 0), 2),
+        ((10, 3), 2),
+        ((12, 1), 2),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert has(torch.device("cuda", 0)) == expected
     assert has(torch.device("cpu")) == 0
 
 
 def test_nvfp4_codes_make_up_for_the_rounding_of_the_scale():
-    """The block's scale, 1.0625 before it is rounded, becomes 1: codes of x / 1.0625 would be others."""
+    """The block's scale, 1.0625 before it is rounded, becomes 1: codes of x / 1.0625 would be
+    others.
+    """
     x = torch.zeros(1, 32, device=DEVICE)
-    x[0, 0], x[0, 16], x[0, 17] = 2688.0, 6 * 1.0625, 2.6   # 2.6 / 1.0625 is nearer to 2
+    x[0, 0], x[0, 16], x[0, 17] = 2688.0, 6 * 1.0625, 2.6  # 2.6 / 1.0625 is nearer to 2
     q = quantize_nvfp4(x)
     assert q.scale.float().tolist() == [[448.0, 1.0]]
     assert dequantize_nvfp4(q)[0, :18].tolist() == [2688.0, *[0.0] * 15, 6.0, 3.0]
 
 
 def test_philox_gives_the_published_words():
-    """The known answer of Random123 for zeros; and that more elements, or other high bits of a key, are as they should
-    be."""
-    assert quantize.philox(0, 4, "cpu").tolist() == [0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]
+    """The known answer of Random123 for zeros; and that more elements, or other high bits of a key,
+    are as they should be.
+    """
+    assert quantize.philox(0, 4, "cpu").tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert torch.equal(quantize.philox(7, 50, "cpu"), quantize.philox(7, 60, "cpu")[:50])
     assert not torch.equal(quantize.philox(7, 50, "cpu"), quantize.philox(7 + 2**32, 50, "cpu"))
 
@@ -533,7 +745,7 @@ def test_random_rounding_has_the_right_mean(format, value):
     """Up with probability p in n draws: within 5 standard deviations of the mean."""
     n = 40000
     x = torch.full((1, n), value, device=DEVICE)
-    x[:, ::16] = 6.0   # the same scale for every block, 448 times 6 / 2688
+    x[:, ::16] = 6.0  # the same scale for every block, 448 times 6 / 2688
     up, down = both(format, seed=11)
     found = down(up(x))[x != 6]
     assert_same_bytes(found, down(up(x))[x != 6])
@@ -545,7 +757,9 @@ def test_random_rounding_has_the_right_mean(format, value):
     assert not torch.equal(raw(other.data), raw(up(x).data))
 
 
-@pytest.mark.parametrize("format, largest", [("nvfp4", 6.0), ("block_fp8", 448.0), ("mxfp8", 448.0)])
+@pytest.mark.parametrize(
+    "format, largest", [("nvfp4", 6.0), ("block_fp8", 448.0), ("mxfp8", 448.0)]
+)
 def test_random_rounding_leaves_what_needs_none(format, largest):
     x = torch.tensor([[largest, -largest, 3, 1.5, -0.5, 0, 2, 4] * 4], device=DEVICE)
     up, down = both(format, seed=3)
@@ -554,8 +768,11 @@ def test_random_rounding_leaves_what_needs_none(format, largest):
 
 # ---- sizes, zeros, extremes
 
+
 @EVERY_FORMAT
-@pytest.mark.parametrize("shape", [(0,), (0, 16), (3, 0), (1,), (17,), (2, 0, 5), (2, 3, 21)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(0,), (0, 16), (3, 0), (1,), (17,), (2, 0, 5), (2, 3, 21)], ids=str
+)
 def test_any_shape(format, shape):
     up, down = both(format)
     x = randn(*shape)
@@ -564,7 +781,7 @@ def test_any_shape(format, shape):
     # Elements do not depend on what lies behind the end: as if x were longer by zeros.
     if x.numel() and format != "nf4":
         longer = torch.nn.functional.pad(x, (0, 11))
-        assert torch.equal(down(up(longer))[..., :shape[-1]], y)
+        assert torch.equal(down(up(longer))[..., : shape[-1]], y)
 
 
 @EVERY_FORMAT
@@ -572,7 +789,7 @@ def test_zeros_stay_zeros_and_keep_their_sign(format):
     up, down = both(format)
     x = torch.zeros(2, 64, device=DEVICE)
     assert_same_bytes(down(up(x)), x)
-    if format != "nf4":   # whose code has one zero
+    if format != "nf4":  # whose code has one zero
         assert_same_bytes(down(up(-x)), -x)
     x[0, 0] = 1.0
     assert torch.equal(down(up(x)), x)
@@ -585,7 +802,7 @@ def test_powers_of_two_at_the_ends_of_float32(format, power):
     up, down = both(format)
     found = down(up(x))
     assert found.isfinite().all()
-    if power >= -100 or (format == "nf4" and power >= -126):   # below, a floor makes them smaller
+    if power >= -100 or (format == "nf4" and power >= -126):  # below, a floor makes them smaller
         torch.testing.assert_close(found, x, rtol=1e-6, atol=0)
     else:
         assert (found.abs() <= x * 1.5).all()
@@ -594,9 +811,9 @@ def test_powers_of_two_at_the_ends_of_float32(format, power):
 def test_nvfp4_block_scales_are_subnormal_before_they_are_nothing():
     """A block far below the tensor's largest keeps what the smallest scale can hold."""
     x = torch.zeros(1, 48, device=DEVICE)
-    x[0, 0] = 2688.0   # the tensor's scale is 1
+    x[0, 0] = 2688.0  # the tensor's scale is 1
     x[0, 16] = 6 * 3 * 2.0**-9
-    x[0, 32] = 2.0**-9   # its scale would round to 0
+    x[0, 32] = 2.0**-9  # its scale would round to 0
     for name in nvfp4.QUANTIZE_NVFP4.usable(DEVICE, torch.float32):
         q = quantize_nvfp4(x, implementation=name)
         assert q.scale.view(torch.uint8).tolist() == [[0x7E, 3, 1]]
@@ -646,14 +863,21 @@ def test_any_strides(format):
 
 # ---- as pytrees and in compiled code
 
+
 @EVERY_FORMAT
 def test_a_quantised_tensor_is_a_pytree(format):
     up, down = both(format, **({"double_quant": True} if format == "nf4" else {}))
     q = up(randn(6, 64))
     leaves, spec = torch.utils._pytree.tree_flatten(q)
-    assert len(leaves) == len(q.tensors()) and all(a is b for a, b in zip(leaves, q.tensors(), strict=True))
+    assert len(leaves) == len(q.tensors()) and all(
+        a is b for a, b in zip(leaves, q.tensors(), strict=True)
+    )
     again = torch.utils._pytree.tree_map(torch.clone, q)
-    assert type(again) is type(q) and again.shape == q.shape and spec == torch.utils._pytree.tree_structure(again)
+    assert (
+        type(again) is type(q)
+        and again.shape == q.shape
+        and spec == torch.utils._pytree.tree_structure(again)
+    )
     assert_same(down(again), down(q))
     with pytest.raises(dataclasses.FrozenInstanceError):
         q.data = None
@@ -664,10 +888,14 @@ def test_a_quantised_tensor_is_a_pytree(format):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiles_as_one_graph_with_quantised_tensors_in_and_out(format, name, backend):
     skip_unless_usable(FORMATS[format][0], name, torch.float32)
-    up, down = both(format, implementation=name, **({"double_quant": True} if format == "nf4" else {}))
+    up, down = both(
+        format, implementation=name, **({"double_quant": True} if format == "nf4" else {})
+    )
     down = functools.partial(down, implementation=name)
     if backend == "inductor" and name != "cpp":
-        pytest.skip("Inductor may reorder what is not an operator; and one operator is as another to it")
+        pytest.skip(
+            "Inductor may reorder what is not an operator; and one operator is as another to it"
+        )
     torch._dynamo.reset()
     x = randn(5, 70)
     q = torch.compile(up, fullgraph=True, backend=backend)(x)
@@ -688,7 +916,9 @@ def test_operators_pass_opcheck(format, name):
             return func(*args, **(kwargs or {}))
 
     found = {}
-    up, down = both(format, implementation=name, **({"double_quant": True} if format == "nf4" else {"seed": 1}))
+    up, down = both(
+        format, implementation=name, **({"double_quant": True} if format == "nf4" else {"seed": 1})
+    )
     with Calls():
         down(up(randn(5, 37)), implementation=name)
     assert sum(name in func.name() for func in found) == 2
@@ -705,6 +935,7 @@ def test_nothing_is_differentiable(format):
 
 # ---- refusals
 
+
 @EVERY_FORMAT
 def test_arguments_that_do_not_fit_are_refused_by_name(format):
     up, down = both(format)
@@ -714,9 +945,21 @@ def test_arguments_that_do_not_fit_are_refused_by_name(format):
         (lambda: up(3), TypeError, "x must be a torch.Tensor, got int"),
         (lambda: up(x.int()), TypeError, "x must be one of float32.*, got int32"),
         (lambda: down(x), TypeError, r"q must be tilewright.ops' \w+, got Tensor"),
-        (lambda: down(q, dtype=torch.int8), TypeError, "dtype must be one of float32.*, got torch.int8"),
-        (lambda: down(dataclasses.replace(q, data=q.data[:1])), ValueError, r"q\.\w+ must have shape"),
-        (lambda: down(dataclasses.replace(q, data=q.data.float())), TypeError, r"q\.data must be a \w+ tensor"),
+        (
+            lambda: down(q, dtype=torch.int8),
+            TypeError,
+            "dtype must be one of float32.*, got torch.int8",
+        ),
+        (
+            lambda: down(dataclasses.replace(q, data=q.data[:1])),
+            ValueError,
+            r"q\.\w+ must have shape",
+        ),
+        (
+            lambda: down(dataclasses.replace(q, data=q.data.float())),
+            TypeError,
+            r"q\.data must be a \w+ tensor",
+        ),
     ]:
         with pytest.raises(error, match=message):
             call()
@@ -725,21 +968,44 @@ def test_arguments_that_do_not_fit_are_refused_by_name(format):
 def test_options_that_do_not_fit_are_refused_by_name():
     x = randn(4, 64)
     for call, error, message in [
-        (lambda: quantize_nf4(x, block_size=48), ValueError, r"block_size must be one of \[32, .*, got 48"),
+        (
+            lambda: quantize_nf4(x, block_size=48),
+            ValueError,
+            r"block_size must be one of \[32, .*, got 48",
+        ),
         (lambda: quantize_nvfp4(x, seed=-1), ValueError, r"seed must be 0 to 2\^63 - 1, got -1"),
         (lambda: quantize_nvfp4(x, seed=1.0), TypeError, "seed must be an int or None, got 1.0"),
         (lambda: quantize_nvfp4(x, square=1), TypeError, "square must be a bool, got 1"),
-        (lambda: quantize_nvfp4(x[0], square=True), ValueError, r"x must have at least 2 dimensions"),
-        (lambda: quantize_nvfp4(x, global_scale=torch.ones(1, device=DEVICE)), ValueError,
-         r"global_scale must have shape \[\]"),
+        (
+            lambda: quantize_nvfp4(x[0], square=True),
+            ValueError,
+            r"x must have at least 2 dimensions",
+        ),
+        (
+            lambda: quantize_nvfp4(x, global_scale=torch.ones(1, device=DEVICE)),
+            ValueError,
+            r"global_scale must have shape \[\]",
+        ),
         (lambda: quantize_nvfp4(x[0, 0]), ValueError, "x must have at least 1 dimension"),
         (lambda: quantize_mxfp8(x, transpose=1), TypeError, "transpose must be a bool, got 1"),
-        (lambda: quantize_mxfp8(x[0], transpose=True), ValueError, "x must have at least 2 dimensions"),
+        (
+            lambda: quantize_mxfp8(x[0], transpose=True),
+            ValueError,
+            "x must have at least 2 dimensions",
+        ),
         (lambda: quantize_mxfp8(x[0, 0]), ValueError, "x must have at least 1 dimension"),
         (lambda: quantize_mxfp8(x, seed=-1), ValueError, r"seed must be 0 to 2\^63 - 1, got -1"),
         (lambda: quantize_block_fp8(x[0]), ValueError, "x must have at least 2 dimensions"),
-        (lambda: quantize_block_fp8(x, block=128), ValueError, "block must be two positive ints .* got 128"),
-        (lambda: quantize_block_fp8(x, block=(129, 128)), ValueError, r"block must be .* got \(129, 128\)"),
+        (
+            lambda: quantize_block_fp8(x, block=128),
+            ValueError,
+            "block must be two positive ints .* got 128",
+        ),
+        (
+            lambda: quantize_block_fp8(x, block=(129, 128)),
+            ValueError,
+            r"block must be .* got \(129, 128\)",
+        ),
     ]:
         with pytest.raises(error, match=message):
             call()

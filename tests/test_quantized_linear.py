@@ -1,5 +1,6 @@
-"""quantized_linear and fp8_linear beyond the numerics contract, which tests/test_contract.py holds them to: what they
-keep, which way they take, noise, what they refuse."""
+"""quantized_linear and fp8_linear beyond the numerics contract, which tests/test_contract.py holds
+them to: what they keep, which way they take, noise, what they refuse.
+"""
 
 import dataclasses
 import re
@@ -25,8 +26,12 @@ from tilewright.ops.quantized_linear import FP8_LINEAR, QUANTIZED_LINEAR, dequan
 MODULE = sys.modules["tilewright.ops.quantized_linear"]
 NAMES = [i.name for i in QUANTIZED_LINEAR.implementations]
 FUSED = [n for n in NAMES if n != "eager"]
-FORMATS = {"nf4": quantize_nf4, "nf4 nested": lambda w: quantize_nf4(w, double_quant=True), "nvfp4": quantize_nvfp4,
-           "block_fp8": quantize_block_fp8}
+FORMATS = {
+    "nf4": quantize_nf4,
+    "nf4 nested": lambda w: quantize_nf4(w, double_quant=True),
+    "nvfp4": quantize_nvfp4,
+    "block_fp8": quantize_block_fp8,
+}
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS)
 EVERY_NAME = pytest.mark.parametrize("name", NAMES)
 EVERY_FUSED = pytest.mark.parametrize("name", FUSED)
@@ -40,8 +45,11 @@ def randn(*shape, dtype=torch.float32, seed=0, scale=1.0):
 
 def inputs(format, dtype=torch.float32, T=T, N=N, K=K):
     """x, q and bias, of which x and bias want gradients."""
-    return (randn(T, K, dtype=dtype).requires_grad_(), FORMATS[format](randn(N, K, seed=1, scale=K**-0.5)),
-            randn(N, dtype=dtype, seed=2).requires_grad_())
+    return (
+        randn(T, K, dtype=dtype).requires_grad_(),
+        FORMATS[format](randn(N, K, seed=1, scale=K**-0.5)),
+        randn(N, dtype=dtype, seed=2).requires_grad_(),
+    )
 
 
 def storages(*tensors):
@@ -50,17 +58,24 @@ def storages(*tensors):
 
 def close(found, expected):
     assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, rtol=2e-2 if found.dtype.itemsize == 2 else 1e-5,
-                               atol=2e-2 if found.dtype.itemsize == 2 else 1e-5)
+    torch.testing.assert_close(
+        found,
+        expected,
+        rtol=2e-2 if found.dtype.itemsize == 2 else 1e-5,
+        atol=2e-2 if found.dtype.itemsize == 2 else 1e-5,
+    )
 
 
 # ---- what it is
+
 
 @EVERY_FORMAT
 def test_the_definition_is_what_a_reader_would_write(format):
     x, q, bias = (t.detach().double() if isinstance(t, torch.Tensor) else t for t in inputs(format))
     w = dequantize(q, dtype=torch.float64, implementation="eager")
-    expected = torch.stack([torch.stack([(x[t] * w[n]).sum() + bias[n] for n in range(N)]) for t in range(T)])
+    expected = torch.stack(
+        [torch.stack([(x[t] * w[n]).sum() + bias[n] for n in range(N)]) for t in range(T)]
+    )
     torch.testing.assert_close(quantized_linear(x, q, bias, implementation="eager"), expected)
 
 
@@ -76,7 +91,7 @@ def test_nothing_is_kept_but_the_codes_and_scales(format, name):
         y = quantized_linear(x, q, bias, implementation=name)
     assert storages(*kept) == storages(*q.tensors())
     assert sum(t.nbytes for t in kept) == q.nbytes
-    dx, = torch.autograd.grad(y, x, torch.ones_like(y))
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     close(dx, dequantize(q, dtype=dtype).sum(0).expand(T, K))
 
 
@@ -91,9 +106,12 @@ def test_eager_keeps_autograds_own_copy():
 
 # ---- the ways that a product is made
 
+
 @EVERY_FORMAT
 @pytest.mark.parametrize("name, dtype", [("cpp", torch.float32), ("cpp", torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("K", [16 * 65, 2 * 1024 + 64], ids=str)   # in pieces of 1,024, the last one short
+@pytest.mark.parametrize(
+    "K", [16 * 65, 2 * 1024 + 64], ids=str
+)  # in pieces of 1,024, the last one short
 def test_cpp_few_rows_are_as_many(format, name, dtype, K, monkeypatch):
     skip_unless_usable(QUANTIZED_LINEAR, name, dtype)
     if K % 64 and "nf4" in format:
@@ -101,7 +119,7 @@ def test_cpp_few_rows_are_as_many(format, name, dtype, K, monkeypatch):
     for T, N in ((1, 1), (2, 6), (3, 13), (4, 5), (9, 20)):
         x, q, bias = inputs(format, dtype, T, N, K)
         with monkeypatch.context() as patch:
-            patch.setattr(MODULE, "dense", None)   # the dequantised weight is not asked for
+            patch.setattr(MODULE, "dense", None)  # the dequantised weight is not asked for
             few = quantized_linear(x, q, bias, implementation=name)
         with monkeypatch.context() as patch:
             patch.setattr(MODULE, "_CPP_ROWS", {dtype: 0})
@@ -115,9 +133,19 @@ def broken(name, x, q, bias, dtype):
     return contract.compare(QUANTIZED_LINEAR, name, {"x": x, "q": q, "bias": bias}, dtype)
 
 
-@pytest.mark.parametrize("format, T, K, few", [
-    ("nf4", 1, 64, True), ("nf4", 64, 64, True), ("nf4", 65, 64, False), ("nf4", 3, 96, False), ("nvfp4", 3, 80, True),
-    ("nvfp4", 3, 72, False), ("block_fp8", 3, 33, True), ("block_fp8", 65, 64, False)])
+@pytest.mark.parametrize(
+    "format, T, K, few",
+    [
+        ("nf4", 1, 64, True),
+        ("nf4", 64, 64, True),
+        ("nf4", 65, 64, False),
+        ("nf4", 3, 96, False),
+        ("nvfp4", 3, 80, True),
+        ("nvfp4", 3, 72, False),
+        ("block_fp8", 3, 33, True),
+        ("block_fp8", 65, 64, False),
+    ],
+)
 def test_which_way_triton_takes(format, T, K, few):
     pytest.importorskip("triton")
     from tilewright.kernels import quantized_linear_triton as k
@@ -125,7 +153,9 @@ def test_which_way_triton_takes(format, T, K, few):
     x = torch.empty(T, K, dtype=torch.bfloat16)
     block = {"nf4": [64], "nvfp4": [], "block_fp8": [128, 128]}[format]
     assert (k.constants(x, format, 24, block) is not None) == few
-    assert format != "block_fp8" or k.constants(x, format, 24, [128, 16]) is None   # narrower than what is read at once
+    assert (
+        format != "block_fp8" or k.constants(x, format, 24, [128, 16]) is None
+    )  # narrower than what is read at once
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -137,8 +167,17 @@ def test_triton_is_right_with_any_constants(format, dtype):
 
     x, q, bias = inputs(format, dtype, 18, 20, 192)
     key = (k.FORMATS[format.split()[0]], 20, 192, dtype.itemsize, 32)
-    launches = [{"fused": True, "BLOCK_N": n, "BLOCK_K": step, "SPLIT": split, "num_warps": 4, "num_stages": 2}
-                for n, step, split in ((16, 64, 1), (32, 128, 2), (64, 32, 4))]
+    launches = [
+        {
+            "fused": True,
+            "BLOCK_N": n,
+            "BLOCK_K": step,
+            "SPLIT": split,
+            "num_warps": 4,
+            "num_stages": 2,
+        }
+        for n, step, split in ((16, 64, 1), (32, 128, 2), (64, 32, 4))
+    ]
     for config in [*launches, {**launches[0], "fused": False}]:
         with k.FEW_ROWS.override(x.device, key, config):
             assert not broken("triton", x, q, bias, dtype), config
@@ -148,9 +187,14 @@ def test_triton_is_right_with_any_constants(format, dtype):
 def test_a_format_that_no_kernel_takes_whole(name):
     """Blocks of NF4 that run over the ends of rows, an odd number of columns, other blocks."""
     skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
-    for q in (quantize_nf4(randn(N, 40, scale=0.1)), quantize_nf4(randn(N, 33)), quantize_nvfp4(randn(N, 33)),
-              quantize_block_fp8(randn(N, 40), block=(3, 5)), quantize_nf4(randn(N, 96), block_size=32),
-              quantize_nf4(randn(N, 256), block_size=256)):
+    for q in (
+        quantize_nf4(randn(N, 40, scale=0.1)),
+        quantize_nf4(randn(N, 33)),
+        quantize_nvfp4(randn(N, 33)),
+        quantize_block_fp8(randn(N, 40), block=(3, 5)),
+        quantize_nf4(randn(N, 96), block_size=32),
+        quantize_nf4(randn(N, 256), block_size=256),
+    ):
         x = randn(3, q.shape[1], seed=3)
         close(quantized_linear(x, q, implementation=name), x @ dequantize(q).t())
 
@@ -159,15 +203,21 @@ def test_a_format_that_no_kernel_takes_whole(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_shapes_and_strides_change_nothing(name, dtype):
     skip_unless_usable(QUANTIZED_LINEAR, name, dtype)
-    x, q, bias = (t.detach() if isinstance(t, torch.Tensor) else t for t in inputs("nvfp4", dtype, T=6))
+    x, q, bias = (
+        t.detach() if isinstance(t, torch.Tensor) else t for t in inputs("nvfp4", dtype, T=6)
+    )
     expected = quantized_linear(x, q, bias, implementation=name)
     wide = torch.zeros(6, 2 * K, dtype=dtype, device=DEVICE)
     wide[:, ::2] = x
-    turned = dataclasses.replace(q, data=q.data.t().contiguous().t(), scale=q.scale.t().contiguous().t())
+    turned = dataclasses.replace(
+        q, data=q.data.t().contiguous().t(), scale=q.scale.t().contiguous().t()
+    )
     for strided in (wide[:, ::2], x.t().contiguous().t()):
         assert torch.equal(quantized_linear(strided, q, bias, implementation=name), expected)
     assert torch.equal(quantized_linear(x, turned, bias, implementation=name), expected)
-    assert torch.equal(quantized_linear(x.view(2, 1, 3, K), q, bias, implementation=name).view(6, N), expected)
+    assert torch.equal(
+        quantized_linear(x.view(2, 1, 3, K), q, bias, implementation=name).view(6, N), expected
+    )
     # One row: PyTorch's own products of matrices and vectors may sum in another order.
     close(quantized_linear(x[0], q, bias, implementation=name), expected[0])
     assert quantized_linear(x[:0].view(0, 3, K), q, implementation=name).shape == (0, 3, N)
@@ -187,11 +237,15 @@ def test_the_same_twice_and_on_any_number_of_threads(name, T):
             results.append((y, *torch.autograd.grad(y, (x, bias), torch.ones_like(y))))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for other in results[1:2 if T > 64 else 3]
-               for a, b in zip(results[0], other, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for other in results[1 : 2 if T > 64 else 3]
+        for a, b in zip(results[0], other, strict=True)
+    )
 
 
 # ---- noise
+
 
 @EVERY_FORMAT
 @EVERY_NAME
@@ -208,21 +262,32 @@ def test_noise_is_that_of_the_dequantised_weight_in_both_passes(format, name):
     close(db, dy.sum(0))
     plain = quantized_linear(x, q, bias, implementation=name)
     assert (plain - y).abs().max() > 1e-3
-    other = quantized_linear(x, q, bias, noise=dataclasses.replace(noise, step=4), implementation=name)
+    other = quantized_linear(
+        x, q, bias, noise=dataclasses.replace(noise, step=4), implementation=name
+    )
     assert not torch.equal(other, y)
     assert torch.equal(quantized_linear(x, q, bias, noise=AQN(0.0, 7), implementation=name), plain)
 
 
 # ---- gradients, compilers
 
+
 @EVERY_NAME
 def test_gradients_of_each_alone_and_of_expanded_ones(name):
     skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
     x, q, bias = inputs("nf4")
-    for dy in (randn(T, N, seed=3), torch.ones((), device=DEVICE).expand(T, N), randn(N, T, seed=4).t()):
+    for dy in (
+        randn(T, N, seed=3),
+        torch.ones((), device=DEVICE).expand(T, N),
+        randn(N, T, seed=4).t(),
+    ):
         both = torch.autograd.grad(quantized_linear(x, q, bias, implementation=name), (x, bias), dy)
-        of_x, = torch.autograd.grad(quantized_linear(x, q, bias.detach(), implementation=name), x, dy)
-        of_bias, = torch.autograd.grad(quantized_linear(x.detach(), q, bias, implementation=name), bias, dy)
+        (of_x,) = torch.autograd.grad(
+            quantized_linear(x, q, bias.detach(), implementation=name), x, dy
+        )
+        (of_bias,) = torch.autograd.grad(
+            quantized_linear(x.detach(), q, bias, implementation=name), bias, dy
+        )
         assert torch.equal(of_x, both[0]) and torch.equal(of_bias, both[1])
         close(both[0], dy @ dequantize(q))
 
@@ -248,23 +313,34 @@ def test_compiled_with_noise_whose_step_changes(name):
     x, q, bias = inputs("nvfp4")
 
     def layer(x, bias, q, step):
-        return quantized_linear(x * 2, q, bias, noise=AQN(0.5, 1, step=step), implementation=name).relu()
+        return quantized_linear(
+            x * 2, q, bias, noise=AQN(0.5, 1, step=step), implementation=name
+        ).relu()
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for step in (0, 1, 5):
         found, expected = compiled(x, bias, q, step), layer(x, bias, q, step)
         assert torch.equal(found, expected)
         dy = torch.ones_like(found)
-        assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(found, (x, bias), dy),
-                                                     torch.autograd.grad(expected, (x, bias), dy), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(
+                torch.autograd.grad(found, (x, bias), dy),
+                torch.autograd.grad(expected, (x, bias), dy),
+                strict=True,
+            )
+        )
     torch._dynamo.reset()
 
 
 # ---- FP8 by FP8
 
+
 @pytest.mark.parametrize("name", ["eager", "triton"])
 def test_fp8_rounds_x_as_quantising_it_does(name):
-    """And so differs from quantized_linear, by a few per cent; each 128 columns have their own scale."""
+    """And so differs from quantized_linear, by a few per cent; each 128 columns have their own
+    scale.
+    """
     skip_unless_usable(FP8_LINEAR, name, torch.float32)
     x = randn(9, 300)
     x[:, :128] *= 1e-3
@@ -276,7 +352,10 @@ def test_fp8_rounds_x_as_quantising_it_does(name):
     q, bias = quantize_block_fp8(w), randn(150, seed=2)
     rounded = dequantize_block_fp8(quantize_block_fp8(x, block=(1, 128)))
     found = fp8_linear(x, q, bias, implementation=name)
-    exact = rounded.double() @ dequantize(q, dtype=torch.float64, implementation="eager").t() + bias.double()
+    exact = (
+        rounded.double() @ dequantize(q, dtype=torch.float64, implementation="eager").t()
+        + bias.double()
+    )
     assert contract.error(found, exact)[0] < 1e-5
     beside = contract.error(found, quantized_linear(x, q, bias, implementation="eager"))[0]
     assert 1e-3 < beside < 0.3
@@ -300,8 +379,10 @@ def test_fp8_keeps_only_the_codes_and_passes_opcheck_with_gradients():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         fp8_linear(x, q, bias, implementation="triton")
     assert storages(*kept) == storages(*q.tensors())
-    torch.library.opcheck(torch.ops.tilewright.fp8_linear_triton_forward.default,
-                          (x, bias, q.data.view(torch.uint8), q.scale_inv))
+    torch.library.opcheck(
+        torch.ops.tilewright.fp8_linear_triton_forward.default,
+        (x, bias, q.data.view(torch.uint8), q.scale_inv),
+    )
 
 
 def test_fp8_is_never_chosen_for_quantized_linear():
@@ -316,59 +397,125 @@ def test_fp8_is_never_chosen_for_quantized_linear():
 def test_mxfp8_is_read_as_the_others(name, rows, K, monkeypatch):
     """Of few rows C++ asks for no dequantised weight."""
     skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
-    x, q, bias = randn(rows, K).requires_grad_(), quantize_mxfp8(randn(24, K, seed=1)), randn(24, seed=2)
+    x, q, bias = (
+        randn(rows, K).requires_grad_(),
+        quantize_mxfp8(randn(24, K, seed=1)),
+        randn(24, seed=2),
+    )
     w = dequantize(q)
     kept = []
-    with monkeypatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t,
-                                                                                  lambda t: t):
+    with (
+        monkeypatch.context() as patch,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+    ):
         if name == "cpp" and rows < 64 and K % 16 == 0:
             patch.setattr(MODULE, "dense", None)
         y = quantized_linear(x, q, bias, implementation=name)
     assert storages(*kept) == storages(*q.tensors())
     close(y, x @ w.t() + bias)
     close(torch.autograd.grad(y.sum(), x)[0], w.sum(0).expand(rows, K))
-    for part, change, message in (("scale", lambda t: t[1:], r"q\.scale must have shape"),
-                                  ("scale", lambda t: t.view(torch.uint8), r"q\.scale must be a float8_e8m0fnu tensor"),
-                                  ("data", lambda t: t.view(torch.float8_e5m2), r"q\.data must be a float8_e4m3fn")):
+    for part, change, message in (
+        ("scale", lambda t: t[1:], r"q\.scale must have shape"),
+        ("scale", lambda t: t.view(torch.uint8), r"q\.scale must be a float8_e8m0fnu tensor"),
+        ("data", lambda t: t.view(torch.float8_e5m2), r"q\.data must be a float8_e4m3fn"),
+    ):
         with pytest.raises((TypeError, ValueError), match=message):
-            quantized_linear(x, dataclasses.replace(q, **{part: change(getattr(q, part))}), implementation=name)
+            quantized_linear(
+                x, dataclasses.replace(q, **{part: change(getattr(q, part))}), implementation=name
+            )
 
 
 # ---- refusals
 
-@pytest.mark.parametrize("change, error, message", [
-    ({"q": quantize_nf4(torch.ones(2, 3, 64))}, ValueError, "q must have shape [N, K], got [2, 3, 64]"),
-    ({"q": torch.ones(24, 64)}, TypeError, "q must be an NF4, NVFP4, BlockFP8 or MXFP8, got Tensor"),
-    ({"x": torch.ones(5, 63)}, ValueError, "x must have shape [..., 64], with q's K, got [5, 63]"),
-    ({"x": torch.ones(())}, ValueError, "x must have shape [..., 64], with q's K, got []"),
-    ({"x": torch.ones(5, 64, dtype=torch.int32)}, TypeError, "x must be one of float32, bfloat16, float16, float64"),
-    ({"bias": torch.ones(23)}, ValueError, "bias must have shape [24] ([N], with q's N), got [23]"),
-    ({"bias": torch.ones(24).half()}, TypeError, "bias must have x's dtype float32, got float16"),
-    ({"bias": 1.0}, TypeError, "bias must be a torch.Tensor, got float"),
-    ({"noise": 0.5}, TypeError, "noise must be an AQN or None, got float"),
-])
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (
+            {"q": quantize_nf4(torch.ones(2, 3, 64))},
+            ValueError,
+            "q must have shape [N, K], got [2, 3, 64]",
+        ),
+        (
+            {"q": torch.ones(24, 64)},
+            TypeError,
+            "q must be an NF4, NVFP4, BlockFP8 or MXFP8, got Tensor",
+        ),
+        (
+            {"x": torch.ones(5, 63)},
+            ValueError,
+            "x must have shape [..., 64], with q's K, got [5, 63]",
+        ),
+        ({"x": torch.ones(())}, ValueError, "x must have shape [..., 64], with q's K, got []"),
+        (
+            {"x": torch.ones(5, 64, dtype=torch.int32)},
+            TypeError,
+            "x must be one of float32, bfloat16, float16, float64",
+        ),
+        (
+            {"bias": torch.ones(23)},
+            ValueError,
+            "bias must have shape [24] ([N], with q's N), got [23]",
+        ),
+        (
+            {"bias": torch.ones(24).half()},
+            TypeError,
+            "bias must have x's dtype float32, got float16",
+        ),
+        ({"bias": 1.0}, TypeError, "bias must be a torch.Tensor, got float"),
+        ({"noise": 0.5}, TypeError, "noise must be an AQN or None, got float"),
+    ],
+)
 def test_bad_input_is_named(change, error, message):
-    arguments = {"x": torch.ones(5, 64), "q": quantize_nf4(torch.ones(24, 64)), "bias": torch.ones(24), **change}
+    arguments = {
+        "x": torch.ones(5, 64),
+        "q": quantize_nf4(torch.ones(24, 64)),
+        "bias": torch.ones(24),
+        **change,
+    }
     with pytest.raises(error, match=re.escape(message)):
         quantized_linear(**arguments)
 
 
 @EVERY_NAME
 @pytest.mark.parametrize("rows", [3, 70])
-@pytest.mark.parametrize("format, part, change, message", [
-    ("nf4", "data", lambda t: t[1:], r"q\.data must have shape"),
-    ("nf4", "absmax", lambda t: t.half(), r"q\.absmax must be a float32 tensor, got float16"),
-    ("nf4 nested", "nested_absmax", lambda t: t[1:], r"q\.nested_absmax must have shape"),
-    ("nvfp4", "scale", lambda t: t[1:], r"q\.scale must have shape"),
-    ("nvfp4", "global_scale", lambda t: t[None], r"q\.global_scale must have shape"),
-    ("block_fp8", "scale_inv", lambda t: t.double(), r"q\.scale_inv must be a float32 tensor, got float64"),
-    ("block_fp8", "data", lambda t: t.view(torch.float8_e5m2), r"q\.data must be a float8_e4m3fn tensor"),
-    ("nvfp4", "scale", lambda t: t.view(torch.float8_e5m2), r"q\.scale must be a float8_e4m3fn tensor")])
-def test_a_quantised_tensor_that_does_not_fit_together_is_named(name, rows, format, part, change, message):
+@pytest.mark.parametrize(
+    "format, part, change, message",
+    [
+        ("nf4", "data", lambda t: t[1:], r"q\.data must have shape"),
+        ("nf4", "absmax", lambda t: t.half(), r"q\.absmax must be a float32 tensor, got float16"),
+        ("nf4 nested", "nested_absmax", lambda t: t[1:], r"q\.nested_absmax must have shape"),
+        ("nvfp4", "scale", lambda t: t[1:], r"q\.scale must have shape"),
+        ("nvfp4", "global_scale", lambda t: t[None], r"q\.global_scale must have shape"),
+        (
+            "block_fp8",
+            "scale_inv",
+            lambda t: t.double(),
+            r"q\.scale_inv must be a float32 tensor, got float64",
+        ),
+        (
+            "block_fp8",
+            "data",
+            lambda t: t.view(torch.float8_e5m2),
+            r"q\.data must be a float8_e4m3fn tensor",
+        ),
+        (
+            "nvfp4",
+            "scale",
+            lambda t: t.view(torch.float8_e5m2),
+            r"q\.scale must be a float8_e4m3fn tensor",
+        ),
+    ],
+)
+def test_a_quantised_tensor_that_does_not_fit_together_is_named(
+    name, rows, format, part, change, message
+):
     skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
     x, q, bias = inputs(format, T=rows)
     with pytest.raises((TypeError, ValueError), match=message):
-        quantized_linear(x, dataclasses.replace(q, **{part: change(getattr(q, part))}), bias, implementation=name)
+        quantized_linear(
+            x, dataclasses.replace(q, **{part: change(getattr(q, part))}), bias, implementation=name
+        )
 
 
 def test_fp8_refuses_other_formats_and_blocks():

@@ -1,4 +1,6 @@
-"""Selection, over the whole registry: what a name means, what `auto` chooses, what a refusal says."""
+"""Selection, over the whole registry: what a name means, what `auto` chooses, what a refusal
+says.
+"""
 
 import pathlib
 import subprocess
@@ -15,12 +17,19 @@ from tilewright.registry import FLOATS, Implementation, ImplementationUnavailabl
 ROOT = pathlib.Path(__file__).parents[1]
 EVERY_OP = pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 EVERY_IMPLEMENTATION = pytest.mark.parametrize(
-    "op, impl", [pytest.param(op, i, id=f"{op.name}-{i.name}")
-                 for op in OPS.values() for i in op.implementations])
+    "op, impl",
+    [
+        pytest.param(op, i, id=f"{op.name}-{i.name}")
+        for op in OPS.values()
+        for i in op.implementations
+    ],
+)
 
 
 def probe(*implementations, name="probe"):
-    """An op that multiplies: by 1 as the eager twin, else by what the implementation's `load` says."""
+    """An op that multiplies: by 1 as the eager twin, else by what the implementation's `load`
+    says.
+    """
     op = Op(name, None, lambda x: x * 1, implementations)
     op.public = lambda x, implementation="auto": op.pick(implementation, x)(x)
     return op
@@ -33,13 +42,16 @@ def times(name, factor, **options):
 @pytest.fixture
 def listed(monkeypatch):
     """Puts an op into the registry for one test."""
+
     def put(op):
         monkeypatch.setitem(OPS, op.name, op)
         return op
+
     return put
 
 
 # ---- names
+
 
 @EVERY_OP
 def test_an_unknown_implementation_is_refused_with_the_names_there_are(op):
@@ -51,9 +63,11 @@ def test_an_unknown_implementation_is_refused_with_the_names_there_are(op):
 @EVERY_OP
 @pytest.mark.parametrize("name", [[], {}, 3, None], ids=repr)
 def test_an_implementation_that_is_no_name_is_refused_with_the_names_there_are(op, name):
-    op.unpinned(torch.ones(1))   # what a call that named nothing leaves behind is no name either
+    op.unpinned(torch.ones(1))  # what a call that named nothing leaves behind is no name either
     for ask in (lambda: op.resolve(name, "cpu"), lambda: op.pick(name, torch.ones(1))):
-        with pytest.raises(TypeError, match=r"implementation must be one of \['auto', .*, got") as caught:
+        with pytest.raises(
+            TypeError, match=r"implementation must be one of \['auto', .*, got"
+        ) as caught:
             ask()
         assert repr(name) in str(caught.value) and str(caught.value).startswith(op.name)
 
@@ -81,6 +95,7 @@ def test_the_table_is_well_formed(op):
 
 # ---- a name never falls back
 
+
 @EVERY_IMPLEMENTATION
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.int64], ids=short)
 @pytest.mark.parametrize("device_type", ["cpu", "cuda", "mps"])
@@ -88,7 +103,7 @@ def test_a_name_gives_that_implementation_or_its_reason(op, impl, device_type, d
     reason = impl.why_not(device_type, dtype)
     if reason is None:
         found = op.resolve(impl.name, device_type, dtype)
-        assert found.__qualname__ == impl.load().__qualname__   # `load` may make its closure anew
+        assert found.__qualname__ == impl.load().__qualname__  # `load` may make its closure anew
         return
     with pytest.raises(ImplementationUnavailable) as caught:
         op.resolve(impl.name, device_type, dtype)
@@ -104,7 +119,9 @@ def called(op, implementation):
 
 @EVERY_IMPLEMENTATION
 def test_a_call_refuses_as_resolve_does(op, impl, monkeypatch):
-    for every in OPS.values():   # what earlier calls remembered, and later ones must not: cases call ops
+    for (
+        every
+    ) in OPS.values():  # what earlier calls remembered, and later ones must not: cases call ops
         monkeypatch.setattr(every, "_table", {})
         monkeypatch.setattr(every, "_unpinned", {})
     monkeypatch.setattr(platform, "interpreting", lambda: False)
@@ -128,8 +145,13 @@ def test_a_broken_import_is_unavailable_with_its_reason_and_does_not_fall_back()
 
     broken = Implementation("broken", load, devices=("cpu",))
     op = probe(broken, times("next", 2))
-    for name in ("broken", "auto"):   # auto chose it: to take the next one silently would hide the damage
-        with pytest.raises(ImplementationUnavailable, match=r"probe\[broken\].*libbroken.so") as caught:
+    for name in (
+        "broken",
+        "auto",
+    ):  # auto chose it: to take the next one silently would hide the damage
+        with pytest.raises(
+            ImplementationUnavailable, match=r"probe\[broken\].*libbroken.so"
+        ) as caught:
             op.public(torch.ones(1), implementation=name)
         assert isinstance(caught.value.__cause__, ImportError)
     assert op.public(torch.ones(1), implementation="next") == 2
@@ -137,12 +159,13 @@ def test_a_broken_import_is_unavailable_with_its_reason_and_does_not_fall_back()
 
 # ---- what auto chooses
 
+
 @EVERY_OP
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=short)
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_auto_is_the_first_that_is_usable_and_meant_for_the_device(op, device_type, dtype):
     chosen = op.choose(device_type, dtype)
-    better = op.implementations[:op.names().index(chosen)]
+    better = op.implementations[: op.names().index(chosen)]
     assert all(device_type not in i.devices or i.why_not(device_type, dtype) for i in better)
     assert chosen == "eager" or op.implementation(chosen).why_not(device_type, dtype) is None
     if device_type == "cpu":
@@ -150,18 +173,25 @@ def test_auto_is_the_first_that_is_usable_and_meant_for_the_device(op, device_ty
 
 
 def test_auto_depends_on_device_and_dtype(monkeypatch):
-    op = probe(times("half", 2, dtypes=(torch.bfloat16,)), times("gpu", 3, devices=("cuda",)),
-               times("broken", 4, missing=lambda device: "not today"), times("any", 5))
+    op = probe(
+        times("half", 2, dtypes=(torch.bfloat16,)),
+        times("gpu", 3, devices=("cuda",)),
+        times("broken", 4, missing=lambda device: "not today"),
+        times("any", 5),
+    )
     assert op.choose("cpu", torch.bfloat16) == "half"
     assert op.choose("cpu", torch.float32) == "any"
     assert op.choose("cuda", torch.float32) == "gpu"
     assert op.choose("cpu", torch.float64) == "eager"
     assert op.choose("mps", torch.float32) == "eager"
     assert op.public(torch.ones(1)) == 5
-    assert op.public(torch.ones(1, dtype=torch.bfloat16)) == 2, "a choice is remembered for one dtype"
+    assert op.public(torch.ones(1, dtype=torch.bfloat16)) == 2, (
+        "a choice is remembered for one dtype"
+    )
 
 
 # ---- pins
+
 
 def test_use_pins_restores_and_nests(listed):
     op = listed(probe(times("two", 2), times("three", 3)))
@@ -212,19 +242,27 @@ def test_a_pin_never_falls_back(listed):
         op.public(torch.ones(1))
 
 
-@pytest.mark.parametrize("args, kwargs, sentence", [
-    (("nope",), {}, r"no op has an implementation 'nope'; have \['auto', 'triton', "),
-    (("trition",), {}, r"no op has an implementation 'trition'; did you mean 'triton'\? have \['auto', "),
-    ((), {"nope": "eager"}, "unknown op 'nope'; "),
-    ((), {"rmsnrom": "eager"}, r"unknown op 'rmsnrom'; did you mean 'rmsnorm'\? have \["),
-    ((), {next(iter(OPS)): "nope"}, "unknown implementation 'nope'"),
-])
+@pytest.mark.parametrize(
+    "args, kwargs, sentence",
+    [
+        (("nope",), {}, r"no op has an implementation 'nope'; have \['auto', 'triton', "),
+        (
+            ("trition",),
+            {},
+            r"no op has an implementation 'trition'; did you mean 'triton'\? have \['auto', ",
+        ),
+        ((), {"nope": "eager"}, "unknown op 'nope'; "),
+        ((), {"rmsnrom": "eager"}, r"unknown op 'rmsnrom'; did you mean 'rmsnorm'\? have \["),
+        ((), {next(iter(OPS)): "nope"}, "unknown implementation 'nope'"),
+    ],
+)
 def test_use_refuses_unknown_names(args, kwargs, sentence):
     with pytest.raises(ValueError, match=sentence), use(*args, **kwargs):
         pytest.fail("the block ran")
 
 
 # ---- tilewright explain
+
 
 def test_explain_shows_every_row_with_its_reason_and_marks_the_choice(capsys):
     assert cli.main(["explain", "--device", "cpu", "--dtype", "bfloat16"]) == 0
@@ -236,7 +274,10 @@ def test_explain_shows_every_row_with_its_reason_and_marks_the_choice(capsys):
             state = impl.why_not("cpu", torch.bfloat16) or "usable"
             row = rows.pop(0)
             assert row.endswith(f"  {state}") and row.removesuffix(state).split() == [
-                op.name, *mark.split(), impl.name], row
+                op.name,
+                *mark.split(),
+                impl.name,
+            ], row
             states.add(len(row) - len(state))
     assert not rows and len(states) == 1, "a column of states"
 
@@ -258,7 +299,12 @@ def test_explain_refuses_what_it_does_not_know(capsys):
 
 
 def test_explain_is_a_command():
-    run = subprocess.run([sys.executable, "-m", "tilewright", "explain"], cwd=ROOT, capture_output=True,
-                         text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-m", "tilewright", "explain"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     assert all(op in run.stdout for op in OPS)

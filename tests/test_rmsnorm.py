@@ -14,21 +14,33 @@ from tilewright.ops.rmsnorm import ADD_RMSNORM, RMSNORM
 def test_equals_torch_in_float64():
     x, w = torch.randn(3, 5, 33, dtype=torch.float64), torch.randn(33, dtype=torch.float64)
     expected = torch.nn.functional.rms_norm(x, (33,), w, 1e-5)
-    torch.testing.assert_close(rmsnorm(x, w, 1e-5, implementation="eager"), expected, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(
+        rmsnorm(x, w, 1e-5, implementation="eager"), expected, rtol=1e-14, atol=1e-14
+    )
 
 
 def test_llama_cast_equals_transformers_bit_for_bit():
-    norm = pytest.importorskip("transformers.models.llama.modeling_llama").LlamaRMSNorm(64, eps=1e-5).to(torch.bfloat16)
+    norm = (
+        pytest.importorskip("transformers.models.llama.modeling_llama")
+        .LlamaRMSNorm(64, eps=1e-5)
+        .to(torch.bfloat16)
+    )
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(7, 64, dtype=torch.bfloat16)
     assert torch.equal(rmsnorm(x, norm.weight, 1e-5, implementation="eager"), norm(x))
 
 
 def test_gemma_cast_equals_transformers_bit_for_bit():
-    norm = pytest.importorskip("transformers.models.gemma.modeling_gemma").GemmaRMSNorm(64, eps=1e-6).to(torch.bfloat16)
+    norm = (
+        pytest.importorskip("transformers.models.gemma.modeling_gemma")
+        .GemmaRMSNorm(64, eps=1e-6)
+        .to(torch.bfloat16)
+    )
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(7, 64, dtype=torch.bfloat16)
-    assert torch.equal(rmsnorm(x, norm.weight, offset=1.0, cast="gemma", implementation="eager"), norm(x))
+    assert torch.equal(
+        rmsnorm(x, norm.weight, offset=1.0, cast="gemma", implementation="eager"), norm(x)
+    )
 
 
 @pytest.mark.parametrize("name", RMSNORM.names())
@@ -72,16 +84,24 @@ def test_only_the_sum_is_used():
 @pytest.mark.parametrize("name", ["auto", *RMSNORM.names()])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_weight_and_bias_of_any_float_dtype(name, dtype):
-    """The gradient comes back in the parameter's dtype. Triton's interpreter cannot round to bfloat16."""
+    """The gradient comes back in the parameter's dtype. Triton's interpreter cannot round to
+    bfloat16.
+    """
     if name != "auto":
         skip_unless_usable(RMSNORM, name, torch.float32)
     if name == "triton" and DEVICE == "cpu" and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter truncates on a cast to bfloat16")
 
     def step(call, name):
-        x, r = (torch.randn(6, 40, generator=torch.Generator().manual_seed(i)).to(DEVICE).requires_grad_()
-                for i in (1, 2))
-        w, b = (torch.linspace(0.5, 1.5, 40, device=DEVICE).to(dtype).requires_grad_() for _ in range(2))
+        x, r = (
+            torch.randn(6, 40, generator=torch.Generator().manual_seed(i))
+            .to(DEVICE)
+            .requires_grad_()
+            for i in (1, 2)
+        )
+        w, b = (
+            torch.linspace(0.5, 1.5, 40, device=DEVICE).to(dtype).requires_grad_() for _ in range(2)
+        )
         y = call(x, r, w, b, name)
         return [y, *torch.autograd.grad(y.square().sum(), (x, w, b))]
 
@@ -95,7 +115,9 @@ def test_weight_and_bias_of_any_float_dtype(name, dtype):
         found, expected = step(call, name), step(call, "eager")
         assert [t.dtype for t in found] == [torch.float32, torch.float32, dtype, dtype]
         for f, e in zip(found, expected, strict=True):
-            torch.testing.assert_close(f, e, rtol=1e-2 if f.dtype == dtype != torch.float64 else 1e-5, atol=1e-4)
+            torch.testing.assert_close(
+                f, e, rtol=1e-2 if f.dtype == dtype != torch.float64 else 1e-5, atol=1e-4
+            )
 
 
 @pytest.mark.parametrize("name", RMSNORM.names())
@@ -112,33 +134,80 @@ def test_an_expanded_bias(name):
 X, W = torch.randn(4, 8), torch.randn(8)
 R = torch.ones(4)
 FORWARD = {"x": X, "weight": W, "bias": None, "eps": 1e-6, "offset": 0.0, "round_xhat": True}
-BACKWARD = {"dy": X, "dsum": None, "x": X, "rstd": R, "weight": W, "offset": 0.0, "round_xhat": True, "has_bias": True}
+BACKWARD = {
+    "dy": X,
+    "dsum": None,
+    "x": X,
+    "rstd": R,
+    "weight": W,
+    "offset": 0.0,
+    "round_xhat": True,
+    "has_bias": True,
+}
 
 
-@pytest.mark.parametrize("op, right, wrong, message", [
-    ("rmsnorm_cpp_forward", FORWARD, {"x": X.t()}, "x must be a contiguous CPU tensor"),
-    ("rmsnorm_cpp_forward", FORWARD, {"x": torch.tensor(1.0)}, "x must have at least one dimension"),
-    ("rmsnorm_cpp_forward", FORWARD, {"x": X.double()}, "float32 and bfloat16"),
-    ("rmsnorm_cpp_forward", FORWARD, {"weight": W[:2]}, r"weight must be \[D\]"),
-    ("rmsnorm_cpp_forward", FORWARD, {"weight": torch.ones(3, 8)}, r"weight must be \[D\], or \[H, D\]"),
-    ("rmsnorm_cpp_forward", FORWARD, {"weight": torch.ones(1, 4, 8)}, r"weight must be \[D\]"),
-    ("rmsnorm_cpp_forward", FORWARD, {"weight": torch.ones(16)[::2]}, "weight must be a contiguous"),
-    ("rmsnorm_cpp_forward", FORWARD, {"weight": W.half()}, "float32 and bfloat16"),
-    ("rmsnorm_cpp_forward", FORWARD, {"bias": W[:2]}, r"bias must be \[D\]"),
-    ("rmsnorm_cpp_forward", FORWARD, {"bias": torch.ones(1).expand(8)}, "bias must be a contiguous"),
-    ("rmsnorm_cpp_forward", FORWARD, {"bias": W.bfloat16()}, "bias must have weight's dtype"),
-    ("add_rmsnorm_cpp_forward", FORWARD, {"residual": X[:1]}, "residual must have x's shape"),
-    ("add_rmsnorm_cpp_forward", FORWARD, {"residual": X.bfloat16()}, "residual must be float32 or"),
-    ("add_rmsnorm_cpp_forward", FORWARD, {"residual": X.double()}, "residual must be float32 or"),
-    ("rmsnorm_cpp_backward", BACKWARD, {"dy": X[:1]}, "dy must have x's shape"),
-    ("rmsnorm_cpp_backward", BACKWARD, {"dy": torch.ones(8, 4).t()}, "dy must be a contiguous"),
-    ("rmsnorm_cpp_backward", BACKWARD, {"x": X.bfloat16()}, "x must be float32 or"),
-    ("rmsnorm_cpp_backward", BACKWARD, {"dsum": X[:1]}, "dsum must have x's shape"),
-    ("rmsnorm_cpp_backward", BACKWARD, {"dsum": X.bfloat16()}, "dsum must have x's dtype"),
-    ("rmsnorm_cpp_backward", BACKWARD, {"rstd": R[:2]}, "rstd must be float32 with one element"),
-    ("rmsnorm_cpp_backward", BACKWARD, {"rstd": R.double()}, "rstd must be float32"),
-    ("rmsnorm_cpp_backward", BACKWARD, {"weight": W[:2]}, r"weight must be \[D\]"),
-])
+@pytest.mark.parametrize(
+    "op, right, wrong, message",
+    [
+        ("rmsnorm_cpp_forward", FORWARD, {"x": X.t()}, "x must be a contiguous CPU tensor"),
+        (
+            "rmsnorm_cpp_forward",
+            FORWARD,
+            {"x": torch.tensor(1.0)},
+            "x must have at least one dimension",
+        ),
+        ("rmsnorm_cpp_forward", FORWARD, {"x": X.double()}, "float32 and bfloat16"),
+        ("rmsnorm_cpp_forward", FORWARD, {"weight": W[:2]}, r"weight must be \[D\]"),
+        (
+            "rmsnorm_cpp_forward",
+            FORWARD,
+            {"weight": torch.ones(3, 8)},
+            r"weight must be \[D\], or \[H, D\]",
+        ),
+        ("rmsnorm_cpp_forward", FORWARD, {"weight": torch.ones(1, 4, 8)}, r"weight must be \[D\]"),
+        (
+            "rmsnorm_cpp_forward",
+            FORWARD,
+            {"weight": torch.ones(16)[::2]},
+            "weight must be a contiguous",
+        ),
+        ("rmsnorm_cpp_forward", FORWARD, {"weight": W.half()}, "float32 and bfloat16"),
+        ("rmsnorm_cpp_forward", FORWARD, {"bias": W[:2]}, r"bias must be \[D\]"),
+        (
+            "rmsnorm_cpp_forward",
+            FORWARD,
+            {"bias": torch.ones(1).expand(8)},
+            "bias must be a contiguous",
+        ),
+        ("rmsnorm_cpp_forward", FORWARD, {"bias": W.bfloat16()}, "bias must have weight's dtype"),
+        ("add_rmsnorm_cpp_forward", FORWARD, {"residual": X[:1]}, "residual must have x's shape"),
+        (
+            "add_rmsnorm_cpp_forward",
+            FORWARD,
+            {"residual": X.bfloat16()},
+            "residual must be float32 or",
+        ),
+        (
+            "add_rmsnorm_cpp_forward",
+            FORWARD,
+            {"residual": X.double()},
+            "residual must be float32 or",
+        ),
+        ("rmsnorm_cpp_backward", BACKWARD, {"dy": X[:1]}, "dy must have x's shape"),
+        ("rmsnorm_cpp_backward", BACKWARD, {"dy": torch.ones(8, 4).t()}, "dy must be a contiguous"),
+        ("rmsnorm_cpp_backward", BACKWARD, {"x": X.bfloat16()}, "x must be float32 or"),
+        ("rmsnorm_cpp_backward", BACKWARD, {"dsum": X[:1]}, "dsum must have x's shape"),
+        ("rmsnorm_cpp_backward", BACKWARD, {"dsum": X.bfloat16()}, "dsum must have x's dtype"),
+        (
+            "rmsnorm_cpp_backward",
+            BACKWARD,
+            {"rstd": R[:2]},
+            "rstd must be float32 with one element",
+        ),
+        ("rmsnorm_cpp_backward", BACKWARD, {"rstd": R.double()}, "rstd must be float32"),
+        ("rmsnorm_cpp_backward", BACKWARD, {"weight": W[:2]}, r"weight must be \[D\]"),
+    ],
+)
 def test_cpp_operators_themselves_check_every_tensor(op, right, wrong, message):
     skip_unless_usable(RMSNORM, "cpp", torch.float32)
     RMSNORM.resolve("cpp", "cpu")
@@ -153,50 +222,95 @@ def test_cpp_operators_themselves_check_every_tensor(op, right, wrong, message):
 # ---- bad input
 
 
-
-@pytest.mark.parametrize("call, error, message", [
-    (lambda: rmsnorm(X.long(), W), TypeError, "x must be one of float32.*int64"),
-    (lambda: rmsnorm([1.0], W), TypeError, "x must be a torch.Tensor, got list"),
-    (lambda: rmsnorm(X, W.int()), TypeError, "weight must be one of"),
-    (lambda: rmsnorm(torch.tensor(1.0), W), ValueError, "at least one dimension"),
-    (lambda: rmsnorm(X, W[:5]), ValueError, r"weight must have shape \[8\].*got \[5\]"),
-    (lambda: rmsnorm(torch.randn(2, 4, 8), torch.randn(3, 8)), ValueError,
-     r"weight must have shape \[4, 8\].*\[3, 8\]"),
-    (lambda: rmsnorm(X, W, bias=torch.randn(7)), ValueError, r"bias must have shape \[8\]"),
-    (lambda: rmsnorm(X, W, bias=torch.randn(8).double()), TypeError, "bias must have weight's dtype"),
-    (lambda: rmsnorm(X, W, cast="lama"), ValueError, "cast must be one of .*'lama'"),
-    (lambda: rmsnorm(X, W.to("meta")), ValueError, "weight is on meta, x on cpu"),
-    (lambda: rmsnorm(torch.empty(1, 65537), torch.empty(65537)), ValueError, "1 to 65536, got 65537"),
-    (lambda: rmsnorm(torch.empty(3, 0), torch.empty(0)), ValueError, "1 to 65536, got 0"),
-    (lambda: rmsnorm(X, W, None), TypeError, "eps must be a number, got None"),
-    (lambda: rmsnorm(X, W, "1e-6"), TypeError, "eps must be a number, got '1e-6'"),
-    (lambda: rmsnorm(X, W, 1e-6j), TypeError, "eps must be a number, got 1e-06j"),
-    (lambda: rmsnorm(X, W, -1e-6), ValueError, "eps must be a finite number >= 0, got -1e-06"),
-    (lambda: rmsnorm(X, W, float("nan")), ValueError, "eps must be a finite number >= 0, got nan"),
-    (lambda: add_rmsnorm(X, X, W, offset=None), TypeError, "offset must be a number, got None"),
-    (lambda: rmsnorm(X, W, offset=float("inf")), ValueError, "offset must be a finite number, got inf"),
-    (lambda: rmsnorm(X.to_sparse(), W), TypeError, r"x must be a strided \(dense\) tensor, got layout sparse_coo"),
-    (lambda: rmsnorm(X, W, implementation=[]), TypeError, r"implementation must be one of \['auto', .*, got \[\]"),
-    (lambda: add_rmsnorm(X, X[:2], W), ValueError, r"residual must have shape \[4, 8\].*\[2, 8\]"),
-    (lambda: add_rmsnorm(X, X.half(), W), TypeError, "residual must be"),
-    (lambda: rmsnorm(X, W, implementation="tritn"), ValueError,
-     r"unknown implementation 'tritn'; have \['auto', 'triton'"),
-])
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: rmsnorm(X.long(), W), TypeError, "x must be one of float32.*int64"),
+        (lambda: rmsnorm([1.0], W), TypeError, "x must be a torch.Tensor, got list"),
+        (lambda: rmsnorm(X, W.int()), TypeError, "weight must be one of"),
+        (lambda: rmsnorm(torch.tensor(1.0), W), ValueError, "at least one dimension"),
+        (lambda: rmsnorm(X, W[:5]), ValueError, r"weight must have shape \[8\].*got \[5\]"),
+        (
+            lambda: rmsnorm(torch.randn(2, 4, 8), torch.randn(3, 8)),
+            ValueError,
+            r"weight must have shape \[4, 8\].*\[3, 8\]",
+        ),
+        (lambda: rmsnorm(X, W, bias=torch.randn(7)), ValueError, r"bias must have shape \[8\]"),
+        (
+            lambda: rmsnorm(X, W, bias=torch.randn(8).double()),
+            TypeError,
+            "bias must have weight's dtype",
+        ),
+        (lambda: rmsnorm(X, W, cast="lama"), ValueError, "cast must be one of .*'lama'"),
+        (lambda: rmsnorm(X, W.to("meta")), ValueError, "weight is on meta, x on cpu"),
+        (
+            lambda: rmsnorm(torch.empty(1, 65537), torch.empty(65537)),
+            ValueError,
+            "1 to 65536, got 65537",
+        ),
+        (lambda: rmsnorm(torch.empty(3, 0), torch.empty(0)), ValueError, "1 to 65536, got 0"),
+        (lambda: rmsnorm(X, W, None), TypeError, "eps must be a number, got None"),
+        (lambda: rmsnorm(X, W, "1e-6"), TypeError, "eps must be a number, got '1e-6'"),
+        (lambda: rmsnorm(X, W, 1e-6j), TypeError, "eps must be a number, got 1e-06j"),
+        (lambda: rmsnorm(X, W, -1e-6), ValueError, "eps must be a finite number >= 0, got -1e-06"),
+        (
+            lambda: rmsnorm(X, W, float("nan")),
+            ValueError,
+            "eps must be a finite number >= 0, got nan",
+        ),
+        (lambda: add_rmsnorm(X, X, W, offset=None), TypeError, "offset must be a number, got None"),
+        (
+            lambda: rmsnorm(X, W, offset=float("inf")),
+            ValueError,
+            "offset must be a finite number, got inf",
+        ),
+        (
+            lambda: rmsnorm(X.to_sparse(), W),
+            TypeError,
+            r"x must be a strided \(dense\) tensor, got layout sparse_coo",
+        ),
+        (
+            lambda: rmsnorm(X, W, implementation=[]),
+            TypeError,
+            r"implementation must be one of \['auto', .*, got \[\]",
+        ),
+        (
+            lambda: add_rmsnorm(X, X[:2], W),
+            ValueError,
+            r"residual must have shape \[4, 8\].*\[2, 8\]",
+        ),
+        (lambda: add_rmsnorm(X, X.half(), W), TypeError, "residual must be"),
+        (
+            lambda: rmsnorm(X, W, implementation="tritn"),
+            ValueError,
+            r"unknown implementation 'tritn'; have \['auto', 'triton'",
+        ),
+    ],
+)
 def test_bad_input_is_one_clear_error(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
 
 def test_backward_programs_are_as_many_as_the_device_holds(monkeypatch):
-    """Of one head, so that all heads together make one wave; compiled once to ask, and not again."""
+    """Of one head, so that all heads together make one wave; compiled once to ask, and not
+    again.
+    """
     if reason := platform.no_triton(DEVICE):
         pytest.skip(reason)
     from tilewright.kernels import rmsnorm_triton as kernel
 
-    h100 = SimpleNamespace(multi_processor_count=132, regs_per_multiprocessor=65536,
-                           shared_memory_per_multiprocessor=228 * 1024, max_threads_per_multi_processor=2048)
+    h100 = SimpleNamespace(
+        multi_processor_count=132,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_multiprocessor=228 * 1024,
+        max_threads_per_multi_processor=2048,
+    )
     # By registers, by shared memory, by threads, and one block where none would be counted.
-    found = [kernel.resident(*n, h100) for n in ((104, 49192, 8), (32, 98376, 4), (16, 0, 16), (255, 0, 16), (0, 0, 1))]
+    found = [
+        kernel.resident(*n, h100)
+        for n in ((104, 49192, 8), (32, 98376, 4), (16, 0, 16), (255, 0, 16), (0, 0, 1))
+    ]
     assert found == [2, 2, 4, 1, 64]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h100)
     monkeypatch.setattr(kernel, "_resident", {})
@@ -208,7 +322,12 @@ def test_backward_programs_are_as_many_as_the_device_holds(monkeypatch):
 
     x = SimpleNamespace(is_cuda=True, device="cuda:0")
     kernels = type("Kernel", (), {"warmup": staticmethod(warmup)})
-    for T, block, heads, programs in ((16384, 1, 1, 264), (100, 1, 1, 100), (16384, 8, 32, 8), (16384, 8, 1000, 1)):
+    for T, block, heads, programs in (
+        (16384, 1, 1, 264),
+        (100, 1, 1, 100),
+        (16384, 8, 32, 8),
+        (16384, 8, 1000, 1),
+    ):
         assert kernel._sharing(kernels, T, block, heads, 8, x, (), D=4096) == programs
     assert asked == [{"D": 4096, "num_warps": 8, "grid": (1,)}]
 

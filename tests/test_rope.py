@@ -19,7 +19,9 @@ B, HQ, HK, S, D, P = 2, 4, 2, 7, 16, 24
 
 
 def tables(rows=P, width=D):
-    angle = torch.outer(torch.arange(rows).double(), 10000.0 ** (-torch.arange(0, width, 2).double() / width))
+    angle = torch.outer(
+        torch.arange(rows).double(), 10000.0 ** (-torch.arange(0, width, 2).double() / width)
+    )
     return angle.cos().float().to(DEVICE), angle.sin().float().to(DEVICE)
 
 
@@ -33,12 +35,15 @@ COS, SIN = tables()
 
 # ---- references
 
+
 def complex_rotation(x, cos, sin, positions, interleaved):
-    """Pairs as complex numbers, times exp(i angle), in float64; features beyond the tables' pass through."""
+    """Pairs as complex numbers, times exp(i angle), in float64; features beyond the tables'
+    pass through.
+    """
     R = 2 * cos.shape[1]
     turn, rest = x[..., :R].double(), x[..., R:].double()
     pairs = turn.unflatten(-1, (-1, 2)) if interleaved else torch.stack(turn.chunk(2, -1), -1)
-    unit = torch.complex(cos.double(), sin.double())[positions]   # [S, R / 2] or [B, S, R / 2]
+    unit = torch.complex(cos.double(), sin.double())[positions]  # [S, R / 2] or [B, S, R / 2]
     unit = unit if unit.dim() == 2 else unit.unsqueeze(1)
     pairs = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * unit)
     turned = pairs.flatten(-2) if interleaved else torch.cat(pairs.unbind(-1), -1)
@@ -49,10 +54,14 @@ def complex_rotation(x, cos, sin, positions, interleaved):
 def test_equals_transformers_llama(name):
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     skip_unless_usable(ROPE, name, torch.float32)
-    config = llama.LlamaConfig(hidden_size=HQ * D, num_attention_heads=HQ, head_dim=D, max_position_embeddings=64)
+    config = llama.LlamaConfig(
+        hidden_size=HQ * D, num_attention_heads=HQ, head_dim=D, max_position_embeddings=64
+    )
     q, k = heads(HQ), heads(HK)
     positions = torch.randint(0, 64, (B, S), device=DEVICE)
-    cos, sin = llama.LlamaRotaryEmbedding(config).to(DEVICE)(q, positions)   # [B, S, D]: a row for each token
+    cos, sin = llama.LlamaRotaryEmbedding(config).to(DEVICE)(
+        q, positions
+    )  # [B, S, D]: a row for each token
     expected = llama.apply_rotary_pos_emb(q, k, cos, sin)
     for found, wanted in zip(rope(q, k, cos, sin, implementation=name), expected, strict=True):
         torch.testing.assert_close(found, wanted, **CLOSE)
@@ -66,15 +75,27 @@ def test_equals_complex_multiplication(name, interleaved, R, ids):
     skip_unless_usable(ROPE, name, torch.float32)
     q, k = heads(HQ), heads(HK)
     cos, sin = tables(width=R)
-    position_ids = {"none": None, "S": torch.randint(0, P, (S,), device=DEVICE, dtype=torch.int32),
-                    "BS": torch.randint(0, P, (B, S), device=DEVICE)}[ids]
+    position_ids = {
+        "none": None,
+        "S": torch.randint(0, P, (S,), device=DEVICE, dtype=torch.int32),
+        "BS": torch.randint(0, P, (B, S), device=DEVICE),
+    }[ids]
     positions = torch.arange(S, device=DEVICE) if position_ids is None else position_ids
-    found = rope(q, k, cos, sin, interleaved=interleaved, rotary_dim=R, position_ids=position_ids, implementation=name)
+    found = rope(
+        q,
+        k,
+        cos,
+        sin,
+        interleaved=interleaved,
+        rotary_dim=R,
+        position_ids=position_ids,
+        implementation=name,
+    )
     for x, y in zip((q, k), found, strict=True):
         expected = complex_rotation(x, cos, sin, positions, interleaved)
         torch.testing.assert_close(y.double(), expected, **CLOSE)
         assert torch.equal(y[..., R:], x[..., R:])
-        assert y.stride() == x.stride() or name == "eager"   # [B, S, H, D] in memory stays so
+        assert y.stride() == x.stride() or name == "eager"  # [B, S, H, D] in memory stays so
 
 
 @EVERY
@@ -85,8 +106,10 @@ def test_each_packed_document_is_rotated_as_if_alone(name):
     cu = torch.tensor([0, 5, 6, 6, 14], dtype=torch.int32, device=DEVICE)
     assert document_positions(cu, 14).tolist() == [i for n in lengths for i in range(n)]
     packed = rope(q, k, COS, SIN, cu_seqlens=cu, implementation=name)
-    alone = [rope(a, b, COS, SIN, implementation=name) for a, b in
-             zip(q.split(lengths, 2), k.split(lengths, 2), strict=True)]
+    alone = [
+        rope(a, b, COS, SIN, implementation=name)
+        for a, b in zip(q.split(lengths, 2), k.split(lengths, 2), strict=True)
+    ]
     for whole, parts in zip(packed, zip(*alone, strict=True), strict=True):
         assert torch.equal(whole, torch.cat(parts, 2))
 
@@ -95,10 +118,14 @@ def test_each_packed_document_is_rotated_as_if_alone(name):
 def test_documents_run_on_over_rows_of_a_batch(name):
     skip_unless_usable(ROPE, name, torch.float32)
     q = heads(HQ)
-    cu = torch.tensor([0, 3, 2 * S], device=DEVICE)   # the second begins in row 0 and ends with row 1
+    cu = torch.tensor(
+        [0, 3, 2 * S], device=DEVICE
+    )  # the second begins in row 0 and ends with row 1
     expected = torch.tensor([*range(3), *range(2 * S - 3)], device=DEVICE).view(B, S)
     found = rope(q, None, COS, SIN, cu_seqlens=cu, implementation=name)[0]
-    assert torch.equal(found, rope(q, None, COS, SIN, position_ids=expected, implementation=name)[0])
+    assert torch.equal(
+        found, rope(q, None, COS, SIN, position_ids=expected, implementation=name)[0]
+    )
 
 
 @EVERY
@@ -119,13 +146,23 @@ def test_norms_and_relative_angles_are_kept(name, interleaved):
     q = heads(HQ)
     turned = rope(q, None, COS, SIN, interleaved=interleaved, implementation=name)[0]
     torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1), rtol=1e-6, atol=0)
-    assert not torch.allclose(turned[:, :, 1:], q[:, :, 1:], atol=0.1)   # it does turn
+    assert not torch.allclose(turned[:, :, 1:], q[:, :, 1:], atol=0.1)  # it does turn
     # A product of a query and a key depends on the distance of their positions alone.
     a, b = torch.randn(2, 1, 1, 1, D, device=DEVICE)
 
     def product(i, j):
-        at = [rope(x, None, COS, SIN, interleaved=interleaved, implementation=name,
-                   position_ids=torch.tensor([p], device=DEVICE))[0] for x, p in ((a, i), (b, j))]
+        at = [
+            rope(
+                x,
+                None,
+                COS,
+                SIN,
+                interleaved=interleaved,
+                implementation=name,
+                position_ids=torch.tensor([p], device=DEVICE),
+            )[0]
+            for x, p in ((a, i), (b, j))
+        ]
         return (at[0] * at[1]).sum()
 
     torch.testing.assert_close(product(3, 1), product(15, 13), rtol=1e-4, atol=1e-4)
@@ -143,7 +180,7 @@ def test_backward_is_the_rotation_by_the_opposite_angle(name, interleaved):
     found = torch.autograd.grad(outs, (q, k), grads)
     for f, e in zip(found, rope(*grads, COS, -SIN, **options), strict=True):
         torch.testing.assert_close(f, e, **CLOSE)
-    for only in (0, 1):   # one of the two results is unused
+    for only in (0, 1):  # one of the two results is unused
         outs = rope(q, k, COS, SIN, **options)
         grad = torch.autograd.grad(outs[only], (q, k), grads[only], allow_unused=True)
         assert torch.equal(grad[only], found[only])
@@ -168,41 +205,67 @@ def test_no_tokens(name):
         for inplace in (False, True):
             found = rope(q, q.clone(), COS, SIN, inplace=inplace, implementation=name)
             assert all(f.shape == q.shape for f in found)
-            product = q.new_zeros(batch, seq, n, D).transpose(1, 2) * 1   # has strides of 0 where it has no elements
-            assert rope(product, None, COS, SIN, inplace=inplace, implementation=name)[0].shape == q.shape
+            product = (
+                q.new_zeros(batch, seq, n, D).transpose(1, 2) * 1
+            )  # has strides of 0 where it has no elements
+            assert (
+                rope(product, None, COS, SIN, inplace=inplace, implementation=name)[0].shape
+                == q.shape
+            )
         rope(q, None, COS, SIN, position_ids=torch.arange(seq, device=DEVICE), implementation=name)
-    assert rope(heads(2, seq=0), None, COS[:0], SIN[:0], implementation=name)[0].shape == (B, 2, 0, D)
+    assert rope(heads(2, seq=0), None, COS[:0], SIN[:0], implementation=name)[0].shape == (
+        B,
+        2,
+        0,
+        D,
+    )
 
 
 # ---- in place
 
+
 class Projection(torch.nn.Module):
-    """What stands before attention: one projection, its slices seen as heads, some position-wise work, and rope."""
+    """What stands before attention: one projection, its slices seen as heads, some
+    position-wise work, and rope.
+    """
 
     def __init__(self, name, how="slice"):
         super().__init__()
-        self.qkv, self.name, self.how = torch.nn.Linear(12, (HQ + 2 * HK) * D, device=DEVICE), name, how
+        self.qkv, self.name, self.how = (
+            torch.nn.Linear(12, (HQ + 2 * HK) * D, device=DEVICE),
+            name,
+            how,
+        )
 
     def forward(self, x, inplace, position_ids=None):
         n, m = HQ * D, HK * D
         qkv = self.qkv(x)
-        q, k, v = (qkv.split((n, m, m), -1) if self.how == "split" else
-                   (qkv[..., :n], qkv[..., n:n + m], qkv[..., n + m:]))
+        q, k, v = (
+            qkv.split((n, m, m), -1)
+            if self.how == "split"
+            else (qkv[..., :n], qkv[..., n : n + m], qkv[..., n + m :])
+        )
         q, k, v = (t.view(*x.shape[:2], -1, D).transpose(1, 2) for t in (q, k, v))
-        q, k = rope(q, k, COS, SIN, inplace=inplace, position_ids=position_ids, implementation=self.name)
+        q, k = rope(
+            q, k, COS, SIN, inplace=inplace, position_ids=position_ids, implementation=self.name
+        )
         return q, k, v
 
 
 def step(model, fn, *args):
     q, k, v = fn(*args)
     loss = q.square().mean() + k.pow(3).mean() + (q[:, :HK] * k * v).sum() + v.sin().sum()
-    return [t.detach().clone() for t in (q, k, v)], torch.autograd.grad(loss, list(model.parameters()))
+    return [t.detach().clone() for t in (q, k, v)], torch.autograd.grad(
+        loss, list(model.parameters())
+    )
 
 
 @EVERY
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_in_place_on_slices_of_a_projection(name, compiled):
-    """Equal to not in place, in results and gradients, and also in those of the slice that is left alone."""
+    """Equal to not in place, in results and gradients, and also in those of the slice that is
+    left alone.
+    """
     skip_unless_usable(ROPE, name, torch.float32)
     model, x = Projection(name), torch.randn(B, S, 12, device=DEVICE)
     ids = torch.randint(0, P, (B, S), device=DEVICE)
@@ -220,7 +283,7 @@ def test_in_place_overwrites_and_returns_its_arguments(name, compiled):
     skip_unless_usable(ROPE, name, torch.float32)
     qkv = torch.randn(B, S, HQ + 2 * HK, D, device=DEVICE)
     before = qkv.clone()
-    q, k = qkv[:, :, :HQ].transpose(1, 2), qkv[:, :, HQ:HQ + HK].transpose(1, 2)
+    q, k = qkv[:, :, :HQ].transpose(1, 2), qkv[:, :, HQ : HQ + HK].transpose(1, 2)
     expected = rope(q, k, COS, SIN, implementation=name)
     version = qkv._version
     torch._dynamo.reset()
@@ -233,14 +296,14 @@ def test_in_place_overwrites_and_returns_its_arguments(name, compiled):
         assert f.data_ptr() == x.data_ptr() and f.stride() == x.stride()
         assert torch.equal(x, e)
         assert compiled or f is x
-    assert torch.equal(qkv[:, :, HQ + HK:], before[:, :, HQ + HK:])   # the values lie in between
-    assert qkv._version > version   # so that autograd notices, as in the next test
+    assert torch.equal(qkv[:, :, HQ + HK :], before[:, :, HQ + HK :])  # the values lie in between
+    assert qkv._version > version  # so that autograd notices, as in the next test
 
 
 @EVERY
 def test_in_place_on_what_a_backward_needs_is_noticed(name):
     skip_unless_usable(ROPE, name, torch.float32)
-    q = (heads(HQ).requires_grad_() * 1).exp()   # its backward needs its result
+    q = (heads(HQ).requires_grad_() * 1).exp()  # its backward needs its result
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         rope(q, None, COS, SIN, inplace=True, implementation=name)[0].sum().backward()
 
@@ -264,16 +327,48 @@ def nobody(n):
 
 
 IN_PLACE = [
-    ("q", lambda: (leaf(HQ), nobody(HK)), "cannot overwrite q, a leaf that requires grad.*inplace=False"),
+    (
+        "q",
+        lambda: (leaf(HQ), nobody(HK)),
+        "cannot overwrite q, a leaf that requires grad.*inplace=False",
+    ),
     ("k", lambda: (nobody(HQ), leaf(HK)), "cannot overwrite k, a leaf"),
-    ("view", lambda: (leaf(HQ + 1)[:, 1:], nobody(HK)), "cannot overwrite q, a leaf that requires grad or a view"),
-    ("split", lambda: ((leaf(HQ) * 1).split(HK, 1)[0], nobody(HK)), "cannot overwrite q.*as split.*take a slice"),
-    ("chunk", lambda: (nobody(HQ), (leaf(HQ) * 1).chunk(2, 1)[1]), "cannot overwrite k.*split, chunk and unbind"),
-    ("unbind", lambda: ((leaf(HQ)[None] * 1).unbind(0)[0], None), "cannot overwrite q.*split, chunk and unbind"),
-    ("stride", lambda: (heads(HQ, width=2 * D)[..., ::2], None), "needs q with a contiguous last dimension"),
-    ("overlapping", lambda: (torch.randn(200, device=DEVICE).as_strided((B, HQ, S, D), (32, 16, 8, 1)), None),
-     r"cannot overwrite q, whose elements share memory: shape \[2, 4, 7, 16\], strides \[32, 16, 8, 1\]"),
-    ("expanded", lambda: (nobody(HQ), nobody(1).expand(B, HK, S, D)), "cannot overwrite k, an expanded tensor"),
+    (
+        "view",
+        lambda: (leaf(HQ + 1)[:, 1:], nobody(HK)),
+        "cannot overwrite q, a leaf that requires grad or a view",
+    ),
+    (
+        "split",
+        lambda: ((leaf(HQ) * 1).split(HK, 1)[0], nobody(HK)),
+        "cannot overwrite q.*as split.*take a slice",
+    ),
+    (
+        "chunk",
+        lambda: (nobody(HQ), (leaf(HQ) * 1).chunk(2, 1)[1]),
+        "cannot overwrite k.*split, chunk and unbind",
+    ),
+    (
+        "unbind",
+        lambda: ((leaf(HQ)[None] * 1).unbind(0)[0], None),
+        "cannot overwrite q.*split, chunk and unbind",
+    ),
+    (
+        "stride",
+        lambda: (heads(HQ, width=2 * D)[..., ::2], None),
+        "needs q with a contiguous last dimension",
+    ),
+    (
+        "overlapping",
+        lambda: (torch.randn(200, device=DEVICE).as_strided((B, HQ, S, D), (32, 16, 8, 1)), None),
+        r"cannot overwrite q, whose elements share memory: shape \[2, 4, 7, 16\], strides \[32, "
+        r"16, 8, 1\]",
+    ),
+    (
+        "expanded",
+        lambda: (nobody(HQ), nobody(1).expand(B, HK, S, D)),
+        "cannot overwrite k, an expanded tensor",
+    ),
 ]
 
 
@@ -291,7 +386,9 @@ def test_in_place_where_it_is_not_possible(name, make, message):
 
 
 def at(shape, strides, offset=0):
-    """A view of a new buffer, made anew at each call, but of one and the same for the views of a pair."""
+    """A view of a new buffer, made anew at each call, but of one and the same for the views of
+    a pair.
+    """
     return lambda buffer: buffer.as_strided(shape, strides, offset)
 
 
@@ -316,10 +413,16 @@ APART = {
     "projection, one sequence": pieces(64, (0, 32), (32, 48), B=1),
     "projection, one token": pieces(64, (0, 32), (32, 48), S=1),
     "one after another": (at((2, 2, 5, 8), (80, 40, 8, 1)), at((2, 2, 5, 8), (80, 40, 8, 1), 160)),
-    "next to each other in a batch": (at((2, 2, 5, 8), (240, 40, 8, 1)), at((2, 2, 5, 8), (240, 40, 8, 1), 80)),
+    "next to each other in a batch": (
+        at((2, 2, 5, 8), (240, 40, 8, 1)),
+        at((2, 2, 5, 8), (240, 40, 8, 1), 80),
+    ),
     "head by head": (at((2, 2, 5, 8), (240, 24, 48, 1)), at((2, 2, 5, 8), (240, 24, 48, 1), 8)),
     "every other head": (at((2, 2, 5, 8), (160, 16, 32, 1)), at((2, 2, 5, 8), (160, 16, 32, 1), 8)),
-    "first and last tokens": (at((2, 2, 5, 8), (160, 80, 8, 1)), at((2, 2, 5, 8), (160, 80, 8, 1), 40)),
+    "first and last tokens": (
+        at((2, 2, 5, 8), (160, 80, 8, 1)),
+        at((2, 2, 5, 8), (160, 80, 8, 1), 40),
+    ),
 }
 
 
@@ -329,8 +432,15 @@ def test_in_place_on_q_and_k_that_share_memory_is_refused(name, case):
     skip_unless_usable(ROPE, name, torch.float32)
     buffer = torch.randn(1000, device=DEVICE)
     before = buffer.clone()
-    with pytest.raises(ValueError, match=r"q and k that share memory.*shapes \[.*strides \[.*bytes from q to k"):
-        rope(*(view(buffer) for view in SHARED[case]), *tables(width=8), inplace=True, implementation=name)
+    with pytest.raises(
+        ValueError, match=r"q and k that share memory.*shapes \[.*strides \[.*bytes from q to k"
+    ):
+        rope(
+            *(view(buffer) for view in SHARED[case]),
+            *tables(width=8),
+            inplace=True,
+            implementation=name,
+        )
     assert torch.equal(buffer, before)
 
 
@@ -355,11 +465,21 @@ def test_memory_is_called_apart_only_where_it_is():
 
     buffer, seen = torch.zeros(4000), [0, 0]
     for _ in range(2000):
-        views = [buffer.as_strided([pick((1, 2, 3)) for _ in range(4)],
-                                   [pick((24, 48, 96)), pick((2, 4, 8, 16)), pick((8, 12, 24)), 1], pick(range(40)))
-                 for _ in range(2)]
-        addresses = [torch.arange(4000).as_strided(v.shape, v.stride(), v.storage_offset()).flatten().tolist()
-                     for v in views]
+        views = [
+            buffer.as_strided(
+                [pick((1, 2, 3)) for _ in range(4)],
+                [pick((24, 48, 96)), pick((2, 4, 8, 16)), pick((8, 12, 24)), 1],
+                pick(range(40)),
+            )
+            for _ in range(2)
+        ]
+        addresses = [
+            torch.arange(4000)
+            .as_strided(v.shape, v.stride(), v.storage_offset())
+            .flatten()
+            .tolist()
+            for v in views
+        ]
         apart = module._apart(*views)
         assert not apart or not set(addresses[0]) & set(addresses[1])
         seen[apart] += 1
@@ -374,14 +494,19 @@ def test_in_place_where_it_is_not_possible_compiled(how):
     if how == "split":
         model = Projection("eager", "split")
         with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
-            torch.compile(model, fullgraph=True, backend="aot_eager")(torch.randn(B, S, 12, device=DEVICE), True)
+            torch.compile(model, fullgraph=True, backend="aot_eager")(
+                torch.randn(B, S, 12, device=DEVICE), True
+            )
     else:
-        fn = torch.compile(lambda q: rope(q, None, COS, SIN, inplace=True), fullgraph=True, backend="aot_eager")
+        fn = torch.compile(
+            lambda q: rope(q, None, COS, SIN, inplace=True), fullgraph=True, backend="aot_eager"
+        )
         with pytest.raises(RuntimeError, match="cannot overwrite q, a leaf that requires grad"):
             fn(leaf(HQ))
 
 
 # ---- bad input
+
 
 @EVERY
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -398,7 +523,9 @@ def test_position_outside_the_tables(name, compiled):
     for b, s, wrong in ((0, 3, P), (1, 6, -1), (0, 0, 2**40)):
         ids = torch.zeros(B, S, dtype=torch.int64)
         ids[b, s] = wrong
-        with pytest.raises(IndexError, match=rf"position_ids\[{b}, {s}\] = {wrong} .* rows 0 to {P - 1}"):
+        with pytest.raises(
+            IndexError, match=rf"position_ids\[{b}, {s}\] = {wrong} .* rows 0 to {P - 1}"
+        ):
             fn(heads(HQ), ids)
     if not compiled:
         q = heads(HQ)
@@ -406,10 +533,21 @@ def test_position_outside_the_tables(name, compiled):
         with pytest.raises(IndexError, match="outside the tables"):
             call(q, ids, True)
         assert torch.equal(q, before)
-    with pytest.raises(IndexError, match=rf"S is {P + 1}: position {P} is outside the tables.* rows 0 to {P - 1}"):
+    with pytest.raises(
+        IndexError, match=rf"S is {P + 1}: position {P} is outside the tables.* rows 0 to {P - 1}"
+    ):
         rope(heads(1, seq=P + 1), None, COS, SIN, implementation=name)
-    with pytest.raises(IndexError, match=rf"= {P} is outside the tables"):   # a document of P + 1 tokens
-        rope(heads(1, batch=1, seq=P + 3), None, COS, SIN, cu_seqlens=torch.tensor([0, 2, P + 3]), implementation=name)
+    with pytest.raises(
+        IndexError, match=rf"= {P} is outside the tables"
+    ):  # a document of P + 1 tokens
+        rope(
+            heads(1, batch=1, seq=P + 3),
+            None,
+            COS,
+            SIN,
+            cu_seqlens=torch.tensor([0, 2, P + 3]),
+            implementation=name,
+        )
 
 
 def test_cpp_operator_itself_reads_nothing_outside_the_tables():
@@ -417,15 +555,25 @@ def test_cpp_operator_itself_reads_nothing_outside_the_tables():
     skip_unless_usable(ROPE, "cpp", torch.float32)
     ROPE.resolve("cpp")
     q = torch.zeros(1, 1, 3, D)
-    for ids, message in ((torch.tensor([[0, P, 1]]), rf"position_ids\[0, 1\] = {P} .* rows 0 to {P - 1}"),
-                         (torch.tensor([[0, 1, -5]]), r"position_ids\[0, 2\] = -5"),
-                         (torch.zeros(1, 2, dtype=torch.int64), "positions must be int64")):
+    for ids, message in (
+        (torch.tensor([[0, P, 1]]), rf"position_ids\[0, 1\] = {P} .* rows 0 to {P - 1}"),
+        (torch.tensor([[0, 1, -5]]), r"position_ids\[0, 2\] = -5"),
+        (torch.zeros(1, 2, dtype=torch.int64), "positions must be int64"),
+    ):
         with pytest.raises(RuntimeError, match=message):
-            torch.ops.tilewright.rope_cpp_rotate(q, None, torch.empty_like(q), None, COS, SIN, ids, False, False)
-    with pytest.raises(RuntimeError, match="S is 3: position 2 is outside the tables, which have rows 0 to 1"):
-        torch.ops.tilewright.rope_cpp_rotate(q, None, torch.empty_like(q), None, COS[:2], SIN[:2], None, False, False)
+            torch.ops.tilewright.rope_cpp_rotate(
+                q, None, torch.empty_like(q), None, COS, SIN, ids, False, False
+            )
+    with pytest.raises(
+        RuntimeError, match="S is 3: position 2 is outside the tables, which have rows 0 to 1"
+    ):
+        torch.ops.tilewright.rope_cpp_rotate(
+            q, None, torch.empty_like(q), None, COS[:2], SIN[:2], None, False, False
+        )
     with pytest.raises(RuntimeError, match="cos and sin must be float"):
-        torch.ops.tilewright.rope_cpp_rotate(q, None, torch.empty_like(q), None, COS, SIN[:3], None, False, False)
+        torch.ops.tilewright.rope_cpp_rotate(
+            q, None, torch.empty_like(q), None, COS, SIN[:3], None, False, False
+        )
 
 
 @pytest.mark.parametrize("name", ["triton", "eager"])
@@ -446,43 +594,128 @@ def packed(*ends, dtype=torch.int32):
     return lambda: rope(Q, K, C, N, cu_seqlens=torch.tensor(ends, dtype=dtype))
 
 
-@pytest.mark.parametrize("call, error, message", [
-    (lambda: rope([1.0], K, C, N), TypeError, "q must be a torch.Tensor, got list"),
-    (lambda: rope(None, K, C, N), TypeError, "q must be a torch.Tensor, got NoneType"),
-    (lambda: rope(Q, K, None, N), TypeError, "cos must be a torch.Tensor, got NoneType"),
-    (lambda: rope(Q, K, C, None), TypeError, "sin must be a torch.Tensor, got NoneType"),
-    (lambda: rope(Q, K, C, N, rotary_dim="8"), TypeError, "rotary_dim must be an int or None, got '8'"),
-    (lambda: rope(Q, K, C, N, rotary_dim=8.0), TypeError, r"rotary_dim must be an int or None, got 8\.0"),
-    (lambda: rope(Q, K.to_sparse(), C, N), TypeError, "k must be a strided .dense. tensor, got layout sparse_coo"),
-    (lambda: rope(Q.long(), None, C, N), TypeError, "q must be one of float32.*int64"),
-    (lambda: rope(Q, K.half(), C, N), TypeError, "k must have q's dtype torch.float32, got torch.float16"),
-    (lambda: rope(Q, K, C.int(), N), TypeError, "cos must be one of"),
-    (lambda: rope(Q[0], None, C, N), ValueError, r"q must have shape \[B, H, S, D\], got \[4, 7, 16\]"),
-    (lambda: rope(Q, K[:, :, :3], C, N), ValueError, r"k must have shape \[2, heads, 7, 16\].*\[2, 2, 3, 16\]"),
-    (lambda: rope(Q, K[0], C, N), ValueError, "k must have shape"),
-    (lambda: rope(Q[..., :0], None, C, N), ValueError, r"q must have a head width of at least 2.*\[2, 4, 7, 0\]"),
-    (lambda: rope(Q, K, C, N, rotary_dim=3), ValueError, r"rotary_dim must be even and 2 to 16 \(head width\), got 3"),
-    (lambda: rope(Q, K, C, N, rotary_dim=18), ValueError, "rotary_dim must be even and 2 to 16.*got 18"),
-    (lambda: rope(Q, K, C, N, rotary_dim=0), ValueError, "rotary_dim must be even.*got 0"),
-    (lambda: rope(Q, K, C, N[:5]), ValueError, r"sin must have cos's shape \[24, 8\], got \[5, 8\]"),
-    (lambda: rope(Q, K, C[:, :5], N[:, :5]), ValueError, r"cos must have shape \[P, 8\] or \[P, 16\].*got \[24, 5\]"),
-    (lambda: rope(Q, K, C[:0], N[:0]), ValueError, r"cos must have rows, got \[0, 8\]"),
-    (lambda: rope(Q, K, C[None], N[None]), ValueError, r"three dimensions must be \[2, 7, ...\].*\[1, 24, 8\]"),
-    (lambda: rope(Q, K, C[None, :S], N[None, :S], position_ids=torch.arange(S)), ValueError, "neither position_ids"),
-    (lambda: rope(Q, K, C, N, position_ids=torch.zeros(S)), TypeError, "position_ids must be one of int64.*float32"),
-    (lambda: rope(Q, K, C, N, position_ids=[0, 1]), TypeError, "position_ids must be a torch.Tensor, got list"),
-    (lambda: rope(Q, K, C, N, position_ids=torch.arange(3)), ValueError, r"shape \[7\] or \[2, 7\], got \[3\]"),
-    (lambda: rope(Q, K, C, N, position_ids=torch.arange(S), cu_seqlens=torch.tensor([0, 14])), ValueError, "exclude"),
-    (lambda: rope(Q, K, C, N, cu_seqlens=[0, 14]), TypeError, "cu_seqlens must be a torch.Tensor, got list"),
-    (packed(0.0, 14.0, dtype=torch.float32), TypeError, "cu_seqlens must be int32 or int64, got float32"),
-    (packed(0), ValueError, r"cu_seqlens must have shape \[documents \+ 1\], got \[1\]"),
-    (packed(1, 14), ValueError, "cu_seqlens must start at 0, got 1"),
-    (packed(0, 9, 5, 14), ValueError, "cu_seqlens must not decrease, got 5 after 9 at index 2"),
-    (packed(0, 13), ValueError, "cu_seqlens must end at 14, the number of tokens, got 13"),
-    (packed(0, 15, dtype=torch.int64), ValueError, "cu_seqlens must end at 14.*got 15"),
-    (lambda: rope(Q, K, C.to("meta"), N.to("meta")), ValueError, "cos is on meta, q on cpu"),
-    (lambda: rope(Q, K, C, N, implementation="cuda"), ValueError, "unknown implementation 'cuda'"),
-])
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: rope([1.0], K, C, N), TypeError, "q must be a torch.Tensor, got list"),
+        (lambda: rope(None, K, C, N), TypeError, "q must be a torch.Tensor, got NoneType"),
+        (lambda: rope(Q, K, None, N), TypeError, "cos must be a torch.Tensor, got NoneType"),
+        (lambda: rope(Q, K, C, None), TypeError, "sin must be a torch.Tensor, got NoneType"),
+        (
+            lambda: rope(Q, K, C, N, rotary_dim="8"),
+            TypeError,
+            "rotary_dim must be an int or None, got '8'",
+        ),
+        (
+            lambda: rope(Q, K, C, N, rotary_dim=8.0),
+            TypeError,
+            r"rotary_dim must be an int or None, got 8\.0",
+        ),
+        (
+            lambda: rope(Q, K.to_sparse(), C, N),
+            TypeError,
+            "k must be a strided .dense. tensor, got layout sparse_coo",
+        ),
+        (lambda: rope(Q.long(), None, C, N), TypeError, "q must be one of float32.*int64"),
+        (
+            lambda: rope(Q, K.half(), C, N),
+            TypeError,
+            "k must have q's dtype torch.float32, got torch.float16",
+        ),
+        (lambda: rope(Q, K, C.int(), N), TypeError, "cos must be one of"),
+        (
+            lambda: rope(Q[0], None, C, N),
+            ValueError,
+            r"q must have shape \[B, H, S, D\], got \[4, 7, 16\]",
+        ),
+        (
+            lambda: rope(Q, K[:, :, :3], C, N),
+            ValueError,
+            r"k must have shape \[2, heads, 7, 16\].*\[2, 2, 3, 16\]",
+        ),
+        (lambda: rope(Q, K[0], C, N), ValueError, "k must have shape"),
+        (
+            lambda: rope(Q[..., :0], None, C, N),
+            ValueError,
+            r"q must have a head width of at least 2.*\[2, 4, 7, 0\]",
+        ),
+        (
+            lambda: rope(Q, K, C, N, rotary_dim=3),
+            ValueError,
+            r"rotary_dim must be even and 2 to 16 \(head width\), got 3",
+        ),
+        (
+            lambda: rope(Q, K, C, N, rotary_dim=18),
+            ValueError,
+            "rotary_dim must be even and 2 to 16.*got 18",
+        ),
+        (lambda: rope(Q, K, C, N, rotary_dim=0), ValueError, "rotary_dim must be even.*got 0"),
+        (
+            lambda: rope(Q, K, C, N[:5]),
+            ValueError,
+            r"sin must have cos's shape \[24, 8\], got \[5, 8\]",
+        ),
+        (
+            lambda: rope(Q, K, C[:, :5], N[:, :5]),
+            ValueError,
+            r"cos must have shape \[P, 8\] or \[P, 16\].*got \[24, 5\]",
+        ),
+        (lambda: rope(Q, K, C[:0], N[:0]), ValueError, r"cos must have rows, got \[0, 8\]"),
+        (
+            lambda: rope(Q, K, C[None], N[None]),
+            ValueError,
+            r"three dimensions must be \[2, 7, ...\].*\[1, 24, 8\]",
+        ),
+        (
+            lambda: rope(Q, K, C[None, :S], N[None, :S], position_ids=torch.arange(S)),
+            ValueError,
+            "neither position_ids",
+        ),
+        (
+            lambda: rope(Q, K, C, N, position_ids=torch.zeros(S)),
+            TypeError,
+            "position_ids must be one of int64.*float32",
+        ),
+        (
+            lambda: rope(Q, K, C, N, position_ids=[0, 1]),
+            TypeError,
+            "position_ids must be a torch.Tensor, got list",
+        ),
+        (
+            lambda: rope(Q, K, C, N, position_ids=torch.arange(3)),
+            ValueError,
+            r"shape \[7\] or \[2, 7\], got \[3\]",
+        ),
+        (
+            lambda: rope(
+                Q, K, C, N, position_ids=torch.arange(S), cu_seqlens=torch.tensor([0, 14])
+            ),
+            ValueError,
+            "exclude",
+        ),
+        (
+            lambda: rope(Q, K, C, N, cu_seqlens=[0, 14]),
+            TypeError,
+            "cu_seqlens must be a torch.Tensor, got list",
+        ),
+        (
+            packed(0.0, 14.0, dtype=torch.float32),
+            TypeError,
+            "cu_seqlens must be int32 or int64, got float32",
+        ),
+        (packed(0), ValueError, r"cu_seqlens must have shape \[documents \+ 1\], got \[1\]"),
+        (packed(1, 14), ValueError, "cu_seqlens must start at 0, got 1"),
+        (packed(0, 9, 5, 14), ValueError, "cu_seqlens must not decrease, got 5 after 9 at index 2"),
+        (packed(0, 13), ValueError, "cu_seqlens must end at 14, the number of tokens, got 13"),
+        (packed(0, 15, dtype=torch.int64), ValueError, "cu_seqlens must end at 14.*got 15"),
+        (lambda: rope(Q, K, C.to("meta"), N.to("meta")), ValueError, "cos is on meta, q on cpu"),
+        (
+            lambda: rope(Q, K, C, N, implementation="cuda"),
+            ValueError,
+            "unknown implementation 'cuda'",
+        ),
+    ],
+)
 def test_bad_input_is_one_clear_error(call, error, message):
     with pytest.raises(error, match=message):
         call()
@@ -490,8 +723,11 @@ def test_bad_input_is_one_clear_error(call, error, message):
 
 def test_bad_documents_in_compiled_code():
     torch._dynamo.reset()
-    fn = torch.compile(lambda q, cu: rope(q, None, C, N, cu_seqlens=cu, implementation="eager"), fullgraph=True,
-                       backend="aot_eager")
+    fn = torch.compile(
+        lambda q, cu: rope(q, None, C, N, cu_seqlens=cu, implementation="eager"),
+        fullgraph=True,
+        backend="aot_eager",
+    )
     fn(Q, torch.tensor([0, 3, 14]))
     with pytest.raises(ValueError, match="cu_seqlens must not decrease, got 3 after 4"):
         fn(Q, torch.tensor([0, 4, 3, 14]))

@@ -21,14 +21,20 @@ def logits(T, E, **new):
 
 # ---- others' routers
 
+
 @EVERY
 def test_equals_transformers_qwen3_moe(name):
     pytest.importorskip("transformers")
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+        Qwen3MoeTopKRouter,
+        load_balancing_loss_func,
+    )
 
     skip_unless_usable(ROUTE, name, torch.float32)
-    config = Qwen3MoeConfig(hidden_size=32, num_experts=16, num_experts_per_tok=4, norm_topk_prob=True)
+    config = Qwen3MoeConfig(
+        hidden_size=32, num_experts=16, num_experts_per_tok=4, norm_topk_prob=True
+    )
     router = Qwen3MoeTopKRouter(config).to(DEVICE)
     torch.nn.init.normal_(router.weight)
     x = torch.randn(40, 32, device=DEVICE)
@@ -52,7 +58,9 @@ def test_balance_loss_and_its_gradient_equal_transformers(name, k):
     found = route(x, k, implementation=name).load_balance_loss
     truth = load_balancing_loss_func((x.double(),), 8, k)
     torch.testing.assert_close(found, truth.float())
-    torch.testing.assert_close(torch.autograd.grad(found, x), torch.autograd.grad(truth, x), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, x), torch.autograd.grad(truth, x), rtol=1e-4, atol=1e-7
+    )
 
 
 @EVERY
@@ -62,19 +70,29 @@ def test_equals_transformers_deepseek_v3(name):
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
     skip_unless_usable(ROUTE, name, torch.float32)
-    config = DeepseekV3Config(hidden_size=16, n_routed_experts=24, num_experts_per_tok=4, n_group=4, topk_group=2,
-                              norm_topk_prob=True, routed_scaling_factor=2.5)
+    config = DeepseekV3Config(
+        hidden_size=16,
+        n_routed_experts=24,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+    )
     router = DeepseekV3TopkRouter(config).to(DEVICE)
     torch.nn.init.normal_(router.weight, std=0.3)
     router.e_score_correction_bias.copy_(0.1 * torch.randn(24))
     x, weight, index = router(torch.randn(50, 16, device=DEVICE))
     found = route(x, 4, bias=router.e_score_correction_bias, implementation=name, **DEEPSEEK)
-    order = found.expert_index.argsort(1)   # theirs is in no order
+    order = found.expert_index.argsort(1)  # theirs is in no order
     assert torch.equal(found.expert_index.gather(1, order), index.sort(1).values)
-    torch.testing.assert_close(found.expert_weight.gather(1, order), weight.gather(1, index.argsort(1)))
+    torch.testing.assert_close(
+        found.expert_weight.gather(1, order), weight.gather(1, index.argsort(1))
+    )
 
 
 # ---- the choice
+
 
 @EVERY
 def test_ties_go_to_the_lower_index(name):
@@ -86,7 +104,10 @@ def test_ties_go_to_the_lower_index(name):
     assert index == [[0, 1, 2, 3, 4, 5], [17, 22, 27, 32, 37, 0], [0, 1, 2, 3, 4, 5]]
     x = torch.zeros(1, 12, device=DEVICE)
     x[0, 5], x[0, 8] = 1, 1
-    for score in ("softmax", "sigmoid"):   # of groups, too: 0 and 3 have what 1 and 2 have less, or as much
+    for score in (
+        "softmax",
+        "sigmoid",
+    ):  # of groups, too: 0 and 3 have what 1 and 2 have less, or as much
         found = route(x, 4, score=score, groups=4, topk_groups=3, implementation=name)
         assert found.expert_index.tolist() == [[5, 8, 0, 1]]
 
@@ -124,7 +145,9 @@ def test_saturated_scores_keep_the_order_of_logits(name):
 def test_indices_exist_whatever_logits_hold(name):
     skip_unless_usable(ROUTE, name, torch.float32)
     inf, nan = float("inf"), float("nan")
-    x = torch.tensor([[nan] * 5, [1, nan, 2, inf, 0], [-inf] * 5, [inf] * 5, [0, 1, 2, 3, 4]], device=DEVICE)
+    x = torch.tensor(
+        [[nan] * 5, [1, nan, 2, inf, 0], [-inf] * 5, [inf] * 5, [0, 1, 2, 3, 4]], device=DEVICE
+    )
     for options in ({}, {"score": "sigmoid"}, {"bias": torch.zeros(5, device=DEVICE)}):
         index = route(x, 3, implementation=name, **options).expert_index
         assert all(len(set(row)) == 3 and 0 <= min(row) <= max(row) < 5 for row in index.tolist())
@@ -140,16 +163,23 @@ def test_weights_of_logits_that_are_not_finite(name):
     for renormalize in (False, True):
         weights = route(x, 2, renormalize=renormalize, implementation=name).expert_weight
         assert weights[:3].isnan().all() and weights[3].isfinite().all()
-        weights = route(x, 2, score="sigmoid", renormalize=renormalize, implementation=name).expert_weight
-        scores = torch.sigmoid(torch.tensor([[nan, 2.0], [inf, 2.0], [-inf, -inf], [2.0, 1.0]], device=DEVICE))
+        weights = route(
+            x, 2, score="sigmoid", renormalize=renormalize, implementation=name
+        ).expert_weight
+        scores = torch.sigmoid(
+            torch.tensor([[nan, 2.0], [inf, 2.0], [-inf, -inf], [2.0, 1.0]], device=DEVICE)
+        )
         expected = scores / (scores.sum(-1, keepdim=True) + 1e-20) if renormalize else scores
         torch.testing.assert_close(weights, expected, equal_nan=True)
 
 
 # ---- gradients
 
+
 @EVERY
-@pytest.mark.parametrize("options", [{}, {"renormalize": True, "scale": 3.0}, {"score": "sigmoid"}, DEEPSEEK], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"renormalize": True, "scale": 3.0}, {"score": "sigmoid"}, DEEPSEEK], ids=str
+)
 def test_gradients_equal_autograd_in_float64(name, options):
     """Of each differentiable result alone, written out with torch's own functions."""
     skip_unless_usable(ROUTE, name, torch.float32)
@@ -166,12 +196,19 @@ def test_gradients_equal_autograd_in_float64(name, options):
     balance = 16 * (shares * (s / s.sum(1, keepdim=True)).mean(0)).sum()
     z = wide.logsumexp(-1).square().mean()
     up = torch.randn(33, 3, device=DEVICE)
-    for f, t, g in ((found.expert_weight, weight, up), (found.load_balance_loss, balance, None),
-                    (found.z_loss, z, None)):
+    for f, t, g in (
+        (found.expert_weight, weight, up),
+        (found.load_balance_loss, balance, None),
+        (found.z_loss, z, None),
+    ):
         torch.testing.assert_close(f, t.float())
-        d, = torch.autograd.grad(f, x, g, retain_graph=True)
-        truth, = torch.autograd.grad(t, wide, None if g is None else g.double(), retain_graph=True)
-        torch.testing.assert_close(d, truth.float(), rtol=1e-4, atol=2e-6 * float(truth.abs().max()))
+        (d,) = torch.autograd.grad(f, x, g, retain_graph=True)
+        (truth,) = torch.autograd.grad(
+            t, wide, None if g is None else g.double(), retain_graph=True
+        )
+        torch.testing.assert_close(
+            d, truth.float(), rtol=1e-4, atol=2e-6 * float(truth.abs().max())
+        )
 
 
 @EVERY
@@ -179,7 +216,13 @@ def test_counts_and_indices_are_not_differentiable(name):
     skip_unless_usable(ROUTE, name, torch.float32)
     found = route(logits(5, 4, requires_grad=True), 2, implementation=name)
     assert [t.requires_grad for t in found] == [False, True, False, True, True]
-    assert [t.dtype for t in found] == [torch.int64, torch.float32, torch.int64, torch.float32, torch.float32]
+    assert [t.dtype for t in found] == [
+        torch.int64,
+        torch.float32,
+        torch.int64,
+        torch.float32,
+        torch.float32,
+    ]
 
 
 @EVERY
@@ -187,7 +230,11 @@ def test_no_tokens_have_no_loss(name):
     skip_unless_usable(ROUTE, name, torch.float32)
     x = logits(0, 4, requires_grad=True)
     found = route(x, 2, implementation=name)
-    assert found.load_balance_loss == 0 and found.z_loss == 0 and found.tokens_per_expert.tolist() == [0] * 4
+    assert (
+        found.load_balance_loss == 0
+        and found.z_loss == 0
+        and found.tokens_per_expert.tolist() == [0] * 4
+    )
     assert torch.autograd.grad(found.load_balance_loss + found.z_loss, x)[0].shape == (0, 4)
 
 
@@ -200,11 +247,16 @@ def test_tokens_beyond_one_step_of_a_program(name, monkeypatch):
         from tilewright.kernels import route_triton
 
         monkeypatch.setattr(route_triton, "PROGRAMS", 3)
-        small = route_triton.FORWARD.override(torch.zeros(0, device=DEVICE).device, (16,), {"ROWS": 16, "num_warps": 4})
+        small = route_triton.FORWARD.override(
+            torch.zeros(0, device=DEVICE).device, (16,), {"ROWS": 16, "num_warps": 4}
+        )
     with small:
         for T in (100, 129, 700):
             x = logits(T, 12)
-            found, truth = route(x, 2, implementation=name), route(x.double(), 2, implementation="eager")
+            found, truth = (
+                route(x, 2, implementation=name),
+                route(x.double(), 2, implementation="eager"),
+            )
             assert torch.equal(found.expert_index, truth.expert_index)
             assert torch.equal(found.tokens_per_expert, truth.tokens_per_expert)
             for f, t in zip(found[3:], truth[3:], strict=True):
@@ -228,11 +280,12 @@ def test_the_same_bits_on_any_number_of_threads():
 
 # ---- token rounding
 
+
 def rounded_by_hand(index, weight, E, M):
     index, weight = index.clone(), weight.clone()
     for e in range(E):
         slots = [(-float(weight[t, k]), t, k) for t, k in (index == e).nonzero().tolist()]
-        for _, t, k in sorted(slots)[len(slots) // M * M:]:
+        for _, t, k in sorted(slots)[len(slots) // M * M :]:
             index[t, k], weight[t, k] = E, 0
     return index, weight
 
@@ -241,13 +294,15 @@ def rounded_by_hand(index, weight, E, M):
 @pytest.mark.parametrize("M", [1, 4, 16, 1000])
 def test_rounding_keeps_each_experts_best_tokens(name, M):
     skip_unless_usable(ROUTE, name, torch.float32)
-    x = logits(60, 5).mul(2).round().requires_grad_()   # few values: equal weights
+    x = logits(60, 5).mul(2).round().requires_grad_()  # few values: equal weights
     plain, found = route(x, 2, implementation=name), route(x, 2, round_to=M, implementation=name)
     index, weight = rounded_by_hand(plain.expert_index, plain.expert_weight.detach(), 5, M)
     assert torch.equal(found.expert_index, index) and torch.equal(found.expert_weight, weight)
     assert torch.equal(found.tokens_per_expert, torch.bincount(index.flatten(), minlength=6)[:5])
     assert (found.tokens_per_expert % M == 0).all()
-    assert torch.equal(found.load_balance_loss, plain.load_balance_loss)   # of the choice before rounding
+    assert torch.equal(
+        found.load_balance_loss, plain.load_balance_loss
+    )  # of the choice before rounding
     up = torch.randn(60, 2, device=DEVICE)
     dropped = torch.autograd.grad(found.expert_weight, x, up)[0]
     same = torch.autograd.grad(plain.expert_weight, x, torch.where(index < 5, up, 0))[0]
@@ -265,30 +320,78 @@ def test_rounding_of_nothing():
 X = torch.randn(3, 8)
 
 
-@pytest.mark.parametrize("args, options, error, message", [
-    (([1.0], 2), {}, TypeError, "logits must be a torch.Tensor, got list"),
-    ((X.long(), 2), {}, TypeError, "logits must be one of float32.*int64"),
-    ((X[0], 2), {}, ValueError, r"logits must have shape \[T, E\] with 1 to 4096 experts, got \[8\]"),
-    ((X[:, :0], 1), {}, ValueError, r"logits must have shape .* got \[3, 0\]"),
-    ((torch.randn(1, 4097), 1), {}, ValueError, r"1 to 4096 experts, got \[1, 4097\]"),
-    ((X, 0), {}, ValueError, "k must be 1 to 8, the number of experts to choose from, got 0"),
-    ((X, 9), {}, ValueError, "k must be 1 to 8.*got 9"),
-    ((X, 2.0), {}, TypeError, "k must be an int, got 2.0"),
-    ((X, True), {}, TypeError, "k must be an int, got True"),
-    ((X, 5), {"groups": 4, "topk_groups": 2}, ValueError, "k must be 1 to 4, .* got 5"),
-    ((X, 2), {"groups": 3}, ValueError, "groups must divide the number of experts, 8, got 3"),
-    ((X, 2), {"groups": 9}, ValueError, "groups must be 1 to 8, the number of experts, got 9"),
-    ((X, 2), {"groups": 4, "topk_groups": 5}, ValueError, r"topk_groups must be 1 to groups \(4\), got 5"),
-    ((X, 2), {"score": "tanh"}, ValueError, r"score must be one of \['softmax', 'sigmoid'\], got 'tanh'"),
-    ((X, 2), {"scale": float("nan")}, ValueError, "scale must be finite in float32, got nan"),
-    ((X, 2), {"scale": "1"}, TypeError, "scale must be a number, got '1'"),
-    ((X, 2), {"round_to": -1}, ValueError, r"round_to must be 0 \(off\) or more, below 2\^31, got -1"),
-    ((X, 2), {"bias": torch.zeros(7)}, ValueError, r"bias must have shape \[8\] \(one for each expert\), got \[7\]"),
-    ((X, 2), {"bias": torch.zeros(8).half()}, TypeError, "bias must be float32 for float32 logits, got float16"),
-    ((X.double(), 2), {"bias": torch.zeros(8)}, TypeError, "bias must be float64 for float64 logits, got float32"),
-    ((X, 2), {"bias": torch.zeros(8, device="meta")}, ValueError, "bias is on meta, logits on cpu"),
-    ((X, 2), {"implementation": "c"}, ValueError, r"route: unknown implementation 'c'; have \['auto', 'triton'"),
-])
+@pytest.mark.parametrize(
+    "args, options, error, message",
+    [
+        (([1.0], 2), {}, TypeError, "logits must be a torch.Tensor, got list"),
+        ((X.long(), 2), {}, TypeError, "logits must be one of float32.*int64"),
+        (
+            (X[0], 2),
+            {},
+            ValueError,
+            r"logits must have shape \[T, E\] with 1 to 4096 experts, got \[8\]",
+        ),
+        ((X[:, :0], 1), {}, ValueError, r"logits must have shape .* got \[3, 0\]"),
+        ((torch.randn(1, 4097), 1), {}, ValueError, r"1 to 4096 experts, got \[1, 4097\]"),
+        ((X, 0), {}, ValueError, "k must be 1 to 8, the number of experts to choose from, got 0"),
+        ((X, 9), {}, ValueError, "k must be 1 to 8.*got 9"),
+        ((X, 2.0), {}, TypeError, "k must be an int, got 2.0"),
+        ((X, True), {}, TypeError, "k must be an int, got True"),
+        ((X, 5), {"groups": 4, "topk_groups": 2}, ValueError, "k must be 1 to 4, .* got 5"),
+        ((X, 2), {"groups": 3}, ValueError, "groups must divide the number of experts, 8, got 3"),
+        ((X, 2), {"groups": 9}, ValueError, "groups must be 1 to 8, the number of experts, got 9"),
+        (
+            (X, 2),
+            {"groups": 4, "topk_groups": 5},
+            ValueError,
+            r"topk_groups must be 1 to groups \(4\), got 5",
+        ),
+        (
+            (X, 2),
+            {"score": "tanh"},
+            ValueError,
+            r"score must be one of \['softmax', 'sigmoid'\], got 'tanh'",
+        ),
+        ((X, 2), {"scale": float("nan")}, ValueError, "scale must be finite in float32, got nan"),
+        ((X, 2), {"scale": "1"}, TypeError, "scale must be a number, got '1'"),
+        (
+            (X, 2),
+            {"round_to": -1},
+            ValueError,
+            r"round_to must be 0 \(off\) or more, below 2\^31, got -1",
+        ),
+        (
+            (X, 2),
+            {"bias": torch.zeros(7)},
+            ValueError,
+            r"bias must have shape \[8\] \(one for each expert\), got \[7\]",
+        ),
+        (
+            (X, 2),
+            {"bias": torch.zeros(8).half()},
+            TypeError,
+            "bias must be float32 for float32 logits, got float16",
+        ),
+        (
+            (X.double(), 2),
+            {"bias": torch.zeros(8)},
+            TypeError,
+            "bias must be float64 for float64 logits, got float32",
+        ),
+        (
+            (X, 2),
+            {"bias": torch.zeros(8, device="meta")},
+            ValueError,
+            "bias is on meta, logits on cpu",
+        ),
+        (
+            (X, 2),
+            {"implementation": "c"},
+            ValueError,
+            r"route: unknown implementation 'c'; have \['auto', 'triton'",
+        ),
+    ],
+)
 def test_bad_input_is_one_clear_error(args, options, error, message):
     with pytest.raises(error, match=message):
         route(*args, **options)
@@ -298,18 +401,37 @@ def test_cpp_operators_themselves_check_every_tensor():
     """Below the public function's checks."""
     skip_unless_usable(ROUTE, "cpp", torch.float32)
     ROUTE.resolve("cpp", "cpu")
-    forward, backward = torch.ops.tilewright.route_cpp_forward, torch.ops.tilewright.route_cpp_backward
+    forward, backward = (
+        torch.ops.tilewright.route_cpp_forward,
+        torch.ops.tilewright.route_cpp_backward,
+    )
     weight, index, counts, balance, z = forward(X, None, 2, False, False, 1, 1, 1.0)
     right = [weight, balance, z, X, index, counts]
     for wrong, message in (
-            (lambda: forward(X.t(), None, 2, False, False, 1, 1, 1.0), "logits must be a CPU matrix"),
-            (lambda: forward(X.half(), None, 2, False, False, 1, 1, 1.0), "take float32 and bfloat16"),
-            (lambda: forward(X, torch.zeros(7), 2, False, False, 1, 1, 1.0), "bias has the wrong dtype or size"),
-            (lambda: forward(X, None, 9, False, False, 1, 1, 1.0), "do not fit 8 experts"),
-            (lambda: forward(X, None, 2, False, False, 3, 1, 1.0), "do not fit 8 experts"),
-            (lambda: backward(*right[:4], index + 7, counts, False, False, 1.0), "index must be below 8, got"),
-            (lambda: backward(*right[:4], index.int(), counts, False, False, 1.0), "index has the wrong dtype"),
-            (lambda: backward(weight[:2], *right[1:], False, False, 1.0), "g_weight has the wrong dtype or size"),
-            (lambda: backward(*right[:5], counts[1:], False, False, 1.0), "counts must|counts has the wrong")):
+        (lambda: forward(X.t(), None, 2, False, False, 1, 1, 1.0), "logits must be a CPU matrix"),
+        (lambda: forward(X.half(), None, 2, False, False, 1, 1, 1.0), "take float32 and bfloat16"),
+        (
+            lambda: forward(X, torch.zeros(7), 2, False, False, 1, 1, 1.0),
+            "bias has the wrong dtype or size",
+        ),
+        (lambda: forward(X, None, 9, False, False, 1, 1, 1.0), "do not fit 8 experts"),
+        (lambda: forward(X, None, 2, False, False, 3, 1, 1.0), "do not fit 8 experts"),
+        (
+            lambda: backward(*right[:4], index + 7, counts, False, False, 1.0),
+            "index must be below 8, got",
+        ),
+        (
+            lambda: backward(*right[:4], index.int(), counts, False, False, 1.0),
+            "index has the wrong dtype",
+        ),
+        (
+            lambda: backward(weight[:2], *right[1:], False, False, 1.0),
+            "g_weight has the wrong dtype or size",
+        ),
+        (
+            lambda: backward(*right[:5], counts[1:], False, False, 1.0),
+            "counts must|counts has the wrong",
+        ),
+    ):
         with pytest.raises(RuntimeError, match=message):
             wrong()

@@ -1,4 +1,6 @@
-"""The suite and the search for constants: budgets, crashes, hangs, resuming; and both of them end to end on a CPU."""
+"""The suite and the search for constants: budgets, crashes, hangs, resuming; and both of them
+end to end on a CPU.
+"""
 
 import functools
 import json
@@ -43,9 +45,14 @@ def counting(name, log, fail=None, limit=60.0):
 
 # ---- one process
 
+
 def test_what_is_there_from_the_same_sources_is_not_made_again(tmp_path):
     log = []
-    units = [counting("a/one", log), counting("a/two", log, ValueError("no\nmore")), counting("b", log)]
+    units = [
+        counting("a/one", log),
+        counting("a/two", log, ValueError("no\nmore")),
+        counting("b", log),
+    ]
     for _ in range(2):
         runner.work(units, tmp_path, time.time() + 60, META)
     assert log == ["a/one", "a/two", "b"]
@@ -74,15 +81,20 @@ def test_what_was_made_with_other_options_is_made_again(tmp_path):
     for _ in range(2):
         runner.work([one], tmp_path, time.time() + 60, META)
     assert log == ["a"]
-    runner.work([replace(one, options={"dtypes": ["float32"], "slack": 8.0})], tmp_path, time.time() + 60, META,
-                keep=True)
+    runner.work(
+        [replace(one, options={"dtypes": ["float32"], "slack": 8.0})],
+        tmp_path,
+        time.time() + 60,
+        META,
+        keep=True,
+    )
     assert log == ["a", "a"], "--keep is for other sources, not for other questions"
 
 
 def test_what_failed_is_tried_again_by_later_calls_and_not_for_ever(tmp_path):
     log = []
     unit = counting("a", log, MemoryError("full"))
-    for _ in range(3):   # of one call, whose worker was started anew twice
+    for _ in range(3):  # of one call, whose worker was started anew twice
         runner.work([unit], tmp_path, time.time() + 60, META, since=time.time() - 1)
     assert len(log) == 1
     for _ in range(5):
@@ -98,7 +110,11 @@ def test_a_number_that_json_does_not_have_costs_one_unit(tmp_path):
     unit = Unit("a", lambda: {"value": float("nan")}, {"value": None})
     log = []
     runner.work([unit, counting("b", log)], tmp_path, time.time() + 60, META)
-    assert value(tmp_path, "a")["value"] is None and "ValueError" in value(tmp_path, "a")["error"] and log == ["b"]
+    assert (
+        value(tmp_path, "a")["value"] is None
+        and "ValueError" in value(tmp_path, "a")["error"]
+        and log == ["b"]
+    )
 
 
 def test_what_there_was_no_time_for_goes_last(tmp_path):
@@ -106,24 +122,40 @@ def test_what_there_was_no_time_for_goes_last(tmp_path):
     (tmp_path / runner.POSTPONED).write_text('{"a": 1}')
     failed = counting("b", log, ValueError("no"))
     runner.work([failed], tmp_path, time.time() + 60, META)
-    runner.work([counting("a", log), failed, counting("c", log)], tmp_path, time.time() + 60, META,
-                since=time.time() + 1)
+    runner.work(
+        [counting("a", log), failed, counting("c", log)],
+        tmp_path,
+        time.time() + 60,
+        META,
+        since=time.time() + 1,
+    )
     assert log == ["b", "c", "b", "a"], "what was never tried, what failed, what took too long"
 
 
 def test_each_document_has_its_own_moment(tmp_path):
     ticks = iter(range(9))
-    runner.work([counting("a", []), counting("b", [])], tmp_path, time.time() + 60, META,
-                now=lambda: {"date": next(ticks)})
+    runner.work(
+        [counting("a", []), counting("b", [])],
+        tmp_path,
+        time.time() + 60,
+        META,
+        now=lambda: {"date": next(ticks)},
+    )
     assert [value(tmp_path, n)["meta"]["date"] for n in "ab"] == [0, 1]
 
 
 def test_a_folder_is_for_one_call_at_a_time(tmp_path):
-    with (runner.alone(tmp_path / "new"), pytest.raises(runner.Unusable, match=r"another call is at work in .*new"),
-          runner.alone(tmp_path / "new")):
+    with (
+        runner.alone(tmp_path / "new"),
+        pytest.raises(runner.Unusable, match=r"another call is at work in .*new"),
+        runner.alone(tmp_path / "new"),
+    ):
         pass
     (tmp_path / "file").touch()
-    with pytest.raises(runner.Unusable, match=r"cannot write into .*file"), runner.alone(tmp_path / "file"):
+    with (
+        pytest.raises(runner.Unusable, match=r"cannot write into .*file"),
+        runner.alone(tmp_path / "file"),
+    ):
         pass
 
 
@@ -170,8 +202,9 @@ runner.work(units, out, until, {"device": "a cpu", "source": "1", "versions": {}
 
 
 class End(float):
-    """A time that has come, for good, once a function says so: a machine may take a minute to begin a unit, or a
-    moment."""
+    """A time that has come, for good, once a function says so: a machine may take a minute to begin
+    a unit, or a moment.
+    """
 
     def __new__(cls, says_so):
         return super().__new__(cls, time.time() + 3600)
@@ -185,20 +218,30 @@ class End(float):
 
 
 def watch(tmp_path, units, workers=1, late=lambda out: False):
-    """late: whether time is up, by what is in the folder. Returns the folder, what was said and whether it was up."""
+    """late: whether time is up, by what is in the folder. Returns the folder, what was said and
+    whether it was up.
+    """
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER).replace("{UNITS}", units))
     out = tmp_path / "out"
     out.mkdir(exist_ok=True)
     until = End(lambda: late(out))
     said = []
-    runner.supervise([[sys.executable, str(script), str(out), str(float(until)), str(i)] for i in range(workers)],
-                     out, until, say=said.append)
+    runner.supervise(
+        [
+            [sys.executable, str(script), str(out), str(float(until)), str(i)]
+            for i in range(workers)
+        ],
+        out,
+        until,
+        say=said.append,
+    )
     return out, "\n".join(said), until.has_come
 
 
 def at(unit):
     """Whether a worker is at this unit."""
+
     def is_there(out):
         try:
             return json.loads((out / "running-0.json").read_text())["unit"] == unit
@@ -213,12 +256,18 @@ def value(out, name):
 
 
 def test_a_crash_and_a_hang_cost_one_unit_each(tmp_path):
-    out, said, _ = watch(tmp_path, """[
+    out, said, _ = watch(
+        tmp_path,
+        """[
         unit("first", lambda: {"rows": [1]}), unit("crash", lambda: os.abort()),
-        unit("hang", stuck, 1.0), unit("last", lambda: {"rows": [2]})]""")
+        unit("hang", stuck, 1.0), unit("last", lambda: {"rows": [2]})]""",
+    )
     assert value(out, "first")["rows"] == [1] and value(out, "last")["rows"] == [2]
     assert "SIGABRT" in value(out, "crash")["error"] and value(out, "crash")["rows"] == []
-    assert "within 1 s" in value(out, "hang")["error"] and value(out, "hang")["meta"]["device"] == "a cpu"
+    assert (
+        "within 1 s" in value(out, "hang")["error"]
+        and value(out, "hang")["meta"]["device"] == "a cpu"
+    )
     assert "crash: its process died" in said and not list(out.glob("running*"))
 
 
@@ -227,12 +276,17 @@ def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path):
     out, said, up = watch(tmp_path, units, late=at("slow"))
     assert up and (out / "quick.json").exists()
     assert not list(out.glob("running*"))
-    assert not (out / "slow.json").exists() and "slow: out of time" in said, "it may need just the time that was left"
+    assert not (out / "slow.json").exists() and "slow: out of time" in said, (
+        "it may need just the time that was left"
+    )
     assert list(value(out, "postponed")) == ["slow"]
     units = units.replace("stuck", 'lambda: {"rows": [2]}')
     out, _, _ = watch(tmp_path, units)
     assert [value(out, n)["rows"] for n in ("slow", "never")] == [[2], [3]]
-    assert value(out, "slow")["at"] > value(out, "never")["at"] and not (out / "postponed.json").exists()
+    assert (
+        value(out, "slow")["at"] > value(out, "never")["at"]
+        and not (out / "postponed.json").exists()
+    )
 
 
 def test_a_lost_device_is_told_with_its_cause_and_the_rest_goes_on_in_another_process(tmp_path):
@@ -263,12 +317,23 @@ def test_the_device_is_asked_after_an_exception(monkeypatch):
     with pytest.raises(timing.DeviceLost, match="right float32: RuntimeError: an illegal address"):
         unit.make()
     with pytest.raises(timing.DeviceLost, match="broken: RuntimeError"):
-        run.measure(fake_op(broken=raises), RAGGED, "cpu", torch.float32, timing.Roofline(1e10, {}),
-                    timing.CpuClock(0.0), run.Settings(rounds=1), only=["broken"])
+        run.measure(
+            fake_op(broken=raises),
+            RAGGED,
+            "cpu",
+            torch.float32,
+            timing.Roofline(1e10, {}),
+            timing.CpuClock(0.0),
+            run.Settings(rounds=1),
+            only=["broken"],
+        )
 
 
 def alive(pid):
-    return pathlib.Path(f"/proc/{pid}").exists() and "zombie" not in pathlib.Path(f"/proc/{pid}/status").read_text()
+    return (
+        pathlib.Path(f"/proc/{pid}").exists()
+        and "zombie" not in pathlib.Path(f"/proc/{pid}/status").read_text()
+    )
 
 
 def test_what_a_worker_has_started_ends_with_it(tmp_path):
@@ -280,11 +345,16 @@ def test_what_a_worker_has_started_ends_with_it(tmp_path):
 
 def test_workers_end_with_a_supervisor_that_is_killed(tmp_path):
     worker = tmp_path / "worker.py"
-    worker.write_text("import os, pathlib, sys, time\nfrom tilewright.bench import runner\n"
-                      "runner.end_with_parent(os.getppid())\n"
-                      "pathlib.Path(sys.argv[1], 'pid').write_text(str(os.getpid()))\ntime.sleep(600)\n")
-    boss = ("import pathlib, sys, time\nfrom tilewright.bench import runner\n"
-            "runner.supervise([[sys.executable, *sys.argv[1:]]], pathlib.Path(sys.argv[2]), time.time() + 3600)")
+    worker.write_text(
+        "import os, pathlib, sys, time\nfrom tilewright.bench import runner\n"
+        "runner.end_with_parent(os.getppid())\n"
+        "pathlib.Path(sys.argv[1], 'pid').write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    boss = (
+        "import pathlib, sys, time\nfrom tilewright.bench import runner\n"
+        "runner.supervise([[sys.executable, *sys.argv[1:]]], pathlib.Path(sys.argv[2]), "
+        "time.time() + 3600)"
+    )
     process = subprocess.Popen([sys.executable, "-c", boss, str(worker), str(tmp_path)])
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert process.poll() is None
@@ -303,7 +373,9 @@ def test_a_worker_whose_supervisor_is_gone_already_does_not_begin():
 
 
 def test_a_hang_with_a_file_of_its_own_does_not_stop_the_rest(tmp_path):
-    """One that failed in an earlier call, or has written a part: the next call does not begin with it again."""
+    """One that failed in an earlier call, or has written a part: the next call does not begin
+    with it again.
+    """
     units = """[unit("first", {FIRST}), unit("second", lambda: {"rows": [2]})]"""
     out = tmp_path / "out"
     part = {"meta": META, "unfinished": True, "rows": [1]}
@@ -324,22 +396,36 @@ def test_a_worker_that_is_silent_is_given_up(tmp_path):
     script = tmp_path / "silent.py"
     script.write_text("import time; time.sleep(600)")
     said = []
-    assert runner.supervise([[sys.executable, str(script)]], tmp_path, time.time() + 3600, say=said.append,
-                            silent=0.5) is False
+    assert (
+        runner.supervise(
+            [[sys.executable, str(script)]],
+            tmp_path,
+            time.time() + 3600,
+            say=said.append,
+            silent=0.5,
+        )
+        is False
+    )
     assert said == ["worker 0: was at no unit for 0.5 s"] * 2
 
 
 def test_the_time_that_imports_took_is_in_the_budget():
     code = "import time; time.sleep(1.5); from tilewright.bench.runner import started; print(time.time() - started())"
     begun = time.time()
-    took = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-    assert 1.4 < took < time.time() - begun + 0.1   # the system counts in hundredths of a second
+    took = float(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+    )
+    assert 1.4 < took < time.time() - begun + 0.1  # the system counts in hundredths of a second
 
 
 def test_an_interrupt_leaves_no_worker(tmp_path):
     script = tmp_path / "stuck.py"
-    script.write_text(f"import os, pathlib, signal, time\npathlib.Path({str(tmp_path)!r}, 'pid').write_text("
-                      "str(os.getpid()))\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(600)\n")
+    script.write_text(
+        f"import os, pathlib, signal, time\npathlib.Path({str(tmp_path)!r}, 'pid').write_text("
+        "str(os.getpid()))\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(600)\n"
+    )
     with pytest.raises(KeyboardInterrupt):
         runner.supervise([[sys.executable, str(script)]], tmp_path, time.time() + 3600)
     assert not alive((tmp_path / "pid").read_text())
@@ -358,11 +444,18 @@ def test_a_worker_that_cannot_start_is_not_started_for_ever(tmp_path):
 
 # ---- units of the suite
 
+
 def fake_op(**implementations):
-    op = Op("rmsnorm", None, rmsnorm_eager,
-            tuple(Implementation(n, lambda fn=fn: fn, devices=("cpu",), dtypes=(torch.float32,))
-                  for n, fn in implementations.items()),
-            (RAGGED, Case("tiny", RAGGED.make, lambda itemsize: Cost(1000, 2000), frozenset({"cpu"}))))
+    op = Op(
+        "rmsnorm",
+        None,
+        rmsnorm_eager,
+        tuple(
+            Implementation(n, lambda fn=fn: fn, devices=("cpu",), dtypes=(torch.float32,))
+            for n, fn in implementations.items()
+        ),
+        (RAGGED, Case("tiny", RAGGED.make, lambda itemsize: Cost(1000, 2000), frozenset({"cpu"}))),
+    )
 
     def public(x, weight, eps=1e-6, *, bias=None, offset=0.0, cast="llama", implementation="auto"):
         return op.pick(implementation, x)(x, weight, bias, eps, offset, cast)
@@ -376,19 +469,32 @@ def raises(*args):
 
 
 def plan(op, stage, out=pathlib.Path()):
-    return suite.units(stage, [op], "cpu", suite.DTYPES, run.Settings(rounds=1, sample_seconds=0.0), out)
+    return suite.units(
+        stage, [op], "cpu", suite.DTYPES, run.Settings(rounds=1, sample_seconds=0.0), out
+    )
 
 
 def test_parity_tells_what_holds_what_is_broken_and_what_raised():
-    op = fake_op(right=rmsnorm_eager, wrong=lambda x, *rest: rmsnorm_eager(x, *rest) * 1.02, broken=raises)
+    op = fake_op(
+        right=rmsnorm_eager, wrong=lambda x, *rest: rmsnorm_eager(x, *rest) * 1.02, broken=raises
+    )
     (unit,) = plan(op, "parity")
-    assert unit.name == "parity/rmsnorm.ragged" and unit.source == sources.digest(op) != sources.digest()
+    assert (
+        unit.name == "parity/rmsnorm.ragged"
+        and unit.source == sources.digest(op) != sources.digest()
+    )
     document = unit.make()
     found = {r["implementation"]: r for r in document["results"]}
-    assert {n: r["status"] for n, r in found.items()} == {"right": "holds", "wrong": "broken", "broken": "error"}
+    assert {n: r["status"] for n, r in found.items()} == {
+        "right": "holds",
+        "wrong": "broken",
+        "broken": "error",
+    }
     assert [t["name"] for t in found["right"]["tensors"]] == ["out 0", "grad x", "grad weight"]
     assert all(t["error"] <= t["budget"] for t in found["right"]["tensors"])
-    assert unit.failed(document) and not unit.failed({**document, "results": [found["right"], found["wrong"]]})
+    assert unit.failed(document) and not unit.failed(
+        {**document, "results": [found["right"], found["wrong"]]}
+    )
     assert "exceeds" in found["wrong"]["reason"] and "illegal address" in found["broken"]["reason"]
     assert len(suite.failures(document)) == 2
     json.dumps(document, allow_nan=False)
@@ -402,7 +508,7 @@ def test_parity_sees_a_fault_that_only_strided_gradients_show():
 
         @staticmethod
         def backward(ctx, g):
-            return torch.as_strided(g, g.shape, g.contiguous().stride())   # takes it for contiguous
+            return torch.as_strided(g, g.shape, g.contiguous().stride())  # takes it for contiguous
 
     op = fake_op(careless=lambda x, *rest: Careless.apply(rmsnorm_eager(x, *rest)))
     (result,) = plan(op, "parity")[0].make()["results"]
@@ -417,17 +523,22 @@ def test_parity_sees_what_was_never_written():
 
     (result,) = plan(fake_op(unwritten=unwritten), "parity")[0].make()["results"]
     assert result["status"] == "broken"
-    assert next(t for t in result["tensors"] if t["name"] == "out 0")["error"] is None, "NaN: no number"
+    assert next(t for t in result["tensors"] if t["name"] == "out 0")["error"] is None, (
+        "NaN: no number"
+    )
 
 
 def test_parity_goes_on_through_every_dtype_that_is_taken():
     """An implementation that is wrong in the last dtype alone."""
+
     def late(x, *rest):
         return rmsnorm_eager(x, *rest) * (1.02 if x.dtype == torch.float16 else 1)
 
     op = fake_op(late=late)
-    op.implementations = (replace(op.implementations[0], dtypes=(torch.float32, torch.float16)),
-                          *op.implementations[1:])
+    op.implementations = (
+        replace(op.implementations[0], dtypes=(torch.float32, torch.float16)),
+        *op.implementations[1:],
+    )
     op._by_name = {i.name: i for i in op.implementations}
     found = plan(op, "parity")[0].make()["results"]
     assert {r["dtype"]: r["status"] for r in found} == {"float32": "holds", "float16": "broken"}
@@ -435,11 +546,19 @@ def test_parity_goes_on_through_every_dtype_that_is_taken():
 
 def test_pytorchs_own_failures_are_no_fault_of_this_library():
     result = {"dtype": "float32", "reason": "exceeds", "status": "broken"}
-    rows = [{"provider": p, "status": s, "reason": "r"} for p, s in
-            (("compile", "error"), ("torch", "failed"), ("liger", "error"), ("triton", "failed"),
-             ("cpp", "unavailable"))]
-    assert suite.failures({"results": [{**result, "implementation": n} for n in ("torch", "cpp")]}) == [
-        "cpp float32: exceeds"]
+    rows = [
+        {"provider": p, "status": s, "reason": "r"}
+        for p, s in (
+            ("compile", "error"),
+            ("torch", "failed"),
+            ("liger", "error"),
+            ("triton", "failed"),
+            ("cpp", "unavailable"),
+        )
+    ]
+    assert suite.failures(
+        {"results": [{**result, "implementation": n} for n in ("torch", "cpp")]}
+    ) == ["cpp float32: exceeds"]
     assert suite.failures({"rows": rows}) == ["triton: r"]
 
 
@@ -455,17 +574,28 @@ def test_a_failed_capture_says_what_it_failed_of():
         finally:
             raise RuntimeError("capture ended")
 
-    unit = suite.check_unit("graph", fake_op(right=rmsnorm_eager), RAGGED, "cpu", [torch.float32], check,
-                            lambda *_: None)
+    unit = suite.check_unit(
+        "graph",
+        fake_op(right=rmsnorm_eager),
+        RAGGED,
+        "cpu",
+        [torch.float32],
+        check,
+        lambda *_: None,
+    )
     assert "not permitted" in unit.make()["results"][0]["reason"]
 
 
 def test_what_cannot_run_here_says_why():
     op = fake_op(right=rmsnorm_eager)
-    op.implementations = (replace(op.implementations[0], missing=lambda device: f"no {device} here"),
-                          *op.implementations[1:])
+    op.implementations = (
+        replace(op.implementations[0], missing=lambda device: f"no {device} here"),
+        *op.implementations[1:],
+    )
     document = plan(op, "parity")[0].make()
-    assert [(r["status"], r["reason"]) for r in document["results"]] == [("unavailable", "no cpu here")]
+    assert [(r["status"], r["reason"]) for r in document["results"]] == [
+        ("unavailable", "no cpu here")
+    ]
     assert not suite.failures(document)
     assert plan(OPS["silu_mul"], "graph") == [] and plan(OPS["silu_mul"], "big") == []
 
@@ -473,13 +603,32 @@ def test_what_cannot_run_here_says_why():
 def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
     op = fake_op(right=rmsnorm_eager)
     names = [u.name for stage in suite.STAGES for u in plan(op, stage, tmp_path)]
-    assert names == ["roofline", "parity/rmsnorm.ragged", "time/rmsnorm.tiny.float32", "overhead/rmsnorm"]
-    runner.work([replace(u, make=lambda: {"roofline": {"copy_bytes_per_second": 1e10, "flops_per_second": {}}})
-                 if u.name == "roofline" else u for stage in suite.STAGES for u in plan(op, stage, tmp_path)],
-                tmp_path, time.time() + 120, META)
+    assert names == [
+        "roofline",
+        "parity/rmsnorm.ragged",
+        "time/rmsnorm.tiny.float32",
+        "overhead/rmsnorm",
+    ]
+    runner.work(
+        [
+            replace(
+                u,
+                make=lambda: {"roofline": {"copy_bytes_per_second": 1e10, "flops_per_second": {}}},
+            )
+            if u.name == "roofline"
+            else u
+            for stage in suite.STAGES
+            for u in plan(op, stage, tmp_path)
+        ],
+        tmp_path,
+        time.time() + 120,
+        META,
+    )
     rows = value(tmp_path, "time/rmsnorm.tiny.float32")["rows"]
     assert {r["provider"]: r["status"] for r in rows}["right"] == "ok"
-    document, broken = suite.conclude([u for s in suite.STAGES for u in plan(op, s, tmp_path)], tmp_path, META, False)
+    document, broken = suite.conclude(
+        [u for s in suite.STAGES for u in plan(op, s, tmp_path)], tmp_path, META, False
+    )
     assert document["complete"] and not broken
     assert {u["status"] for u in document["units"].values()} == {"done"}
 
@@ -487,7 +636,12 @@ def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
 def test_every_registered_case_is_in_the_plan():
     @functools.cache
     def names(stage, device):
-        return {u.name for u in suite.units(stage, OPS.values(), device, suite.DTYPES, run.Settings(), pathlib.Path())}
+        return {
+            u.name
+            for u in suite.units(
+                stage, OPS.values(), device, suite.DTYPES, run.Settings(), pathlib.Path()
+            )
+        }
 
     for op in OPS.values():
         others = [i for i in op.implementations if i.name != "eager"]
@@ -500,21 +654,31 @@ def test_every_registered_case_is_in_the_plan():
             for device in {"cpu", "cuda"} & case.tags:
                 for dtype in suite.TIMED:
                     if any(dtype in i.dtypes for i in others):
-                        assert f"time/{op.name}.{case.name}.{suite.short(dtype)}" in names("time", device)
+                        assert f"time/{op.name}.{case.name}.{suite.short(dtype)}" in names(
+                            "time", device
+                        )
 
 
 def test_float8_is_checked_where_an_op_takes_it():
     op = fake_op(right=rmsnorm_eager)
     assert suite.DTYPES[-2:] == (torch.float8_e4m3fn, torch.float8_e5m2)
-    op.implementations = (replace(op.implementations[0], dtypes=(torch.float8_e4m3fn,)), *op.implementations[1:])
+    op.implementations = (
+        replace(op.implementations[0], dtypes=(torch.float8_e4m3fn,)),
+        *op.implementations[1:],
+    )
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suite, "_parity", lambda op, case, device, dtype, names: seen.append((dtype, names)) or [])
+        patch.setattr(
+            suite,
+            "_parity",
+            lambda op, case, device, dtype, names: seen.append((dtype, names)) or [],
+        )
         plan(op, "parity")[0].make()
     assert seen == [(torch.float8_e4m3fn, ["right"])]
 
 
 # ---- goals first
+
 
 def with_goals(*goals, **implementations):
     op = fake_op(**implementations)
@@ -523,36 +687,74 @@ def with_goals(*goals, **implementations):
 
 
 def test_the_cases_of_goals_come_before_the_others(tmp_path):
-    """Of this device alone, with what `auto` takes and the peers; each result is a line of the stream as well."""
+    """Of this device alone, with what `auto` takes and the peers; each result is a line of the
+    stream as well.
+    """
     here = Goal("", "forward", "roofline_percent", at_least=1e-9, dtypes=("float32",))
-    op = with_goals(here, Goal("another", "backward", "peak_mib", at_most=1, dtypes=("bfloat16",)),
-                    Goal(("sm_90",), "backward", "peak_mib", at_most=1, dtypes=("bfloat16",)), right=rmsnorm_eager)
+    op = with_goals(
+        here,
+        Goal("another", "backward", "peak_mib", at_most=1, dtypes=("bfloat16",)),
+        Goal(("sm_90",), "backward", "peak_mib", at_most=1, dtypes=("bfloat16",)),
+        right=rmsnorm_eager,
+    )
     (unit,) = plan(op, "goals", tmp_path)
-    assert unit.name == "goals/rmsnorm.tiny.float32" and plan(fake_op(right=rmsnorm_eager), "goals") == []
-    assert suite.STAGES.index("goals") < min(suite.STAGES.index(s) for s in ("parity", "graph", "big", "time"))
-    assert suite.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}, "what was not measured is not met"
-    report.write_json(tmp_path / "roofline.json", {"roofline": {"copy_bytes_per_second": 1e10, "flops_per_second": {}}})
-    runner.work([unit, counting("bad", [], ValueError("no"))], tmp_path, time.time() + 120, META,
-                stream=tmp_path / "lines.jsonl")
+    assert (
+        unit.name == "goals/rmsnorm.tiny.float32"
+        and plan(fake_op(right=rmsnorm_eager), "goals") == []
+    )
+    assert suite.STAGES.index("goals") < min(
+        suite.STAGES.index(s) for s in ("parity", "graph", "big", "time")
+    )
+    assert suite.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}, (
+        "what was not measured is not met"
+    )
+    report.write_json(
+        tmp_path / "roofline.json",
+        {"roofline": {"copy_bytes_per_second": 1e10, "flops_per_second": {}}},
+    )
+    runner.work(
+        [unit, counting("bad", [], ValueError("no"))],
+        tmp_path,
+        time.time() + 120,
+        META,
+        stream=tmp_path / "lines.jsonl",
+    )
     rows = {r["provider"]: r for r in value(tmp_path, unit.name)["rows"]}
-    assert rows["right"]["status"] == "ok" and rows["right"]["auto"] and not {"eager", "compile"} & set(rows)
+    assert (
+        rows["right"]["status"] == "ok"
+        and rows["right"]["auto"]
+        and not {"eager", "compile"} & set(rows)
+    )
     assert suite.unmet(op, "cpu", tmp_path) == set()
     op.goals = (replace(here, at_least=1e9), here)
     assert suite.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}
     lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    assert [(d["unit"], d.get("error")) for d in lines] == [(unit.name, None), ("bad", "ValueError: no")]
+    assert [(d["unit"], d.get("error")) for d in lines] == [
+        (unit.name, None),
+        ("bad", "ValueError: no"),
+    ]
     assert lines[0]["rows"] == value(tmp_path, unit.name)["rows"]
 
 
-@pytest.mark.parametrize("code, status", [(0, "holds"), (77, "broken"), (3, "error"), (None, "unavailable")])
+@pytest.mark.parametrize(
+    "code, status", [(0, "holds"), (77, "broken"), (3, "error"), (None, "unavailable")]
+)
 def test_the_sanitizers_say_what_they_found(code, status, monkeypatch):
-    monkeypatch.setattr(suite.shutil, "which", lambda name: None if code is None else f"/bin/{name}")
-    monkeypatch.setattr(suite.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(
-        command, code, "========= Race reported", ""))
+    monkeypatch.setattr(
+        suite.shutil, "which", lambda name: None if code is None else f"/bin/{name}"
+    )
+    monkeypatch.setattr(
+        suite.subprocess,
+        "run",
+        lambda command, **_: subprocess.CompletedProcess(
+            command, code, "========= Race reported", ""
+        ),
+    )
     unit = suite.sanitize_unit(OPS["rmsnorm"], RAGGED, "cuda", torch.bfloat16)
     document = unit.make()
     assert [(r["implementation"], r["status"]) for r in document["results"]] == [
-        (tool, status) for tool in ("memcheck", "racecheck")]
+        (tool, status) for tool in ("memcheck", "racecheck")
+    ]
     assert bool(suite.failures(document)) == (status in ("broken", "error"))
     assert code in (0, None) or "Race reported" in document["results"][0]["reason"]
 
@@ -565,8 +767,9 @@ echo "{}" >"$TRITON_CACHE_DIR/kernel"
 
 
 def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
-    """A call of three minutes: what decides first comes first, every stage gets less than is left, and what was found,
-    the compiled kernels among it, is there at the end."""
+    """A call of three minutes: what decides first comes first, every stage gets less than is left,
+    and what was found, the compiled kernels among it, is there at the end.
+    """
     root = pathlib.Path(run.__file__).parents[2]
     (tmp_path / "scripts").mkdir()
     shutil.copy(root / "scripts/gpu.sh", tmp_path / "scripts")
@@ -581,19 +784,28 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
     env.pop("TRITON_CACHE_DIR", None)
 
     def call(*stages):
-        done = subprocess.run(["bash", "scripts/gpu.sh", "results", "3", *stages], cwd=tmp_path, env=env,
-                              capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "scripts/gpu.sh", "results", "3", *stages],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+        )
         return done.returncode, (tmp_path / "calls").read_text().splitlines(), done.stderr
 
     code, calls, said = call()
-    assert code == 3, said   # the search had no time
-    bench = [c.removeprefix("-m tilewright.bench ") for c in calls if c.startswith("-m tilewright.bench")]
+    assert code == 3, said  # the search had no time
+    bench = [
+        c.removeprefix("-m tilewright.bench ") for c in calls if c.startswith("-m tilewright.bench")
+    ]
     assert [b.split()[0] for b in bench] == ["suite", "suite", "tune", "suite", "suite", "report"]
     assert ["--goals" in b for b in bench] == [True, False, True, True, False, False]
     assert "--stage ab" in bench[1] and "--goals results" in bench[2]
     assert all(f"--stream {out}/results.jsonl" in b for b in bench if b[0] == "s")
     minutes = [float(b.split("--minutes ")[1].split()[0]) for b in bench[:5]]
-    assert all(0 < m <= 2.5 * share for m, share in zip(minutes, (0.9, 0.8, 0.7, 0.7, 0.8), strict=True)), minutes
+    assert all(
+        0 < m <= 2.5 * share for m, share in zip(minutes, (0.9, 0.8, 0.7, 0.7, 0.8), strict=True)
+    ), minutes
     with tarfile.open(out / "triton-cache.tar.gz") as packed:
         assert "./kernel" in packed.getnames()
     shutil.rmtree(tmp_path / "build")
@@ -604,15 +816,36 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
 
 # ---- end to end
 
+
 def suite_command(tmp_path, *more):
-    return main(["suite", "--minutes", "50", "--out", str(tmp_path), "--device", "cpu", "--op", "rmsnorm", "--dtype",
-                 "float32", "--stage", "parity", *more])
+    return main(
+        [
+            "suite",
+            "--minutes",
+            "50",
+            "--out",
+            str(tmp_path),
+            "--device",
+            "cpu",
+            "--op",
+            "rmsnorm",
+            "--dtype",
+            "float32",
+            "--stage",
+            "parity",
+            *more,
+        ]
+    )
 
 
 def test_the_command_end_to_end_and_resumed(tmp_path, capfd):
     assert suite_command(tmp_path, "--case", "ragged,gemma") == 0
     document = value(tmp_path, "suite")
-    assert set(document["units"]) > {"parity/rmsnorm.ragged", "time/rope.qwen3-8b.bfloat16", "roofline"}
+    assert set(document["units"]) > {
+        "parity/rmsnorm.ragged",
+        "time/rope.qwen3-8b.bfloat16",
+        "roofline",
+    }
     assert not document["complete"], "a part does not stand for the whole"
     assert document["meta"]["source"] and document["meta"]["argv"][0] == "suite"
     stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "parity").iterdir()}
@@ -620,28 +853,54 @@ def test_the_command_end_to_end_and_resumed(tmp_path, capfd):
     capfd.readouterr()
     assert suite_command(tmp_path, "--case", "ragged,gemma,one_row") == 0
     assert {p: p.stat().st_mtime_ns for p in stamps} == stamps
-    assert (tmp_path / "parity/rmsnorm.one_row.json").exists() and "parity/rmsnorm.ragged" not in capfd.readouterr().out
+    assert (
+        tmp_path / "parity/rmsnorm.one_row.json"
+    ).exists() and "parity/rmsnorm.ragged" not in capfd.readouterr().out
     old = {**document, "meta": {**document["meta"], "source": "of another commit"}}
     report.write_json(tmp_path / "parity/rmsnorm.ragged.json", old)
-    (tmp_path / "parity/rmsnorm.one_row.json").unlink()   # so that a worker is needed, which must keep the other too
+    (
+        tmp_path / "parity/rmsnorm.one_row.json"
+    ).unlink()  # so that a worker is needed, which must keep the other too
     assert suite_command(tmp_path, "--case", "ragged,gemma,one_row", "--keep") == 0
-    assert value(tmp_path, "parity/rmsnorm.ragged") == old and (tmp_path / "parity/rmsnorm.one_row.json").exists()
+    assert (
+        value(tmp_path, "parity/rmsnorm.ragged") == old
+        and (tmp_path / "parity/rmsnorm.one_row.json").exists()
+    )
     # Other options are another question.
     assert suite_command(tmp_path, "--case", "ragged", "--dtype", "bfloat16,float32", "--keep") == 0
-    assert {r["dtype"] for r in value(tmp_path, "parity/rmsnorm.ragged")["results"]} == {"bfloat16", "float32"}
+    assert {r["dtype"] for r in value(tmp_path, "parity/rmsnorm.ragged")["results"]} == {
+        "bfloat16",
+        "float32",
+    }
 
 
 def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
     """Made with the dtypes that it would have by itself, a result of a narrow call counts there."""
     monkeypatch.setattr(suite, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(suite.registry, "operations", lambda: {"rmsnorm": OPS["rmsnorm"], "rope": OPS["rope"]})
+    monkeypatch.setattr(
+        suite.registry, "operations", lambda: {"rmsnorm": OPS["rmsnorm"], "rope": OPS["rope"]}
+    )
     monkeypatch.setattr(suite.runner, "supervise", lambda *_: True)
     for name, stage in (("parity/rmsnorm.ragged", "parity"), ("roofline", "roofline")):
         unit = next(u for u in plan(OPS["rmsnorm"], stage, tmp_path) if u.name == name)
         meta = unit.about(run.metadata("cpu", run.Settings(), []))
-        result = {"implementation": "cpp", "dtype": "float32", "status": "broken", "reason": "grad x"}
-        report.write_json(tmp_path / f"{name}.json", {"schema": 1, "meta": meta, "options": dict(unit.options),
-                                                      "seconds": 1, "results": [result], "roofline": {}})
+        result = {
+            "implementation": "cpp",
+            "dtype": "float32",
+            "status": "broken",
+            "reason": "grad x",
+        }
+        report.write_json(
+            tmp_path / f"{name}.json",
+            {
+                "schema": 1,
+                "meta": meta,
+                "options": dict(unit.options),
+                "seconds": 1,
+                "results": [result],
+                "roofline": {},
+            },
+        )
     assert suite_command(tmp_path, "--case", "gemma") == 3
     units = value(tmp_path, "suite")["units"]
     assert units["parity/rmsnorm.ragged"]["status"] == "error" and "overhead/rope" in units
@@ -649,47 +908,102 @@ def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
 
 def test_only_what_times_nothing_runs_side_by_side(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(suite.runner, "supervise", lambda commands, *_: started.append(commands) or True)
+    monkeypatch.setattr(
+        suite.runner, "supervise", lambda commands, *_: started.append(commands) or True
+    )
     monkeypatch.setattr(suite, "_failed", lambda path: False)
-    assert main(["suite", "--minutes", "1", "--out", str(tmp_path), "--device", "cpu", "--op", "rope", "--jobs",
-                 "4"]) == 3
+    assert (
+        main(
+            [
+                "suite",
+                "--minutes",
+                "1",
+                "--out",
+                str(tmp_path),
+                "--device",
+                "cpu",
+                "--op",
+                "rope",
+                "--jobs",
+                "4",
+            ]
+        )
+        == 3
+    )
     tasks = [[runner.a_task(c)[1] for c in commands] for commands in started]
-    assert [(t[0]["group"], len(t), {x["of"] for x in t}) for t in tasks] == [(0, 1, {1}), (4, 4, {4}), (5, 1, {1})]
-    assert [x["worker"] for x in tasks[1]] == [0, 1, 2, 3] and {x["parent"] for t in tasks for x in t} == {os.getpid()}
+    assert [(t[0]["group"], len(t), {x["of"] for x in t}) for t in tasks] == [
+        (0, 1, {1}),
+        (4, 4, {4}),
+        (5, 1, {1}),
+    ]
+    assert [x["worker"] for x in tasks[1]] == [0, 1, 2, 3] and {
+        x["parent"] for t in tasks for x in t
+    } == {os.getpid()}
 
 
-@pytest.mark.parametrize("command", [
-    ["suite", "--op", "rope", "--out"], ["tune", "--op", "linear_cross_entropy", "--work"]])
+@pytest.mark.parametrize(
+    "command",
+    [["suite", "--op", "rope", "--out"], ["tune", "--op", "linear_cross_entropy", "--work"]],
+)
 def test_two_calls_do_not_share_a_folder(command, tmp_path, capsys):
     with runner.alone(tmp_path), pytest.raises(SystemExit) as ended:
         main([*command, str(tmp_path), "--minutes", "1", "--device", "cpu"])
     assert ended.value.code == 2 and "another call is at work" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["suite", "--op", "rope", "--stage", "parity", "--out"],
-                                     ["tune", "--op", "linear_cross_entropy", "--work"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["suite", "--op", "rope", "--stage", "parity", "--out"],
+        ["tune", "--op", "linear_cross_entropy", "--work"],
+    ],
+)
 def test_a_worker_of_a_command_ends_with_its_supervisor(command, tmp_path):
-    task = json.dumps({"until": time.time() + 100, "since": 0, "group": 1, "worker": 0, "of": 1, "parent": 1})
-    done = subprocess.run([sys.executable, "-m", "tilewright.bench", *command, str(tmp_path), "--minutes", "1",
-                           "--device", "cpu", "--task", task], capture_output=True, text=True)
+    task = json.dumps(
+        {"until": time.time() + 100, "since": 0, "group": 1, "worker": 0, "of": 1, "parent": 1}
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tilewright.bench",
+            *command,
+            str(tmp_path),
+            "--minutes",
+            "1",
+            "--device",
+            "cpu",
+            "--task",
+            task,
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 1 and not list(tmp_path.rglob("*.json")), done.stderr
 
 
 def test_tables_that_cannot_be_written_are_found_out_first(tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
-        main(["tune", "--minutes", "1", "--device", "cpu", "--tables", str(tmp_path / "file/tables")])
+        main(
+            ["tune", "--minutes", "1", "--device", "cpu", "--tables", str(tmp_path / "file/tables")]
+        )
     assert "argument --tables:" in capsys.readouterr().err
 
 
 def test_what_a_result_depends_on(tables, monkeypatch):
-    """On this op's constants, where they are not the heuristic's; times on settings, what is checked on dtypes."""
+    """On this op's constants, where they are not the heuristic's; times on settings, what is
+    checked on dtypes.
+    """
     op = OPS["linear_cross_entropy"]
 
     usual, changed = run.Settings(), run.Settings(rounds=3)
 
     def options(stage, settings=usual, dtypes=suite.DTYPES):
-        return [dict(u.options) for u in suite.units(stage, [op], "cpu", dtypes, settings, pathlib.Path())]
+        return [
+            dict(u.options)
+            for u in suite.units(stage, [op], "cpu", dtypes, settings, pathlib.Path())
+        ]
 
     before = {s: options(s) for s in suite.STAGES}
     chunk = op.implementation("cpp").tunables()[0]
@@ -698,20 +1012,40 @@ def test_what_a_result_depends_on(tables, monkeypatch):
     folder = tables / tuning.platform.slug(tuning.platform.cpu_name())
 
     def write(name, config):
-        report.write_json(folder / f"{name}.json", {"schema": 1, "device": "a", "device_type": "cpu", "launches": {
-            "chunk": [{"key": key, "config": config}]}})
+        report.write_json(
+            folder / f"{name}.json",
+            {
+                "schema": 1,
+                "device": "a",
+                "device_type": "cpu",
+                "launches": {"chunk": [{"key": key, "config": config}]},
+            },
+        )
         tuning.table.cache_clear()
 
     write("rmsnorm", {"budget_mib": 1})
     write("linear_cross_entropy", chunk.heuristic(**key))
     assert {s: options(s) for s in suite.STAGES} == before
     write("linear_cross_entropy", {"budget_mib": 1})
-    assert [s for s in suite.STAGES if options(s) != before[s]] == ["ab", "parity", "time", "overhead"]
+    assert [s for s in suite.STAGES if options(s) != before[s]] == [
+        "ab",
+        "parity",
+        "time",
+        "overhead",
+    ]
     assert all(a != b for a, b in zip(options("time"), options("time", changed), strict=True))
     now = {s: options(s) for s in suite.STAGES}
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert [s for s in suite.STAGES if options(s) != now[s]] == ["roofline", "ab", "time", "overhead"]
-    assert all(a != b for a, b in zip(options("parity"), options("parity", dtypes=suite.DTYPES[:1]), strict=True))
+    assert [s for s in suite.STAGES if options(s) != now[s]] == [
+        "roofline",
+        "ab",
+        "time",
+        "overhead",
+    ]
+    assert all(
+        a != b
+        for a, b in zip(options("parity"), options("parity", dtypes=suite.DTYPES[:1]), strict=True)
+    )
 
 
 EDITS = """
@@ -739,10 +1073,14 @@ print(json.dumps(found))
 
 
 def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
-    """And nothing else: neither a comment, nor a docstring, nor a goal, nor a table, nor the trainer."""
+    """And nothing else: neither a comment, nor a docstring, nor a goal, nor a table, nor the
+    trainer.
+    """
     root = pathlib.Path(run.__file__).parents[2]
     for folder in ("tilewright", "csrc"):
-        shutil.copytree(root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        shutil.copytree(
+            root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
     rows = {"rmsnorm", "add_rmsnorm"}
     fused = rows | {"qk_norm_rope", "silu_mul_quantize", "rmsnorm_quantize", "add_rmsnorm_quantize"}
     edits = [
@@ -760,13 +1098,22 @@ def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
         (("csrc/cpu/rope.h", "", "int another;\n"), {"rope", "qk_norm_rope", "attention"}),
         (("tilewright/kernels/rmsnorm_cute.py", "", "another = 1\n"), fused),
         (("tilewright/kernels/attention_triton.py", "", "another = 1\n"), {"attention"}),
-        (("tilewright/ops/linear_cross_entropy.py", "", "another = 1\n"), {"linear_cross_entropy", "linear_logprob"}),
+        (
+            ("tilewright/ops/linear_cross_entropy.py", "", "another = 1\n"),
+            {"linear_cross_entropy", "linear_logprob"},
+        ),
         (("tilewright/ops/_checks.py", "", "another = 1\n"), set(OPS)),
         (("tilewright/bench/timing.py", "", "another = 1\n"), {"", *OPS}),
         (("tilewright/bench/contract.py", "2 * own + by.atol", "3 * own + by.atol"), {"", *OPS}),
     ]
-    done = subprocess.run([sys.executable, "-c", EDITS], cwd=tmp_path, input=json.dumps([e for e, _ in edits]),
-                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
+    done = subprocess.run(
+        [sys.executable, "-c", EDITS],
+        cwd=tmp_path,
+        input=json.dumps([e for e, _ in edits]),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ""},
+    )
     assert done.returncode == 0, done.stderr
     for (edit, stale), found in zip(edits, json.loads(done.stdout), strict=True):
         assert set(found) == stale, edit
@@ -775,9 +1122,18 @@ def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
 def test_every_source_belongs_to_an_op():
     """So that no change of a kernel goes by unseen."""
     seen = {p for op in OPS.values() for p in sources.files(sources._modules_of(op))}
-    kernels = {p for p in (*(sources.PACKAGE / "kernels").glob("*.py"), *(sources.PACKAGE / "ops").glob("*.py"),
-                           *sources.CSRC.rglob("*.*")) if p.name != "__init__.py"}
-    apart = {sources.PACKAGE / "ops" / f"{n}.py" for n in ("context_parallel", "expert_parallel")}   # several devices
+    kernels = {
+        p
+        for p in (
+            *(sources.PACKAGE / "kernels").glob("*.py"),
+            *(sources.PACKAGE / "ops").glob("*.py"),
+            *sources.CSRC.rglob("*.*"),
+        )
+        if p.name != "__init__.py"
+    }
+    apart = {
+        sources.PACKAGE / "ops" / f"{n}.py" for n in ("context_parallel", "expert_parallel")
+    }  # several devices
     assert kernels - seen <= apart
 
 
@@ -788,16 +1144,40 @@ def test_a_broken_result_is_exit_code_1_and_a_missing_one_3(tmp_path):
     document["results"][0].update(status="broken", reason="grad x: error 1")
     path.write_text(json.dumps(document))
     assert suite_command(tmp_path, "--case", "ragged") == 1
-    assert main(["suite", "--minutes", "0.05", "--out", str(tmp_path), "--device", "cpu", "--op", "rope", "--stage",
-                 "parity", "--case", "gqa"]) == 3
+    assert (
+        main(
+            [
+                "suite",
+                "--minutes",
+                "0.05",
+                "--out",
+                str(tmp_path),
+                "--device",
+                "cpu",
+                "--op",
+                "rope",
+                "--stage",
+                "parity",
+                "--case",
+                "gqa",
+            ]
+        )
+        == 3
+    )
 
 
-@pytest.mark.parametrize("argv, message", [
-    (["--op", "rmsnrom"], "unknown 'rmsnrom'; did you mean 'rmsnorm'? have ['rmsnorm'"),
-    (["--stage", "party"], "unknown 'party'; did you mean 'parity'? have"),
-    (["--dtype", "half"], "unknown 'half'; have"), (["--minutes", "0"], "at least 0.05, got '0'"),
-    (["--case", "nosuch"], "unknown 'nosuch'; have"), (["--stage", "graph"], "nothing to do: no op of --op"),
-    (["--op", "rope", "--case", "ragged", "--stage", "time"], "nothing to do")])
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--op", "rmsnrom"], "unknown 'rmsnrom'; did you mean 'rmsnorm'? have ['rmsnorm'"),
+        (["--stage", "party"], "unknown 'party'; did you mean 'parity'? have"),
+        (["--dtype", "half"], "unknown 'half'; have"),
+        (["--minutes", "0"], "at least 0.05, got '0'"),
+        (["--case", "nosuch"], "unknown 'nosuch'; have"),
+        (["--stage", "graph"], "nothing to do: no op of --op"),
+        (["--op", "rope", "--case", "ragged", "--stage", "time"], "nothing to do"),
+    ],
+)
 def test_bad_arguments_are_named(argv, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["suite", "--minutes", "1", "--out", str(tmp_path), "--device", "cpu", *argv])
@@ -806,9 +1186,17 @@ def test_bad_arguments_are_named(argv, message, tmp_path, capsys):
 
 # ---- constants and their search
 
+
 def tunable(**more):
-    return Tunable("fake", "step", ("D", "itemsize"), "forward", lambda D, itemsize: {"WAIT": 4},
-                   lambda D, itemsize: [{"WAIT": w} for w in (1, 2, 4, 9)], **more)
+    return Tunable(
+        "fake",
+        "step",
+        ("D", "itemsize"),
+        "forward",
+        lambda D, itemsize: {"WAIT": 4},
+        lambda D, itemsize: [{"WAIT": w} for w in (1, 2, 4, 9)],
+        **more,
+    )
 
 
 CPU = torch.device("cpu")
@@ -816,7 +1204,9 @@ CPU = torch.device("cpu")
 
 def write_table(root, config, key=None, device="a-cpu"):
     entry = {"key": key or {"D": 64, "itemsize": 4}, "config": config}
-    report.write_json(root / device / "fake.json", {"schema": 1, "device": device, "launches": {"step": [entry]}})
+    report.write_json(
+        root / device / "fake.json", {"schema": 1, "device": device, "launches": {"step": [entry]}}
+    )
 
 
 @pytest.fixture
@@ -852,7 +1242,9 @@ def test_a_malformed_table_is_named(tables):
 
 def test_an_entry_that_no_launch_could_use_is_refused(tables):
     write_table(tables, {"STALL": 1})
-    with pytest.raises(ValueError, match=r"fake\.json: step: the config .* must name \['WAIT'\], got \['STALL'\]"):
+    with pytest.raises(
+        ValueError, match=r"fake\.json: step: the config .* must name \['WAIT'\], got \['STALL'\]"
+    ):
         tunable().config(CPU, 64, 4)
     with pytest.raises(ValueError, match="STALL"):
         list(tuning.tuned(tunable()))
@@ -866,7 +1258,9 @@ def test_the_committed_tables_can_be_used():
         for impl in op.implementations:
             for t in impl.tunables():
                 for folder, key, config in tuning.tuned(t):
-                    assert folder and config in t.candidates(**key), "what a search does not try was not found by one"
+                    assert folder and config in t.candidates(**key), (
+                        "what a search does not try was not found by one"
+                    )
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
@@ -876,7 +1270,9 @@ def test_every_candidate_names_what_the_heuristic_does(op):
             assert {t.op, op.name} <= set(OPS) and t.which in report.PASSES
             for key in t.keys:
                 assert t.candidates(**t.named(key))[0] == t.heuristic(**t.named(key))
-            assert not t.keys or any(len(t.candidates(**t.named(key))) > 1 for key in t.keys), "nothing to search"
+            assert not t.keys or any(len(t.candidates(**t.named(key))) > 1 for key in t.keys), (
+                "nothing to search"
+            )
 
 
 def waiting(spoil, dtype):
@@ -889,8 +1285,10 @@ def waiting(spoil, dtype):
         return rmsnorm_eager(x, weight, bias, eps, offset, cast) * (1.02 if wait in spoil else 1)
 
     op = fake_op(fake=compute)
-    op.implementations = (replace(op.implementations[0], tunables=lambda: (t,), dtypes=(dtype,)),
-                          *op.implementations[1:])
+    op.implementations = (
+        replace(op.implementations[0], tunables=lambda: (t,), dtypes=(dtype,)),
+        *op.implementations[1:],
+    )
     op._by_name = {i.name: i for i in op.implementations}
     return t, op
 
@@ -906,21 +1304,43 @@ def searched(monkeypatch, spoil=()):
 def test_the_fastest_constants_are_found(tables, monkeypatch):
     entry = searched(monkeypatch)
     assert entry["config"] == {"WAIT": 1} and entry["heuristic"] == {"WAIT": 4}
-    assert entry["median_us"] < entry["heuristic_us"] and len(entry["tried"]) == 4 and not entry["rejected"]
+    assert (
+        entry["median_us"] < entry["heuristic_us"]
+        and len(entry["tried"]) == 4
+        and not entry["rejected"]
+    )
 
 
 def test_fast_and_wrong_is_rejected(tables, monkeypatch):
     entry = searched(monkeypatch, spoil=(1,))
     assert entry["config"] == {"WAIT": 2}
-    assert entry["rejected"][0]["config"] == {"WAIT": 1} and "exceeds" in entry["rejected"][0]["reason"]
+    assert (
+        entry["rejected"][0]["config"] == {"WAIT": 1}
+        and "exceeds" in entry["rejected"][0]["reason"]
+    )
 
 
 def test_found_constants_reach_the_launchers(tables, tmp_path):
     work = tmp_path / "work"
-    meta = {"device": "a cpu", "device_type": "cpu", "date": "2026-01-01", "commit": "c", "dirty": False,
-            "source": "1", "versions": {}}
-    entry = {"launch": "fake/step", "key": {"D": 64, "itemsize": 4}, "config": {"WAIT": 2},
-             "heuristic": {"WAIT": 4}, "median_us": 2.0, "heuristic_us": 4.0, "tried": [], "rejected": []}
+    meta = {
+        "device": "a cpu",
+        "device_type": "cpu",
+        "date": "2026-01-01",
+        "commit": "c",
+        "dirty": False,
+        "source": "1",
+        "versions": {},
+    }
+    entry = {
+        "launch": "fake/step",
+        "key": {"D": 64, "itemsize": 4},
+        "config": {"WAIT": 2},
+        "heuristic": {"WAIT": 4},
+        "median_us": 2.0,
+        "heuristic_us": 4.0,
+        "tried": [],
+        "rejected": [],
+    }
     report.write_json(work / "x.json", {"meta": meta, "entries": [entry]})
     write_table(tables, {"WAIT": 9}, key={"D": 65, "itemsize": 4})
     tuning.table.cache_clear()
@@ -934,17 +1354,26 @@ def test_found_constants_reach_the_launchers(tables, tmp_path):
 
 
 def test_a_search_that_ended_in_the_middle_goes_on_where_it_was(tmp_path, monkeypatch):
-    """Each key is written down when it is found; an older search's file, of other sources, is none."""
-    asked = [Tunable("fake", n, ("D",), "forward", lambda D: {"W": 1}, lambda D: [])
-             for n in ("one", "two", "three")]
+    """Each key is written down when it is found; an older search's file, of other sources, is
+    none.
+    """
+    asked = [
+        Tunable("fake", n, ("D",), "forward", lambda D: {"W": 1}, lambda D: [])
+        for n in ("one", "two", "three")
+    ]
     seen = []
 
     def search(op, impl, case, dtype, tunable, key, device, **options):
         seen.append(tunable.launch)
         if len(seen) == 2:
             raise MemoryError("full")
-        return {"key": tunable.named(key), "config": {"W": 1}, "heuristic": {"W": 1}, "median_us": 1.0,
-                "heuristic_us": 1.0}
+        return {
+            "key": tunable.named(key),
+            "config": {"W": 1},
+            "heuristic": {"W": 1},
+            "median_us": 1.0,
+            "heuristic_us": 1.0,
+        }
 
     monkeypatch.setattr(tune, "search", search)
     monkeypatch.setattr(launches, "asked_for", lambda *_: [(t, (8,)) for t in asked])
@@ -952,10 +1381,16 @@ def test_a_search_that_ended_in_the_middle_goes_on_where_it_was(tmp_path, monkey
     meta = {**META, "date": "2026-01-01T00:00:00", "commit": None, "dirty": None}
 
     def go(meta):
-        unit = tune.unit(op, op.implementations[0], op.cases[1], "cpu", torch.float32, tmp_path, meta)
+        unit = tune.unit(
+            op, op.implementations[0], op.cases[1], "cpu", torch.float32, tmp_path, meta
+        )
         runner.work([unit], tmp_path, time.time() + 60, meta, since=time.time() + 1)
         document = value(tmp_path, unit.name)
-        return [e["launch"] for e in document["entries"]], document.get("error"), document.get("unfinished")
+        return (
+            [e["launch"] for e in document["entries"]],
+            document.get("error"),
+            document.get("unfinished"),
+        )
 
     assert go(meta) == (["fake/one"], "MemoryError: full", None)
     assert go(meta) == (["fake/one", "fake/two", "fake/three"], None, None)
@@ -984,7 +1419,14 @@ def test_a_search_times_the_pass_that_the_launch_belongs_to(tables, monkeypatch)
             called.append("backward")
             return g
 
-    t = Tunable("fake", "step", ("D", "itemsize"), "backward", lambda D, itemsize: {"W": 1}, lambda D, itemsize: [])
+    t = Tunable(
+        "fake",
+        "step",
+        ("D", "itemsize"),
+        "backward",
+        lambda D, itemsize: {"W": 1},
+        lambda D, itemsize: [],
+    )
     op = fake_op(fake=lambda x, *rest: Traced.apply(rmsnorm_eager(x, *rest)))
     monkeypatch.setattr(timing, "interleave", interleave)
     tune.search(op, op.implementations[0], op.cases[0], torch.float32, t, (100, 4), "cpu")
@@ -996,7 +1438,10 @@ def test_a_search_times_the_pass_that_the_launch_belongs_to(tables, monkeypatch)
 
 
 def test_recording_sees_every_launch_and_key_in_order():
-    one, two = (Tunable("fake", n, ("D",), "forward", lambda D: {"W": D}, lambda D: []) for n in ("one", "two"))
+    one, two = (
+        Tunable("fake", n, ("D",), "forward", lambda D: {"W": D}, lambda D: [])
+        for n in ("one", "two")
+    )
     with tuning.recording() as seen:
         for t, D in ((one, 1), (two, 1), (one, 2), (one, 1)):
             t.config(CPU, D)
@@ -1009,7 +1454,10 @@ def test_recording_sees_every_launch_and_key_in_order():
 def test_the_chunk_of_rows_follows_its_table(monkeypatch):
     from tilewright.ops.linear_cross_entropy import CHUNK, chunk_rows
 
-    x, weight = torch.empty(4096, 64, dtype=torch.bfloat16), torch.empty(32768, 64, dtype=torch.bfloat16)
+    x, weight = (
+        torch.empty(4096, 64, dtype=torch.bfloat16),
+        torch.empty(32768, 64, dtype=torch.bfloat16),
+    )
     key = (64, 32768, 2, False)
     with CHUNK.override(x.device, key, {"budget_mib": 16}):
         assert chunk_rows(x, weight) == 256
@@ -1018,7 +1466,9 @@ def test_the_chunk_of_rows_follows_its_table(monkeypatch):
 
 
 def test_contract_of_an_op_holds_with_every_candidate():
-    """On a CPU the chunk is all there is to tune; Triton's constants are checked by a search itself, on a GPU."""
+    """On a CPU the chunk is all there is to tune; Triton's constants are checked by a search
+    itself, on a GPU.
+    """
     op = OPS["linear_cross_entropy"]
     case = next(c for c in op.cases if "contract" in c.tags)
     kwargs = case.make("cpu", torch.float32, 0)
@@ -1029,17 +1479,27 @@ def test_contract_of_an_op_holds_with_every_candidate():
                 assert all(f.holds for f in contract.judge(op, "cpp", kwargs, by))
 
 
-@pytest.mark.parametrize("ours, theirs, faster", [
-    ((1.0, 1.0, 1.0), (2.0, 2.0, 2.0), True), ((1.0, 1.0, 3.0), (2.0, 2.0, 2.0), False),
-    ((1.995, 1.995, 1.995), (2.0, 2.0, 2.0), False)], ids=["clear", "overlapping", "half a percent"])
+@pytest.mark.parametrize(
+    "ours, theirs, faster",
+    [
+        ((1.0, 1.0, 1.0), (2.0, 2.0, 2.0), True),
+        ((1.0, 1.0, 3.0), (2.0, 2.0, 2.0), False),
+        ((1.995, 1.995, 1.995), (2.0, 2.0, 2.0), False),
+    ],
+    ids=["clear", "overlapping", "half a percent"],
+)
 def test_what_counts_as_faster(ours, theirs, faster):
     assert timing.faster(timing.Timing.of(ours), timing.Timing.of(theirs)) is faster
 
 
 def test_candidates_are_compiled_beforehand_in_half_of_the_time(tmp_path, monkeypatch):
-    """By a process that sees no GPU, for the capability of this one; it and what it has started end in time."""
+    """By a process that sees no GPU, for the capability of this one; it and what it has started
+    end in time.
+    """
     stub = tmp_path / "python"
-    stub.write_text(f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES|$*" >{tmp_path}/said\nsleep 600 & wait\n')
+    stub.write_text(
+        f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES|$*" >{tmp_path}/said\nsleep 600 & wait\n'
+    )
     stub.chmod(0o755)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -1050,24 +1510,34 @@ def test_candidates_are_compiled_beforehand_in_half_of_the_time(tmp_path, monkey
     tune.compile_beforehand(["rope", "rmsnorm"], tmp_path, begun + 4)
     assert 2 < time.time() - begun < 30
     devices, said = (tmp_path / "said").read_text().strip().split("|")
-    assert devices == "" and said.startswith("-m tilewright.bench gpu-cache --what search --arch 90 --op rope,rmsnorm ")
-    assert f"--goals {tmp_path}" in said and 0 < float(said.split("--minutes ")[1].split()[0]) <= 0.04
+    assert devices == "" and said.startswith(
+        "-m tilewright.bench gpu-cache --what search --arch 90 --op rope,rmsnorm "
+    )
+    assert (
+        f"--goals {tmp_path}" in said and 0 < float(said.split("--minutes ")[1].split()[0]) <= 0.04
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     (tmp_path / "said").unlink()
     tune.compile_beforehand(["rope"], None, begun + 600)
-    assert not (tmp_path / "said").exists(), "kernels of another capability are not what is launched"
+    assert not (tmp_path / "said").exists(), (
+        "kernels of another capability are not what is launched"
+    )
 
 
 def test_searches_of_another_device_or_with_other_versions_are_none(tmp_path):
     meta = {**META, "date": "2026-01-01", "device_type": "cpu"}
     entry = {"launch": "fake/step", "key": {"D": 1}}
     for i, field in enumerate(("none", "device", "versions", "source")):
-        report.write_json(tmp_path / f"{i}.json", {"meta": {**meta, field: "other"}, "entries": [entry]})
+        report.write_json(
+            tmp_path / f"{i}.json", {"meta": {**meta, field: "other"}, "entries": [entry]}
+        )
     assert [e["unit"] for e in tune._entries(tmp_path, meta)] == ["0"]
 
 
 def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, monkeypatch):
-    """What was being tried is on disk before it is called; after a crash it is rejected, and the rest is searched."""
+    """What was being tried is on disk before it is called; after a crash it is rejected, and
+    the rest is searched.
+    """
     t = tunable()
     op = fake_op(fake=lambda x, *rest: rmsnorm_eager(x, *rest))
     monkeypatch.setattr(launches, "asked_for", lambda *_: [(t, (100, 4))])
@@ -1086,7 +1556,9 @@ def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, mo
         unit.make()
     document = value(tmp_path, unit.name)
     assert document["trying"][2] == {"WAIT": 2} and document["unfinished"]
-    report.write_json(tmp_path / f"{unit.name}.json", {**document, "error": "an illegal memory access"})
+    report.write_json(
+        tmp_path / f"{unit.name}.json", {**document, "error": "an illegal memory access"}
+    )
     (entry,) = unit.make()["entries"]
     assert entry["rejected"] == [{"config": {"WAIT": 2}, "reason": "ended its process"}]
     assert len(entry["tried"]) == 4
@@ -1107,12 +1579,20 @@ def test_a_lost_device_ends_the_process_whatever_raised(tmp_path):
 
 
 def test_a_launch_is_timed_by_itself(monkeypatch):
-    """Of moe_mlp, whose passes start the same kernel for several launches: only that of the one asked about."""
+    """Of moe_mlp, whose passes start the same kernel for several launches: only that of the one
+    asked about.
+    """
     op = OPS["moe_mlp"]
     impl, case = op.implementation("triton"), next(c for c in op.cases if "contract" in c.tags)
     kwargs = case.make("cpu", torch.float32, 0)
-    passes = run.passes(Provider("triton", functools.partial(op.public, implementation="triton")), kwargs)
-    asked = [(t, k) for t, k in launches.asked_for(op, impl, kwargs) if t.op in ("moe_mlp", "grouped_gemm")]
+    passes = run.passes(
+        Provider("triton", functools.partial(op.public, implementation="triton")), kwargs
+    )
+    asked = [
+        (t, k)
+        for t, k in launches.asked_for(op, impl, kwargs)
+        if t.op in ("moe_mlp", "grouped_gemm")
+    ]
     assert len(asked) >= 6
     started, real = [], InterpretedFunction.run
 
@@ -1130,7 +1610,9 @@ def test_a_launch_is_timed_by_itself(monkeypatch):
         started.clear()
         again()
         ((name, options),) = started
-        assert options["GROUP"] == 3 and name == ("_dweight" if t.launch == "backward_weight" else "_gemm")
+        assert options["GROUP"] == 3 and name == (
+            "_dweight" if t.launch == "backward_weight" else "_gemm"
+        )
         epilogue = {"up_swiglu": 1, "down_dswiglu": 2, "backward_weight": None}.get(t.launch, 0)
         assert options.get("EPILOGUE") == epilogue, t.name
         started.clear()
@@ -1139,23 +1621,40 @@ def test_a_launch_is_timed_by_itself(monkeypatch):
 def test_a_launch_that_no_pass_starts_is_said():
     op = OPS["rmsnorm"]
     kwargs = RAGGED.make("cpu", torch.float32, 0)
-    passes = run.passes(Provider("triton", functools.partial(op.public, implementation="triton")), kwargs)
+    passes = run.passes(
+        Provider("triton", functools.partial(op.public, implementation="triton")), kwargs
+    )
     forward = op.implementation("triton").tunables()[0]
-    with pytest.raises(RuntimeError, match=r"no pass of the op starts a kernel of rmsnorm/forward for .*'D': 99"):
+    with pytest.raises(
+        RuntimeError, match=r"no pass of the op starts a kernel of rmsnorm/forward for .*'D': 99"
+    ):
         launches.timed(forward, (99, 4, False), forward.heuristic(99, 4, False), CPU, passes)()
 
 
-@pytest.mark.parametrize("other, spoil, status, better", [
-    (1, (), "holds", "other"), (9, (), "holds", "now"), (1, (1,), "rejected", None)], ids=["faster", "slower", "wrong"])
+@pytest.mark.parametrize(
+    "other, spoil, status, better",
+    [(1, (), "holds", "other"), (9, (), "holds", "now"), (1, (1,), "rejected", None)],
+    ids=["faster", "slower", "wrong"],
+)
 def test_which_of_two_ways_is_faster(tables, monkeypatch, other, spoil, status, better):
-    """Both judged by the contract, timed in the same rounds; one that is wrong has no time, and is no failure."""
+    """Both judged by the contract, timed in the same rounds; one that is wrong has no time, and
+    is no failure.
+    """
     _, op = waiting(spoil, torch.bfloat16)
-    monkeypatch.setattr(suite.variants, "VARIANTS", (
-        Variant("a shorter wait", "rmsnorm", "tiny", "fake/step", {"WAIT": other}),
-        Variant("of another op", "rope", "tiny", "fake/step", {"WAIT": other})))
+    monkeypatch.setattr(
+        suite.variants,
+        "VARIANTS",
+        (
+            Variant("a shorter wait", "rmsnorm", "tiny", "fake/step", {"WAIT": other}),
+            Variant("of another op", "rope", "tiny", "fake/step", {"WAIT": other}),
+        ),
+    )
     (unit,) = plan(op, "ab")
     document = unit.make()
-    assert unit.name == "ab/rmsnorm.tiny" and [r["status"] for r in document["results"]] == ["holds", status]
+    assert unit.name == "ab/rmsnorm.tiny" and [r["status"] for r in document["results"]] == [
+        "holds",
+        status,
+    ]
     assert [v["better"] for v in document["timed"]] == ([better] if better else [])
     for v in document["timed"]:
         assert v["pass"] == "forward" and (v["faster_percent"] > 0) == (better == "other")
@@ -1180,16 +1679,40 @@ def test_luck_is_not_taken_for_speed(tables, monkeypatch):
 
 
 def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(tmp_path, monkeypatch):
-    argv = ["suite", "--minutes", "50", "--out", str(tmp_path), "--device", "cpu", "--op", "rmsnorm", "--dtype",
-            "float32", "--stage", "time", "--case", "gemma-3-4b", "--rounds", "1"]
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")   # a compiler's minute tells nothing here
+    argv = [
+        "suite",
+        "--minutes",
+        "50",
+        "--out",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--op",
+        "rmsnorm",
+        "--dtype",
+        "float32",
+        "--stage",
+        "time",
+        "--case",
+        "gemma-3-4b",
+        "--rounds",
+        "1",
+    ]
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # a compiler's minute tells nothing here
     meta = run.metadata("cpu", run.Settings(), [])
-    failed = {"meta": meta, "options": dict(suite.roofline_unit("cpu").options), "roofline": None,
-              "error": "out of memory"}
+    failed = {
+        "meta": meta,
+        "options": dict(suite.roofline_unit("cpu").options),
+        "roofline": None,
+        "error": "out of memory",
+    }
     report.write_json(tmp_path / "roofline.json", failed)
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "supervise",
-                      lambda *a, **k: report.write_json(tmp_path / "roofline.json", failed) or True)
+        patch.setattr(
+            runner,
+            "supervise",
+            lambda *a, **k: report.write_json(tmp_path / "roofline.json", failed) or True,
+        )
         assert main(argv) == 1
     assert not (tmp_path / "time").exists()
     assert main(argv) == 0
@@ -1210,6 +1733,11 @@ def test_a_variant_that_is_refused_is_no_failure(monkeypatch):
         return judge(op, name, kwargs, by)
 
     monkeypatch.setattr(contract, "judge", refusing)
-    found = {r["implementation"]: r for r in suite._parity(op, case, "cpu", torch.float32, ["torch", "eager"])}
-    assert found["torch"]["status"] == "unavailable" and "no such variant" in found["torch"]["reason"]
+    found = {
+        r["implementation"]: r
+        for r in suite._parity(op, case, "cpu", torch.float32, ["torch", "eager"])
+    }
+    assert (
+        found["torch"]["status"] == "unavailable" and "no such variant" in found["torch"]["reason"]
+    )
     assert found["eager"]["status"] == "holds"

@@ -1,4 +1,6 @@
-"""Training on sequences that are spread over processes: the same losses, norms and weights as in one process."""
+"""Training on sequences that are spread over processes: the same losses, norms and weights as
+in one process.
+"""
 
 import json
 import pathlib
@@ -36,8 +38,13 @@ from tilewright.trainer.parallel import World
 
 def spread(ring, ulysses, processes=4, **more):
     """Arguments with which four processes take the eight bins of a step in two micro-batches."""
-    settings = {"data_parallel_mode": "fsdp2", "ringattn_parallel_size": ring, "ulysses_parallel_size": ulysses,
-                "micro_batch_size": ring * ulysses * 4 // processes, **more}
+    settings = {
+        "data_parallel_mode": "fsdp2",
+        "ringattn_parallel_size": ring,
+        "ulysses_parallel_size": ulysses,
+        "micro_batch_size": ring * ulysses * 4 // processes,
+        **more,
+    }
     return [f"--train.{name}={value}" for name, value in settings.items()]
 
 
@@ -47,13 +54,18 @@ MODES = {
     "train_and_save": spread(2, 2, **ADAM),
     "train_after_loading": spread(1, 2, **ADAM, expert_parallel_size=2),
     "train_ulysses": spread(1, 2, **RECOMPUTE),
-    "train_ulysses_4": spread(1, 4),   # more ranks than heads of keys
+    "train_ulysses_4": spread(1, 4),  # more ranks than heads of keys
     "train_ring": spread(2, 1, enable_full_shard="false"),
     "train_ring_4": spread(4, 1, **RECOMPUTE, enable_reentrant="true"),
     "train_replicas": spread(2, 1, data_parallel_replicate_size=2),
-    **{f"train_both_{mode}": spread(2, 2, cp_fsdp_mode=mode) for mode in ("all", "ulysses_only", "ring_only", "none")},
+    **{
+        f"train_both_{mode}": spread(2, 2, cp_fsdp_mode=mode)
+        for mode in ("all", "ulysses_only", "ring_only", "none")
+    },
     "train_experts": spread(2, 1, expert_parallel_size=2, cp_fsdp_mode="none", **RECOMPUTE),
-    "train_experts_over_sequences": spread(2, 2, expert_parallel_size=2, cp_fsdp_mode="ulysses_only"),
+    "train_experts_over_sequences": spread(
+        2, 2, expert_parallel_size=2, cp_fsdp_mode="ulysses_only"
+    ),
     "train_in_bfloat16": spread(2, 2, enable_mixed_precision="true", **RECOMPUTE),
 }
 
@@ -63,17 +75,35 @@ def trained(tmp_path_factory):
     """Four steps in four processes in each of those ways, and in one process."""
     folder = tmp_path_factory.mktemp("spread")
     # SGD shows a wrong scale of gradients, which AdamW hides; they are clipped, too.
-    path = write_config(folder, MOE, train__gradient_accumulation_steps=2, train__optimizer="sgd", train__lr=0.5,
-                        train__max_grad_norm=0.2, data__pad_to_multiple_of=1)
+    path = write_config(
+        folder,
+        MOE,
+        train__gradient_accumulation_steps=2,
+        train__optimizer="sgd",
+        train__lr=0.5,
+        train__max_grad_norm=0.2,
+        data__pad_to_multiple_of=1,
+    )
     bins = make_bins()
     torch.save(bins, folder / "bins.pt")
     (folder / "modes.json").write_text(json.dumps(MODES))
     done = launch(4, [str(pathlib.Path(distributed_worker.__file__))], str(folder))
     assert done.returncode == 0, done.stderr[-3000:]
     found = {mode: torch.load(folder / f"{mode}.pt") for mode in MODES}
-    alone = {adam: distributed_worker.several_steps(load(path, [
-        "--train.micro_batch_size=4", *(f"--train.{k}={v}" for k, v in (ADAM if adam else {}).items())]),
-        World(), bins)[2] for adam in (False, True)}
+    alone = {
+        adam: distributed_worker.several_steps(
+            load(
+                path,
+                [
+                    "--train.micro_batch_size=4",
+                    *(f"--train.{k}={v}" for k, v in (ADAM if adam else {}).items()),
+                ],
+            ),
+            World(),
+            bins,
+        )[2]
+        for adam in (False, True)
+    }
     return folder, path, found, alone
 
 
@@ -82,7 +112,7 @@ def test_spread_sequences_train_as_in_one_process(mode, trained):
     _, _, found, alone = trained
     adam = "optimizer=adamw" in " ".join(MODES[mode])
     found, want = found[mode], alone[adam]
-    assert min(want["norm"]) > 0.4   # twice what it is clipped to
+    assert min(want["norm"]) > 0.4  # twice what it is clipped to
     if mode == "train_in_bfloat16":
         assert found["loss"] != want["loss"]
         np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-2)
@@ -92,8 +122,12 @@ def test_spread_sequences_train_as_in_one_process(mode, trained):
     np.testing.assert_allclose(found["norm"], want["norm"], rtol=1e-5)
     for name, weight in want["weights"].items():
         # AdamW divides by the gradient's size, and so makes a rounding error of a small one large.
-        assert (found["weights"][name] - weight).abs().max() <= (1e-3 if adam else 1e-5) * weight.abs().max(), name
-    for a, b in zip(found["router"], want["router"], strict=True):   # which count padding, of which there is more
+        assert (found["weights"][name] - weight).abs().max() <= (
+            1e-3 if adam else 1e-5
+        ) * weight.abs().max(), name
+    for a, b in zip(
+        found["router"], want["router"], strict=True
+    ):  # which count padding, of which there is more
         assert a.keys() == b.keys() and a["expert_load"] == pytest.approx(b["expert_load"], rel=0.3)
 
 
@@ -101,8 +135,8 @@ def test_ulysses_exchanges_once_each_way(trained):
     layers, micro_batches = 2, 2
     counts = {mode: trained[2][mode]["all_to_alls"] / (layers * micro_batches) for mode in MODES}
     assert counts["train_ring"] == 0
-    assert counts["train_both_all"] == counts["train_ulysses_4"] == 4   # two forward, two backward
-    assert counts["train_ulysses"] == 6   # recomputed
+    assert counts["train_both_all"] == counts["train_ulysses_4"] == 4  # two forward, two backward
+    assert counts["train_ulysses"] == 6  # recomputed
     assert counts["train_experts"] == 9 and counts["train_experts_over_sequences"] == 4 + 7
 
 
@@ -111,12 +145,21 @@ def test_checkpoints_move_between_layouts(trained):
 
 
 def test_a_run_goes_on_in_one_process_where_a_ring_left_it(tmp_path):
-    path = write_config(tmp_path, train__max_steps=4, data__val_set_size=6, data__pad_to_multiple_of=6,
-                        train__gradient_accumulation_steps=2, train__data_parallel_mode="fsdp2", train__save_steps=2)
+    path = write_config(
+        tmp_path,
+        train__max_steps=4,
+        data__val_set_size=6,
+        data__pad_to_multiple_of=6,
+        train__gradient_accumulation_steps=2,
+        train__data_parallel_mode="fsdp2",
+        train__save_steps=2,
+    )
     command = ["-m", "tilewright.trainer.train"], path
     done = launch(2, *command, "--train.ringattn_parallel_size=2")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "a sequence on 2 ring x 1 Ulysses ranks, padded to a multiple of 12 tokens" in done.stdout
+    assert (
+        "a sequence on 2 ring x 1 Ulysses ranks, padded to a multiple of 12 tokens" in done.stdout
+    )
     assert re.search(r"^ops: .*attention=eager\b", done.stdout, re.MULTILINE)
     ring, weights = rows(tmp_path), tensors(tmp_path, 4)
     run(path, "--train.load_checkpoint_path", str(tmp_path / "out/checkpoints/global_step_2"))
@@ -133,14 +176,20 @@ def test_a_run_goes_on_in_one_process_where_a_ring_left_it(tmp_path):
 
 # ---- in one process
 
+
 def test_ranks_of_one_sequence_read_the_same_bins_and_have_all_of_a_batch(tmp_path):
-    config = load(write_config(tmp_path), ["--data.dataloader_num_workers=1", "--data.pad_to_multiple_of=6"])
+    config = load(
+        write_config(tmp_path), ["--data.dataloader_num_workers=1", "--data.pad_to_multiple_of=6"]
+    )
     held, _ = train.build_data(config, World(), 97)
     whole = next(data.Batches(held.bins, config, rank=1, world_size=3).steps())[0]
     S = data.padding(config.data, ContextParallel(2, 2))
     assert S == 24
     layouts = [ContextParallel(2, 2, u, r) for r in range(2) for u in range(2)]
-    parts = [next(data.Batches(held.bins, config, rank=1, world_size=3, cp=cp).steps())[0] for cp in layouts]
+    parts = [
+        next(data.Batches(held.bins, config, rank=1, world_size=3, cp=cp).steps())[0]
+        for cp in layouts
+    ]
     n = whole["input_ids"].shape[1]
     total = int(parts[0]["cu_seqlens"][-1])
     assert total % 24 == 0 and total - n < 24
@@ -148,25 +197,34 @@ def test_ranks_of_one_sequence_read_the_same_bins_and_have_all_of_a_batch(tmp_pa
         joined = torch.empty(1, total, dtype=torch.int64)
         for cp, part in zip(layouts, parts, strict=True):
             joined[0, shard(torch.arange(total), 0, cp)] = part[name][0]
-        real = int(whole["cu_seqlens"][-2] if n % 6 == 0 and int((whole["labels"] != -100).sum()) else n)
+        real = int(
+            whole["cu_seqlens"][-2] if n % 6 == 0 and int((whole["labels"] != -100).sum()) else n
+        )
         assert joined[:, :real].equal(whole[name][:, :real]), name
     assert all(part["cu_seqlens"].equal(parts[0]["cu_seqlens"]) for part in parts)
     assert sum(map(train.count_labels, parts)) == train.count_labels(whole)
 
 
-@pytest.mark.parametrize("mode, table", [
-    ("all", [[0, 1, 2, 3, 4, 5, 6, 7]]),
-    ("ulysses_only", [[0, 1, 4, 5], [2, 3, 6, 7]]),
-    ("ring_only", [[0, 2, 4, 6], [1, 3, 5, 7]]),
-    ("none", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-])
+@pytest.mark.parametrize(
+    "mode, table",
+    [
+        ("all", [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ("ulysses_only", [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ("ring_only", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("none", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+)
 def test_which_ranks_shard_parameters(mode, table, tmp_path):
     config = load(write_config(tmp_path), spread(2, 2, cp_fsdp_mode=mode))
     assert parallel._ranks(config.train, World(size=8)).tolist() == table
-    replicas = load(write_config(tmp_path), spread(2, 2, cp_fsdp_mode=mode, data_parallel_replicate_size=2)).train
+    replicas = load(
+        write_config(tmp_path), spread(2, 2, cp_fsdp_mode=mode, data_parallel_replicate_size=2)
+    ).train
     found = parallel._ranks(replicas, World(size=8))
     assert found.shape == replicas.mesh(8) and sorted(found.flatten().tolist()) == list(range(8))
-    assert all({r // 4 for r in group} == {group[0] // 4} for group in found.tolist())   # a replica has its own
+    assert all(
+        {r // 4 for r in group} == {group[0] // 4} for group in found.tolist()
+    )  # a replica has its own
 
 
 def test_ranks_of_one_sequence_are_neighbours(tmp_path):
@@ -176,7 +234,10 @@ def test_ranks_of_one_sequence_are_neighbours(tmp_path):
         assert cp.layout() == ContextParallel(2, 2, 0, 0)
         assert torch.distributed.get_process_group_ranks(cp.ulysses) == [0, 1]
         assert torch.distributed.get_process_group_ranks(cp.ring) == [0, 2]
-        assert parallel.context_parallel(load(write_config(tmp_path)).train, 8, "cpu") == ContextParallel()
+        assert (
+            parallel.context_parallel(load(write_config(tmp_path)).train, 8, "cpu")
+            == ContextParallel()
+        )
     places = [World(rank, 8, cp=ContextParallel(2, 2)) for rank in range(8)]
     assert [(w.data_rank, w.data_size) for w in places] == [(rank // 4, 2) for rank in range(8)]
 
@@ -184,7 +245,9 @@ def test_ranks_of_one_sequence_are_neighbours(tmp_path):
 def test_what_cannot_be_spread_is_one_sentence(tmp_path):
     config = load(write_config(tmp_path, {**QWEN3, "num_attention_heads": 6}), spread(1, 4))
     decoder = Transformer(shape_of(config), Ops.resolve())
-    with pytest.raises(ValueError, match=r"ulysses_parallel_size = 4: the model's 6 query heads do not divide by 4"):
+    with pytest.raises(
+        ValueError, match=r"ulysses_parallel_size = 4: the model's 6 query heads do not divide by 4"
+    ):
         parallel.parallelize(decoder, config, World(0, 4, cp=ContextParallel(4)))
     config = load(write_config(tmp_path), [*spread(2, 1), "--model.attn_implementation=native"])
     with pytest.raises(ImplementationUnavailable, match=r"attention\[native\]"):
@@ -192,11 +255,14 @@ def test_what_cannot_be_spread_is_one_sentence(tmp_path):
 
 
 def test_positions_that_are_not_given_are_those_of_the_whole_sequence():
-    """Rank by rank in one process: attention is left out, for which there would have to be others."""
+    """Rank by rank in one process: attention is left out, for which there would have to be
+    others.
+    """
     decoder = Transformer(hf.ModelConfig.from_hf(QWEN3), Ops.resolve())
     seen = []
-    decoder.model.layers[0].self_attn.forward = lambda x, cos, sin, position_ids, *rest: seen.append(
-        (len(cos), position_ids)) or x
+    decoder.model.layers[0].self_attn.forward = lambda x, cos, sin, position_ids, *rest: (
+        seen.append((len(cos), position_ids)) or x
+    )
     decoder.model.layers[1].self_attn.forward = lambda x, *rest: x
     ids, cu = torch.randint(0, 97, (1, 16)), torch.tensor([0, 5, 16])
     for cp in (ContextParallel(1, 2, 0, r) for r in range(2)):
@@ -219,7 +285,11 @@ def test_compiled_layers_are_not_made_anew_for_other_documents(monkeypatch, no_c
     from torch._dynamo.testing import CompileCounter
 
     seen, made = [], []
-    monkeypatch.setattr(model, "context_parallel_attention", lambda q, *_, ends, **__: seen.append(ends) or q.clone())
+    monkeypatch.setattr(
+        model,
+        "context_parallel_attention",
+        lambda q, *_, ends, **__: seen.append(ends) or q.clone(),
+    )
     shape, cp = hf.ModelConfig.from_hf({**QWEN3, "num_hidden_layers": 1}), ContextParallel(1, 2)
     decoder, counter = Transformer(shape, Ops.resolve()), CompileCounter()
     decoder.spread_sequence(cp)

@@ -1,4 +1,6 @@
-"""Tilewright: fused operations for training language models, each beside the plain PyTorch it must equal."""
+"""Tilewright: fused operations for training language models, each beside the plain PyTorch it
+must equal.
+"""
 
 from tilewright._version import __version__
 from tilewright.registry import Implementation, ImplementationUnavailable, Op, resolve, use

@@ -1,6 +1,6 @@
-"""What the package takes from PyTorch that PyTorch does not document, in one place for the day that a version changes
-it (bench/pretend.py, which takes a GPU's part, has its own). Seen in torch 2.11.0 and 2.13.0, with which the tests of
-the operators, of the contract and of torch.compile pass.
+"""What the package takes from PyTorch that PyTorch does not document, in one place for the day that
+a version changes it (bench/pretend.py, which takes a GPU's part, has its own). Seen in torch 2.11.0
+and 2.13.0, with which the tests of the operators, of the contract and of torch.compile pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ __all__ = ["Info", "SingleLevelFunction", "TorchDispatchMode", "make_autograd_im
 
 # ---- who watches a call of an operator
 
-torch_dispatch_modes, torch_function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
+torch_dispatch_modes, torch_function_modes = (
+    _C._len_torch_dispatch_stack,
+    _C._len_torch_function_stack,
+)
 profiled, traced_by_jit = _C._autograd._profiler_enabled, _C._is_tracing
 # Whether transforms of torch.func (grad, vjp, vmap) are at work.
 in_transform = _C._are_functorch_transforms_active
@@ -40,11 +43,14 @@ BELOW_AUTOGRAD = _C._after_autograd_keyset
 CPU_KERNELS = _C.DispatchKeySet(_C.DispatchKey.CPU)
 DelayedError = _C._functions.DelayedError
 is_wrapped, unwrapped = _C._functorch.is_functorch_wrapped_tensor, _C._functorch.get_unwrapped
-# A Function within torch.func's transforms, which is to be one at every level, is refused unless this is set.
+# A Function within torch.func's transforms, which is to be one at every level, is refused unless
+# this is set.
 single_level_allowed = _C._functorch.get_single_level_autograd_function_allowed
 allow_single_level = _C._functorch.set_single_level_autograd_function_allowed
 # Whether the backward that runs may be repeated; without a way to ask, the answer is yes.
-keeps_graph: Callable[[], bool] = getattr(_C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+keeps_graph: Callable[[], bool] = getattr(
+    _C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
 
 # ---- tensors
 
@@ -75,16 +81,20 @@ def group_by_name(name: str) -> torch.distributed.ProcessGroup:
 
 # ---- Dynamo
 
+
 def constant(fn: Callable) -> Callable:
-    """torch.compiler.assume_constant_result; but that imports Dynamo, and Triton with it: a second and a half on every
-    `import tilewright`, compiled code or not. Arguments must be constants in torch 2.11, not in 2.13."""
+    """torch.compiler.assume_constant_result; but that imports Dynamo, and Triton with it: a second
+    and a half on every `import tilewright`, compiled code or not. Arguments must be constants in
+    torch 2.11, not in 2.13.
+    """
     fn._dynamo_marked_constant = True
     return fn
 
 
 def dynamo() -> ModuleType:
-    """torch._dynamo, of which maybe_mark_dynamic, config.recompile_limit and the exceptions FailOnRecompileLimitHit and
-    Unsupported are used."""
+    """torch._dynamo, of which maybe_mark_dynamic, config.recompile_limit and the exceptions
+    FailOnRecompileLimitHit and Unsupported are used.
+    """
     import torch._dynamo
 
     return torch._dynamo

@@ -1,5 +1,6 @@
-"""Linear layers that are frozen, dense or quantised, with low-rank adapters: LoRA (arXiv 2106.09685) and QLoRA (arXiv
-2305.14314). `adapt.py` puts them into models, `lora_experts.py` has those for experts.
+"""Linear layers that are frozen, dense or quantised, with low-rank adapters: LoRA (arXiv
+2106.09685) and QLoRA (arXiv 2305.14314). `adapt.py` puts them into models, `lora_experts.py` has
+those for experts.
 
 In `base.*` a layer keeps what it was; its adapters are `lora_A` and `lora_B`.
 """
@@ -25,12 +26,14 @@ from tilewright.ops.quantized_linear import dequantize, quantized_linear
 
 # ---- quantised formats
 
+
 @dataclasses.dataclass(frozen=True)
 class QuantFormat:
     """How weights are quantised. Called with a dense weight, it returns it quantised.
 
-    name: nvfp4 | block_fp8 | nf4.   group_size: elements that share a scale: 16 for nvfp4; the edge of the square
-        blocks of block_fp8, 1 to 128, by default 128; 32 to 4096, a power of two, for nf4, by default 64.
+    name: nvfp4 | block_fp8 | nf4.   group_size: elements that share a scale: 16 for nvfp4; the edge
+        of the square blocks of block_fp8, 1 to 128, by default 128; 32 to 4096, a power of two, for
+        nf4, by default 64.
     """
 
     name: str
@@ -53,26 +56,39 @@ class QuantFormat:
 
 
 # name -> class, the group sizes that exist, and how a sentence calls them
-FORMATS = {"nvfp4": (NVFP4, (16,), "16"), "block_fp8": (BlockFP8, range(1, 129), "1 to 128"),
-           "nf4": (NF4, BLOCKS, ", ".join(map(str, BLOCKS)))}
+FORMATS = {
+    "nvfp4": (NVFP4, (16,), "16"),
+    "block_fp8": (BlockFP8, range(1, 129), "1 to 128"),
+    "nf4": (NF4, BLOCKS, ", ".join(map(str, BLOCKS))),
+}
 
-DEFAULT_GROUPS = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}   # of published checkpoints
+DEFAULT_GROUPS = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}  # of published checkpoints
 
 
 def wrong_group_size(name: str, size: int) -> str | None:
     """A sentence if the format has no such groups."""
     _, sizes, shown = FORMATS[name]
-    return None if type(size) is int and size in sizes else f"{name} has groups of {shown}, got {size!r}"
+    return (
+        None
+        if type(size) is int and size in sizes
+        else f"{name} has groups of {shown}, got {size!r}"
+    )
 
 
 def format_of(q: Quantized) -> QuantFormat | str:
-    """The format that q is in, or its description, if it is one that `QuantFormat` does not make."""
+    """The format that q is in, or its description, if it is one that `QuantFormat` does not
+    make.
+    """
     if isinstance(q, NF4):
         return QuantFormat("nf4", q.block_size)
     if isinstance(q, NVFP4):
         return QuantFormat("nvfp4", 16)
     rows, columns = q.block
-    return QuantFormat("block_fp8", rows) if rows == columns <= 128 else f"block_fp8 of {rows} x {columns} blocks"
+    return (
+        QuantFormat("block_fp8", rows)
+        if rows == columns <= 128
+        else f"block_fp8 of {rows} x {columns} blocks"
+    )
 
 
 def quantize_as(q: Quantized, weight: torch.Tensor) -> Quantized:
@@ -87,14 +103,17 @@ def quantize_as(q: Quantized, weight: torch.Tensor) -> Quantized:
 
 
 def join(parts: Sequence[Quantized]) -> list[Quantized]:
-    """The matrices, one below the other, as one if its bytes are those of the parts; else the parts.
+    """The matrices, one below the other, as one if its bytes are those of the parts; else the
+    parts.
 
-    They are not where a block would have to begin within another, or where what is one number for a tensor differs:
-    NVFP4's global scale, or the offset of NF4's double quantisation.
+    They are not where a block would have to begin within another, or where what is one number for a
+    tensor differs: NVFP4's global scale, or the offset of NF4's double quantisation.
     """
     first, *rest = parts
-    if not rest or any(type(q) is not type(first) or q.shape[1] != first.shape[1] or q.dtype != first.dtype
-                       for q in rest):
+    if not rest or any(
+        type(q) is not type(first) or q.shape[1] != first.shape[1] or q.dtype != first.dtype
+        for q in rest
+    ):
         return list(parts)
 
     def cat(field):
@@ -103,29 +122,35 @@ def join(parts: Sequence[Quantized]) -> list[Quantized]:
     shape = (sum(q.shape[0] for q in parts), first.shape[1])
     if isinstance(first, NF4):
         if all(q.offset is None and q.block_size == first.block_size for q in parts) and all(
-                math.prod(q.shape) % q.block_size == 0 for q in parts[:-1]):
+            math.prod(q.shape) % q.block_size == 0 for q in parts[:-1]
+        ):
             return [dataclasses.replace(first, data=cat("data"), absmax=cat("absmax"), shape=shape)]
     elif isinstance(first, NVFP4):
         if all(torch.equal(q.global_scale, first.global_scale) for q in rest):
             return [dataclasses.replace(first, data=cat("data"), scale=cat("scale"), shape=shape)]
-    elif all(q.block == first.block for q in rest) and all(q.shape[0] % q.block[0] == 0 for q in parts[:-1]):
+    elif all(q.block == first.block for q in rest) and all(
+        q.shape[0] % q.block[0] == 0 for q in parts[:-1]
+    ):
         return [dataclasses.replace(first, data=cat("data"), scale_inv=cat("scale_inv"))]
     return list(parts)
 
 
 # ---- modules
 
+
 class QuantizedLinear(nn.Module):
     """A frozen linear layer over a quantised weight: `ops.quantized_linear`.
 
     weight: a quantised [N, K], or several, one below the other, that cannot be one (see `join`).
-    bias: [N] or None; frozen.
-    Its tensors are buffers of bytes, which casting a module, broadcasting buffers and checkpoints leave as they are.
-    A quantised tensor on the meta device gives a layer to fill later, by `fill` or by a state dict.
+    bias: [N] or None; frozen. Its tensors are buffers of bytes, which casting a module,
+    broadcasting buffers and checkpoints leave as they are. A quantised tensor on the meta device
+    gives a layer to fill later, by `fill` or by a state dict.
     """
 
-    noise_layers = 4   # numbers of `AQN.layer` that it may need
-    dense_class: type[nn.Linear] = nn.Linear   # what it stands for, which `merge_and_unload` makes of it again
+    noise_layers = 4  # numbers of `AQN.layer` that it may need
+    dense_class: type[nn.Linear] = (
+        nn.Linear
+    )  # what it stands for, which `merge_and_unload` makes of it again
 
     def __init__(self, weight: Quantized | Sequence[Quantized], bias: torch.Tensor | None = None):
         super().__init__()
@@ -137,15 +162,29 @@ class QuantizedLinear(nn.Module):
 
     def fill(self, weights: Sequence[Quantized]) -> None:
         """Takes other weights of the same size, on the same device or another."""
-        if not weights or any(len(q.shape) != 2 for q in weights) or len({q.shape[1] for q in weights}) > 1:
-            raise ValueError(f"weight must be quantised matrices of one width, got shapes {[q.shape for q in weights]}")
+        if (
+            not weights
+            or any(len(q.shape) != 2 for q in weights)
+            or len({q.shape[1] for q in weights}) > 1
+        ):
+            raise ValueError(
+                f"weight must be quantised matrices of one width, got shapes "
+                f"{[q.shape for q in weights]}"
+            )
         if len(weights) > self.noise_layers:
-            raise ValueError(f"weight must be at most {self.noise_layers} matrices, got {len(weights)}")
+            raise ValueError(
+                f"weight must be at most {self.noise_layers} matrices, got {len(weights)}"
+            )
         shape = (sum(q.shape[0] for q in weights), weights[0].shape[1])
         if hasattr(self, "_layout") and shape != (self.out_features, self.in_features):
-            raise ValueError(f"weight must be [{self.out_features}, {self.in_features}], got {list(shape)}")
+            raise ValueError(
+                f"weight must be [{self.out_features}, {self.in_features}], got {list(shape)}"
+            )
         self.out_features, self.in_features = shape
-        layout, buffers = [], {}   # of each weight: its class, its tensors' names, dtypes, shapes, and its other fields
+        layout, buffers = (
+            [],
+            {},
+        )  # of each weight: its class, its tensors' names, dtypes, shapes, and its other fields
         for i, q in enumerate(weights):
             tensors, rest = {}, {}
             for f in dataclasses.fields(q):
@@ -162,14 +201,23 @@ class QuantizedLinear(nn.Module):
             del self._buffers[name]
         for name, t in buffers.items():
             self.register_buffer(name, t)
-        if layout != getattr(self, "_layout", None):   # else the same object: what is compiled for it stays valid
+        if layout != getattr(
+            self, "_layout", None
+        ):  # else the same object: what is compiled for it stays valid
             self._layout = layout
 
     def weights(self) -> list[Quantized]:
         """The quantised weights, on the layer's own memory."""
-        return [kind(**{field: getattr(self, name).view(dtype).view(shape)
-                        for field, (name, dtype, shape) in tensors.items()}, **rest)
-                for kind, tensors, rest in self._layout]
+        return [
+            kind(
+                **{
+                    field: getattr(self, name).view(dtype).view(shape)
+                    for field, (name, dtype, shape) in tensors.items()
+                },
+                **rest,
+            )
+            for kind, tensors, rest in self._layout
+        ]
 
     def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight that they stand for, [N, K]."""
@@ -177,32 +225,49 @@ class QuantizedLinear(nn.Module):
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def set_noise(self, noise: AQN | None) -> None:
-        """Noise for the forward passes to come, in training only; its numbers of layers are noise.layer and above."""
-        self.noise = None if noise is None else tuple(
-            dataclasses.replace(noise, layer=noise.layer + i) for i in range(len(self._layout)))
+        """Noise for the forward passes to come, in training only; its numbers of layers are
+        noise.layer and above.
+        """
+        self.noise = (
+            None
+            if noise is None
+            else tuple(
+                dataclasses.replace(noise, layer=noise.layer + i) for i in range(len(self._layout))
+            )
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled(x.device.type):   # as quantized_linear would, so that the bias gets its dtype too
+        if torch.is_autocast_enabled(
+            x.device.type
+        ):  # as quantized_linear would, so that the bias gets its dtype too
             x = x.to(torch.get_autocast_dtype(x.device.type))
         noise = self.noise if self.training else None
         weights = self.weights()
-        biases = ([None] * len(weights) if self.bias is None
-                  else self.bias.to(x.dtype).split([q.shape[0] for q in weights]))
-        found = [quantized_linear(x, q, b, noise=None if noise is None else noise[i])
-                 for i, (q, b) in enumerate(zip(weights, biases, strict=True))]
+        biases = (
+            [None] * len(weights)
+            if self.bias is None
+            else self.bias.to(x.dtype).split([q.shape[0] for q in weights])
+        )
+        found = [
+            quantized_linear(x, q, b, noise=None if noise is None else noise[i])
+            for i, (q, b) in enumerate(zip(weights, biases, strict=True))
+        ]
         return found[0] if len(found) == 1 else torch.cat(found, -1)
 
     def extra_repr(self) -> str:
-        return (f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-                f"weight={' + '.join(kind.__name__ for kind, _, _ in self._layout)}")
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, "
+            f"weight={' + '.join(kind.__name__ for kind, _, _ in self._layout)}"
+        )
 
 
 class _AddProducts(torch.autograd.Function):
     """y[:, rows] += low[:, part] @ B[rows]^T for each part, in place.
 
-    In place, because a part of y cannot be added to otherwise without writing all of y again, forward and backward: a
-    third of a layer's time, measured on a CPU with Llama 3 8B's qkv_proj. y is the product of a layer that keeps its
-    input only, so nothing needs what y was.
+    In place, because a part of y cannot be added to otherwise without writing all of y again,
+    forward and backward: a third of a layer's time, measured on a CPU with Llama 3 8B's qkv_proj. y
+    is the product of a layer that keeps its input only, so nothing needs what y was.
     """
 
     @staticmethod
@@ -212,7 +277,9 @@ class _AddProducts(torch.autograd.Function):
         ctx.slices, ctx.rank = slices, rank
         flat, at = y.view(-1, y.shape[-1]), 0
         for i, (start, stop) in enumerate(slices):
-            flat[:, start:stop].addmm_(low[:, i * rank:(i + 1) * rank], B[at:at + stop - start].t())
+            flat[:, start:stop].addmm_(
+                low[:, i * rank : (i + 1) * rank], B[at : at + stop - start].t()
+            )
             at += stop - start
         return y
 
@@ -231,7 +298,9 @@ class _AddProducts(torch.autograd.Function):
 
 
 def _scale(rank: int, alpha: float, rslora: bool) -> float:
-    """What adapters of that rank are multiplied by. Raises ValueError for a rank or an alpha that cannot be."""
+    """What adapters of that rank are multiplied by. Raises ValueError for a rank or an alpha
+    that cannot be.
+    """
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"rank must be an int >= 1, got {rank!r}")
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
@@ -250,24 +319,38 @@ class LoRALinear(nn.Module):
 
     base: nn.Linear or QuantizedLinear; it is frozen.   rank: r.
     alpha: scale is alpha / rank, or with rslora alpha / sqrt(rank) (arXiv 2312.03732).
-    parts: of a layer that fuses several projections, their names and rows, in order. Each has an adapter of its own,
-        as if it stood alone; the products with A are one.   targets: which of them have one; all by default.
+    parts: of a layer that fuses several projections, their names and rows, in order. Each has an
+        adapter of its own, as if it stood alone; the products with A are one.   targets: which of
+        them have one; all by default.
     dtype: of the adapters. They are computed in it, or in autocast's.
 
-    lora_A [parts * r, K]: each part's A begins as uniform in +- 1 / sqrt(K), which is PEFT's and nn.Linear's.
-    lora_B [rows, r], of the parts with adapters: begins as zeros, so that the first output is the base's.
+    lora_A [parts * r, K]: each part's A begins as uniform in +- 1 / sqrt(K), which is PEFT's and
+    nn.Linear's. lora_B [rows, r], of the parts with adapters: begins as zeros, so that the first
+    output is the base's.
     """
 
-    def __init__(self, base: nn.Module, rank: int, alpha: float, *, rslora: bool = False,
-                 parts: Mapping[str, int] | None = None, targets: Iterable[str] | None = None,
-                 dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        base: nn.Module,
+        rank: int,
+        alpha: float,
+        *,
+        rslora: bool = False,
+        parts: Mapping[str, int] | None = None,
+        targets: Iterable[str] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ):
         super().__init__()
         if not isinstance(base, (nn.Linear, QuantizedLinear)):
-            raise TypeError(f"base must be an nn.Linear or a QuantizedLinear, got {type(base).__name__}")
+            raise TypeError(
+                f"base must be an nn.Linear or a QuantizedLinear, got {type(base).__name__}"
+            )
         scale = _scale(rank, alpha, rslora)
         parts = dict(parts) if parts else {"": base.out_features}
         if sum(parts.values()) != base.out_features or min(parts.values()) < 1:
-            raise ValueError(f"parts must have the base's {base.out_features} rows between them, got {parts}")
+            raise ValueError(
+                f"parts must have the base's {base.out_features} rows between them, got {parts}"
+            )
         asked = set(parts if targets is None else targets)
         if not asked or asked - set(parts):
             raise ValueError(f"targets must be some of {list(parts)}, got {sorted(asked)}")
@@ -280,25 +363,33 @@ class LoRALinear(nn.Module):
         self.slices = {name: (starts[name], starts[name] + parts[name]) for name in targets}
         rows = sum(parts[name] for name in targets)
         device = next(t.device for t in (*base.parameters(), *base.buffers()))
-        self.lora_A = nn.Parameter(torch.empty(len(targets) * rank, self.in_features, device=device, dtype=dtype))
+        self.lora_A = nn.Parameter(
+            torch.empty(len(targets) * rank, self.in_features, device=device, dtype=dtype)
+        )
         self.lora_B = nn.Parameter(torch.empty(rows, rank, device=device, dtype=dtype))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Begins anew. generator: a CPU one, for values that do not depend on the device or on sharding."""
+        """Begins anew. generator: a CPU one, for values that do not depend on the device or on
+        sharding.
+        """
         if not self.lora_A.is_meta:
             _begin(self.lora_A, generator)
             self.lora_B.zero_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         lead = x.shape[:-1]
-        x = x.reshape(math.prod(lead), x.shape[-1])   # a matrix: what comes of it is no view, and can be added to
+        x = x.reshape(
+            math.prod(lead), x.shape[-1]
+        )  # a matrix: what comes of it is no view, and can be added to
         y = self.base(x)
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else self.lora_A.dtype
-        wide = torch.promote_types(y.dtype, dtype)   # adapters of few bits take none from the base
-        low = F.linear(x.to(dtype), self.lora_A.to(dtype)) * self.scale   # kept for the backward: x and this
+        wide = torch.promote_types(y.dtype, dtype)  # adapters of few bits take none from the base
+        low = (
+            F.linear(x.to(dtype), self.lora_A.to(dtype)) * self.scale
+        )  # kept for the backward: x and this
         low, B, out = low.to(wide), self.lora_B.to(wide), y.to(wide)
         slices = tuple(self.slices.values())
         if len(self.parts) == 1:
@@ -315,37 +406,54 @@ class LoRALinear(nn.Module):
         for name, rows in zip(self.parts, y.split(list(self.parts.values()), 1), strict=True):
             if name in self.slices:
                 r, n = self.rank, rows.shape[1]
-                rows = torch.addmm(rows, low[:, i * r:(i + 1) * r], B[at:at + n].t())
+                rows = torch.addmm(rows, low[:, i * r : (i + 1) * r], B[at : at + n].t())
                 i, at = i + 1, at + n
             found.append(rows)
         return torch.cat(found, 1)
 
     def delta(self) -> torch.Tensor:
-        """What the adapters add to the weight, float32 [N, K]. Of sharded ones every rank must call it."""
+        """What the adapters add to the weight, float32 [N, K]. Of sharded ones every rank must
+        call it.
+        """
         A, B = _whole(self.lora_A).float(), _whole(self.lora_B).float()
         delta, at = A.new_zeros(self.out_features, self.in_features), 0
         for i, (start, stop) in enumerate(self.slices.values()):
-            torch.mm(B[at:at + stop - start], A[i * self.rank:(i + 1) * self.rank], out=delta[start:stop])
+            torch.mm(
+                B[at : at + stop - start],
+                A[i * self.rank : (i + 1) * self.rank],
+                out=delta[start:stop],
+            )
             at += stop - start
         return delta.mul_(self.scale)
 
     @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:
-        """The weight with its adapters, float32 [N, K]; changes nothing. Of sharded ones every rank must call it."""
-        weight = self.base.dense() if isinstance(self.base, QuantizedLinear) else _whole(self.base.weight).float()
+        """The weight with its adapters, float32 [N, K]; changes nothing. Of sharded ones every
+        rank must call it.
+        """
+        weight = (
+            self.base.dense()
+            if isinstance(self.base, QuantizedLinear)
+            else _whole(self.base.weight).float()
+        )
         return weight + self.delta()
 
     @torch.no_grad()
     def merge_(self, generator: torch.Generator | None = None) -> None:
-        """Adds the adapters to the weight, in float32, then rounded to its dtype or quantised again in its format; and
-        begins new ones."""
+        """Adds the adapters to the weight, in float32, then rounded to its dtype or quantised again
+        in its format; and begins new ones.
+        """
         delta, base = self.delta(), self.base
         if isinstance(base, QuantizedLinear):
             new, at = [], 0
             for q in base.weights():
                 stop = at + q.shape[0]
                 touched = any(a < stop and at < b for a, b in self.slices.values())
-                new.append(quantize_as(q, dequantize(q, dtype=torch.float32) + delta[at:stop]) if touched else q)
+                new.append(
+                    quantize_as(q, dequantize(q, dtype=torch.float32) + delta[at:stop])
+                    if touched
+                    else q
+                )
                 at = stop
             base.fill(new)
         else:
@@ -354,18 +462,23 @@ class LoRALinear(nn.Module):
         self.reset_parameters(generator)
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Each part's name ("" if it is not fused), A [r, K] and B [rows, r]. Of sharded ones every rank must call
-        it."""
+        """Each part's name ("" if it is not fused), A [r, K] and B [rows, r]. Of sharded ones every
+        rank must call it.
+        """
         A, B, at = _whole(self.lora_A.detach()), _whole(self.lora_B.detach()), 0
         for i, (name, (start, stop)) in enumerate(self.slices.items()):
-            yield name, A[i * self.rank:(i + 1) * self.rank], B[at:at + stop - start]
+            yield name, A[i * self.rank : (i + 1) * self.rank], B[at : at + stop - start]
             at += stop - start
 
     @torch.no_grad()
     def load_adapters(self, found: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """The reverse, of all parts at once."""
-        _assign(self.lora_A, torch.cat([found[name][0].to(self.lora_A.dtype) for name in self.slices]))
-        _assign(self.lora_B, torch.cat([found[name][1].to(self.lora_B.dtype) for name in self.slices]))
+        _assign(
+            self.lora_A, torch.cat([found[name][0].to(self.lora_A.dtype) for name in self.slices])
+        )
+        _assign(
+            self.lora_B, torch.cat([found[name][1].to(self.lora_B.dtype) for name in self.slices])
+        )
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, scale={self.scale:g}, adapters={list(self.slices)}"
@@ -379,6 +492,7 @@ def _offsets(sizes: Iterable[int]) -> list[int]:
 
 
 # ---- tensors that may be sharded (FSDP2)
+
 
 def _sharded(t: torch.Tensor) -> bool:
     from torch.distributed.tensor import DTensor  # here: it takes long to import

@@ -1,14 +1,17 @@
-"""Low-rank adapters on the experts of a mixture, over `ops.moe_lora`, and their form in PEFT's files.
+"""Low-rank adapters on the experts of a mixture, over `ops.moe_lora`, and their form in PEFT's
+files.
 
-PEFT adapts a parameter of three dimensions as one matrix an expert (`target_parameters`, PEFT 0.18 and later), and
-transformers 5 keeps gate and up of all experts in one, so that PEFT's A of rank r' serves both. In its files, for
-experts at `path` (where the wrapper of down_proj encloses that of gate_up_proj):
+PEFT adapts a parameter of three dimensions as one matrix an expert (`target_parameters`, PEFT 0.18
+and later), and transformers 5 keeps gate and up of all experts in one, so that PEFT's A of rank r'
+serves both. In its files, for experts at `path` (where the wrapper of down_proj encloses that of
+gate_up_proj):
 
     path.base_layer.lora_A.weight [E r', H]    rows e r' + j: row j of expert e's A for gate and up
-    path.base_layer.lora_B.weight [2 I, r' E]  columns j E + e: column j of expert e's B, gate's rows first
-    path.lora_A.weight, path.lora_B.weight     the same of down_proj
+    path.base_layer.lora_B.weight [2 I, r' E]  columns j E + e: column j of expert e's B, gate's
+    rows first path.lora_A.weight, path.lora_B.weight     the same of down_proj
 
-Gate and up with an A of their own, of rank r, are rank 2 r there: A = [A_gate; A_up], B = [[B_gate, 0], [0, B_up]].
+Gate and up with an A of their own, of rank r, are rank 2 r there: A = [A_gate; A_up], B = [[B_gate,
+0], [0, B_up]].
 """
 
 from __future__ import annotations
@@ -36,35 +39,70 @@ from tilewright.ops.quantized_linear import dequantize
 from tilewright.registry import short
 
 _NAMES = tuple(f"lora_{name}" for name in ADAPTERS)
-# Settings of PEFT's config that do not change what its tensors compute, or that the readers here follow.
-_FREE = {"peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
-         "inference_mode", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout",
-         "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
-         "megatron_core", "qalora_group_size", "ensure_weight_tying",
-         # what init_lora_weights reads
-         "eva_config", "loftq_config", "corda_config", "lora_ga_config"}
-# Of others, the values that ask for nothing that is not here, beside null, false and what is empty. PiSSA and other
-# ways to begin change the base weights, which are not in the file.
+# Settings of PEFT's config that do not change what its tensors compute, or that the readers here
+# follow.
+_FREE = {
+    "peft_type",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_dropout",
+    "target_modules",
+    "target_parameters",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "megatron_core",
+    "qalora_group_size",
+    "ensure_weight_tying",
+    # what init_lora_weights reads
+    "eva_config",
+    "loftq_config",
+    "corda_config",
+    "lora_ga_config",
+}
+# Of others, the values that ask for nothing that is not here, beside null, false and what is empty.
+# PiSSA and other ways to begin change the base weights, which are not in the file.
 _NEUTRAL = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica")}
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
     """The name of a setting that asks for what is not here, also of one that is not known."""
-    return next((key for key, value in config.items()
-                 if key not in _FREE and value and value not in _NEUTRAL.get(key, ())), None)
+    return next(
+        (
+            key
+            for key, value in config.items()
+            if key not in _FREE and value and value not in _NEUTRAL.get(key, ())
+        ),
+        None,
+    )
 
 
 def settings(config: Mapping[str, Any], where: object) -> tuple[int, float, bool]:
-    """r, lora_alpha and use_rslora of PEFT's config. Raises ValueError, naming the setting, for what they and the two
-    patterns cannot be."""
+    """r, lora_alpha and use_rslora of PEFT's config. Raises ValueError, naming the setting, for
+    what they and the two patterns cannot be.
+    """
+
     def check(name, value, kinds, accepted):
         good = type(value) in kinds and (bool in kinds or 0 < value < math.inf)
         if not good:
-            raise ValueError(f"{where}: {name} must be {accepted}, got "
-                             f"{'nothing' if value is None and name not in config else json.dumps(value)}")
+            raise ValueError(
+                f"{where}: {name} must be {accepted}, got "
+                f"{'nothing' if value is None and name not in config else json.dumps(value)}"
+            )
 
-    for key, pattern, kinds, accepted in (("r", "rank_pattern", (int,), "an int >= 1"),
-                                          ("lora_alpha", "alpha_pattern", (int, float), "a finite number > 0")):
+    for key, pattern, kinds, accepted in (
+        ("r", "rank_pattern", (int,), "an int >= 1"),
+        ("lora_alpha", "alpha_pattern", (int, float), "a finite number > 0"),
+    ):
         check(key, config.get(key), kinds, accepted)
         values = config.get(pattern)
         if values is not None and not isinstance(values, Mapping):
@@ -74,7 +112,9 @@ def settings(config: Mapping[str, Any], where: object) -> tuple[int, float, bool
             try:
                 re.compile(name)
             except re.error as error:
-                raise ValueError(f"{where}: {pattern} must have regular expressions, got {name!r} ({error})") from error
+                raise ValueError(
+                    f"{where}: {pattern} must have regular expressions, got {name!r} ({error})"
+                ) from error
     if config.get("use_rslora") is not None:
         check("use_rslora", config["use_rslora"], (bool,), "true or false")
     return config["r"], config["lora_alpha"], config.get("use_rslora") is True
@@ -83,12 +123,15 @@ def settings(config: Mapping[str, Any], where: object) -> tuple[int, float, bool
 def check_dtype(name: str, t: torch.Tensor) -> None:
     """Raises ValueError for a tensor of a file that is no adapter's."""
     if t.dtype not in _checks.ACCEPTED:
-        raise ValueError(f"{name} must be one of {', '.join(map(short, _checks.ACCEPTED))}, got {short(t.dtype)}")
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(short, _checks.ACCEPTED))}, got {short(t.dtype)}"
+        )
 
 
 class QuantizedExperts(nn.Module):
-    """One quantised tensor of all experts, frozen. Its tensors are buffers of bytes, which casting a module leaves as
-    they are."""
+    """One quantised tensor of all experts, frozen. Its tensors are buffers of bytes, which casting
+    a module leaves as they are.
+    """
 
     def __init__(self, q: Quantized):
         super().__init__()
@@ -109,34 +152,50 @@ class QuantizedExperts(nn.Module):
 
     def weight(self) -> Quantized:
         """On this module's memory."""
-        return self._kind(**{name: getattr(self, name).view(dtype).view(shape)
-                             for name, (dtype, shape) in self._tensors.items()}, **self._rest)
+        return self._kind(
+            **{
+                name: getattr(self, name).view(dtype).view(shape)
+                for name, (dtype, shape) in self._tensors.items()
+            },
+            **self._rest,
+        )
 
     def extra_repr(self) -> str:
         return f"{self._kind.__name__}, shape={list(self.weight().shape)}"
 
 
 class LoRAExperts(nn.Module):
-    """The experts of a layer, frozen, with adapters: each projection W is W + scale B A (`ops.moe_lora`).
+    """The experts of a layer, frozen, with adapters: each projection W is W + scale B A
+    (`ops.moe_lora`).
 
-    gate_up_proj: [E, 2 I, H], gates before ups, and down_proj: [E, H, I]: tensors, which are frozen and not copied, or
-        both quantised.
+    gate_up_proj: [E, 2 I, H], gates before ups, and down_proj: [E, H, I]: tensors, which are frozen
+        and not copied, or both quantised.
     rank: r.   alpha: scale is alpha / rank, or with rslora alpha / sqrt(rank) (arXiv 2312.03732).
-    mode: which experts share a factor. "per_expert": none. "shared": all share all. "hybrid_shared": all share A of
-        gate and up and B of down, the factors at the width of the model; the others are of each expert.
+    mode: which experts share a factor. "per_expert": none. "shared": all share all.
+        "hybrid_shared": all share A of gate and up and B of down, the factors at the width of the
+        model; the others are of each expert.
     dtype: of the adapters. They are computed in x's dtype, or in autocast's.
     implementation: of moe_lora.
 
-    lora_gate_A, lora_up_A [E or 1, r, H] and lora_down_A [E or 1, r, I] begin as uniform in +- 1 / sqrt(columns), as
-    PEFT's and nn.Linear's do; lora_gate_B, lora_up_B [E or 1, I, r] and lora_down_B [E or 1, H, r] begin as zeros, so
-    that the first output is the base's.
+    lora_gate_A, lora_up_A [E or 1, r, H] and lora_down_A [E or 1, r, I] begin as uniform in +- 1 /
+    sqrt(columns), as PEFT's and nn.Linear's do; lora_gate_B, lora_up_B [E or 1, I, r] and
+    lora_down_B [E or 1, H, r] begin as zeros, so that the first output is the base's.
     """
 
-    noise_layers = 2   # numbers of `AQN.layer` that it may need
+    noise_layers = 2  # numbers of `AQN.layer` that it may need
 
-    def __init__(self, gate_up_proj: torch.Tensor | Quantized, down_proj: torch.Tensor | Quantized, rank: int,
-                 alpha: float, *, rslora: bool = False, mode: str = "per_expert", dtype: torch.dtype = torch.float32,
-                 implementation: str = "auto"):
+    def __init__(
+        self,
+        gate_up_proj: torch.Tensor | Quantized,
+        down_proj: torch.Tensor | Quantized,
+        rank: int,
+        alpha: float,
+        *,
+        rslora: bool = False,
+        mode: str = "per_expert",
+        dtype: torch.dtype = torch.float32,
+        implementation: str = "auto",
+    ):
         super().__init__()
         base = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
         for name, w in base.items():
@@ -145,11 +204,15 @@ class LoRAExperts(nn.Module):
         if isinstance(gate_up_proj, Quantized) != isinstance(down_proj, Quantized):
             raise TypeError("gate_up_proj and down_proj must both be tensors or both be quantised")
         if len(gate_up_proj.shape) != 3 or gate_up_proj.shape[1] % 2:
-            raise ValueError(f"gate_up_proj must have shape [E, 2 I, H], got {list(gate_up_proj.shape)}")
+            raise ValueError(
+                f"gate_up_proj must have shape [E, 2 I, H], got {list(gate_up_proj.shape)}"
+            )
         E, I, H = gate_up_proj.shape[0], gate_up_proj.shape[1] // 2, gate_up_proj.shape[2]
         if tuple(down_proj.shape) != (E, H, I):
-            raise ValueError(f"down_proj must have shape {[E, H, I]} ([E, H, I] of gate_up_proj), "
-                             f"got {list(down_proj.shape)}")
+            raise ValueError(
+                f"down_proj must have shape {[E, H, I]} ([E, H, I] of gate_up_proj), "
+                f"got {list(down_proj.shape)}"
+            )
         scale = _scale(rank, alpha, rslora)
         _checks.choice("mode", mode, tuple(MODES))
         if implementation != "auto":
@@ -159,15 +222,29 @@ class LoRAExperts(nn.Module):
                 setattr(self, name, QuantizedExperts(w))
             else:
                 # A parameter stays the object that it is: it may be a DTensor, or tied.
-                self.register_parameter(name, (w if isinstance(w, nn.Parameter) else nn.Parameter(w, False))
-                                        .requires_grad_(False))
-        self.rank, self.alpha, self.rslora, self.mode, self.implementation = rank, alpha, rslora, mode, implementation
+                self.register_parameter(
+                    name,
+                    (w if isinstance(w, nn.Parameter) else nn.Parameter(w, False)).requires_grad_(
+                        False
+                    ),
+                )
+        self.rank, self.alpha, self.rslora, self.mode, self.implementation = (
+            rank,
+            alpha,
+            rslora,
+            mode,
+            implementation,
+        )
         self.scale = scale
-        self.num_experts = E   # of this module; of all ranks while a model is built, before its experts are spread
+        self.num_experts = (
+            E  # of this module; of all ranks while a model is built, before its experts are spread
+        )
         first, second, down_A, down_B = (n or E for n in MODES[mode])
         shapes = ((first, rank, H), (second, I, rank)) * 2 + ((down_A, rank, I), (down_B, H, rank))
         for name, shape in zip(_NAMES, shapes, strict=True):
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=gate_up_proj.device, dtype=dtype)))
+            self.register_parameter(
+                name, nn.Parameter(torch.empty(shape, device=gate_up_proj.device, dtype=dtype))
+            )
         self.recompute, self.noise = False, None
         self.group: dist.ProcessGroup | None = None
         self.replaced: nn.Module | None = None
@@ -175,7 +252,9 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Begins anew. generator: a CPU one, for values that do not depend on the device or on sharding."""
+        """Begins anew. generator: a CPU one, for values that do not depend on the device or on
+        sharding.
+        """
         for name, p in self.adapters().items():
             if p.is_meta:
                 continue
@@ -185,76 +264,122 @@ class LoRAExperts(nn.Module):
                 _begin(p, generator)
 
     def take_the_place_of(self, module: nn.Module) -> None:
-        """Keeps the module that it replaces, without the two weights, for `adapt.merge_and_unload` to put back."""
+        """Keeps the module that it replaces, without the two weights, for
+        `adapt.merge_and_unload` to put back.
+        """
         for name in ("gate_up_proj", "down_proj"):
             delattr(module, name)
-        self.__dict__["replaced"] = module   # no submodule: it is not part of the model meanwhile
+        self.__dict__["replaced"] = module  # no submodule: it is not part of the model meanwhile
 
     def adapters(self) -> dict[str, nn.Parameter]:
         """The six factors, by the names that `ops.moe_lora` has for them."""
         return {name: getattr(self, f"lora_{name}") for name in ADAPTERS}
 
     def set_noise(self, noise: AQN | None) -> None:
-        """Noise on a quantised base for the forward passes to come, in training mode only; it takes noise.layer and the
-        one after it. A dense base takes none."""
+        """Noise on a quantised base for the forward passes to come, in training mode only; it takes
+        noise.layer and the one after it. A dense base takes none.
+        """
         self.noise = noise if isinstance(self.down_proj, QuantizedExperts) else None
 
-    def spread(self, group: dist.ProcessGroup, dispatch: str = "alltoall", deepep: DeepEP | None = None) -> None:
-        """Tokens travel to the rank of `group` that has their experts; each rank holds the base and the adapters of its
-        own, as tensors or as DTensors that are sharded along the first dimension.
+    def spread(
+        self, group: dist.ProcessGroup, dispatch: str = "alltoall", deepep: DeepEP | None = None
+    ) -> None:
+        """Tokens travel to the rank of `group` that has their experts; each rank holds the base and
+        the adapters of its own, as tensors or as DTensors that are sharded along the first
+        dimension.
 
         Raises ValueError for a mode that shares factors, and for DeepEP.
         """
         if self.mode != "per_expert":
-            raise ValueError(f"mode = {self.mode!r} does not go with experts that are spread over processes: the "
-                             "gradient of a shared factor would have to be summed over them; accepted: 'per_expert'")
+            raise ValueError(
+                f"mode = {self.mode!r} does not go with experts that are spread over processes: "
+                f"the "
+                "gradient of a shared factor would have to be summed over them; accepted: "
+                "'per_expert'"
+            )
         if dispatch != "alltoall":
-            raise ValueError(f"dispatch must be 'alltoall' for experts with adapters, got {dispatch!r}")
+            raise ValueError(
+                f"dispatch must be 'alltoall' for experts with adapters, got {dispatch!r}"
+            )
         if isinstance(self.down_proj, QuantizedExperts):
             raise ValueError("quantised experts cannot be spread over processes")
         self.group = group
 
-    def forward(self, x_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor,
-                kept: list | None = None) -> torch.Tensor:
-        """kept: as `ep_moe_mlp` has it; it is not read: where a layer is recomputed, sizes are exchanged again."""
+    def forward(
+        self,
+        x_TH: torch.Tensor,
+        index_TK: torch.Tensor,
+        weight_TK: torch.Tensor,
+        kept: list | None = None,
+    ) -> torch.Tensor:
+        """kept: as `ep_moe_mlp` has it; it is not read: where a layer is recomputed, sizes are
+        exchanged again.
+        """
         if self.group is not None:
-            rows, index, weight, plan = dispatch(x_TH, index_TK, weight_TK,
-                                                 _local(self.down_proj).shape[0] * self.group.size(), self.group)
+            rows, index, weight, plan = dispatch(
+                x_TH,
+                index_TK,
+                weight_TK,
+                _local(self.down_proj).shape[0] * self.group.size(),
+                self.group,
+            )
             return combine(self._recomputed(rows, index, weight), plan)
         return self._recomputed(x_TH, index_TK, weight_TK)
 
     def _recomputed(self, *arguments):
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._compute, *arguments, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(
+                self._compute, *arguments, use_reentrant=False, preserve_rng_state=False
+            )
         return self._compute(*arguments)
 
     def _compute(self, x, index, weight):
-        if torch.is_autocast_enabled(x.device.type):   # as moe_lora would, before weights are given x's dtype
+        if torch.is_autocast_enabled(
+            x.device.type
+        ):  # as moe_lora would, before weights are given x's dtype
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        base = [w.weight() if isinstance(w, QuantizedExperts) else _local(w).to(x.dtype)
-                for w in (self.gate_up_proj, self.down_proj)]
+        base = [
+            w.weight() if isinstance(w, QuantizedExperts) else _local(w).to(x.dtype)
+            for w in (self.gate_up_proj, self.down_proj)
+        ]
         factors = {name: _local(p).to(x.dtype) for name, p in self.adapters().items()}
-        return ops.moe_lora(x, *base, index, weight, **factors, scale=self.scale,
-                            noise=self.noise if self.training else None, implementation=self.implementation)
+        return ops.moe_lora(
+            x,
+            *base,
+            index,
+            weight,
+            **factors,
+            scale=self.scale,
+            noise=self.noise if self.training else None,
+            implementation=self.implementation,
+        )
 
     # ---- merging
 
     @torch.no_grad()
     def merge_(self, generator: torch.Generator | None = None) -> None:
-        """Adds the adapters to the base, in float32, then rounded to its dtype or quantised again in its format (NVFP4
-        with a scale for each row's block, whatever it had); and begins new ones. A dense base is changed in place.
+        """Adds the adapters to the base, in float32, then rounded to its dtype or quantised again
+        in its format (NVFP4 with a scale for each row's block, whatever it had); and begins new
+        ones. A dense base is changed in place.
 
         Of sharded ones every rank must call it.
         """
-        gate_A, gate_B, up_A, up_B, down_A, down_B = (_whole(p).float() for p in self.adapters().values())
-        for w, pairs in ((self.gate_up_proj, ((gate_A, gate_B), (up_A, up_B))), (self.down_proj, ((down_A, down_B),))):
+        gate_A, gate_B, up_A, up_B, down_A, down_B = (
+            _whole(p).float() for p in self.adapters().values()
+        )
+        for w, pairs in (
+            (self.gate_up_proj, ((gate_A, gate_B), (up_A, up_B))),
+            (self.down_proj, ((down_A, down_B),)),
+        ):
             if isinstance(w, QuantizedExperts):
                 q = w.weight()
                 dense = dequantize(q, dtype=torch.float32)
                 self._add(dense, pairs)
                 w.fill(quantize_as(q, dense))
             elif _sharded(w):
-                delta = torch.cat([(B @ A).expand(w.shape[0], -1, -1) for A, B in pairs], 1).mul_(self.scale)
+                delta = torch.cat([(B @ A).expand(w.shape[0], -1, -1) for A, B in pairs], 1).mul_(
+                    self.scale
+                )
                 own = w.to_local()
                 own.copy_(own.float() + _share(delta, w))
             else:
@@ -262,72 +387,108 @@ class LoRAExperts(nn.Module):
         self.reset_parameters(generator)
 
     def _add(self, weight, pairs):
-        for e, expert in enumerate(weight):   # one at a time: a sum of all in float32 would be large
+        for e, expert in enumerate(weight):  # one at a time: a sum of all in float32 would be large
             delta = torch.cat([_of(B, e) @ _of(A, e) for A, B in pairs])
             expert.copy_(expert.float().add_(delta, alpha=self.scale))
 
     # ---- PEFT
 
     def to_peft(self, path: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The adapters as PEFT's files have them: tensors by key, and entries of adapter_config.json.
+        """The adapters as PEFT's files have them: tensors by key, and entries of
+        adapter_config.json.
 
-        path: of these experts in the transformers model, as "model.layers.0.mlp.experts".
-        Gate and up with one A are written as such; if theirs differ, as after training, they become rank 2 r
-        (`rank_pattern`, `alpha_pattern`). Factors that experts share become a copy for each. Layers of one model have
-        one config: join their target_parameters and their patterns.
-        Of sharded adapters every rank must call it. Raises ValueError for experts that are spread as plain tensors.
+        path: of these experts in the transformers model, as "model.layers.0.mlp.experts". Gate and
+        up with one A are written as such; if theirs differ, as after training, they become rank 2 r
+        (`rank_pattern`, `alpha_pattern`). Factors that experts share become a copy for each. Layers
+        of one model have
+        one config: join their target_parameters and their patterns. Of sharded adapters every rank
+        must call it. Raises ValueError for experts that are spread as plain tensors.
         """
         if self.group is not None and not _sharded(self.lora_gate_A):
-            raise ValueError("adapters of experts that are spread over processes as plain tensors cannot be written: "
-                             "no process knows the others'")
+            raise ValueError(
+                "adapters of experts that are spread over processes as plain tensors cannot be "
+                "written: "
+                "no process knows the others'"
+            )
         full = {name: _whole(p).detach() for name, p in self.adapters().items()}
         E = self.num_experts if self.group is None else full["gate_A"].shape[0]
         gate_A, gate_B, up_A, up_B, down_A, down_B = (t.expand(E, -1, -1) for t in full.values())
         config: dict[str, Any] = {
-            "target_parameters": [f"{path}.{name}" for name in ("gate_up_proj", "down_proj")], "r": self.rank,
-            "lora_alpha": self.alpha, "use_rslora": self.rslora, "rank_pattern": {}, "alpha_pattern": {}}
+            "target_parameters": [f"{path}.{name}" for name in ("gate_up_proj", "down_proj")],
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "use_rslora": self.rslora,
+            "rank_pattern": {},
+            "alpha_pattern": {},
+        }
         if torch.equal(gate_A, up_A):
             A, B = gate_A, torch.cat((gate_B, up_B), 1)
         else:
             A = torch.cat((gate_A, up_A), 1)
-            B = torch.cat((nn.functional.pad(gate_B, (0, self.rank)), nn.functional.pad(up_B, (self.rank, 0))), 1)
+            B = torch.cat(
+                (
+                    nn.functional.pad(gate_B, (0, self.rank)),
+                    nn.functional.pad(up_B, (self.rank, 0)),
+                ),
+                1,
+            )
             pattern = f"{re.escape(path)}.gate_up_proj"
             config["rank_pattern"][pattern] = 2 * self.rank
-            config["alpha_pattern"][pattern] = self.alpha * (math.sqrt(2) if self.rslora else 2)   # the same scale
+            config["alpha_pattern"][pattern] = self.alpha * (
+                math.sqrt(2) if self.rslora else 2
+            )  # the same scale
         keys = _keys(path)
-        return {key: _file(t, key) for key, t in zip(keys, (A, B, down_A, down_B), strict=True)}, config
+        return {
+            key: _file(t, key) for key, t in zip(keys, (A, B, down_A, down_B), strict=True)
+        }, config
 
     @torch.no_grad()
-    def load_peft_(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], path: str) -> None:
+    def load_peft_(
+        self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], path: str
+    ) -> None:
         """Takes the adapters that PEFT wrote for the experts at `path`.
 
-        tensors: of the file (others' are ignored).   config: adapter_config.json.
-        PEFT's A of gate_up_proj, of rank r, becomes that of gate and that of up, which then learn apart.
-        Raises ValueError for what cannot be represented: one projection without adapters, ranks or scales that differ
-        from this module's, DoRA and the like, and, where this module's experts share a factor, experts whose differ.
+        tensors: of the file (others' are ignored).   config: adapter_config.json. PEFT's A of
+        gate_up_proj, of rank r, becomes that of gate and that of up, which then learn apart. Raises
+        ValueError for what cannot be represented: one projection without adapters, ranks or scales
+        that differ from this module's, DoRA and the like, and, where this module's experts share a
+        factor, experts whose differ.
         """
         for name, t in self.peft_values(tensors, config, path).items():
             p = getattr(self, f"lora_{name}")
             _assign(p, t.to(p.dtype))
 
-    def peft_values(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any],
-                    path: str) -> dict[str, torch.Tensor]:
-        """What `load_peft_` takes, by the names of `adapters()`; it raises what that raises, and changes nothing."""
+    def peft_values(
+        self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], path: str
+    ) -> dict[str, torch.Tensor]:
+        """What `load_peft_` takes, by the names of `adapters()`; it raises what that raises,
+        and changes nothing.
+        """
         values = read_peft(tensors, config, path, self._sizes(), self.rank, self.scale)
         for name, t in values.items():
             if getattr(self, f"lora_{name}").shape[0] != t.shape[0]:
                 differs = [e for e in range(1, t.shape[0]) if not torch.equal(t[e], t[0])]
                 if differs:
-                    raise ValueError(f"{path}: {name} of expert {differs[0]} differs from expert 0's; mode = "
-                                     f"{self.mode!r} has one for all experts")
+                    raise ValueError(
+                        f"{path}: {name} of expert {differs[0]} differs from expert 0's; mode = "
+                        f"{self.mode!r} has one for all experts"
+                    )
                 values[name] = t[:1]
         return values
 
     @classmethod
-    def from_peft(cls, gate_up_proj: torch.Tensor | Quantized, down_proj: torch.Tensor | Quantized,
-                  tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], path: str,
-                  **options: Any) -> LoRAExperts:
-        """A module with the rank and alpha of a file, filled by `load_peft_`. options: mode, dtype, implementation."""
+    def from_peft(
+        cls,
+        gate_up_proj: torch.Tensor | Quantized,
+        down_proj: torch.Tensor | Quantized,
+        tensors: Mapping[str, torch.Tensor],
+        config: Mapping[str, Any],
+        path: str,
+        **options: Any,
+    ) -> LoRAExperts:
+        """A module with the rank and alpha of a file, filled by `load_peft_`. options: mode,
+        dtype, implementation.
+        """
         _, _, rslora = settings(config, path)
         rank, alpha = _setting(config, path, "down_proj")
         module = cls(gate_up_proj, down_proj, rank, alpha, rslora=rslora, **options)
@@ -339,8 +500,11 @@ class LoRAExperts(nn.Module):
         return self.num_experts, self.lora_gate_A.shape[2], self.lora_down_A.shape[2]
 
     def extra_repr(self) -> str:
-        return (f"num_experts={self.num_experts}, rank={self.rank}, alpha={self.alpha}, rslora={self.rslora}, "
-                f"mode={self.mode!r}, implementation={self.implementation!r}")
+        return (
+            f"num_experts={self.num_experts}, rank={self.rank}, alpha={self.alpha}, "
+            f"rslora={self.rslora}, "
+            f"mode={self.mode!r}, implementation={self.implementation!r}"
+        )
 
 
 def _local(t: torch.Tensor) -> torch.Tensor:
@@ -353,9 +517,14 @@ def _of(factor: torch.Tensor, expert: int) -> torch.Tensor:
 
 # ---- PEFT's layout
 
+
 def _keys(path: str) -> list[str]:
     """A and B of gate_up_proj, A and B of down_proj."""
-    return [f"base_model.model.{path}.{layer}lora_{which}.weight" for layer in ("base_layer.", "") for which in "AB"]
+    return [
+        f"base_model.model.{path}.{layer}lora_{which}.weight"
+        for layer in ("base_layer.", "")
+        for which in "AB"
+    ]
 
 
 def _file(t: torch.Tensor, key: str) -> torch.Tensor:
@@ -365,44 +534,69 @@ def _file(t: torch.Tensor, key: str) -> torch.Tensor:
 
 
 def _setting(config: Mapping[str, Any], path: str, name: str) -> tuple[int, float]:
-    """Rank and alpha of a parameter. A pattern is a regular expression of the end of a path, as PEFT has it."""
+    """Rank and alpha of a parameter. A pattern is a regular expression of the end of a path, as
+    PEFT has it.
+    """
+
     def of(patterns, default):
         for pattern, value in (patterns or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", f"{path}.{name}"):
                 return value
         return default
 
-    return (of(config.get("rank_pattern"), config["r"]), of(config.get("alpha_pattern"), config["lora_alpha"]))
+    return (
+        of(config.get("rank_pattern"), config["r"]),
+        of(config.get("alpha_pattern"), config["lora_alpha"]),
+    )
 
 
 def read_peft(tensors, config, path, sizes, rank, scale) -> dict[str, torch.Tensor]:
     """The six factors, each of E experts; sizes: E, H and I."""
     if config.get("peft_type", "LORA") != "LORA":
         raise ValueError(f"{path}: peft_type must be LORA, got {config['peft_type']!r}")
-    own = {k: v for k, v in config.items() if k not in ("bias", "modules_to_save", "trainable_token_indices")}
+    own = {
+        k: v
+        for k, v in config.items()
+        if k not in ("bias", "modules_to_save", "trainable_token_indices")
+    }
     if key := unsupported(own) or ("lora_dropout" if config.get("lora_dropout") else None):
         raise ValueError(f"{path}: {key} = {config[key]!r} cannot be represented in LoRAExperts")
     _, _, rslora = settings(config, path)
     keys = _keys(path)
     there = {key for key in tensors if key.startswith(f"base_model.model.{path}.")}
     if missing := [key for key in keys if key not in there]:
-        raise ValueError(f"{path}: {missing[0]} is missing; LoRAExperts has adapters on gate_up_proj and down_proj")
+        raise ValueError(
+            f"{path}: {missing[0]} is missing; LoRAExperts has adapters on gate_up_proj and "
+            f"down_proj"
+        )
     if more := sorted(there - set(keys)):
         raise ValueError(f"{path}: {more[0]} cannot be represented in LoRAExperts")
     E, H, I = sizes
     found = []
-    for name, inner, outer, (key_A, key_B) in (("gate_up_proj", H, 2 * I, keys[:2]), ("down_proj", I, H, keys[2:])):
+    for name, inner, outer, (key_A, key_B) in (
+        ("gate_up_proj", H, 2 * I, keys[:2]),
+        ("down_proj", I, H, keys[2:]),
+    ):
         r, alpha = _setting(config, path, name)
         own = alpha / (math.sqrt(r) if rslora else r)
         if not math.isclose(own, scale, rel_tol=1e-6):
-            raise ValueError(f"{path}.{name}: the adapter's scale is {own:.6g} (lora_alpha {alpha}, r {r}), this "
-                             f"module's {scale:.6g}")
+            raise ValueError(
+                f"{path}.{name}: the adapter's scale is {own:.6g} (lora_alpha {alpha}, r {r}), "
+                f"this "
+                f"module's {scale:.6g}"
+            )
         for key, shape in ((key_A, (E * r, inner)), (key_B, (outer, r * E))):
             check_dtype(key, tensors[key])
             if tuple(tensors[key].shape) != shape:
-                raise ValueError(f"{key} must have shape {list(shape)} for {E} experts of rank {r}, "
-                                 f"got {list(tensors[key].shape)}")
-        found += [r, tensors[key_A].view(E, r, inner), tensors[key_B].view(outer, r, E).permute(2, 0, 1)]
+                raise ValueError(
+                    f"{key} must have shape {list(shape)} for {E} experts of rank {r}, "
+                    f"got {list(tensors[key].shape)}"
+                )
+        found += [
+            r,
+            tensors[key_A].view(E, r, inner),
+            tensors[key_B].view(outer, r, E).permute(2, 0, 1),
+        ]
     r, A, B, r_down, down_A, down_B = found
     gate_B, up_B = B[:, :I], B[:, I:]
     if r_down != rank:
@@ -410,10 +604,21 @@ def read_peft(tensors, config, path, sizes, rank, scale) -> dict[str, torch.Tens
     if r == rank:
         return dict(zip(ADAPTERS, (A, gate_B, A, up_B, down_A, down_B), strict=True))
     if r != 2 * rank:
-        raise ValueError(f"{path}.gate_up_proj: the adapter's rank is {r}; for this module's {rank} it must be {rank}, "
-                         f"or {2 * rank} with an A of its own for gate and for up")
+        raise ValueError(
+            f"{path}.gate_up_proj: the adapter's rank is {r}; for this module's {rank} it must be "
+            f"{rank}, "
+            f"or {2 * rank} with an A of its own for gate and for up"
+        )
     if gate_B[:, :, rank:].any() or up_B[:, :, :rank].any():
-        raise ValueError(f"{path}.gate_up_proj: the adapter has rank {r} for gate and up together, which rank {rank} "
-                         "for each cannot represent: B is not 0 where gate would use up's A, or up gate's")
-    return dict(zip(ADAPTERS, (A[:, :rank], gate_B[:, :, :rank], A[:, rank:], up_B[:, :, rank:], down_A, down_B),
-                    strict=True))
+        raise ValueError(
+            f"{path}.gate_up_proj: the adapter has rank {r} for gate and up together, which rank "
+            f"{rank} "
+            "for each cannot represent: B is not 0 where gate would use up's A, or up gate's"
+        )
+    return dict(
+        zip(
+            ADAPTERS,
+            (A[:, :rank], gate_B[:, :, :rank], A[:, rank:], up_B[:, :, rank:], down_A, down_B),
+            strict=True,
+        )
+    )

@@ -1,6 +1,8 @@
-"""Modules over `tilewright.ops`: each holds an op's options (and its weights) and calls it, nothing more.
+"""Modules over `tilewright.ops`: each holds an op's options (and its weights) and calls it, nothing
+more.
 
-Options that cannot be right are refused when a module is made; what only the inputs can tell, when it is called.
+Options that cannot be right are refused when a module is made; what only the inputs can tell, when
+it is called.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ def _shown(**options) -> str:
 
 
 def _known(op: str, implementation: str) -> None:
-    """Raises ValueError for a name that the op does not have. Whether it can run is for the tensors to say."""
+    """Raises ValueError for a name that the op does not have. Whether it can run is for the
+    tensors to say.
+    """
     if implementation != "auto":
         ops.OPS[op].implementation(implementation)
 
@@ -34,9 +38,18 @@ class RMSNorm(nn.Module):
     A new module scales by one: weight = 1 - offset (zeros for Gemma's offset of 1.0), bias = 0.
     """
 
-    def __init__(self, dim: int | tuple[int, int], eps: float = 1e-6, *, offset: float = 0.0,
-                 cast: str = "llama", bias: bool = False, implementation: str = "auto", device=None,
-                 dtype=None):
+    def __init__(
+        self,
+        dim: int | tuple[int, int],
+        eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        cast: str = "llama",
+        bias: bool = False,
+        implementation: str = "auto",
+        device=None,
+        dtype=None,
+    ):
         super().__init__()
         shape = dim if isinstance(dim, (tuple, list)) else (dim,)
         if not all(isinstance(n, int) for n in shape):
@@ -47,7 +60,9 @@ class RMSNorm(nn.Module):
         _known("rmsnorm", implementation)
         self.eps, self.offset, self.cast, self.implementation = eps, offset, cast, implementation
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(shape[-1], device=device, dtype=dtype)) if bias else None
+        self.bias = (
+            nn.Parameter(torch.empty(shape[-1], device=device, dtype=dtype)) if bias else None
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -56,39 +71,69 @@ class RMSNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.rmsnorm(x, self.weight, self.eps, bias=self.bias, offset=self.offset, cast=self.cast,
-                           implementation=self.implementation)
+        return ops.rmsnorm(
+            x,
+            self.weight,
+            self.eps,
+            bias=self.bias,
+            offset=self.offset,
+            cast=self.cast,
+            implementation=self.implementation,
+        )
 
     def extra_repr(self) -> str:
-        return _shown(dim=tuple(self.weight.shape), eps=self.eps, offset=self.offset or None, cast=self.cast,
-                      bias=self.bias is not None, implementation=self.implementation)
+        return _shown(
+            dim=tuple(self.weight.shape),
+            eps=self.eps,
+            offset=self.offset or None,
+            cast=self.cast,
+            bias=self.bias is not None,
+            implementation=self.implementation,
+        )
 
 
 class Linear(nn.Linear):
     """torch.nn.Linear, whose float32 products on a CPU with AVX-512 are tilewright's own.
 
-    They are summed in float32 in an order that depends on shapes alone. Elsewhere, in other dtypes, with a bias, with
-    fewer than 48 rows, and under torch.autocast or torch.compile it is torch.nn.Linear.
+    They are summed in float32 in an order that depends on shapes alone. Elsewhere, in other dtypes,
+    with a bias, with fewer than 48 rows, and under torch.autocast or torch.compile it is
+    torch.nn.Linear.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Compiled code would be made anew on either side of the least number of rows.
-        if (not torch.compiler.is_compiling() and x.is_cpu and x.dtype == torch.float32 == self.weight.dtype
-                and self.bias is None and _products.takes(torch.float32) and not torch.is_autocast_enabled("cpu")):
+        if (
+            not torch.compiler.is_compiling()
+            and x.is_cpu
+            and x.dtype == torch.float32 == self.weight.dtype
+            and self.bias is None
+            and _products.takes(torch.float32)
+            and not torch.is_autocast_enabled("cpu")
+        ):
             return _products.linear(x, self.weight)
         return super().forward(x)
 
 
 class SwiGLU(nn.Module):
-    """The whole MLP of Llama and Qwen: down(silu(gate(x)) * up(x)), with gate and up in one projection.
+    """The whole MLP of Llama and Qwen: down(silu(gate(x)) * up(x)), with gate and up in one
+    projection.
 
-    hidden: H, width of x [..., H] and of the result.   inner: I, width between.   bias: on both projections.
-    gate_up_proj.weight is [2 I, H], gate's rows first: torch.cat((gate_proj.weight, up_proj.weight)) of a
-    checkpoint that keeps them apart. down_proj.weight is [H, I]. Both start as torch.nn.Linear does.
+    hidden: H, width of x [..., H] and of the result.   inner: I, width between.   bias: on both
+    projections. gate_up_proj.weight is [2 I, H], gate's rows first: torch.cat((gate_proj.weight,
+    up_proj.weight)) of a checkpoint that keeps them apart. down_proj.weight is [H, I]. Both start
+    as torch.nn.Linear does.
     """
 
-    def __init__(self, hidden: int, inner: int, *, bias: bool = False, implementation: str = "auto",
-                 device=None, dtype=None):
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        implementation: str = "auto",
+        device=None,
+        dtype=None,
+    ):
         super().__init__()
         for name, value in (("hidden", hidden), ("inner", inner)):
             if not isinstance(value, int) or value < 1:
@@ -103,22 +148,27 @@ class SwiGLU(nn.Module):
         self.down_proj.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(ops.silu_mul(self.gate_up_proj(x), implementation=self.implementation))
+        return self.down_proj(
+            ops.silu_mul(self.gate_up_proj(x), implementation=self.implementation)
+        )
 
     def extra_repr(self) -> str:
         return _shown(hidden=self.hidden, inner=self.inner, implementation=self.implementation)
 
 
-ROWS = 128   # of a product in `linear_in_row_blocks`: a tile of most GEMMs
+ROWS = 128  # of a product in `linear_in_row_blocks`: a tile of most GEMMs
 
 
-def linear_in_row_blocks(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear_in_row_blocks(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """F.linear in products of 128 rows each, the last filled up with zeros.
 
-    x: [..., K].   weight: [N, K].   bias: [N] or None.   Any dtype that F.linear takes, and autocast.
-    A BLAS library chooses its kernel, and with it the order of a sum, by the number of rows; here it always sees the
-    same. So a row's result has the same bits whatever else is in x, as far as a library's kernel treats the rows of one
-    shape alike, which tests check. So has the gradient of x. Slower: use it where results must not depend on a batch.
+    x: [..., K].   weight: [N, K].   bias: [N] or None.   Any dtype that F.linear takes, and
+    autocast. A BLAS library chooses its kernel, and with it the order of a sum, by the number of
+    rows; here it always sees the same. So a row's result has the same bits whatever else is in x,
+    as far as a library's kernel treats the rows of one shape alike, which tests check. So has the
+    gradient of x. Slower: use it where results must not depend on a batch.
     """
     rows = x.reshape(-1, x.shape[-1])
     n = rows.shape[0]
@@ -136,10 +186,12 @@ class RowBlockLinear(nn.Linear):
 
 
 def in_row_blocks(model: nn.Module) -> None:
-    """Makes every torch.nn.Linear and `Linear` of a model a `RowBlockLinear`, with the parameters that it has."""
+    """Makes every torch.nn.Linear and `Linear` of a model a `RowBlockLinear`, with the
+    parameters that it has.
+    """
     for module in model.modules():
         if type(module) in (nn.Linear, Linear):
-            module.__class__ = RowBlockLinear   # it differs in its forward only
+            module.__class__ = RowBlockLinear  # it differs in its forward only
 
 
 class _Loss(nn.Module):
@@ -147,13 +199,21 @@ class _Loss(nn.Module):
 
     def __init__(self, op: str, class_weight: torch.Tensor | None, options: dict):
         super().__init__()
-        check_options(*(options[name] for name in ("ignore_index", "label_smoothing", "z_loss", "softcap",
-                                                         "reduction")))
+        check_options(
+            *(
+                options[name]
+                for name in ("ignore_index", "label_smoothing", "z_loss", "softcap", "reduction")
+            )
+        )
         _known(op, options["implementation"])
         group = options["group"]
-        if group is not None and not (torch.distributed.is_available()
-                                      and isinstance(group, torch.distributed.ProcessGroup)):
-            raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
+        if group is not None and not (
+            torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
+        ):
+            raise TypeError(
+                f"group must be a torch.distributed.ProcessGroup or None, got "
+                f"{type(group).__name__}"
+            )
         if class_weight is not None:
             _checks.floating("class_weight", class_weight)
         self.register_buffer("class_weight", class_weight)
@@ -170,45 +230,119 @@ class CrossEntropyLoss(_Loss):
     forward(logits [..., V], target [...], token_weight=None, num_tokens=None).
     """
 
-    def __init__(self, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-                 softcap: float | None = None, class_weight: torch.Tensor | None = None,
-                 reduction: str = "mean", return_lse: bool = False, return_entropy: bool = False,
-                 return_argmax: bool = False, group=None, implementation: str = "auto"):
-        super().__init__("cross_entropy", class_weight, {
-            "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss,
-            "softcap": softcap, "reduction": reduction, "return_lse": return_lse,
-            "return_entropy": return_entropy, "return_argmax": return_argmax, "group": group,
-            "implementation": implementation})
+    def __init__(
+        self,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        class_weight: torch.Tensor | None = None,
+        reduction: str = "mean",
+        return_lse: bool = False,
+        return_entropy: bool = False,
+        return_argmax: bool = False,
+        group=None,
+        implementation: str = "auto",
+    ):
+        super().__init__(
+            "cross_entropy",
+            class_weight,
+            {
+                "ignore_index": ignore_index,
+                "label_smoothing": label_smoothing,
+                "z_loss": z_loss,
+                "softcap": softcap,
+                "reduction": reduction,
+                "return_lse": return_lse,
+                "return_entropy": return_entropy,
+                "return_argmax": return_argmax,
+                "group": group,
+                "implementation": implementation,
+            },
+        )
 
-    def forward(self, logits: torch.Tensor, target: torch.Tensor, token_weight: torch.Tensor | None = None,
-                num_tokens: int | torch.Tensor | None = None):
-        return ops.cross_entropy(logits, target, class_weight=self.class_weight, token_weight=token_weight,
-                                 num_tokens=num_tokens, **self.options)
+    def forward(
+        self,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        token_weight: torch.Tensor | None = None,
+        num_tokens: int | torch.Tensor | None = None,
+    ):
+        return ops.cross_entropy(
+            logits,
+            target,
+            class_weight=self.class_weight,
+            token_weight=token_weight,
+            num_tokens=num_tokens,
+            **self.options,
+        )
 
 
 class LinearCrossEntropyLoss(_Loss):
-    """`ops.linear_cross_entropy` with its options fixed; they and the result mean what they mean there.
+    """`ops.linear_cross_entropy` with its options fixed; they and the result mean what they mean
+    there.
 
-    forward(x [..., H], weight [V, H], target [...], bias=None, token_weight=None, num_tokens=None). The
-    weight is an argument and not a parameter here, because the model's head owns it and it is often tied to
-    the embedding.
+    forward(x [..., H], weight [V, H], target [...], bias=None, token_weight=None, num_tokens=None).
+    The weight is an argument and not a parameter here, because the model's head owns it and it is
+    often tied to the embedding.
     """
 
-    def __init__(self, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-                 softcap: float | None = None, class_weight: torch.Tensor | None = None,
-                 reduction: str = "mean", return_lse: bool = False, return_entropy: bool = False,
-                 return_argmax: bool = False, group=None, accumulate: str = "fp32",
-                 fp32_logits: bool = False, chunk_size: int | None = None, implementation: str = "auto"):
+    def __init__(
+        self,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        class_weight: torch.Tensor | None = None,
+        reduction: str = "mean",
+        return_lse: bool = False,
+        return_entropy: bool = False,
+        return_argmax: bool = False,
+        group=None,
+        accumulate: str = "fp32",
+        fp32_logits: bool = False,
+        chunk_size: int | None = None,
+        implementation: str = "auto",
+    ):
         check_chunks(accumulate, chunk_size)
-        super().__init__("linear_cross_entropy", class_weight, {
-            "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss,
-            "softcap": softcap, "reduction": reduction, "return_lse": return_lse,
-            "return_entropy": return_entropy, "return_argmax": return_argmax, "group": group,
-            "accumulate": accumulate, "fp32_logits": fp32_logits, "chunk_size": chunk_size,
-            "implementation": implementation})
+        super().__init__(
+            "linear_cross_entropy",
+            class_weight,
+            {
+                "ignore_index": ignore_index,
+                "label_smoothing": label_smoothing,
+                "z_loss": z_loss,
+                "softcap": softcap,
+                "reduction": reduction,
+                "return_lse": return_lse,
+                "return_entropy": return_entropy,
+                "return_argmax": return_argmax,
+                "group": group,
+                "accumulate": accumulate,
+                "fp32_logits": fp32_logits,
+                "chunk_size": chunk_size,
+                "implementation": implementation,
+            },
+        )
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor,
-                bias: torch.Tensor | None = None, token_weight: torch.Tensor | None = None,
-                num_tokens: int | torch.Tensor | None = None):
-        return ops.linear_cross_entropy(x, weight, target, bias=bias, class_weight=self.class_weight,
-                                        token_weight=token_weight, num_tokens=num_tokens, **self.options)
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        token_weight: torch.Tensor | None = None,
+        num_tokens: int | torch.Tensor | None = None,
+    ):
+        return ops.linear_cross_entropy(
+            x,
+            weight,
+            target,
+            bias=bias,
+            class_weight=self.class_weight,
+            token_weight=token_weight,
+            num_tokens=num_tokens,
+            **self.options,
+        )

@@ -1,7 +1,9 @@
-"""What this machine, and the current CUDA device, can run. The only module that reads environment variables.
+"""What this machine, and the current CUDA device, can run. The only module that reads environment
+variables.
 
-Every probe returns None when the thing is usable, or a sentence that says why it is not. That sentence is shown
-unchanged by the exception, by `tilewright explain`, by a skipped test and by a benchmark listing.
+Every probe returns None when the thing is usable, or a sentence that says why it is not. That
+sentence is shown unchanged by the exception, by `tilewright explain`, by a skipped test and by a
+benchmark listing.
 """
 
 from __future__ import annotations
@@ -21,17 +23,31 @@ from collections.abc import Callable
 
 import torch
 
-# The extras of pyproject.toml: what of each is imported. A package of several is said to be of the first.
-EXTRAS = {"transformers": ("transformers",), "trainer": ("datasets", "pydantic", "tqdm", "transformers", "yaml"),
-          "bench": ("matplotlib",), "cute": ("nvidia-cutlass-dsl",),
-          "s3": ("s3fs",), "gs": ("gcsfs",), "abfs": ("adlfs",), "http": ("aiohttp",)}
+# The extras of pyproject.toml: what of each is imported. A package of several is said to be of the
+# first.
+EXTRAS = {
+    "transformers": ("transformers",),
+    "trainer": ("datasets", "pydantic", "tqdm", "transformers", "yaml"),
+    "bench": ("matplotlib",),
+    "cute": ("nvidia-cutlass-dsl",),
+    "s3": ("s3fs",),
+    "gs": ("gcsfs",),
+    "abfs": ("adlfs",),
+    "http": ("aiohttp",),
+}
 # How to get what is in no extra.
-INSTALL = {"triton": "pip install triton", "wandb": "pip install wandb", "quack": "pip install quack-kernels",
-           "liger_kernel": "pip install liger-kernel", "bitsandbytes": "pip install bitsandbytes",
-           "torchao": "pip install torchao", "flash-attn-4": "pip install --pre flash-attn-4",
-           # Not at the package index, or something else under the same name.
-           "flash-attn-3": "built from hopper/ of github.com/Dao-AILab/flash-attention",
-           "deep_ep": "built from github.com/deepseek-ai/DeepEP"}
+INSTALL = {
+    "triton": "pip install triton",
+    "wandb": "pip install wandb",
+    "quack": "pip install quack-kernels",
+    "liger_kernel": "pip install liger-kernel",
+    "bitsandbytes": "pip install bitsandbytes",
+    "torchao": "pip install torchao",
+    "flash-attn-4": "pip install --pre flash-attn-4",
+    # Not at the package index, or something else under the same name.
+    "flash-attn-3": "built from hopper/ of github.com/Dao-AILab/flash-attention",
+    "deep_ep": "built from github.com/deepseek-ai/DeepEP",
+}
 
 
 def env_flag(name: str) -> bool:
@@ -44,7 +60,9 @@ def interpreting() -> bool:
 
 
 def not_installed(*names: str, extra: str | None = None) -> str:
-    """The sentence that says so, and how to get them. extra: the one to name; default the first that has them."""
+    """The sentence that says so, and how to get them. extra: the one to name; default the first
+    that has them.
+    """
     extra = extra or next((e for e, packages in EXTRAS.items() if {*names} <= {*packages}), None)
     how = INSTALL.get(names[0]) if extra is None else f"pip install 'tilewright[{extra}]'"
     one = len(names) == 1
@@ -58,36 +76,43 @@ def no_module(name: str) -> str | None:
 
 
 def require(extra: str) -> None:
-    """Ends the program with one sentence if packages of an extra are missing. For commands that import them at once:
-    they call it before those imports."""
+    """Ends the program with one sentence if packages of an extra are missing. For commands that
+    import them at once: they call it before those imports.
+    """
     if missing := [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]:
         sys.exit(f"error: {not_installed(*missing, extra=extra)}")
 
 
 def command(main: Callable[..., int]) -> Callable[..., int]:
-    """Decorates the main function of a command: where the reader of its output has gone (`| head`), it ends with 141,
-    128 + SIGPIPE as a shell reports it of other programs, and without a traceback."""
+    """Decorates the main function of a command: where the reader of its output has gone (`| head`),
+    it ends with 141, 128 + SIGPIPE as a shell reports it of other programs, and without a
+    traceback.
+    """
+
     @functools.wraps(main)
     def run(*args, **kwargs) -> int:
         try:
             try:
                 return main(*args, **kwargs)
             finally:
-                sys.stdout.flush()   # at the interpreter's end the error could not be caught
+                sys.stdout.flush()  # at the interpreter's end the error could not be caught
         except BrokenPipeError:
             output = select.poll()
-            output.register(sys.stdout.fileno(), 0)   # reports errors all the same
-            if not output.poll(0):   # another pipe
+            output.register(sys.stdout.fileno(), 0)  # reports errors all the same
+            if not output.poll(0):  # another pipe
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # the interpreter flushes as it ends
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # the interpreter flushes as it ends
             return 141
 
     return run
 
 
 def no_distribution(name: str, oldest: str | None = None) -> str | None:
-    """None if the distribution is installed, not older than `oldest`, else the reason: for packages that share a
-    module's name with others."""
+    """None if the distribution is installed, not older than `oldest`, else the reason: for packages
+    that share a module's name with others.
+    """
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -107,13 +132,16 @@ def _order(version: str) -> list[float]:
 def no_cuda(min_capability: int = 0) -> str | None:
     """None if the current CUDA device has at least `min_capability` (80, 90, 100, ...).
 
-    Probes ask the current device; `Op.pick` makes that of the tensor current. So no answer may be kept here.
+    Probes ask the current device; `Op.pick` makes that of the tensor current. So no answer may be
+    kept here.
     """
     if not torch.cuda.is_available():
         return "no CUDA device"
     major, minor = torch.cuda.get_device_capability()
     if 10 * major + minor < min_capability:
-        return f"needs compute capability {min_capability / 10:.1f}, this device has {major}.{minor}"
+        return (
+            f"needs compute capability {min_capability / 10:.1f}, this device has {major}.{minor}"
+        )
     return None
 
 
@@ -135,7 +163,9 @@ def no_cutlass() -> str | None:
 
 
 def no_cute(device_type: str) -> str | None:
-    """The CuTe DSL kernels are written for clusters of blocks and compiled for two architectures."""
+    """The CuTe DSL kernels are written for clusters of blocks and compiled for two
+    architectures.
+    """
     if reason := no_cutlass():
         return reason
     if device_type != "cuda":
@@ -150,15 +180,22 @@ def no_cute(device_type: str) -> str | None:
 
 @functools.cache
 def no_extension() -> str | None:
-    """Loads tilewright._C once, in the variant for this processor; None if that worked, else the reason."""
+    """Loads tilewright._C once, in the variant for this processor; None if that worked, else
+    the reason.
+    """
     variants = {"AVX512": ("_C_avx512", "_C_avx2", "_C"), "AVX2": ("_C_avx2", "_C")}
     names = variants.get(torch.backends.cpu.get_cpu_capability(), ("_C",))
-    files = [f for f in (pathlib.Path(__file__).with_name(f"{name}.so") for name in names) if f.exists()]
+    files = [
+        f for f in (pathlib.Path(__file__).with_name(f"{name}.so") for name in names) if f.exists()
+    ]
     if not files:
-        told = pathlib.Path(__file__).with_name("_no_extension.txt")   # by the build
+        told = pathlib.Path(__file__).with_name("_no_extension.txt")  # by the build
         why = f": {told.read_text()}" if told.exists() else ""
-        return (f"the C++ extension tilewright._C is not built{why} "
-                "(reinstall with `pip install -v --no-build-isolation .` where torch and a C++17 compiler are present)")
+        return (
+            f"the C++ extension tilewright._C is not built{why} "
+            "(reinstall with `pip install -v --no-build-isolation .` where torch and a C++17 "
+            "compiler are present)"
+        )
     try:
         torch.ops.load_library(str(files[0]))
     except OSError as error:
@@ -178,8 +215,13 @@ def describe() -> dict[str, str]:
 
     from tilewright._version import __version__
 
-    out = {"tilewright": __version__, "torch": torch.__version__, "python": machine.python_version(),
-           "cpu": cpu_name(), "threads": str(torch.get_num_threads())}
+    out = {
+        "tilewright": __version__,
+        "torch": torch.__version__,
+        "python": machine.python_version(),
+        "cpu": cpu_name(),
+        "threads": str(torch.get_num_threads()),
+    }
     if importlib.util.find_spec("triton"):
         from importlib.metadata import version
 
@@ -210,7 +252,9 @@ def slug(name: str) -> str:
 
 
 def launched() -> tuple[int, int, int] | None:
-    """(rank, world size, local rank) if torchrun, or another launcher of its kind, started this process."""
+    """(rank, world size, local rank) if torchrun, or another launcher of its kind, started this
+    process.
+    """
     try:
         return tuple(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     except KeyError:
@@ -220,8 +264,8 @@ def launched() -> tuple[int, int, int] | None:
 def report_failure(message: str, *, later: bool) -> None:
     """Tells torchrun, if it started this process, why it fails.
 
-    torchrun names the earliest failure as the cause, of those of one second any of them. later: another process failed
-    before, and made this one fail.
+    torchrun names the earliest failure as the cause, of those of one second any of them. later:
+    another process failed before, and made this one fail.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         told = {"message": message, "extraInfo": {"timestamp": str(int(time.time()) + later)}}

@@ -1,12 +1,12 @@
 """The one table: operations, their implementations, and what can run where.
 
-An `Op` is a public function, its eager twin (the definition) and a tuple of `Implementation`s, best first. Tests,
-benchmarks, the compile gate, `tilewright explain` and the trainer all read these objects; nothing else lists
-implementation names.
+An `Op` is a public function, its eager twin (the definition) and a tuple of `Implementation`s, best
+first. Tests, benchmarks, the compile gate, `tilewright explain` and the trainer all read these
+objects; nothing else lists implementation names.
 
-Selection depends on the name asked for, the device, the dtype and, of ops whose implementations differ in what
-they can compute, on the options of the call (`request`); on nothing else. It is made once for each such key and kept,
-so a call pays one dictionary look-up.
+Selection depends on the name asked for, the device, the dtype and, of ops whose implementations
+differ in what they can compute, on the options of the call (`request`); on nothing else. It is made
+once for each such key and kept, so a call pays one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class ImplementationUnavailable(RuntimeError):
-    """The implementation exists and was asked for by name, but cannot run here; the message says why."""
+    """The implementation exists and was asked for by name, but cannot run here; the message
+    says why.
+    """
 
 
 def always(device_type: str) -> None:
@@ -47,18 +49,24 @@ class Implementation:
     """One way to compute an op.
 
     name: what a user writes in `implementation=`.
-    load: imports what it needs and returns the callable; it takes what the op's public function passes on.
-    missing: device type -> None, or the sentence that says why it cannot run on that device type here.
+    load: imports what it needs and returns the callable; it takes what the op's public function
+    passes on.
+    missing: device type -> None, or the sentence that says why it cannot run on that device type
+    here.
     devices: device types on which `auto` may choose it.
     dtypes: dtypes of the op's first tensor that it takes.
-    batch_invariant: device types on which a row's bits depend neither on the other rows of a call nor on their number.
-    refuses: what an op calls its request (see `Op.pick`) -> None, or what of it this one does not compute.
+    batch_invariant: device types on which a row's bits depend neither on the other rows of a call
+    nor on their number.
+    refuses: what an op calls its request (see `Op.pick`) -> None, or what of it this one does not
+    compute.
     gate: for compiled GPU kernels, returns the `KernelSpec`s that the compile gate compiles.
     tunables: returns the launches whose constants `bench tune` may search (kernels.tuning.Tunable).
     aliases: further names that a user may write; nothing lists or returns them.
-    rounds_between: rounds to the dtype between steps that the eager twin takes in a wider one. It is within the
-        contract of its own op, but `auto` does not take it as a part of an op that is composed of several.
-    does: device type on which it is usable -> a sentence on what it does there, which `tilewright explain` prints.
+    rounds_between: rounds to the dtype between steps that the eager twin takes in a wider one. It
+        is within the contract of its own op, but `auto` does not take it as a part of an op that is
+        composed of several.
+    does: device type on which it is usable -> a sentence on what it does there, which `tilewright
+    explain` prints.
     """
 
     name: str
@@ -74,7 +82,9 @@ class Implementation:
     rounds_between: bool = False
     does: Callable[[str], str | None] = always
 
-    def why_not(self, device_type: str, dtype: torch.dtype | None = None, request: Any = None) -> str | None:
+    def why_not(
+        self, device_type: str, dtype: torch.dtype | None = None, request: Any = None
+    ) -> str | None:
         """None if usable for such tensors here, else the reason."""
         if reason := self.missing(device_type):
             return reason
@@ -85,7 +95,9 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Cost:
-    """Least traffic and arithmetic of one call, for rooflines. Bytes and floating-point operations."""
+    """Least traffic and arithmetic of one call, for rooflines. Bytes and floating-point
+    operations.
+    """
 
     forward_bytes: int = 0
     backward_bytes: int = 0
@@ -97,11 +109,12 @@ class Cost:
 class Case:
     """One set of inputs, used by tests, benchmarks and tuning alike.
 
-    make: (device, dtype, seed) -> keyword arguments of the op's public function. Tensors to differentiate have
-        requires_grad set.
+    make: (device, dtype, seed) -> keyword arguments of the op's public function. Tensors to
+        differentiate have requires_grad set.
     cost: bytes per element of the dtype -> Cost.
-    tags: "contract" (small, for parity tests), "cpu" and "cuda" (timed there), "big" (more than 2^31 elements),
-        "host" (looked at on the host, by `Op.on_host` or all implementations: a CUDA graph cannot record that).
+    tags: "contract" (small, for parity tests), "cpu" and "cuda" (timed there), "big" (more than
+        2^31 elements), "host" (looked at on the host, by `Op.on_host` or all implementations: a
+        CUDA graph cannot record that).
     """
 
     name: str
@@ -112,13 +125,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Goal:
-    """What `auto` is meant to reach in the timed cases of an op on a kind of devices; `bench report` checks it.
+    """What `auto` is meant to reach in the timed cases of an op on a kind of devices; `bench
+    report` checks it.
 
-    device: part of a device's name; or classes of CUDA devices by compute capability, such as ("sm_90", "sm_100"): the
-        goal is judged on every device of them that has results.   which: "forward", "backward" or "forward_backward".
-    metric: "roofline_percent" of that device's measured roof, "matmul_percent" of its measured matrix product in this
-        dtype, "peak_mib", or "over " and another provider's name: how many times its time is ours. Of a device that is
-        named also "tflop_per_s" and "median_ms".
+    device: part of a device's name; or classes of CUDA devices by compute capability, such as
+        ("sm_90", "sm_100"): the goal is judged on every device of them that has results.   which:
+        "forward", "backward" or "forward_backward".
+    metric: "roofline_percent" of that device's measured roof, "matmul_percent" of its measured
+        matrix product in this dtype, "peak_mib", or "over " and another provider's name: how many
+        times its time is ours. Of a device that is named also "tflop_per_s" and "median_ms".
     at_least, at_most: the bound (one of them).   cases, dtypes: the names it holds for; empty: all.
     Raises ValueError for an absolute speed of a class of devices.
     """
@@ -133,11 +148,16 @@ class Goal:
 
     def __post_init__(self):
         if isinstance(self.device, tuple) and self.metric in ("tflop_per_s", "median_ms"):
-            raise ValueError(f"metric must not be {self.metric!r} for a class of devices ({', '.join(self.device)}): "
-                             "their speeds differ; use a share of what each has measured")
+            raise ValueError(
+                f"metric must not be {self.metric!r} for a class of devices "
+                f"({', '.join(self.device)}): "
+                "their speeds differ; use a share of what each has measured"
+            )
 
     def holds_for(self, name: str, capability: str | None) -> bool:
-        """Whether it speaks of a device of this name and compute capability ("9.0"; None: no CUDA device)."""
+        """Whether it speaks of a device of this name and compute capability ("9.0"; None: no
+        CUDA device).
+        """
         if isinstance(self.device, tuple):
             return capability is not None and f"sm_{capability.replace('.', '')}" in self.device
         return self.device in name
@@ -149,7 +169,9 @@ class Goal:
 
 
 class On(NamedTuple):
-    """What stands for a tensor in `Op.pick`, where an implementation is picked by another dtype, or by none."""
+    """What stands for a tensor in `Op.pick`, where an implementation is picked by another
+    dtype, or by none.
+    """
 
     device: torch.device
     dtype: torch.dtype = torch.float32
@@ -167,28 +189,40 @@ class Op:
     eager: Callable
     implementations: tuple[Implementation, ...]
     cases: tuple[Case, ...] = ()
-    # Slack of the numerics contract, in the units of bench.contract.error, beside the 2x of eager's own error.
-    # Each op that needs more than the default writes the reason there. A function takes (dtype, keyword arguments).
-    atol: Mapping[torch.dtype, float] | Callable[[torch.dtype, dict[str, Any]], float] = field(default_factory=dict)
+    # Slack of the numerics contract, in the units of bench.contract.error, beside the 2x of eager's
+    # own error. Each op that needs more than the default writes the reason there. A function takes
+    # (dtype, keyword arguments).
+    atol: Mapping[torch.dtype, float] | Callable[[torch.dtype, dict[str, Any]], float] = field(
+        default_factory=dict
+    )
     goals: tuple[Goal, ...] = ()
-    # Implementations that read values of their inputs on the host, which a CUDA graph cannot record: in cases tagged
-    # "host" if an op has such, else in all.
+    # Implementations that read values of their inputs on the host, which a CUDA graph cannot
+    # record: in cases tagged "host" if an op has such, else in all.
     on_host: tuple[str, ...] = ()
 
     def __post_init__(self):
-        twin = Implementation("eager", lambda: self.eager, devices=("cpu", "cuda", "meta"),
-                              dtypes=(*FLOATS, torch.float64))
+        twin = Implementation(
+            "eager",
+            lambda: self.eager,
+            devices=("cpu", "cuda", "meta"),
+            dtypes=(*FLOATS, torch.float64),
+        )
         self.implementations = (*self.implementations, twin)
-        self._by_name = {name: impl for impl in self.implementations for name in (impl.name, *impl.aliases)}
-        self._table: dict[tuple[str, torch.device, torch.dtype, Any], Callable] = {}   # of `pick`
+        self._by_name = {
+            name: impl for impl in self.implementations for name in (impl.name, *impl.aliases)
+        }
+        self._table: dict[tuple[str, torch.device, torch.dtype, Any], Callable] = {}  # of `pick`
         self._unpinned: dict[tuple[torch.device, torch.dtype], str] = {}
-        self._by_key = types.SimpleNamespace()   # of what is added to a dictionary while it traces Dynamo sees nothing
+        self._by_key = (
+            types.SimpleNamespace()
+        )  # of what is added to a dictionary while it traces Dynamo sees nothing
         self._id = f"{self.name} {id(self)}"
         _by_id[self._id] = self
 
     @property
     def autocast(self) -> Any:
-        """What torch.autocast does to it (ops._checks.Autocast), as its public function declares; None if it does not.
+        """What torch.autocast does to it (ops._checks.Autocast), as its public function
+        declares; None if it does not.
         """
         return getattr(self.public, "autocast", None)
 
@@ -201,23 +235,35 @@ class Op:
         Raises ValueError if there is none, TypeError for no str.
         """
         if not isinstance(name, str):
-            raise TypeError(f"{self.name}: implementation must be one of {['auto', *self.names()]}, got {name!r}")
+            raise TypeError(
+                f"{self.name}: implementation must be one of {['auto', *self.names()]}, got "
+                f"{name!r}"
+            )
         if name not in self._by_name:
-            raise ValueError(f"{self.name}: unknown implementation {name!r}; have {['auto', *self.names()]}")
+            raise ValueError(
+                f"{self.name}: unknown implementation {name!r}; have {['auto', *self.names()]}"
+            )
         return self._by_name[name]
 
-    def usable(self, device_type: str, dtype: torch.dtype | None = None, request: Any = None) -> list[str]:
-        return [i.name for i in self.implementations if i.why_not(device_type, dtype, request) is None]
+    def usable(
+        self, device_type: str, dtype: torch.dtype | None = None, request: Any = None
+    ) -> list[str]:
+        return [
+            i.name for i in self.implementations if i.why_not(device_type, dtype, request) is None
+        ]
 
     def choose(self, device_type: str, dtype: torch.dtype, request: Any = None) -> str:
-        """The name that `auto` stands for: the first usable implementation that is meant for this device type."""
+        """The name that `auto` stands for: the first usable implementation that is meant for
+        this device type.
+        """
         for impl in self.implementations:
             if device_type in impl.devices and impl.why_not(device_type, dtype, request) is None:
                 return impl.name
         return "eager"
 
     def choose_invariant(self, device_type: str, dtype: torch.dtype, request: Any = None) -> str:
-        """The first usable implementation that is meant for this device type and claims `batch_invariant` there.
+        """The first usable implementation that is meant for this device type and claims
+        `batch_invariant` there.
 
         Raises ImplementationUnavailable if there is none.
         """
@@ -225,14 +271,17 @@ class Op:
             impl = self._by_name[name]
             if device_type in impl.devices and device_type in impl.batch_invariant:
                 return name
-        raise ImplementationUnavailable(f"{self.name}: no implementation that is usable here claims that a row's bits "
-                                        f"do not depend on the batch ({short(dtype)} on {device_type})")
+        raise ImplementationUnavailable(
+            f"{self.name}: no implementation that is usable here claims that a row's bits "
+            f"do not depend on the batch ({short(dtype)} on {device_type})"
+        )
 
     def unpinned(self, tensor: torch.Tensor | On) -> str:
         """The name that `auto` stands for as a part of another op, whatever `use` pins, remembered.
 
-        For implementations that are composed of other ops: a name that was asked for fixes its parts too, and parts
-        that round where the twin does not would take the whole beyond its contract.
+        For implementations that are composed of other ops: a name that was asked for fixes its
+        parts too, and parts that round where the twin does not would take the whole beyond its
+        contract.
         """
         key = (tensor.device, tensor.dtype)
         name = self._unpinned.get(key)
@@ -240,54 +289,81 @@ class Op:
             kind = tensor.device.type
             with _current(tensor.device):
                 name = self._unpinned[key] = next(
-                    (i.name for i in self.implementations if kind in i.devices and not i.rounds_between
-                     and i.why_not(kind, tensor.dtype) is None), "eager")
+                    (
+                        i.name
+                        for i in self.implementations
+                        if kind in i.devices
+                        and not i.rounds_between
+                        and i.why_not(kind, tensor.dtype) is None
+                    ),
+                    "eager",
+                )
         return name
 
     def part(self, tensor: torch.Tensor | On) -> Callable:
         """`pick` of the `unpinned` name."""
         return self.pick(self.unpinned(tensor), tensor)
 
-    def resolve(self, name: str = "auto", device_type: str | None = None, dtype: torch.dtype = torch.float32,
-                request: Any = None) -> Callable:
-        """The callable behind a name, for tensors of this dtype on this device type (default: CUDA if present).
+    def resolve(
+        self,
+        name: str = "auto",
+        device_type: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        request: Any = None,
+    ) -> Callable:
+        """The callable behind a name, for tensors of this dtype on this device type (default: CUDA
+        if present).
 
-        request: what the call asks for (see `pick`); None: nothing that an implementation could lack.
+        request: what the call asks for (see `pick`); None: nothing that an implementation could
+        lack.
 
-        Raises ValueError for a name that does not exist and ImplementationUnavailable, with the reason, for one that
-        cannot run here. Only "auto" ever chooses; a name never falls back.
+        Raises ValueError for a name that does not exist and ImplementationUnavailable, with the
+        reason, for one that cannot run here. Only "auto" ever chooses; a name never falls back.
         """
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         name = _PINS.get(self.name, name) if name == "auto" else name
-        impl = self.implementation(self.choose(device_type, dtype, request) if name == "auto" else name)
+        impl = self.implementation(
+            self.choose(device_type, dtype, request) if name == "auto" else name
+        )
         if reason := impl.why_not(device_type, dtype, request):
             raise ImplementationUnavailable(
-                f"{self.name}[{impl.name}]: {reason} (usable here: {self.usable(device_type, dtype, request)})")
+                f"{self.name}[{impl.name}]: {reason} (usable here: "
+                f"{self.usable(device_type, dtype, request)})"
+            )
         try:
             return impl.load()
-        except ImportError as error:   # installed, so not `missing`, but broken: even auto must not hide that
-            raise ImplementationUnavailable(f"{self.name}[{impl.name}]: does not import: {error}") from error
+        except (
+            ImportError
+        ) as error:  # installed, so not `missing`, but broken: even auto must not hide that
+            raise ImplementationUnavailable(
+                f"{self.name}[{impl.name}]: does not import: {error}"
+            ) from error
 
     def pick(self, name: str, tensor: torch.Tensor, request: Any = None) -> Callable:
         """`resolve` for a call: by the tensor's device and dtype, remembered.
 
-        request: what the call asks for that not every implementation has: a NamedTuple of constants of the op's own.
+        request: what the call asks for that not every implementation has: a NamedTuple of constants
+        of the op's own.
         """
         if name == "auto" and _PINS:
             name = _PINS.get(self.name, name)
         if torch.compiler.is_dynamo_compiling():
             # In parts: Dynamo hands a NamedTuple over without its values.
             asked = () if request is None else (type(request), tuple(request))
-            return getattr(self._by_key, _resolve_constant(self._id, name, tensor.device, tensor.dtype, *asked))
+            return getattr(
+                self._by_key, _resolve_constant(self._id, name, tensor.device, tensor.dtype, *asked)
+            )
         key = (name, tensor.device, tensor.dtype, request)
         try:
             found = self._table.get(key)
-        except TypeError:   # a name that cannot be a key
+        except TypeError:  # a name that cannot be a key
             self.implementation(name)
             raise
         if found is None:
             with _current(tensor.device):
-                found = self._table[key] = self.resolve(name, tensor.device.type, tensor.dtype, request)
+                found = self._table[key] = self.resolve(
+                    name, tensor.device.type, tensor.dtype, request
+                )
         return found
 
 
@@ -302,10 +378,17 @@ _by_id: weakref.WeakValueDictionary[str, Op] = weakref.WeakValueDictionary()
 
 
 @_torch.constant
-def _resolve_constant(op_id: str, name: str, device: torch.device, dtype: torch.dtype, kind: type | None = None,
-                      values: tuple = ()) -> str:
-    # torch.compile runs this once while it traces, instead of tracing imports and probes. It must return a constant,
-    # so the callable is left in a namespace, under a key that is written once and never changes.
+def _resolve_constant(
+    op_id: str,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    kind: type | None = None,
+    values: tuple = (),
+) -> str:
+    # torch.compile runs this once while it traces, instead of tracing imports and probes. It must
+    # return a constant, so the callable is left in a namespace, under a key that is written once
+    # and never changes.
     op = _by_id[op_id]
     request = None if kind is None else kind(*values)
     key = f"{name} {device} {short(dtype)} {request}"
@@ -320,7 +403,9 @@ def short(dtype: torch.dtype) -> str:
 
 
 def instead_of(name: Any, known: Iterable[str]) -> str:
-    """The end of a sentence that says that a name does not exist: the nearest of those that do, and all of them."""
+    """The end of a sentence that says that a name does not exist: the nearest of those that do,
+    and all of them.
+    """
     known = list(known)
     nearest = [f" did you mean {n!r}?" for n in difflib.get_close_matches(str(name), known, 1)]
     return f";{''.join(nearest)} have {known}"
@@ -333,8 +418,12 @@ def operations() -> dict[str, Op]:
     return OPS
 
 
-def resolve(op: str, implementation: str = "auto", device_type: str | None = None,
-            dtype: torch.dtype = torch.float32) -> Callable:
+def resolve(
+    op: str,
+    implementation: str = "auto",
+    device_type: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Callable:
     """`Op.resolve` by the op's name. Raises ValueError for an unknown op."""
     ops = operations()
     if op not in ops:
@@ -344,18 +433,21 @@ def resolve(op: str, implementation: str = "auto", device_type: str | None = Non
 
 @contextlib.contextmanager
 def use(implementation: str | None = None, /, **by_op: str) -> Iterator[None]:
-    """Pins what `auto` means inside the block: `use("eager")` for every op, or `use(rmsnorm="triton")` for one.
+    """Pins what `auto` means inside the block: `use("eager")` for every op, or
+    `use(rmsnorm="triton")` for one.
 
-    "auto" takes an outer pin back. An explicit `implementation=` still wins. With one name for all, ops that have no
-    such implementation are left alone. The pin holds for the whole process, not for one thread, because autograd
-    recomputes checkpointed blocks in threads of its own; so put a whole training step inside the block. Raises
-    ValueError for unknown names.
+    "auto" takes an outer pin back. An explicit `implementation=` still wins. With one name for all,
+    ops that have no such implementation are left alone. The pin holds for the whole process, not
+    for one thread, because autograd recomputes checkpointed blocks in threads of its own; so put a
+    whole training step inside the block. Raises ValueError for unknown names.
     """
     ops = operations()
     pins = {n: implementation for n, op in ops.items() if implementation in ("auto", *op.names())}
     if implementation is not None and not pins:
         names = dict.fromkeys(("auto", *(name for op in ops.values() for name in op.names())))
-        raise ValueError(f"no op has an implementation {implementation!r}{instead_of(implementation, names)}")
+        raise ValueError(
+            f"no op has an implementation {implementation!r}{instead_of(implementation, names)}"
+        )
     for name, choice in by_op.items():
         if name not in ops:
             raise ValueError(f"unknown op {name!r}{instead_of(name, ops)}")

@@ -1,4 +1,6 @@
-"""Timings are collected only when this folder is named: `pytest tests/benchmark`, not by a bare `pytest`."""
+"""Timings are collected only when this folder is named: `pytest tests/benchmark`, not by a bare
+`pytest`.
+"""
 
 import pathlib
 

@@ -1,8 +1,8 @@
 """The registry's timed cases under pytest-benchmark, for its history: `pytest tests/benchmark`.
 
-The contract gates each timing: a baseline that breaks it is skipped with the reason, an implementation of this library
-fails. Providers are timed one after the other here; `python -m tilewright.bench run`
-interleaves them, which is what published numbers come from.
+The contract gates each timing: a baseline that breaks it is skipped with the reason, an
+implementation of this library fails. Providers are timed one after the other here; `python -m
+tilewright.bench run` interleaves them, which is what published numbers come from.
 """
 
 import pytest
@@ -23,8 +23,9 @@ def grid():
         for case in run.timed(op, DEVICE):
             for dtype in (torch.float32, torch.bfloat16):
                 for name in dict.fromkeys(("eager", "compile", *op.names(), *PEERS)):
-                    yield pytest.param(op, case, dtype, name,
-                                       id=f"{op.name}-{case.name}-{short(dtype)}-{name}")
+                    yield pytest.param(
+                        op, case, dtype, name, id=f"{op.name}-{case.name}-{short(dtype)}-{name}"
+                    )
 
 
 @pytest.mark.parametrize("op, case, dtype, name", list(grid()))
@@ -37,7 +38,7 @@ def test_speed(op, case, dtype, name, benchmark):
         broken = gate(op, provider, kwargs, contract.reference(op, kwargs, dtype))
     except Unsupported as reason:
         pytest.skip(str(reason))
-    if broken and name in BASELINES:   # not this library's fault, and a wrong answer is not timed
+    if broken and name in BASELINES:  # not this library's fault, and a wrong answer is not timed
         pytest.skip(f"breaks the contract: {'; '.join(map(str, broken))}")
     assert not broken, "; ".join(map(str, broken))
     timed = run.passes(provider, kwargs)

@@ -1,12 +1,13 @@
-"""The numerics contract: an implementation may lose at most twice what eager PyTorch loses in the same dtype.
+"""The numerics contract: an implementation may lose at most twice what eager PyTorch loses in the
+same dtype.
 
-For a case, *truth* is the eager twin in float64 on the same (already rounded) inputs. `error` measures a result
-against it, and the contract is
+For a case, *truth* is the eager twin in float64 on the same (already rounded) inputs. `error`
+measures a result against it, and the contract is
 
     error(implementation) <= 2 * error(eager twin in this dtype) + atol
 
-for every output and every gradient. Tests and benchmarks both call `check`; a benchmark prints no time for a case
-that fails.
+for every output and every gradient. Tests and benchmarks both call `check`; a benchmark prints no
+time for a case that fails.
 """
 
 from __future__ import annotations
@@ -24,50 +25,62 @@ from tilewright.bench.pieces import Index, Pieces
 from tilewright.ops.quantize import Quantized
 from tilewright.registry import Case, Op
 
-# In the units of `error`. 16-bit: the one rounding on store that is left when the twin happens to be exact. float32:
-# four of them, since there the sums too are in the result's own precision and their order is free.
-ATOL = {torch.float32: 2 * torch.finfo(torch.float32).eps,
-        torch.bfloat16: torch.finfo(torch.bfloat16).eps / 2, torch.float16: torch.finfo(torch.float16).eps / 2}
+# In the units of `error`. 16-bit: the one rounding on store that is left when the twin happens to
+# be exact. float32: four of them, since there the sums too are in the result's own precision and
+# their order is free.
+ATOL = {
+    torch.float32: 2 * torch.finfo(torch.float32).eps,
+    torch.bfloat16: torch.finfo(torch.bfloat16).eps / 2,
+    torch.float16: torch.finfo(torch.float16).eps / 2,
+}
 ATOL[torch.float64] = 1e-12
 
 
-CHUNK = 2**24   # elements compared at a time: float64 temporaries of 128 MiB each, for tensors of any size
+CHUNK = (
+    2**24
+)  # elements compared at a time: float64 temporaries of 128 MiB each, for tensors of any size
 
 
 def error(result: torch.Tensor, truth: torch.Tensor) -> tuple[float, tuple[int, ...]]:
-    """Largest deviation, relative to the element or to the tensor's root mean square if that is larger; and where.
+    """Largest deviation, relative to the element or to the tensor's root mean square if that is
+    larger; and where.
 
-    Relative to the element, so that a wrong value is not hidden by a larger one elsewhere; but not below the root mean
-    square, because an element that is small by cancellation carries the rounding of its large terms. Infinities must
-    be equal; a NaN where truth has none is an infinite error, so an element that was never written is one too.
+    Relative to the element, so that a wrong value is not hidden by a larger one elsewhere; but not
+    below the root mean square, because an element that is small by cancellation carries the
+    rounding of its large terms. Infinities must be equal; a NaN where truth has none is an infinite
+    error, so an element that was never written is one too.
     """
     if result.shape != truth.shape:
         return float("inf"), tuple(result.shape)
     return _error([(result, truth, ())])
 
 
-def _error(pairs: Sequence[tuple[torch.Tensor, torch.Tensor, Index]]) -> tuple[float, tuple[int, ...]]:
+def _error(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor, Index]],
+) -> tuple[float, tuple[int, ...]]:
     """`error` of a tensor of which parts are at hand: (result, truth, where that part is)."""
     flat = [(r.reshape(-1), t.reshape(-1)) for r, t, _ in pairs]
     scale, worst, at = 0.0, -1.0, (0, 0)
     if pairs[0][1].dtype.is_floating_point:
         squares, count = 0.0, 0
         for values in (t[piece].double() for _, t in flat for piece in _chunks(t)):
-            finite = values.isfinite()   # no index by it: its size would be a wait for the device
+            finite = values.isfinite()  # no index by it: its size would be a wait for the device
             squares += float(values.where(finite, 0.0).square().sum())
             count += int(finite.sum(dtype=torch.float64))
         scale = (squares / max(count, 1)) ** 0.5
     for i, (r, t) in enumerate(flat):
         for piece in _chunks(t):
             value, place = _deviation(r[piece], t[piece], scale).max(0)
-            value, place = torch.stack((value, place.double())).tolist()   # one wait for the device
+            value, place = torch.stack((value, place.double())).tolist()  # one wait for the device
             if value > worst:
                 worst, at = value, (i, piece.start + int(place))
     if worst < 0:
         return 0.0, ()
     _, truth, index = pairs[at[0]]
     inside = (int(n) for n in torch.unravel_index(torch.tensor(at[1]), truth.shape))
-    return worst, tuple(n + (index[d].start or 0 if d < len(index) else 0) for d, n in enumerate(inside))
+    return worst, tuple(
+        n + (index[d].start or 0 if d < len(index) else 0) for d, n in enumerate(inside)
+    )
 
 
 def _chunks(t: torch.Tensor) -> list[slice]:
@@ -85,26 +98,33 @@ def _deviation(r: torch.Tensor, t: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
-    """Tensors in a result or in arguments: a tensor, or a tuple, dictionary or quantised tensor of tensors and else."""
+    """Tensors in a result or in arguments: a tensor, or a tuple, dictionary or quantised tensor
+    of tensors and else.
+    """
     if isinstance(value, torch.Tensor):
         return [value]
     return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
 def convert(kwargs: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """Fresh leaves with the same values: in `dtype`, or (None) in their own. Integers and options are passed on, and
-    so is what a quantised tensor holds; `dtype` is then that in which it is read."""
+    """Fresh leaves with the same values: in `dtype`, or (None) in their own. Integers and options
+    are passed on, and so is what a quantised tensor holds; `dtype` is then that in which it is
+    read.
+    """
     new = {}
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             # Strides are part of a case, and `to` would pack a row-strided tensor.
-            fresh = torch.empty_strided(value.shape, value.stride(), dtype=dtype or value.dtype, device=value.device)
+            fresh = torch.empty_strided(
+                value.shape, value.stride(), dtype=dtype or value.dtype, device=value.device
+            )
             new[name] = fresh.copy_(value.detach()).requires_grad_(value.requires_grad)
         elif isinstance(value, torch.Tensor):
             new[name] = value.clone()
         elif isinstance(value, Quantized):
-            new[name] = dataclasses.replace(pytree.tree_map_only(torch.Tensor, torch.clone, value),
-                                            dtype=dtype or value.dtype)
+            new[name] = dataclasses.replace(
+                pytree.tree_map_only(torch.Tensor, torch.clone, value), dtype=dtype or value.dtype
+            )
         else:
             new[name] = value
     return new
@@ -114,29 +134,45 @@ LAYOUTS = ("contiguous", "strided", "expanded")
 
 
 def upstream(outs: list[torch.Tensor], layout: str, seed: int = 1) -> list[torch.Tensor]:
-    """Gradients to feed back, drawn in float64 and rounded to each output's dtype, in a memory layout of choice."""
+    """Gradients to feed back, drawn in float64 and rounded to each output's dtype, in a memory
+    layout of choice.
+    """
     found = []
     for i, out in enumerate(outs):
         g = torch.Generator(device=out.device).manual_seed(seed + 1000 * i)
-        if layout == "expanded":   # one value for all, stride 0: what .sum().backward() sends
-            found.append(torch.randn((), device=out.device, dtype=torch.float64, generator=g).to(out.dtype)
-                         .expand(out.shape))
+        if layout == "expanded":  # one value for all, stride 0: what .sum().backward() sends
+            found.append(
+                torch.randn((), device=out.device, dtype=torch.float64, generator=g)
+                .to(out.dtype)
+                .expand(out.shape)
+            )
             continue
         grad = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         flat = grad.view(-1)
-        for piece in _chunks(flat):   # float64 of all of it would be four times as much
-            flat[piece] = torch.randn(flat[piece].shape, device=out.device, dtype=torch.float64, generator=g)
+        for piece in _chunks(flat):  # float64 of all of it would be four times as much
+            flat[piece] = torch.randn(
+                flat[piece].shape, device=out.device, dtype=torch.float64, generator=g
+            )
         if layout == "strided" and grad.dim():
-            wide = torch.empty((*grad.shape[:-1], 2 * grad.shape[-1]), dtype=grad.dtype, device=grad.device)
+            wide = torch.empty(
+                (*grad.shape[:-1], 2 * grad.shape[-1]), dtype=grad.dtype, device=grad.device
+            )
             wide[..., ::2] = grad
             grad = wide[..., ::2]
         found.append(grad)
     return found
 
 
-def run(op: Op, implementation: str, kwargs: dict[str, Any], layout: str = "contiguous",
-        grads: list[torch.Tensor] | None = None) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Calls the op and differentiates it. Returns results by name ("out 0", "grad x") and the upstream gradients."""
+def run(
+    op: Op,
+    implementation: str,
+    kwargs: dict[str, Any],
+    layout: str = "contiguous",
+    grads: list[torch.Tensor] | None = None,
+) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Calls the op and differentiates it. Returns results by name ("out 0", "grad x") and the
+    upstream gradients.
+    """
     outs = leaves(op.public(**kwargs, implementation=implementation))
     results = {f"out {i}": out.detach() for i, out in enumerate(outs)}
     differentiable = [o for o in outs if o.requires_grad]
@@ -145,7 +181,10 @@ def run(op: Op, implementation: str, kwargs: dict[str, Any], layout: str = "cont
         return results, []
     if grads is None:
         grads = upstream(differentiable, layout)
-    given = [g.to(o.dtype) if g.dtype != o.dtype else g for g, o in zip(grads, differentiable, strict=True)]
+    given = [
+        g.to(o.dtype) if g.dtype != o.dtype else g
+        for g, o in zip(grads, differentiable, strict=True)
+    ]
     found = torch.autograd.grad(differentiable, list(inputs.values()), given, allow_unused=True)
     for name, grad in zip(inputs, found, strict=True):
         if grad is not None:
@@ -155,7 +194,9 @@ def run(op: Op, implementation: str, kwargs: dict[str, Any], layout: str = "cont
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One compared tensor: its error, eager's own, what is allowed, and where the worst element is."""
+    """One compared tensor: its error, eager's own, what is allowed, and where the worst element
+    is.
+    """
 
     name: str
     error: float
@@ -168,8 +209,10 @@ class Finding:
         return self.error <= self.budget
 
     def __str__(self) -> str:
-        return (f"{self.name}: error {self.error:.2e} at {list(self.where)} exceeds {self.budget:.2e} "
-                f"(2 x eager's {self.eager:.2e} + slack)")
+        return (
+            f"{self.name}: error {self.error:.2e} at {list(self.where)} exceeds {self.budget:.2e} "
+            f"(2 x eager's {self.eager:.2e} + slack)"
+        )
 
 
 def broken(found: Iterable[Finding]) -> list[Finding]:
@@ -177,14 +220,17 @@ def broken(found: Iterable[Finding]) -> list[Finding]:
     return [f for f in found if not f.holds]
 
 
-Parts = dict[str, tuple[Index, torch.Tensor]]   # of a tensor, by where they are in it (in words); "()": all of it
+Parts = dict[
+    str, tuple[Index, torch.Tensor]
+]  # of a tensor, by where they are in it (in words); "()": all of it
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """What results are judged by on one set of inputs; made once for all implementations.
 
-    truth: the eager twin's results in float64, or parts of them.   eager: error of each in the inputs' dtype.
+    truth: the eager twin's results in float64, or parts of them.   eager: error of each in the
+    inputs' dtype.
     dtypes: of each.   grads: the upstream gradients.   atol: the slack.
     sample: what of the results is looked at, in words; None: all.
     """
@@ -197,37 +243,59 @@ class Reference:
     sample: str | None = None
 
 
-def reference(op: Op, kwargs: dict[str, Any], dtype: torch.dtype, layout: str = "contiguous",
-              cut: Pieces | None = None) -> Reference:
+def reference(
+    op: Op,
+    kwargs: dict[str, Any],
+    dtype: torch.dtype,
+    layout: str = "contiguous",
+    cut: Pieces | None = None,
+) -> Reference:
     """cut: the pieces (see `bench.pieces`) that the twin is computed in; None: as a whole."""
     atol = op.atol(dtype, kwargs) if callable(op.atol) else op.atol.get(dtype, ATOL[dtype])
     if cut is None:
         own, grads = run(op, "eager", convert(kwargs, None), layout)
         if any(t.is_cuda for t in leaves(kwargs)):
-            torch.cuda.empty_cache()   # blocks of one dtype's sizes are too small for the other's
+            torch.cuda.empty_cache()  # blocks of one dtype's sizes are too small for the other's
         truth, _ = run(op, "eager", convert(kwargs, torch.float64), layout, grads)
         found = {n: {"()": ((), t)} for n, t in truth.items()}
         errors = {n: error(own[n], t)[0] for n, t in truth.items()}
         dtypes = {n: own[n].dtype for n in truth}
     else:
         found, own, grads, dtypes = _by_pieces(op, kwargs, layout, cut)
-        errors = {n: _error([(own[n][where][1].to(dtypes[n]), t, at) for where, (at, t) in parts.items()])[0]
-                  for n, parts in found.items()}
+        errors = {
+            n: _error(
+                [(own[n][where][1].to(dtypes[n]), t, at) for where, (at, t) in parts.items()]
+            )[0]
+            for n, parts in found.items()
+        }
     return Reference(found, errors, dtypes, grads, atol, cut and cut.note())
 
 
 def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
-    """Truth and the twin's own results, by name and part; upstream gradients of the whole call; dtypes by name."""
+    """Truth and the twin's own results, by name and part; upstream gradients of the whole call;
+    dtypes by name.
+    """
+
     def by_less(*, implementation, **given):
         return cut.eager(**given)
 
     twin = op if cut.eager is None else Op(op.name, by_less, op.eager, ())
 
-    def given(piece):   # packed: a copy with the whole's strides would be nearly as large
-        return {n: v[piece.inputs[n]].detach().clone(memory_format=torch.contiguous_format).requires_grad_(
-            v.requires_grad) if n in piece.inputs else v for n, v in kwargs.items() if n not in piece.other}
+    def given(piece):  # packed: a copy with the whole's strides would be nearly as large
+        return {
+            n: v[piece.inputs[n]]
+            .detach()
+            .clone(memory_format=torch.contiguous_format)
+            .requires_grad_(v.requires_grad)
+            if n in piece.inputs
+            else v
+            for n, v in kwargs.items()
+            if n not in piece.other
+        }
 
-    def regions(piece, names):   # by result the part of the whole it belongs to, and where it lies in that
+    def regions(
+        piece, names
+    ):  # by result the part of the whole it belongs to, and where it lies in that
         out = {}
         for name in names:
             kind, _, which = name.partition(" ")
@@ -238,19 +306,28 @@ def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
             out[name] = (at, ()) if to is None else (to, _inside(at, to, kwargs[which].shape))
         return out
 
-    first = twin.public(**convert(given(cut.parts[0]), None), **cut.parts[0].other, implementation="eager")
-    like = [(leaf.new_empty(()).expand(cut.shapes.get(i, leaf.shape)), leaf.requires_grad)
-            for i, leaf in enumerate(leaves(first))]
+    first = twin.public(
+        **convert(given(cut.parts[0]), None), **cut.parts[0].other, implementation="eager"
+    )
+    like = [
+        (leaf.new_empty(()).expand(cut.shapes.get(i, leaf.shape)), leaf.requires_grad)
+        for i, leaf in enumerate(leaves(first))
+    ]
     places = [i for i, (_, wanted) in enumerate(like) if wanted]
     del first
     grads = upstream([like[i][0] for i in places], layout) if places else []
-    names = [*(f"out {i}" for i in range(len(like))), *(f"grad {n}" for n in kwargs if _differentiable(kwargs, n))]
+    names = [
+        *(f"out {i}" for i in range(len(like))),
+        *(f"grad {n}" for n in kwargs if _differentiable(kwargs, n)),
+    ]
     counts: collections.Counter = collections.Counter()
-    looked_at = set()   # what all pieces add to, and what is a sampled piece's
+    looked_at = set()  # what all pieces add to, and what is a sampled piece's
     for number, piece in enumerate(cut.parts):
         found = [(n, str(at)) for n, (at, _) in regions(piece, names).items()]
         counts.update(found)
-        looked_at.update(r for r in found if r[1] == "()" or cut.sample is None or number in cut.sample)
+        looked_at.update(
+            r for r in found if r[1] == "()" or cut.sample is None or number in cut.sample
+        )
     sums: tuple[dict[str, Parts], dict[str, Parts]] = ({}, {})
     dtypes: dict[str, torch.dtype] = {}
     for piece in cut.parts:
@@ -259,7 +336,9 @@ def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
             continue
         mine = [g[piece.outputs.get(i, ())] for i, g in zip(places, grads, strict=True)]
         for dtype, held in ((None, sums[1]), (torch.float64, sums[0])):
-            results, _ = run(twin, "eager", {**convert(given(piece), dtype), **piece.other}, layout, mine)
+            results, _ = run(
+                twin, "eager", {**convert(given(piece), dtype), **piece.other}, layout, mine
+            )
             for name in list(results):
                 value, (at, inside) = results.pop(name), where[name]
                 parts = held.setdefault(name, {})
@@ -267,13 +346,21 @@ def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
                     dtypes[name] = value.dtype
                 if (name, str(at)) not in looked_at:
                     continue
-                if counts[name, str(at)] == 1 or not value.is_floating_point():   # an order is the same in every piece
+                if (
+                    counts[name, str(at)] == 1 or not value.is_floating_point()
+                ):  # an order is the same in every piece
                     parts[str(at)] = at, value
                     continue
                 if str(at) not in parts:
                     shape = kwargs[name.removeprefix("grad ")][at].shape if inside else value.shape
-                    # The twin's own as a sum in a wider dtype would be: in float32, and rounded at the end.
-                    parts[str(at)] = at, value.new_zeros(shape, dtype=torch.promote_types(value.dtype, torch.float32))
+                    # The twin's own as a sum in a wider dtype would be: in float32, and rounded at
+                    # the end.
+                    parts[str(at)] = (
+                        at,
+                        value.new_zeros(
+                            shape, dtype=torch.promote_types(value.dtype, torch.float32)
+                        ),
+                    )
                 parts[str(at)][1][inside] += value
     return *sums, grads, dtypes
 
@@ -308,30 +395,55 @@ def judge(op: Op, implementation: str, kwargs: dict[str, Any], by: Reference) ->
             e, where = _error(pairs)
         found.append(Finding(name, e, own, budget, where))
         if result[name].dtype != by.dtypes[name]:
-            found.append(Finding(f"{name} (dtype {result[name].dtype}, not {by.dtypes[name]})", float("inf"), own,
-                                 budget, ()))
+            found.append(
+                Finding(
+                    f"{name} (dtype {result[name].dtype}, not {by.dtypes[name]})",
+                    float("inf"),
+                    own,
+                    budget,
+                    (),
+                )
+            )
     return found
 
 
-def check(op: Op, implementation: str, case: Case, device: str, dtype: torch.dtype, *, seed: int = 0,
-          layout: str = "contiguous") -> list[Finding]:
-    """Compares one implementation on one case; returns every tensor that breaks the contract (none: it holds)."""
+def check(
+    op: Op,
+    implementation: str,
+    case: Case,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    layout: str = "contiguous",
+) -> list[Finding]:
+    """Compares one implementation on one case; returns every tensor that breaks the contract
+    (none: it holds).
+    """
     return compare(op, implementation, case.make(device, dtype, seed), dtype, layout)
 
 
-def compare(op: Op, implementation: str, kwargs: dict[str, Any], dtype: torch.dtype,
-            layout: str = "contiguous") -> list[Finding]:
+def compare(
+    op: Op,
+    implementation: str,
+    kwargs: dict[str, Any],
+    dtype: torch.dtype,
+    layout: str = "contiguous",
+) -> list[Finding]:
     """`check` on inputs that are at hand."""
     return broken(judge(op, implementation, kwargs, reference(op, kwargs, dtype, layout)))
 
 
-def check_big(op: Op, implementation: str, case: Case, device: str, dtype: torch.dtype) -> list[Finding]:
-    """For a case of more than 2^31 elements: forward and backward against the eager twin in the same dtype.
+def check_big(
+    op: Op, implementation: str, case: Case, device: str, dtype: torch.dtype
+) -> list[Finding]:
+    """For a case of more than 2^31 elements: forward and backward against the eager twin in the
+    same dtype.
 
-    Of tensors that large, the last two along the first dimension (all, where there are no more): a wrapped 32-bit
-    offset lands there, and float64 truth would not fit.
-    What both sides round is 1 eps of a 16-bit dtype; in float32 they sum in different orders. A wrapped offset is
-    wrong by about 1. Returns what is beyond.
+    Of tensors that large, the last two along the first dimension (all, where there are no more): a
+    wrapped 32-bit offset lands there, and float64 truth would not fit. What both sides round is 1
+    eps of a 16-bit dtype; in float32 they sum in different orders. A wrapped offset is wrong by
+    about 1. Returns what is beyond.
     """
     kwargs = case.make(device, dtype, 0)
     expected, grads = run(op, "eager", convert(kwargs, None), "expanded")
@@ -348,23 +460,29 @@ def check_big(op: Op, implementation: str, case: Case, device: str, dtype: torch
 
 
 def no_capture(op: Op, implementation: str, case: Case) -> str | None:
-    """None if a call of this implementation on this case can be recorded in a CUDA graph, else the reason."""
+    """None if a call of this implementation on this case can be recorded in a CUDA graph, else
+    the reason.
+    """
     told = any("host" in c.tags for c in op.cases)
-    if implementation in (op.on_host or op.names()) and ("host" in case.tags or (op.on_host and not told)):
+    if implementation in (op.on_host or op.names()) and (
+        "host" in case.tags or (op.on_host and not told)
+    ):
         return "looks at values on the host, which a CUDA graph cannot record"
     return None
 
 
 def check_capture(op: Op, implementation: str, case: Case, dtype: torch.dtype) -> list[Finding]:
-    """Records forward and backward in a CUDA graph, replays it on other values, and compares with a direct call.
+    """Records forward and backward in a CUDA graph, replays it on other values, and compares with a
+    direct call.
 
-    Raises what recording raises: a kernel launch or an allocation is allowed there, waiting for the device is not.
+    Raises what recording raises: a kernel launch or an allocation is allowed there, waiting for the
+    device is not.
     """
     static = case.make("cuda", dtype, 0)
     _, grads = run(op, implementation, static)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):   # compiles, fills caches
+    with torch.cuda.stream(stream):  # compiles, fills caches
         run(op, implementation, static, grads=grads)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -386,11 +504,15 @@ def check_capture(op: Op, implementation: str, case: Case, dtype: torch.dtype) -
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Fills every fresh tensor with NaN (integers: the largest value), so that an element left unwritten is seen.
+    """Fills every fresh tensor with NaN (integers: the largest value), so that an element left
+    unwritten is seen.
 
     PyTorch's own switch does it inside the allocator's callers, C++ included.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

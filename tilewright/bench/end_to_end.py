@@ -1,13 +1,14 @@
 """A training step's forward and backward on a CPU: the trainer's model beside that of transformers.
 
-Both have the same weights, drawn at random, and the same tokens. transformers' runs with its defaults and sdpa and
-makes the loss itself; the trainer's is called as the trainer calls it, with its default numerics. The optimizer is left
-out, being PyTorch's in both.
+Both have the same weights, drawn at random, and the same tokens. transformers' runs with its
+defaults and sdpa and makes the loss itself; the trainer's is called as the trainer calls it, with
+its default numerics. The optimizer is left out, being PyTorch's in both.
 
-Times are wall clock, in interleaved rounds of one process. Memory: each model in a process of its own, the most that
-the process held during a step (the kernel's high-water mark) above what it held before, so gradients count and weights
-do not. Errors are relative to transformers' model in float64: of the loss, and |g - truth| / |truth| over all
-gradients (Frobenius), and of the parameter where that is largest.
+Times are wall clock, in interleaved rounds of one process. Memory: each model in a process of its
+own, the most that the process held during a step (the kernel's high-water mark) above what it held
+before, so gradients count and weights do not. Errors are relative to transformers' model in
+float64: of the loss, and |g - truth| / |truth| over all gradients (Frobenius), and of the parameter
+where that is largest.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from tilewright.bench import report, run, timing
 from tilewright.bench.options import at_least, chosen, names
 
 PROVIDERS = ("transformers", "trainer")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}   # of products; weights are float32, as in training
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}  # of products; weights are float32, as in training
 SEED = 0
 
 
@@ -57,11 +61,20 @@ def of_transformers(shape: Shape) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(SEED)
-    return LlamaForCausalLM(LlamaConfig(
-        hidden_size=shape.hidden, intermediate_size=shape.inner, num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, vocab_size=shape.vocabulary,
-        max_position_embeddings=max(2048, shape.tokens), rms_norm_eps=1e-5, tie_word_embeddings=True,
-        attn_implementation="sdpa"))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=shape.hidden,
+            intermediate_size=shape.inner,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            vocab_size=shape.vocabulary,
+            max_position_embeddings=max(2048, shape.tokens),
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+            attn_implementation="sdpa",
+        )
+    )
 
 
 def of_trainer(like: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
@@ -70,7 +83,10 @@ def of_trainer(like: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     from tilewright.trainer.model import ModelConfig, Ops, Transformer
 
     config = ModelConfig.from_hf(like.config.to_dict())
-    model, weights = Transformer(config, Ops.resolve(device_type="cpu", dtype=dtype)), like.state_dict()
+    model, weights = (
+        Transformer(config, Ops.resolve(device_type="cpu", dtype=dtype)),
+        like.state_dict(),
+    )
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(hf.fuse(name, [weights[n] for n in hf.sources(name, config)]))
@@ -78,7 +94,9 @@ def of_trainer(like: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def tokens_of(shape: Shape) -> torch.Tensor:
-    return torch.randint(shape.vocabulary, (1, shape.tokens), generator=torch.Generator().manual_seed(SEED + 1))
+    return torch.randint(
+        shape.vocabulary, (1, shape.tokens), generator=torch.Generator().manual_seed(SEED + 1)
+    )
 
 
 def step(model: torch.nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -88,11 +106,16 @@ def step(model: torch.nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         if hasattr(model, "generation_config"):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        else:   # as `train_step`: a bin of one document
+        else:  # as `train_step`: a bin of one document
             n = ids.shape[1]
             labels = torch.cat((ids[:, 1:], ids.new_full((1, 1), -100)), 1)
-            loss = model(ids, labels=labels, cu_seqlens=torch.tensor((0, n), dtype=torch.int32), ends=(0, n),
-                         num_tokens=torch.tensor(float(n - 1)))
+            loss = model(
+                ids,
+                labels=labels,
+                cu_seqlens=torch.tensor((0, n), dtype=torch.int32),
+                ends=(0, n),
+                num_tokens=torch.tensor(float(n - 1)),
+            )
     loss.backward()
     return loss.detach()
 
@@ -102,33 +125,55 @@ def gradients(model: torch.nn.Module, like: torch.nn.Module) -> dict[str, torch.
     from tilewright.trainer import hf
 
     own = {name: p.grad for name, p in model.named_parameters()}
-    return {name: hf.fuse(name, [own[n] for n in hf.sources(name, like.config)] if model is not like else [own[name]])
-            for name, _ in like.named_parameters()}
+    return {
+        name: hf.fuse(
+            name,
+            [own[n] for n in hf.sources(name, like.config)] if model is not like else [own[name]],
+        )
+        for name, _ in like.named_parameters()
+    }
 
 
-def errors(loss: torch.Tensor, found: dict[str, torch.Tensor], truth: tuple[torch.Tensor, dict[str, torch.Tensor]]
-           ) -> dict[str, float]:
+def errors(
+    loss: torch.Tensor,
+    found: dict[str, torch.Tensor],
+    truth: tuple[torch.Tensor, dict[str, torch.Tensor]],
+) -> dict[str, float]:
     """Of a loss and gradients against those in float64."""
     exact, grads = truth
-    apart = {name: ((found[name].double() - g).square().sum(), g.square().sum()) for name, g in grads.items()}
+    apart = {
+        name: ((found[name].double() - g).square().sum(), g.square().sum())
+        for name, g in grads.items()
+    }
     total = [torch.stack(parts).sum() for parts in zip(*apart.values(), strict=True)]
-    return {"loss_error": float((loss.double() - exact).abs() / exact.abs()),
-            "gradient_error": float((total[0] / total[1]).sqrt()),
-            "worst_gradient_error": max(float((a / b).sqrt()) for a, b in apart.values())}
+    return {
+        "loss_error": float((loss.double() - exact).abs() / exact.abs()),
+        "gradient_error": float((total[0] / total[1]).sqrt()),
+        "worst_gradient_error": max(float((a / b).sqrt()) for a, b in apart.values()),
+    }
 
 
 # ---- memory
 
+
 def peak_mib(fn: Callable[[], object]) -> float | None:
-    """The most memory that this process held during fn, above what it held before, in MiB; None where the kernel does
-    not tell. What the allocator keeps of freed memory is given back first."""
+    """The most memory that this process held during fn, above what it held before, in MiB; None
+    where the kernel does not tell. What the allocator keeps of freed memory is given back first.
+    """
+
     def status(field):
-        return next(int(line.split()[1]) for line in pathlib.Path("/proc/self/status").read_text().splitlines()
-                    if line.startswith(f"{field}:")) / 1024
+        return (
+            next(
+                int(line.split()[1])
+                for line in pathlib.Path("/proc/self/status").read_text().splitlines()
+                if line.startswith(f"{field}:")
+            )
+            / 1024
+        )
 
     try:
         ctypes.CDLL(None).malloc_trim(0)
-        pathlib.Path("/proc/self/clear_refs").write_text("5")   # the high-water mark begins anew
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
         before = status("VmRSS")
     except (OSError, AttributeError):
         return None
@@ -137,12 +182,23 @@ def peak_mib(fn: Callable[[], object]) -> float | None:
 
 
 def peak_in_child(provider: str, shape: Shape, dtype: str) -> float | None:
-    """`peak_mib` of a step in a process that holds this model alone. A step of 64 tokens comes before, so that the
-    libraries' own memory is not counted."""
-    asked = json.dumps({"provider": provider, "shape": dataclasses.asdict(shape), "dtype": dtype,
-                        "threads": torch.get_num_threads()})
-    done = subprocess.run([sys.executable, "-m", "tilewright.bench.end_to_end", asked], check=True,
-                          stdout=subprocess.PIPE, text=True)
+    """`peak_mib` of a step in a process that holds this model alone. A step of 64 tokens comes
+    before, so that the libraries' own memory is not counted.
+    """
+    asked = json.dumps(
+        {
+            "provider": provider,
+            "shape": dataclasses.asdict(shape),
+            "dtype": dtype,
+            "threads": torch.get_num_threads(),
+        }
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tilewright.bench.end_to_end", asked],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -161,11 +217,18 @@ def _child(asked: dict[str, Any]) -> float | None:
 
 # ---- the whole
 
-def measure(shape: Shape, dtypes: Sequence[str], rounds: int,
-            memory: Callable[[str, Shape, str], float | None] = peak_in_child) -> list[dict[str, Any]]:
+
+def measure(
+    shape: Shape,
+    dtypes: Sequence[str],
+    rounds: int,
+    memory: Callable[[str, Shape, str], float | None] = peak_in_child,
+) -> list[dict[str, Any]]:
     """A row for each dtype and provider."""
     ids, rows = tokens_of(shape), []
-    memory_of = {(name, dtype): memory(name, shape, dtype) for dtype in dtypes for name in PROVIDERS}
+    memory_of = {
+        (name, dtype): memory(name, shape, dtype) for dtype in dtypes for name in PROVIDERS
+    }
     reference = of_transformers(shape)
     like = of_trainer(reference, torch.float32)
     exact = reference.double()
@@ -178,15 +241,28 @@ def measure(shape: Shape, dtypes: Sequence[str], rounds: int,
         for name, model in models.items():
             loss = step(model, ids, DTYPES[dtype])
             judged[name] = errors(loss, gradients(model, models["trainer"]), truth)
-        tasks = {name: functools.partial(step, model, ids, DTYPES[dtype]) for name, model in models.items()}
+        tasks = {
+            name: functools.partial(step, model, ids, DTYPES[dtype])
+            for name, model in models.items()
+        }
         timings, failed = timing.interleave(tasks, timing.CpuClock(0.0), rounds=rounds, seed=SEED)
         if failed:
             raise RuntimeError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
         for name in PROVIDERS:
             t = timings[name]
-            rows.append({"case": shape.name, "dtype": dtype, "provider": name, "median_ms": t.median * 1e3,
-                         "p20_ms": t.p20 * 1e3, "p80_ms": t.p80 * 1e3, "samples_ms": [s * 1e3 for s in t.samples],
-                         "peak_mib": memory_of[name, dtype], **judged[name]})
+            rows.append(
+                {
+                    "case": shape.name,
+                    "dtype": dtype,
+                    "provider": name,
+                    "median_ms": t.median * 1e3,
+                    "p20_ms": t.p20 * 1e3,
+                    "p80_ms": t.p80 * 1e3,
+                    "samples_ms": [s * 1e3 for s in t.samples],
+                    "peak_mib": memory_of[name, dtype],
+                    **judged[name],
+                }
+            )
     return rows
 
 
@@ -195,24 +271,45 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
         for r in (theirs, ours):
             peak = "-" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"
-            out.append(f"{r['case']} {r['dtype']:<9} {r['provider']:<12} {r['median_ms']:8.0f} ms "
-                       f"[{r['p20_ms']:.0f}, {r['p80_ms']:.0f}]  peak {peak} MiB  loss {r['loss_error']:.1e}  "
-                       f"gradients {r['gradient_error']:.1e} (worst {r['worst_gradient_error']:.1e})")
-        less = "-" if None in (theirs["peak_mib"], ours["peak_mib"]) else f"{ours['peak_mib'] / theirs['peak_mib']:.2f}"
-        out.append(f"{ours['case']} {ours['dtype']:<9} {theirs['median_ms'] / ours['median_ms']:.2f} times as fast as "
-                   f"transformers, with {less} of its memory")
+            out.append(
+                f"{r['case']} {r['dtype']:<9} {r['provider']:<12} {r['median_ms']:8.0f} ms "
+                f"[{r['p20_ms']:.0f}, {r['p80_ms']:.0f}]  peak {peak} MiB  loss "
+                f"{r['loss_error']:.1e}  "
+                f"gradients {r['gradient_error']:.1e} (worst {r['worst_gradient_error']:.1e})"
+            )
+        less = (
+            "-"
+            if None in (theirs["peak_mib"], ours["peak_mib"])
+            else f"{ours['peak_mib'] / theirs['peak_mib']:.2f}"
+        )
+        out.append(
+            f"{ours['case']} {ours['dtype']:<9} {theirs['median_ms'] / ours['median_ms']:.2f} "
+            f"times as fast as "
+            f"transformers, with {less} of its memory"
+        )
     return "\n".join(out)
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tilewright.bench end-to-end", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", type=names(), metavar="DTYPE,..", help="default: float32,bfloat16 (autocast)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tilewright.bench end-to-end",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--dtype", type=names(), metavar="DTYPE,..", help="default: float32,bfloat16 (autocast)"
+    )
     parser.add_argument("--threads", type=at_least(1, int), metavar="N", help="default: torch's")
     parser.add_argument("--rounds", type=at_least(1, int), default=9, help="default %(default)s")
-    parser.add_argument("--layers", type=at_least(1, int), default=Shape.layers, help="default %(default)s")
-    parser.add_argument("--tokens", type=at_least(2, int), default=Shape.tokens, help="default %(default)s")
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="write end_to_end.json there")
+    parser.add_argument(
+        "--layers", type=at_least(1, int), default=Shape.layers, help="default %(default)s"
+    )
+    parser.add_argument(
+        "--tokens", type=at_least(2, int), default=Shape.tokens, help="default %(default)s"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, metavar="DIR", help="write end_to_end.json there"
+    )
     args = parser.parse_args(argv)
     dtypes = chosen(parser, "--dtype", args.dtype, list(DTYPES))
     for module in ("transformers", "pydantic"):
@@ -226,7 +323,9 @@ def main(argv: Sequence[str]) -> int:
     rows = measure(shape, dtypes, args.rounds)
     print(table(rows))
     if args.out:
-        report.write_json(args.out / "end_to_end.json", {"schema": report.SCHEMA, "meta": meta, "rows": rows})
+        report.write_json(
+            args.out / "end_to_end.json", {"schema": report.SCHEMA, "meta": meta, "rows": rows}
+        )
     return 0
 
 

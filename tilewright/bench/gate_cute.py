@@ -1,4 +1,6 @@
-"""The compile gate's entry for CuTe DSL kernels: what one compilation gives, from its PTX and its cubin."""
+"""The compile gate's entry for CuTe DSL kernels: what one compilation gives, from its PTX and
+its cubin.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from tilewright import platform
 from tilewright.bench import kernel_digest, machine_code
 from tilewright.kernels.spec import CuteSpec
 
-ARCHS = (90, 100)   # those that platform.no_cute lets launch them
+ARCHS = (90, 100)  # those that platform.no_cute lets launch them
 
 
 def missing() -> str | None:
@@ -27,32 +29,51 @@ def version() -> str:
 
 
 def identity(spec: CuteSpec) -> str:
-    return repr((spec.function.__module__, spec.function.__qualname__, spec.types, spec.min_arch, spec.load, spec.store,
-                 sorted(spec.uses.items())))
+    return repr(
+        (
+            spec.function.__module__,
+            spec.function.__qualname__,
+            spec.types,
+            spec.min_arch,
+            spec.load,
+            spec.store,
+            sorted(spec.uses.items()),
+        )
+    )
 
 
 @functools.cache
 def source() -> str:
-    """The digest of all modules of kernels in CuTe DSL, which share functions: a change in one counts for all."""
+    """The digest of all modules of kernels in CuTe DSL, which share functions: a change in one
+    counts for all.
+    """
     folder = pathlib.Path(__file__).parents[1] / "kernels"
     return kernel_digest.of_files([folder / "cute.py", *folder.glob("*_cute.py")])
 
 
 def compile(spec: CuteSpec, arch: int) -> tuple[dict[str, Any], bytes]:
-    """(registers, local, shared, and what `machine_code.ptx_facts` reads; the cubin). Spills are part of local, the
-    stack of a thread. The architecture is named to the compiler: CUTE_DSL_ARCH, or a GPU, would name one for all."""
+    """(registers, local, shared, and what `machine_code.ptx_facts` reads; the cubin). Spills are
+    part of local, the stack of a thread. The architecture is named to the compiler: CUTE_DSL_ARCH,
+    or a GPU, would name one for all.
+    """
     from tilewright.kernels import cute
 
     with tempfile.TemporaryDirectory() as folder:
-        kernel = cute.compiled(spec.function, spec.types, arch, f"--keep-ptx --keep-cubin --dump-dir {folder}")
+        kernel = cute.compiled(
+            spec.function, spec.types, arch, f"--keep-ptx --keep-cubin --dump-dir {folder}"
+        )
         ptx, cubin = kernel.__ptx__, kernel.__cubin__
     return {**resources(cubin), "shared": shared(ptx), **machine_code.ptx_facts(ptx)}, cubin
 
 
 def shared(ptx: str) -> int:
-    """Bytes of shared memory that a block has. The kernels declare theirs; what a launch adds is not in PTX."""
+    """Bytes of shared memory that a block has. The kernels declare theirs; what a launch adds
+    is not in PTX.
+    """
     if ".extern .shared" in ptx:
-        raise ValueError("uses dynamic shared memory, whose size PTX does not tell; use cute.arch.alloc_smem")
+        raise ValueError(
+            "uses dynamic shared memory, whose size PTX does not tell; use cute.arch.alloc_smem"
+        )
     size = 0
     for align, count in re.findall(r"\.shared \.align (\d+) \.b8 \S+\[(\d+)\]", ptx):
         size = -(-size // int(align)) * int(align) + int(count)
@@ -64,14 +85,18 @@ REGISTERS, FRAME, STACK = 0x2F, 0x11, 0x12
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """registers and local (the larger of frame and stack, bytes) a thread, from the section .nv.info."""
+    """registers and local (the larger of frame and stack, bytes) a thread, from the section
+    .nv.info.
+    """
     info = next((data for name, data in machine_code.sections(cubin) if name == b".nv.info"), b"")
     found: dict[int, int] = {}
     at = 0
     while at + 4 <= len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, at)
         at += 4
-        if form != 4:   # only this form has a payload behind it; the others have theirs in place of the size
+        if (
+            form != 4
+        ):  # only this form has a payload behind it; the others have theirs in place of the size
             continue
         if attribute in (REGISTERS, FRAME, STACK) and size == 8:
             found[attribute] = max(found.get(attribute, 0), struct.unpack_from("<II", info, at)[1])

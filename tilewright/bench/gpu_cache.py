@@ -1,15 +1,17 @@
 """Compiles, without a GPU, the kernels that a GPU's first calls launch, into Triton's cache.
 
-    python -m tilewright.bench gpu-cache [--arch 90] [--out FILE.tar.gz] [--triton DIR] [--goals DIR] [--what WHAT,..]
+    python -m tilewright.bench gpu-cache [--arch 90] [--out FILE.tar.gz] [--triton DIR] [--goals
+    DIR] [--what WHAT,..]
 
-What the suite's stages `sanitize`, `goals` and `ab` launch on a device of this compute capability, and every candidate
-of the search of constants behind the goals (--goals DIR: those that the results in DIR do not show to be met). The ops'
-own paths are run (see `bench.pretend`), so the keys of what is compiled are those that a launch on the GPU asks for, as
-long as these are the same there: the sources, with their line numbers; Triton, which means its Python files and its
-library; ptxas; and the variables that Triton counts (TRITON_PTXAS_PATH and its like change the key). The library is
-built anew for each version of Python; nothing else of a key depends on that. --triton DIR names the unpacked build for
-another version, whose library then counts. The packed cache has what a launch needs, machine code and its description,
-and no text.
+What the suite's stages `sanitize`, `goals` and `ab` launch on a device of this compute capability,
+and every candidate of the search of constants behind the goals (--goals DIR: those that the results
+in DIR do not show to be met). The ops' own paths are run (see `bench.pretend`), so the keys of what
+is compiled are those that a launch on the GPU asks for, as
+long as these are the same there: the sources, with their line numbers; Triton, which means its
+Python files and its library; ptxas; and the variables that Triton counts (TRITON_PTXAS_PATH and its
+like change the key). The library is built anew for each version of Python; nothing else of a key
+depends on that. --triton DIR names the unpacked build for another version, whose library then
+counts. The packed cache has what a launch needs, machine code and its description, and no text.
 """
 
 from __future__ import annotations
@@ -40,12 +42,14 @@ from tilewright.bench.options import names
 from tilewright.kernels.tuning import Config, Tunable
 
 WHAT = ("goals", "ab", "search")
-DTYPE = torch.bfloat16   # of goals that name none, of variants, and of the search
+DTYPE = torch.bfloat16  # of goals that name none, of variants, and of the search
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A forward and backward of one implementation on one case; with constants, of one of its launches, by name."""
+    """A forward and backward of one implementation on one case; with constants, of one of its
+    launches, by name.
+    """
 
     op: str
     implementation: str
@@ -67,18 +71,27 @@ class Call:
                 tunable = next(t for t in impl.tunables() if t.name == self.launch)
                 stack.enter_context(tunable.override(pretend.CUDA, self.key, dict(self.config)))
             contract.run(op, impl.name, kwargs)
-            if not self.launch:   # what `run.passes` calls forward
+            if not self.launch:  # what `run.passes` calls forward
                 with torch.no_grad():
-                    op.public(**{n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in kwargs.items()},
-                              implementation=impl.name)
+                    op.public(
+                        **{
+                            n: v.detach() if isinstance(v, torch.Tensor) else v
+                            for n, v in kwargs.items()
+                        },
+                        implementation=impl.name,
+                    )
 
 
-def calls(what: Sequence[str], ops: Iterable[registry.Op], goals: pathlib.Path | None = None) -> list[Call]:
+def calls(
+    what: Sequence[str], ops: Iterable[registry.Op], goals: pathlib.Path | None = None
+) -> list[Call]:
     """All that a device launches in these parts of the plan; inside `pretend.gpu`."""
     found: dict[Call, None] = {}
     ops = list(ops)
     by_name = {op.name: op for op in ops}
-    asked: dict[tuple, tuple[Call, Tunable, tuple]] = {}   # the launches behind goals, each of the first case that asks
+    asked: dict[
+        tuple, tuple[Call, Tunable, tuple]
+    ] = {}  # the launches behind goals, each of the first case that asks
 
     for op in ops:
         aims = {(case.name, dtype): case for _, case, dtype in suite.goals_here(op, "cuda")}
@@ -87,33 +100,55 @@ def calls(what: Sequence[str], ops: Iterable[registry.Op], goals: pathlib.Path |
             small = next((c for c in op.cases if "contract" in c.tags), None)
             with contextlib.suppress(registry.ImplementationUnavailable):
                 if small is not None:
-                    found[Call(op.name, op.choose("cuda", DTYPE), small.name, "contract", registry.short(DTYPE))] = None
+                    found[
+                        Call(
+                            op.name,
+                            op.choose("cuda", DTYPE),
+                            small.name,
+                            "contract",
+                            registry.short(DTYPE),
+                        )
+                    ] = None
         for (name, dtype), case in aims.items():
             short = registry.short(dtype)
             if "goals" in what:
                 found[Call(op.name, op.choose("cuda", dtype), name, "cuda", short)] = None
             if "search" in what and (name, dtype) in unmet and dtype == DTYPE:
                 for impl in launches.usable(op, "cuda", dtype):
-                    with contextlib.suppress(NotImplementedError, registry.ImplementationUnavailable):   # reads values
+                    with contextlib.suppress(
+                        NotImplementedError, registry.ImplementationUnavailable
+                    ):  # reads values
                         for t, key in launches.asked_for(op, impl, case.make("cuda", dtype, 0)):
-                            asked.setdefault((t.name, key), (Call(op.name, impl.name, name, "cuda", short), t, key))
+                            asked.setdefault(
+                                (t.name, key),
+                                (Call(op.name, impl.name, name, "cuda", short), t, key),
+                            )
     if "ab" in what:
         for v in variants.VARIANTS:
-            for op, case in [(by_name[v.op], c) for c in by_name[v.op].cases] if v.op in by_name else ():
+            for op, case in (
+                [(by_name[v.op], c) for c in by_name[v.op].cases] if v.op in by_name else ()
+            ):
                 if case.name != v.case or "cuda" not in case.tags:
                     continue
                 for way in v.ways.values():
                     impl = suite.implementation(v, op, way, "cuda")
-                    if impl.name == "cute":   # another compiler's
+                    if impl.name == "cute":  # another compiler's
                         continue
                     call = Call(op.name, impl.name, case.name, "cuda", registry.short(DTYPE))
                     found[call] = None
                     if not isinstance(way, str):
-                        t, key = next((t, key) for t, key in launches.asked_for(op, impl, case.make("cuda", DTYPE, 0))
-                                      if t.name == v.launch)
+                        t, key = next(
+                            (t, key)
+                            for t, key in launches.asked_for(op, impl, case.make("cuda", DTYPE, 0))
+                            if t.name == v.launch
+                        )
                         found[_with(call, t, key, {**t.heuristic(**t.named(key)), **way})] = None
     for call, t, key in asked.values():
-        for config in t.candidates(**t.named(key)) if launches.kernels(t, key, t.heuristic(**t.named(key))) else ():
+        for config in (
+            t.candidates(**t.named(key))
+            if launches.kernels(t, key, t.heuristic(**t.named(key)))
+            else ()
+        ):
             found[_with(call, t, key, config)] = None
     return list(found)
 
@@ -124,10 +159,13 @@ def _with(call: Call, tunable: Tunable, key: tuple, config: Config) -> Call:
 
 # ---- compiling
 
-def key_of_build(triton: pathlib.Path | None) -> str:
-    """What stands for Triton in its cache's keys, with the library of the build that lies unpacked in this folder.
 
-    Raises ValueError for a folder that holds no such build, or one of which more than the libraries differs.
+def key_of_build(triton: pathlib.Path | None) -> str:
+    """What stands for Triton in its cache's keys, with the library of the build that lies unpacked
+    in this folder.
+
+    Raises ValueError for a folder that holds no such build, or one of which more than the libraries
+    differs.
     """
     import triton as here
     from triton.runtime import cache
@@ -139,40 +177,55 @@ def key_of_build(triton: pathlib.Path | None) -> str:
     for path in ours.rglob("*.py"):
         other = triton / path.relative_to(ours)
         if not other.exists() or other.read_bytes() != path.read_bytes():
-            raise ValueError(f"{triton} is another Triton than {here.__version__}, which compiles: {other} differs")
+            raise ValueError(
+                f"{triton} is another Triton than {here.__version__}, which compiles: {other} "
+                f"differs"
+            )
     library = "_C/libtriton.so"
-    digests = [hashlib.sha256((where / library).read_bytes()).hexdigest() for where in (ours, triton)]
+    digests = [
+        hashlib.sha256((where / library).read_bytes()).hexdigest() for where in (ours, triton)
+    ]
     if digests[0] not in key:
-        raise ValueError(f"Triton {here.__version__} does not make its key of its library's digest, as is relied on")
+        raise ValueError(
+            f"Triton {here.__version__} does not make its key of its library's digest, as is "
+            f"relied on"
+        )
     return key.replace(*digests)
 
 
 @contextlib.contextmanager
 def _compiling(arch: int, key: str, found: dict[str, bool]) -> Iterator[None]:
-    """Inside, calls compile into Triton's cache under this key; found: hash -> whether it was there already."""
+    """Inside, calls compile into Triton's cache under this key; found: hash -> whether it was
+    there already.
+    """
     from triton import knobs
     from triton.runtime import cache
 
     def listen(*, metadata, cache_hit, **_):
         found.setdefault(metadata["hash"], cache_hit)
 
-    with (mock.patch.object(cache, "triton_key", lambda: key), mock.patch.object(knobs.compilation, "listener", listen),
-          pretend.gpu(arch)):
+    with (
+        mock.patch.object(cache, "triton_key", lambda: key),
+        mock.patch.object(knobs.compilation, "listener", listen),
+        pretend.gpu(arch),
+    ):
         yield
 
 
 _FOUND: dict[str, bool] = {}
-_PROCESS = contextlib.ExitStack()   # what a process of the pool is within, to its end
+_PROCESS = contextlib.ExitStack()  # what a process of the pool is within, to its end
 
 
 def _begin(arch: int, key: str) -> None:
-    sys.stdout = sys.stderr = io.StringIO()   # compilers say much of candidates that do not fit
+    sys.stdout = sys.stderr = io.StringIO()  # compilers say much of candidates that do not fit
     torch.set_num_threads(1)
     _PROCESS.enter_context(_compiling(arch, key, _FOUND))
 
 
 def _compile(call: Call) -> tuple[dict[str, bool], str]:
-    """What the call asked for, and what it raised: constants that do not fit raise on a GPU, too."""
+    """What the call asked for, and what it raised: constants that do not fit raise on a GPU,
+    too.
+    """
     _FOUND.clear()
     try:
         call.run()
@@ -181,16 +234,21 @@ def _compile(call: Call) -> tuple[dict[str, bool], str]:
         return dict(_FOUND), f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def fill(todo: Sequence[Call], arch: int, key: str, jobs: int, until: float = float("inf")) -> tuple[dict, list[str]]:
-    """Compiles what calls ask for, in so many processes. Returns hash -> whether it was there already, and a line for
-    each call that raised or was not reached."""
+def fill(
+    todo: Sequence[Call], arch: int, key: str, jobs: int, until: float = float("inf")
+) -> tuple[dict, list[str]]:
+    """Compiles what calls ask for, in so many processes. Returns hash -> whether it was there
+    already, and a line for each call that raised or was not reached.
+    """
     found: dict[str, bool] = {}
     said: list[str] = []
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _begin, (arch, key))
     try:
         running = {pool.submit(_compile, call): call for call in todo}
         with contextlib.suppress(TimeoutError):
-            for done in as_completed(running, timeout=max(0.0, until - time.time()) if until < 1e12 else None):
+            for done in as_completed(
+                running, timeout=max(0.0, until - time.time()) if until < 1e12 else None
+            ):
                 made, error = done.result()
                 for name, there in made.items():
                     found[name] = found.get(name, True) and there
@@ -199,29 +257,34 @@ def fill(todo: Sequence[Call], arch: int, key: str, jobs: int, until: float = fl
         said += [f"{_text(call)}: no time" for done, call in running.items() if not done.done()]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in list((pool._processes or {}).values()):   # what is in the middle of something
+        for process in list((pool._processes or {}).values()):  # what is in the middle of something
             process.kill()
     return found, said
 
 
 def _text(call: Call) -> str:
     constants = " ".join(f"{n}={v}" for n, v in call.config)
-    return f"{call.op}[{call.implementation}] {call.case}" + (f" {call.launch} {constants}" if call.launch else "")
+    return f"{call.op}[{call.implementation}] {call.case}" + (
+        f" {call.launch} {constants}" if call.launch else ""
+    )
 
 
 # ---- packing
+
 
 def folder(name: str) -> str:
     """Where Triton's cache keeps what has this hash."""
     return base64.b32encode(bytes.fromhex(name)).decode().rstrip("=")
 
 
-NEEDED = (".cubin", ".json")   # of a kernel; the rest is text, which a launch does not read
+NEEDED = (".cubin", ".json")  # of a kernel; the rest is text, which a launch does not read
 
 
 def pack(cache: pathlib.Path, hashes: Iterable[str], path: pathlib.Path) -> int:
-    """Writes what a launch of these kernels reads into an archive; returns its size. The lists among it name all files
-    that were made, by their places here; `scripts/gpu.sh` puts its own in place of these."""
+    """Writes what a launch of these kernels reads into an archive; returns its size. The lists
+    among it name all files that were made, by their places here; `scripts/gpu.sh` puts its own in
+    place of these.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w:gz", compresslevel=9) as archive:
         for name in sorted(map(folder, hashes)):
@@ -233,22 +296,54 @@ def pack(cache: pathlib.Path, hashes: Iterable[str], path: pathlib.Path) -> int:
 
 # ---- the command
 
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all that compiles is in the cache; 3: time ran out first; 2: nothing can be compiled here, with the reason."""
-    p = argparse.ArgumentParser(prog="python -m tilewright.bench gpu-cache", description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    """0: all that compiles is in the cache; 3: time ran out first; 2: nothing can be compiled
+    here, with the reason.
+    """
+    p = argparse.ArgumentParser(
+        prog="python -m tilewright.bench gpu-cache",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     ops = registry.operations()
     add = p.add_argument
-    add("--arch", type=int, choices=list(pretend.DEVICES), default=90,
-        help="compute capability (default %(default)s)")
-    add("--out", type=pathlib.Path, metavar="FILE", help="pack what was asked for into this archive")
-    add("--triton", type=pathlib.Path, metavar="DIR",
-        help="this Triton, unpacked, as built for the Python on the GPU's machine")
-    add("--goals", type=pathlib.Path, metavar="DIR",
-        help="search only behind goals that results there leave unmet")
-    add("--what", type=names(WHAT), default=list(WHAT), metavar="WHAT,..", help=f"default: {','.join(WHAT)}")
+    add(
+        "--arch",
+        type=int,
+        choices=list(pretend.DEVICES),
+        default=90,
+        help="compute capability (default %(default)s)",
+    )
+    add(
+        "--out", type=pathlib.Path, metavar="FILE", help="pack what was asked for into this archive"
+    )
+    add(
+        "--triton",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="this Triton, unpacked, as built for the Python on the GPU's machine",
+    )
+    add(
+        "--goals",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="search only behind goals that results there leave unmet",
+    )
+    add(
+        "--what",
+        type=names(WHAT),
+        default=list(WHAT),
+        metavar="WHAT,..",
+        help=f"default: {','.join(WHAT)}",
+    )
     add("--op", type=names(ops), default=list(ops), metavar="OP,..", help="default: every op")
-    add("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one a core)")
+    add(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="processes (default: one a core)",
+    )
     add("--minutes", type=float, default=float("inf"), help="stop after so many (default: never)")
     add("--verbose", action="store_true", help="also what raised, as constants that do not fit do")
     args = p.parse_args(argv)
@@ -268,9 +363,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = collections.Counter("no time" if s.endswith(": no time") else "raised" for s in said)
     for line in said if args.verbose else ():
         print(line)
-    print(f"{len(todo)} calls, {kinds['raised']} of which raised; {len(found)} kernels for sm_{args.arch} by Triton "
-          f"{platform.describe()['triton']}, {sum(not there for there in found.values())} compiled now, "
-          f"{time.time() - began:.0f} s")
+    print(
+        f"{len(todo)} calls, {kinds['raised']} of which raised; {len(found)} kernels for "
+        f"sm_{args.arch} by Triton "
+        f"{platform.describe()['triton']}, {sum(not there for there in found.values())} compiled "
+        f"now, "
+        f"{time.time() - began:.0f} s"
+    )
     if args.out:
         size = pack(pathlib.Path(knobs.cache.dir), found, args.out)
         print(f"{args.out}: {size / 2**20:.1f} MiB")

@@ -1,5 +1,6 @@
-"""What a kernel computes, as a digest: of its syntax tree and of all that it calls. Comments, documentation, line
-breaks and names of files change nothing; a constant, a decorated function that it calls, or one that this calls, does.
+"""What a kernel computes, as a digest: of its syntax tree and of all that it calls. Comments,
+documentation, line breaks and names of files change nothing; a constant, a decorated function that
+it calls, or one that this calls, does.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ def of_files(paths: Iterable[pathlib.Path]) -> str:
 
 
 def of_kernel(kernel: Callable) -> str:
-    """Of a function of Triton's, or any function of this package, and of what it reaches by names of its module.
+    """Of a function of Triton's, or any function of this package, and of what it reaches by names
+    of its module.
 
-    What belongs to Triton itself counts as its version, which the caller has. Raises TypeError for a value whose
-    change could not be noticed.
+    What belongs to Triton itself counts as its version, which the caller has. Raises TypeError for
+    a value whose change could not be noticed.
     """
     found: dict[str, str] = {}
     _add(kernel, found)
@@ -48,8 +50,12 @@ def _add(kernel: Any, found: dict[str, str]) -> None:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name) and node.id in known:
             _value(node.id, known[node.id], name, found)
-        elif (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-              and isinstance(module := known.get(node.value.id), types.ModuleType) and not _of_triton(module.__name__)):
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and isinstance(module := known.get(node.value.id), types.ModuleType)
+            and not _of_triton(module.__name__)
+        ):
             _value(node.attr, getattr(module, node.attr), name, found)
 
 
@@ -58,9 +64,11 @@ def _of_triton(module: str) -> bool:
 
 
 def _value(name: str, value: Any, user: str, found: dict[str, str]) -> None:
-    value = getattr(value, "value", value)   # of a tl.constexpr
+    value = getattr(value, "value", value)  # of a tl.constexpr
     if isinstance(value, types.ModuleType) or _of_triton(getattr(value, "__module__", None) or ""):
-        if hasattr(value, "fn") and not _of_triton(value.fn.__module__):   # ours, decorated by Triton
+        if hasattr(value, "fn") and not _of_triton(
+            value.fn.__module__
+        ):  # ours, decorated by Triton
             _add(value, found)
         return
     if isinstance(value, bool | int | float | str | tuple | None):

@@ -1,4 +1,5 @@
-"""A launch by itself: the kernels that one `Tunable` starts in a pass of an op, as a callable that starts them again.
+"""A launch by itself: the kernels that one `Tunable` starts in a pass of an op, as a callable
+that starts them again.
 """
 
 from __future__ import annotations
@@ -16,17 +17,24 @@ from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
 from tilewright.registry import Implementation, Op
 
-LARGE = 2**20   # bytes
+LARGE = 2**20  # bytes
 
 
 def usable(op: Op, device: str, dtype: torch.dtype) -> list[Implementation]:
     """Implementations with something to tune that can be timed here."""
-    return [i for i in op.implementations if i.why_not(device, dtype) is None and i.tunables()
-            and not (i.name == "triton" and device == "cpu")]
+    return [
+        i
+        for i in op.implementations
+        if i.why_not(device, dtype) is None
+        and i.tunables()
+        and not (i.name == "triton" and device == "cpu")
+    ]
 
 
 def asked_for(op: Op, impl: Implementation, kwargs: dict[str, Any]) -> list[tuple[Tunable, tuple]]:
-    """The launches of one forward and backward, with their keys, that this implementation declares."""
+    """The launches of one forward and backward, with their keys, that this implementation
+    declares.
+    """
     mine = set(impl.tunables())
     with tuning.recording() as seen:
         contract.run(op, impl.name, contract.convert(kwargs, None))
@@ -34,14 +42,22 @@ def asked_for(op: Op, impl: Implementation, kwargs: dict[str, Any]) -> list[tupl
 
 
 def kernels(tunable: Tunable, key: tuple, config: Config) -> list[Any]:
-    """The Triton kernels that a launch starts; none for constants of something else, such as rows of a chunk."""
-    found = [spec.kernel for spec in tunable.specs(tunable.named(key), config) if hasattr(spec, "kernel")]
+    """The Triton kernels that a launch starts; none for constants of something else, such as
+    rows of a chunk.
+    """
+    found = [
+        spec.kernel for spec in tunable.specs(tunable.named(key), config) if hasattr(spec, "kernel")
+    ]
     return list({id(k): k for k in found}.values())
 
 
 @contextlib.contextmanager
-def _watched(seen: Callable[[Tunable, tuple], object], started: Callable[..., object]) -> Iterator[None]:
-    """Inside, `seen` is told of each (tunable, key) whose constants are asked for, and `started` of each launch."""
+def _watched(
+    seen: Callable[[Tunable, tuple], object], started: Callable[..., object]
+) -> Iterator[None]:
+    """Inside, `seen` is told of each (tunable, key) whose constants are asked for, and
+    `started` of each launch.
+    """
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
@@ -57,6 +73,7 @@ def _watched(seen: Callable[[Tunable, tuple], object], started: Callable[..., ob
         stack.enter_context(none_kept())
         stack.enter_context(mock.patch.object(Tunable, "config", config))
         for kind in (JITFunction, InterpretedFunction):
+
             def spy(kernel, *args, run=kind.run, **options):
                 started(kernel, functools.partial(run, kernel), args, options)
                 return run(kernel, *args, **options)
@@ -65,16 +82,26 @@ def _watched(seen: Callable[[Tunable, tuple], object], started: Callable[..., ob
         yield
 
 
-def alone(tunable: Tunable, key: tuple, config: Config, place: torch.device, call: Callable[[], object],
-          shared: dict[tuple, torch.Tensor] | None = None) -> Callable[[], object] | None:
-    """Runs `call` with these constants, and returns what starts the launch's kernels again, with the same arguments;
-    None if it started none.
+def alone(
+    tunable: Tunable,
+    key: tuple,
+    config: Config,
+    place: torch.device,
+    call: Callable[[], object],
+    shared: dict[tuple, torch.Tensor] | None = None,
+) -> Callable[[], object] | None:
+    """Runs `call` with these constants, and returns what starts the launch's kernels again, with
+    the same arguments; None if it started none.
 
-    What the call returns is not looked at, and what kernels write into their inputs they find there the next time: this
-    is for timing. shared: large results of the launch with other constants, which take the place of this one's.
+    What the call returns is not looked at, and what kernels write into their inputs they find there
+    the next time: this
+    is for timing. shared: large results of the launch with other constants, which take the place of
+    this one's.
     """
     mine = kernels(tunable, key, config)
-    last: dict[int, bool] = {}   # of a kernel: whether this launch was the last to ask for constants that start it
+    last: dict[
+        int, bool
+    ] = {}  # of a kernel: whether this launch was the last to ask for constants that start it
     found = []
 
     def seen(other, other_key):
@@ -93,8 +120,10 @@ def alone(tunable: Tunable, key: tuple, config: Config, place: torch.device, cal
     if not found:
         return None
     if shared is not None:
-        found = [(run, [_first(shared, (n, i), a) for i, a in enumerate(args)], options)
-                 for n, (run, args, options) in enumerate(found)]
+        found = [
+            (run, [_first(shared, (n, i), a) for i, a in enumerate(args)], options)
+            for n, (run, args, options) in enumerate(found)
+        ]
 
     def again():
         for run, args, options in found:
@@ -103,13 +132,20 @@ def alone(tunable: Tunable, key: tuple, config: Config, place: torch.device, cal
     return again
 
 
-def timed(tunable: Tunable, key: tuple, config: Config, place: torch.device, passes: Mapping[str, Callable[[], object]],
-          first: Callable[[], object] = lambda: None,
-          shared: dict[tuple, torch.Tensor] | None = None) -> Callable[[], object]:
-    """What a clock times for these constants: a launch of kernels by itself, its first call in the pass of the op that
-    starts it; constants of something else in that pass.
+def timed(
+    tunable: Tunable,
+    key: tuple,
+    config: Config,
+    place: torch.device,
+    passes: Mapping[str, Callable[[], object]],
+    first: Callable[[], object] = lambda: None,
+    shared: dict[tuple, torch.Tensor] | None = None,
+) -> Callable[[], object]:
+    """What a clock times for these constants: a launch of kernels by itself, its first call in the
+    pass of the op that starts it; constants of something else in that pass.
 
-    passes: of the op (see `run.passes`).   first: called before the constants are used for the first time.
+    passes: of the op (see `run.passes`).   first: called before the constants are used for the
+    first time.
     """
     one = passes.get(tunable.which, passes["forward"])
 
@@ -118,28 +154,38 @@ def timed(tunable: Tunable, key: tuple, config: Config, place: torch.device, pas
             first()
             with tunable.override(place, key, config):
                 return call()
+
         return called
 
     if not kernels(tunable, key, config):
-        return timing.After(within(one.before), within(one.fn)) if isinstance(one, timing.After) else within(one)
+        return (
+            timing.After(within(one.before), within(one.fn))
+            if isinstance(one, timing.After)
+            else within(one)
+        )
     start = []
 
     def called():
         if start:
             return start[0]()
         first()
-        for call in dict.fromkeys((one, passes.get("forward_backward", one))):   # some start it only for a graph
+        for call in dict.fromkeys(
+            (one, passes.get("forward_backward", one))
+        ):  # some start it only for a graph
             if found := alone(tunable, key, config, place, call, shared):
                 start.append(found)
                 return None
-        raise RuntimeError(f"no pass of the op starts a kernel of {tunable.name} for {tunable.named(key)}")
+        raise RuntimeError(
+            f"no pass of the op starts a kernel of {tunable.name} for {tunable.named(key)}"
+        )
 
     return called
 
 
 def _first(shared: dict[tuple, torch.Tensor], at: tuple, value: Any) -> Any:
-    """The first large tensor of numbers that stood in this place, in this layout: candidates need not keep one each.
-    Integers are places in others' results, which differ from tile to tile."""
+    """The first large tensor of numbers that stood in this place, in this layout: candidates need
+    not keep one each. Integers are places in others' results, which differ from tile to tile.
+    """
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.nbytes < LARGE:
         return value
     return shared.setdefault((*at, value.dtype, value.shape, value.stride()), value)

@@ -1,4 +1,6 @@
-"""What the parsers of the bench's commands share: values that are checked, and one error for one that is not."""
+"""What the parsers of the bench's commands share: values that are checked, and one error for
+one that is not.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from tilewright.registry import instead_of
 
 def at_least(least: float, kind: type) -> Callable[[str], int | float]:
     """An argparse type: a number of this kind, not below `least`."""
+
     def parse(text: str):
         try:
             value = kind(text)
@@ -26,7 +29,10 @@ def at_least(least: float, kind: type) -> Callable[[str], int | float]:
 
 
 def names(known: Collection[str] | None = None) -> Callable[[str], list[str]]:
-    """An argparse type: names with commas between, each of them known (None: known later, see `chosen`)."""
+    """An argparse type: names with commas between, each of them known (None: known later, see
+    `chosen`).
+    """
+
     def parse(text: str) -> list[str]:
         found = [n.strip() for n in text.split(",") if n.strip()]
         for name in found:
@@ -37,7 +43,9 @@ def names(known: Collection[str] | None = None) -> Callable[[str], list[str]]:
     return parse
 
 
-def chosen(parser: argparse.ArgumentParser, option: str, given: list[str] | None, known: Collection[str]) -> list[str]:
+def chosen(
+    parser: argparse.ArgumentParser, option: str, given: list[str] | None, known: Collection[str]
+) -> list[str]:
     """The names given, or all that are known; ends the program with an error for another."""
     for name in given or ():
         if name not in known:

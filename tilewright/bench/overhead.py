@@ -2,12 +2,14 @@
 
 public: the op's function, with its argument checks.
 launch: Triton's own launch of the first kernel, where it is Triton that runs: `kernel[grid](...)`.
-kept: the same launch as launchers make it, from what `kernels.launch` keeps; the floor of any such call.
+kept: the same launch as launchers make it, from what `kernels.launch` keeps; the floor of any such
+call.
 resolved: what `Op.resolve` returns, with the arguments that the public function passes on.
 operator: the first registered torch operator that it calls, alone.
 pick: `Op.pick` alone, the look-up between public and resolved.
 
-`not_launched` measures Triton's implementations without a GPU: all that the host does but the driver's call.
+`not_launched` measures Triton's implementations without a GPU: all that the host does but the
+driver's call.
 """
 
 from __future__ import annotations
@@ -40,15 +42,16 @@ class _FirstOperator(TorchDispatchMode):
 
 @contextlib.contextmanager
 def not_launched(arch: int = 90) -> Iterator[None]:
-    """Inside, Triton's implementations take tensors of a CPU. Kernels are compiled for compute capability `arch` (90:
-    9.0), and each call binds and specializes its arguments as for a GPU, but launches nothing: results are what was in
-    memory."""
+    """Inside, Triton's implementations take tensors of a CPU. Kernels are compiled for compute
+    capability `arch` (90: 9.0), and each call binds and specializes its arguments as for a GPU, but
+    launches nothing: results are what was in memory.
+    """
     from triton.runtime import driver
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", pretend.NoDriver(arch)))
         stack.enter_context(mock.patch.object(platform, "interpreting", lambda: True))
-        for op in operations().values():   # what is chosen inside may not be chosen outside
+        for op in operations().values():  # what is chosen inside may not be chosen outside
             stack.enter_context(mock.patch.object(op, "_table", {}))
             stack.enter_context(mock.patch.object(op, "_unpinned", {}))
         yield
@@ -56,8 +59,9 @@ def not_launched(arch: int = 90) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _first_launch() -> Iterator[dict[str, Callable[[], object]]]:
-    """Collects the first launch of a Triton kernel inside the block, as callables that repeat it: Triton's way, and
-    from what is kept."""
+    """Collects the first launch of a Triton kernel inside the block, as callables that repeat it:
+    Triton's way, and from what is kept.
+    """
     found: dict[str, Callable[[], object]] = {}
     if platform.no_module("triton"):
         yield found
@@ -67,16 +71,22 @@ def _first_launch() -> Iterator[dict[str, Callable[[], object]]]:
 
     from tilewright.kernels import launch as kept_launches
 
-    kept_launches.forget()   # so that it is Triton who launches
+    kept_launches.forget()  # so that it is Triton who launches
     with contextlib.ExitStack() as stack:
         for kind in (JITFunction, InterpretedFunction):
             run = kind.run
 
             def spy(kernel, *args, run=run, **options):
                 if not found:
-                    constants = {name: value for name, value in options.items() if name not in ("grid", "warmup")}
+                    constants = {
+                        name: value
+                        for name, value in options.items()
+                        if name not in ("grid", "warmup")
+                    }
                     found["launch"] = lambda: run(kernel, *args, **options)
-                    found["kept"] = lambda: kept_launches.launch(kernel, options["grid"], *args, **constants)
+                    found["kept"] = lambda: kept_launches.launch(
+                        kernel, options["grid"], *args, **constants
+                    )
                 return run(kernel, *args, **options)
 
             stack.enter_context(mock.patch.object(kind, "run", spy))
@@ -84,7 +94,8 @@ def _first_launch() -> Iterator[dict[str, Callable[[], object]]]:
 
 
 def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    """A callable for each depth; "operator" is absent if the implementation calls none of tilewright's.
+    """A callable for each depth; "operator" is absent if the implementation calls none of
+    tilewright's.
 
     The arguments at each depth are those that the public call passes down, recorded from one call.
     """
@@ -97,7 +108,9 @@ def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], 
 
         def spy(*args, **options):
             passed.append((resolved, first, args, options))
-            with recorder:   # not around the public call, which checks its arguments by operators too
+            with (
+                recorder
+            ):  # not around the public call, which checks its arguments by operators too
                 return resolved(*args, **options)
 
         return spy
@@ -105,21 +118,33 @@ def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], 
     with mock.patch.object(op, "pick", spying), _first_launch() as launches:
         op.public(**kwargs, implementation=name)
     resolved, first, args, options = passed[0]
-    found = {"public": lambda: op.public(**kwargs, implementation=name),
-             "resolved": lambda: resolved(*args, **options), "pick": lambda: op.pick(name, first)}
+    found = {
+        "public": lambda: op.public(**kwargs, implementation=name),
+        "resolved": lambda: resolved(*args, **options),
+        "pick": lambda: op.pick(name, first),
+    }
     if recorder.found is not None:
         operator, inner, inner_options = recorder.found
         found["operator"] = lambda: operator(*inner, **inner_options)
     return {**found, **launches}
 
 
-def overhead(ops: Iterable[Op], device: str, dtype: torch.dtype, *, rounds: int = 30, sample_seconds: float = 0.004,
-             implementation: str | None = None) -> list[dict[str, Any]]:
-    """A row for each op, with and without a graph being recorded: interleaved medians in microseconds, and the least.
+def overhead(
+    ops: Iterable[Op],
+    device: str,
+    dtype: torch.dtype,
+    *,
+    rounds: int = 30,
+    sample_seconds: float = 0.004,
+    implementation: str | None = None,
+) -> list[dict[str, Any]]:
+    """A row for each op, with and without a graph being recorded: interleaved medians in
+    microseconds, and the least.
 
     implementation: of ops that have it; default what `auto` takes.
 
-    The input is the op's first contract case, tiny, so that the kernel itself takes next to nothing. This is
+    The input is the op's first contract case, tiny, so that the kernel itself takes next to
+    nothing. This is
     host time on both device types: on CUDA the calls are queued and not waited for.
     """
     rows = []
@@ -131,33 +156,67 @@ def overhead(ops: Iterable[Op], device: str, dtype: torch.dtype, *, rounds: int 
         name = implementation or op.choose(device, dtype)
         made = case.make(device, dtype, 0)
         for grad in (False, True):
-            kwargs = {k: v.detach().requires_grad_(grad and v.requires_grad)
-                      if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+            kwargs = {
+                k: v.detach().requires_grad_(grad and v.requires_grad)
+                if isinstance(v, torch.Tensor)
+                else v
+                for k, v in made.items()
+            }
             timings, errors = timing.interleave(levels(op, name, kwargs), timer, rounds=rounds)
-            row = {"op": op.name, "implementation": name, "case": case.name, "dtype": short(dtype),
-                   "grad": grad, "errors": errors, "us": {}}
+            row = {
+                "op": op.name,
+                "implementation": name,
+                "case": case.name,
+                "dtype": short(dtype),
+                "grad": grad,
+                "errors": errors,
+                "us": {},
+            }
             for level in LEVELS:
                 t = timings.get(level)
-                row["us"][level] = t and {"median": t.median * 1e6, "p20": t.p20 * 1e6, "p80": t.p80 * 1e6,
-                                          "least": min(t.samples) * 1e6}
+                row["us"][level] = t and {
+                    "median": t.median * 1e6,
+                    "p20": t.p20 * 1e6,
+                    "p80": t.p80 * 1e6,
+                    "least": min(t.samples) * 1e6,
+                }
             public, operator, launch = (row["us"][n] for n in ("public", "operator", "launch"))
-            row["overhead_us"] = public["median"] - operator["median"] if public and operator else None
-            row["over_launch_us"] = public["median"] - launch["median"] if public and launch else None
+            row["overhead_us"] = (
+                public["median"] - operator["median"] if public and operator else None
+            )
+            row["over_launch_us"] = (
+                public["median"] - launch["median"] if public and launch else None
+            )
             # What is left where other processes take the CPU away.
-            row["least_over_launch_us"] = public["least"] - launch["least"] if public and launch else None
+            row["least_over_launch_us"] = (
+                public["least"] - launch["least"] if public and launch else None
+            )
             rows.append(row)
     return rows
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
-    out = [f"{'op':<22} {'implementation':<14} {'grad':<5} "
-           + " ".join(f"{level + ' us':>12}" for level in LEVELS)
-           + f" {'public - operator':>18} {'public - launch':>16} {'of least times':>15}"]
+    out = [
+        f"{'op':<22} {'implementation':<14} {'grad':<5} "
+        + " ".join(f"{level + ' us':>12}" for level in LEVELS)
+        + f" {'public - operator':>18} {'public - launch':>16} {'of least times':>15}"
+    ]
     for r in rows:
-        cells = [f"{r['us'][level]['median']:12.2f}" if r["us"][level] else f"{'-':>12}" for level in LEVELS]
-        over = [f"{'-' if r[n] is None else f'{r[n]:.2f} us':>{width}}"
-                for n, width in (("overhead_us", 18), ("over_launch_us", 16), ("least_over_launch_us", 15))]
-        out.append(f"{r['op']:<22} {r['implementation']:<14} {'yes' if r['grad'] else 'no':<5} "
-                   + " ".join((*cells, *over)))
+        cells = [
+            f"{r['us'][level]['median']:12.2f}" if r["us"][level] else f"{'-':>12}"
+            for level in LEVELS
+        ]
+        over = [
+            f"{'-' if r[n] is None else f'{r[n]:.2f} us':>{width}}"
+            for n, width in (
+                ("overhead_us", 18),
+                ("over_launch_us", 16),
+                ("least_over_launch_us", 15),
+            )
+        ]
+        out.append(
+            f"{r['op']:<22} {r['implementation']:<14} {'yes' if r['grad'] else 'no':<5} "
+            + " ".join((*cells, *over))
+        )
         out += [f"  {level}: {reason}" for level, reason in r["errors"].items()]
     return "\n".join(out)

@@ -1,7 +1,7 @@
 """The pictures of docs/performance.md: drawn from plain data, and marked with its digest.
 
-The digest lies in the PNG as text, so whether a picture shows the present numbers can be told without drawing it again:
-the bytes of a drawing differ between versions of matplotlib and FreeType.
+The digest lies in the PNG as text, so whether a picture shows the present numbers can be told
+without drawing it again: the bytes of a drawing differ between versions of matplotlib and FreeType.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
-STYLE = 2   # raise when the drawing changes, so that pictures of the same numbers are drawn again
+STYLE = 2  # raise when the drawing changes, so that pictures of the same numbers are drawn again
 COMPILE = "#8c8c8c"
 COLOURS = ("#2a6f97", "#e0a458", "#468f6b", "#b5534c", "#8a5a9e", "#5c6b73")
 MARKERS = "osD^vP"
@@ -42,7 +42,9 @@ class Picture:
         path = beside / self.link
         path.parent.mkdir(parents=True, exist_ok=True)
         # No Software: the version of matplotlib is not a property of the numbers.
-        self.figure().savefig(path, dpi=130, metadata={"Description": self.digest, "Software": None})
+        self.figure().savefig(
+            path, dpi=130, metadata={"Description": self.digest, "Software": None}
+        )
 
 
 def is_drawn(picture: Picture, beside: pathlib.Path) -> bool:
@@ -59,8 +61,12 @@ def _panels(data: dict[str, Any], width: float, height: float, **shared):
     for axes in panels:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    days = sorted({origin.rpartition(", ")[2] for origin in data["from"]})   # the page names the commits
-    figure.suptitle(f"{data['title']}\nmeasured {' to '.join(dict.fromkeys((days[0], days[-1])))}", fontsize=9)
+    days = sorted(
+        {origin.rpartition(", ")[2] for origin in data["from"]}
+    )  # the page names the commits
+    figure.suptitle(
+        f"{data['title']}\nmeasured {' to '.join(dict.fromkeys((days[0], days[-1])))}", fontsize=9
+    )
     return figure, panels
 
 
@@ -78,16 +84,40 @@ def _roofline(data: dict[str, Any]):
     low, high = min(x) / 2, 3 * max(*x, *ridges)
     for axes, panel in zip(panels, data["panels"], strict=True):
         ridge = panel["flops"] / panel["copy"]
-        axes.plot([low, ridge, high], [low * panel["copy"], panel["flops"], panel["flops"]], color="black",
-                  linewidth=1, zorder=2)
-        axes.annotate(f"matmul {panel['flops'] / 1e12:.3g} TFLOP/s", (high, panel["flops"]), xytext=(0, 3),
-                      textcoords="offset points", ha="right", va="bottom", fontsize=7.5)
-        axes.annotate(f"copy {panel['copy'] / 1e9:.3g} GB/s", (0.02, 0.98), xycoords="axes fraction", va="top",
-                      fontsize=7.5)
+        axes.plot(
+            [low, ridge, high],
+            [low * panel["copy"], panel["flops"], panel["flops"]],
+            color="black",
+            linewidth=1,
+            zorder=2,
+        )
+        axes.annotate(
+            f"matmul {panel['flops'] / 1e12:.3g} TFLOP/s",
+            (high, panel["flops"]),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            fontsize=7.5,
+        )
+        axes.annotate(
+            f"copy {panel['copy'] / 1e9:.3g} GB/s",
+            (0.02, 0.98),
+            xycoords="axes fraction",
+            va="top",
+            fontsize=7.5,
+        )
         for op in ops:
             mine = [p for p in panel["points"] if p[0] == op]
-            axes.scatter([p[1] for p in mine], [p[2] for p in mine], s=22, linewidth=0, alpha=0.85, zorder=3,
-                         **_style(op, ops))
+            axes.scatter(
+                [p[1] for p in mine],
+                [p[2] for p in mine],
+                s=22,
+                linewidth=0,
+                alpha=0.85,
+                zorder=3,
+                **_style(op, ops),
+            )
         axes.set(xscale="log", yscale="log", xlim=(low, high), title=panel["dtype"])
         axes.set_xlabel("FLOP per byte")
         axes.grid(color="#e4e4e4", linewidth=0.5, zorder=1)
@@ -97,24 +127,35 @@ def _roofline(data: dict[str, Any]):
 
 
 def _ratios(data: dict[str, Any]):
-    """`auto` over torch.compile and over the best peer, which has a colour: a row a case, a panel a dtype, a line at
-    1."""
+    """`auto` over torch.compile and over the best peer, which has a colour: a row a case, a panel a
+    dtype, a line at 1.
+    """
     rows = data["rows"]
     figure, panels = _panels(data, 2.6 + 3.4 * len(data["panels"]), 1.7 + 0.19 * len(rows))
     points = [p for panel in data["panels"] for p in panel["points"]]
     found = [ratio for _, _, ratio in points]
     peers = sorted({other for _, other, _ in points} - {"compile"})
-    styles = {"compile": {"color": COMPILE, "marker": "o"},
-              **{p: {"color": COLOURS[i % len(COLOURS)], "marker": "D"} for i, p in enumerate(peers)}}
+    styles = {
+        "compile": {"color": COMPILE, "marker": "o"},
+        **{p: {"color": COLOURS[i % len(COLOURS)], "marker": "D"} for i, p in enumerate(peers)},
+    }
     left, right = math.log2(min(0.8, *found)) - 0.2, math.log2(max(1.25, *found)) + 0.2
     for axes, panel in zip(panels, data["panels"], strict=True):
         for i, (op, _) in enumerate(rows):
-            if list(dict.fromkeys(o for o, _ in rows)).index(op) % 2:   # every other op, so that blocks are seen
+            if (
+                list(dict.fromkeys(o for o, _ in rows)).index(op) % 2
+            ):  # every other op, so that blocks are seen
                 axes.axhspan(i - 0.5, i + 0.5, color="#f3f6f8", linewidth=0, zorder=0)
         for other, style in styles.items():
             mine = [p for p in panel["points"] if p[1] == other]
-            axes.scatter([math.log2(p[2]) for p in mine], [p[0] for p in mine], s=26 if other == "compile" else 18,
-                         linewidth=0, zorder=3, **style)
+            axes.scatter(
+                [math.log2(p[2]) for p in mine],
+                [p[0] for p in mine],
+                s=26 if other == "compile" else 18,
+                linewidth=0,
+                zorder=3,
+                **style,
+            )
         axes.axvline(0, color="black", linewidth=1, zorder=2)
         step = 1 if right - left < 7 else 2
         ticks = range(math.ceil(left / step) * step, math.floor(right) + 1, step)
@@ -124,13 +165,26 @@ def _ratios(data: dict[str, Any]):
         axes.grid(axis="x", color="#e4e4e4", linewidth=0.5, zorder=1)
         axes.tick_params(axis="y", length=0)
     panels[0].set_yticks(range(len(rows)), [f"{op}  {case}" for op, case in rows], fontsize=7.5)
-    _legend(figure, [("auto over torch.compile" if other == "compile" else f"over the best peer: {other}", style)
-                     for other, style in styles.items()], 3)
+    _legend(
+        figure,
+        [
+            (
+                "auto over torch.compile" if other == "compile" else f"over the best peer: {other}",
+                style,
+            )
+            for other, style in styles.items()
+        ],
+        3,
+    )
     return figure
 
 
 def _legend(figure, entries: list[tuple[str, dict[str, str]]], columns: int) -> None:
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], linestyle="", markersize=5, label=label, **style) for label, style in entries]
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+    handles = [
+        Line2D([], [], linestyle="", markersize=5, label=label, **style) for label, style in entries
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+    )

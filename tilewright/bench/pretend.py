@@ -1,10 +1,11 @@
-"""A GPU that is not there: ops run as on one, their kernels are compiled for it, nothing is launched or computed.
+"""A GPU that is not there: ops run as on one, their kernels are compiled for it, nothing is
+launched or computed.
 
-Inside `gpu`, tensors on "cuda" are PyTorch's meta tensors, which have shapes, strides and offsets but no memory, and
-say that they are on a GPU. So everything that the host does with a call it does here: choices of implementations and
-constants, backward passes, and Triton's `JITFunction.run`, which specializes arguments and looks up what it has
-compiled before it asks for the driver's launch. The key of a compiled kernel is made by the code that makes it on a
-GPU.
+Inside `gpu`, tensors on "cuda" are PyTorch's meta tensors, which have shapes, strides and offsets
+but no memory, and say that they are on a GPU. So everything that the host does with a call it does
+here: choices of implementations and constants, backward passes, and Triton's `JITFunction.run`,
+which specializes arguments and looks up what it has compiled before it asks for the driver's
+launch. The key of a compiled kernel is made by the code that makes it on a GPU.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ from tilewright import _torch, platform, registry
 from tilewright.ops import _library
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
-# By compute capability, of the devices that are most often found: multiprocessors (H100 and H200 SXM, B200, RTX PRO
-# 6000), bytes of shared memory a block and a multiprocessor. (CUDA C++ Programming Guide, "Technical Specifications".)
-DEVICES = {90: (132, 227 * 1024, 228 * 1024), 100: (148, 227 * 1024, 228 * 1024), 120: (188, 99 * 1024, 100 * 1024)}
+# By compute capability, of the devices that are most often found: multiprocessors (H100 and H200
+# SXM, B200, RTX PRO 6000), bytes of shared memory a block and a multiprocessor. (CUDA C++
+# Programming Guide, "Technical Specifications".)
+DEVICES = {
+    90: (132, 227 * 1024, 228 * 1024),
+    100: (148, 227 * 1024, 228 * 1024),
+    120: (188, 99 * 1024, 100 * 1024),
+}
 
 
 def no_compiling() -> str | None:
@@ -37,13 +43,15 @@ def no_compiling() -> str | None:
 
 
 def registers(cubin: bytes) -> int:
-    """A thread's, of the first kernel: the attribute REGCOUNT (0x2f) in section .nv.info of the ELF file."""
-    at, = struct.unpack_from("<Q", cubin, 40)
+    """A thread's, of the first kernel: the attribute REGCOUNT (0x2f) in section .nv.info of the
+    ELF file.
+    """
+    (at,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names = struct.unpack_from("<3H", cubin, 58)
     headers = [struct.unpack_from("<IIQQQQ", cubin, at + i * size) for i in range(count)]
     for name, _, _, _, begin, length in headers:
         start = headers[names][4] + name
-        if cubin[start:start + 9] == b".nv.info\0":
+        if cubin[start : start + 9] == b".nv.info\0":
             place = begin
             while place < begin + length:
                 form, attribute, value = struct.unpack_from("<BBH", cubin, place)
@@ -59,12 +67,13 @@ class NoDriver:
     def __init__(self, arch: int, device: int = -1):
         from triton.backends.compiler import GPUTarget
 
-        self._device = device   # Triton keeps by device what it compiled
+        self._device = device  # Triton keeps by device what it compiled
         self._target = GPUTarget("cuda", arch, 32)
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": DEVICES[arch][1]},
             load_binary=lambda name, cubin, shared, device: (name, name, registers(cubin), 0, 1024),
-            unload_module=lambda name: None)
+            unload_module=lambda name: None,
+        )
 
     def get_current_device(self):
         return self._device
@@ -86,13 +95,17 @@ def _on_meta(value: object) -> object:
     return META if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
-_is_meta, _device_of, _where = (torch._C.TensorBase.is_meta.__get__, torch._C.TensorBase.device.__get__,
-                                torch._C.TensorBase.get_device)
+_is_meta, _device_of, _where = (
+    torch._C.TensorBase.is_meta.__get__,
+    torch._C.TensorBase.device.__get__,
+    torch._C.TensorBase.get_device,
+)
 _Real = torch.Generator
 
 
 def _made(fn: Callable) -> Callable:
     """A function that makes or moves tensors, on the device asked for."""
+
     @functools.wraps(fn)
     def make(*args, **options):
         options = {n: _on_meta(v) for n, v in options.items() if not isinstance(v, _Generator)}
@@ -103,6 +116,7 @@ def _made(fn: Callable) -> Callable:
 
 def _drawn(fn: Callable) -> Callable:
     """A function of random values: of meta tensors, which have none, only the shape."""
+
     @functools.wraps(fn)
     def make(*shape, dtype=None, device=None, **options):
         if _on_meta(device) == META:
@@ -142,16 +156,24 @@ def _call(operator: _library.Operator, *args) -> Any:
 def _not_compiled(kernel, key, signature, device, *_):
     """Takes the place of a compiled kernel, of which it keeps nothing."""
     found = kernel.device_caches[device][0][key] = SimpleNamespace(
-        run=lambda *_: None, launch_metadata=lambda *_: None, function=None, packed_metadata=None, n_regs=0,
-        metadata=SimpleNamespace(shared=0))
+        run=lambda *_: None,
+        launch_metadata=lambda *_: None,
+        function=None,
+        packed_metadata=None,
+        n_regs=0,
+        metadata=SimpleNamespace(shared=0),
+    )
     return found
 
 
 @contextlib.contextmanager
-def gpu(arch: int = 90, name: str = "a GPU that is not there", compiles: bool = True) -> Iterator[None]:
+def gpu(
+    arch: int = 90, name: str = "a GPU that is not there", compiles: bool = True
+) -> Iterator[None]:
     """Inside, "cuda" is a device of compute capability `arch` (90: 9.0) without memory.
 
-    compiles: whether Triton's kernels are compiled; else they are nothing, for what wants to see calls alone.
+    compiles: whether Triton's kernels are compiled; else they are nothing, for what wants to see
+    calls alone.
     """
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -161,18 +183,37 @@ def gpu(arch: int = 90, name: str = "a GPU that is not there", compiles: bool = 
 
     processors, _, shared = DEVICES[arch]
     properties = SimpleNamespace(
-        name=name, major=arch // 10, minor=arch % 10, multi_processor_count=processors, regs_per_multiprocessor=65536,
-        shared_memory_per_multiprocessor=shared, max_threads_per_multi_processor=1536 if arch == 120 else 2048,
-        L2_cache_size=50 * 2**20, total_memory=80 * 2**30, warp_size=32)
-    says = {"is_available": lambda: True, "is_initialized": lambda: False, "current_device": lambda: 0,
-            "device_count": lambda: 1, "get_device_name": lambda device=None: name,
-            "get_device_capability": lambda device=None: (arch // 10, arch % 10),
-            "get_device_properties": lambda device=None: properties, "synchronize": lambda device=None: None,
-            "is_current_stream_capturing": lambda: False, "device": lambda device: contextlib.nullcontext()}
-    tensors = {"device": property(lambda self: CUDA if _is_meta(self) else _device_of(self)),
-               "is_cuda": property(_is_meta), "is_meta": property(lambda self: False),
-               "get_device": lambda self: 0 if _is_meta(self) else _where(self)}
+        name=name,
+        major=arch // 10,
+        minor=arch % 10,
+        multi_processor_count=processors,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_multiprocessor=shared,
+        max_threads_per_multi_processor=1536 if arch == 120 else 2048,
+        L2_cache_size=50 * 2**20,
+        total_memory=80 * 2**30,
+        warp_size=32,
+    )
+    says = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: False,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "get_device_name": lambda device=None: name,
+        "get_device_capability": lambda device=None: (arch // 10, arch % 10),
+        "get_device_properties": lambda device=None: properties,
+        "synchronize": lambda device=None: None,
+        "is_current_stream_capturing": lambda: False,
+        "device": lambda device: contextlib.nullcontext(),
+    }
+    tensors = {
+        "device": property(lambda self: CUDA if _is_meta(self) else _device_of(self)),
+        "is_cuda": property(_is_meta),
+        "is_meta": property(lambda self: False),
+        "get_device": lambda self: 0 if _is_meta(self) else _where(self),
+    }
     with contextlib.ExitStack() as stack:
+
         def put(where, name, value):
             stack.enter_context(mock.patch.object(where, name, value, create=True))
 
@@ -187,16 +228,27 @@ def gpu(arch: int = 90, name: str = "a GPU that is not there", compiles: bool = 
             if getattr(torch, fn.__name__, None) is fn:
                 put(torch, fn.__name__, _made(fn))
         put(_library.Operator, "__call__", _call)
-        for name_ in ("randn", "rand"):   # PyTorch's own for meta tensors believe what these say of their device
+        for name_ in (
+            "randn",
+            "rand",
+        ):  # PyTorch's own for meta tensors believe what these say of their device
             put(torch, name_, _drawn(getattr(torch, name_)))
         for name_ in ("normal_", "uniform_", "random_", "bernoulli_", "exponential_"):
             put(torch.Tensor, name_, _drawn_into(getattr(torch.Tensor, name_)))
         for name_ in ("to", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
             put(torch.Tensor, name_, _made(getattr(torch.Tensor, name_)))
-        for name_ in ("rand_like", "randn_like", "empty_like", "zeros_like", "ones_like", "full_like", "randint_like"):
+        for name_ in (
+            "rand_like",
+            "randn_like",
+            "empty_like",
+            "zeros_like",
+            "ones_like",
+            "full_like",
+            "randint_like",
+        ):
             put(torch, name_, _made(getattr(torch, name_)))
-        put(rmsnorm_triton, "_resident", {})   # it is asked of what was compiled
-        for op in registry.operations().values():   # what is chosen inside may not be chosen outside
+        put(rmsnorm_triton, "_resident", {})  # it is asked of what was compiled
+        for op in registry.operations().values():  # what is chosen inside may not be chosen outside
             put(op, "_table", {})
             put(op, "_unpinned", {})
         for name_, value in tensors.items():

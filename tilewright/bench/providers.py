@@ -1,4 +1,6 @@
-"""What is timed: an op's implementations, its eager twin compiled, other libraries; and the gate before it."""
+"""What is timed: an op's implementations, its eager twin compiled, other libraries; and the
+gate before it.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +41,28 @@ def providers(op: Op, device: str, dtype: torch.dtype) -> list[Provider]:
         reason = impl.why_not(device, dtype)
         if reason is None and impl.name == "triton" and device == "cpu":
             reason = "Triton's interpreter is for tests, its times mean nothing"
-        found.append(Provider(impl.name, functools.partial(op.public, implementation=impl.name), reason))
+        found.append(
+            Provider(impl.name, functools.partial(op.public, implementation=impl.name), reason)
+        )
     eager = functools.partial(op.public, implementation="eager")
     found.append(Provider("compile", torch.compile(eager, fullgraph=True, dynamic=False)))
     for name, peer in PEERS.items():
-        found.append(Provider(name, peer.ops.get(op.name), peer.why_not(op.name, device),
-                              consumes=op.name in peer.consumes))
+        found.append(
+            Provider(
+                name,
+                peer.ops.get(op.name),
+                peer.why_not(op.name, device),
+                consumes=op.name in peer.consumes,
+            )
+        )
     return sorted(found, key=lambda p: BASELINES.index(p.name) if p.name in BASELINES[:3] else 3)
 
 
-def gate(op: Op, provider: Provider, kwargs: dict[str, Any], by: contract.Reference) -> list[contract.Finding]:
-    """The numerics contract for a provider on the inputs that will be timed; what breaks it (none: it holds).
+def gate(
+    op: Op, provider: Provider, kwargs: dict[str, Any], by: contract.Reference
+) -> list[contract.Finding]:
+    """The numerics contract for a provider on the inputs that will be timed; what breaks it (none:
+    it holds).
 
     The eager twin is the definition, and holds.
     """

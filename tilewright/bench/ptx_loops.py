@@ -1,4 +1,6 @@
-"""Loops of a compiled kernel, read from its PTX: what is between a label and a branch back to it."""
+"""Loops of a compiled kernel, read from its PTX: what is between a label and a branch back to
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ DIVISION = re.compile(r"(?<![\w.%$])(?:div|rem|rcp)\.[\w.]+")
 
 
 def divisions(ptx: str) -> int:
-    """How many instructions in loops divide, take a remainder or a reciprocal: each is dozens of machine instructions
-    of integers, and several of floats."""
+    """How many instructions in loops divide, take a remainder or a reciprocal: each is dozens of
+    machine instructions of integers, and several of floats.
+    """
     lines = ptx.splitlines()
     labels = {m[1]: i for i, line in enumerate(lines) if (m := LABEL.match(line))}
     looped: set[int] = set()

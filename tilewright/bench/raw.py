@@ -1,6 +1,7 @@
 """Reads committed raw results: every folder of bench_results, and the tables of tuned constants.
 
-What a number means nothing without, its device, date and commit, stays with it as its `Source`. Nothing is dropped
+What a number means nothing without, its device, date and commit, stays with it as its `Source`.
+Nothing is dropped
 here: which of several results is the one to show is for the reader of `Raw` to say, with `newest`.
 """
 
@@ -17,13 +18,20 @@ from typing import Any, TypeVar
 from tilewright.bench import report
 from tilewright.kernels import tuning
 
-CHECKS = ("parity", "graph", "big", "sanitize")   # folders of a suite whose files hold results, not rows
+CHECKS = (
+    "parity",
+    "graph",
+    "big",
+    "sanitize",
+)  # folders of a suite whose files hold results, not rows
 CHECK_STATUSES = ("holds", "broken", "unavailable", "error")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a number comes from.   folder: below the results.   path: of the file, for errors and for ties."""
+    """Where a number comes from.   folder: below the results.   path: of the file, for errors
+    and for ties.
+    """
 
     folder: str
     path: str
@@ -40,7 +48,9 @@ class Source:
 
     @property
     def age(self) -> tuple[datetime, str]:
-        """Sorts the newest last; equal dates by path, so that the order never depends on the file system."""
+        """Sorts the newest last; equal dates by path, so that the order never depends on the
+        file system.
+        """
         return self.when, self.path
 
     @property
@@ -57,7 +67,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Group:
-    """The rows of one (op, case, dtype) that were timed in the same interleaved rounds, by provider."""
+    """The rows of one (op, case, dtype) that were timed in the same interleaved rounds, by
+    provider.
+    """
 
     source: Source
     op: str
@@ -73,8 +85,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Entry:
-    """One record of another kind: a check's result, a row of overhead, a model's step, a measured roof, a table of
-    constants."""
+    """One record of another kind: a check's result, a row of overhead, a model's step, a measured
+    roof, a table of constants.
+    """
 
     source: Source
     kind: str
@@ -85,7 +98,9 @@ class Entry:
 
 @dataclass
 class Folder:
-    """A folder of results.   complete: None where its files do not say.   units: of a suite, by name."""
+    """A folder of results.   complete: None where its files do not say.   units: of a suite, by
+    name.
+    """
 
     name: str
     kind: str
@@ -107,7 +122,9 @@ class Raw:
         return [e for e in self.entries if e.kind == kind and device in (None, e.source.device)]
 
     def devices(self) -> list[tuple[str, str]]:
-        """(device type, name), that with the newest result first. Tables of constants are not results."""
+        """(device type, name), that with the newest result first. Tables of constants are not
+        results.
+        """
         found: dict[tuple[str, str], tuple] = {}
         for source in [s for f in self.folders for s in f.sources]:
             found[source.device] = max(found.get(source.device, source.age), source.age)
@@ -129,12 +146,15 @@ def newest(found: Iterable[T], key: Callable[[T], Hashable]) -> dict[Hashable, T
 
 # ---- one file
 
+
 def _constant(name: str):
     raise ValueError(f"{name} is no number")
 
 
 def load(path: pathlib.Path, *fields: str) -> dict[str, Any]:
-    """A JSON object of this schema with these fields. Raises ValueError, naming the file, otherwise."""
+    """A JSON object of this schema with these fields. Raises ValueError, naming the file,
+    otherwise.
+    """
     try:
         document = json.loads(path.read_text(), parse_constant=_constant)
     except (OSError, ValueError) as error:
@@ -153,7 +173,7 @@ def _source(document: dict[str, Any], path: pathlib.Path, folder: str) -> Source
     for name in ("device_type", "device", "date"):
         if not isinstance(source.meta.get(name), str):
             raise ValueError(f"meta has no {name!r}")
-    _ = source.when   # a date that is none is this file's fault, not the page's
+    _ = source.when  # a date that is none is this file's fault, not the page's
     return source
 
 
@@ -173,9 +193,17 @@ def _check_result(result: dict[str, Any]) -> dict[str, Any]:
     """A result of a check with every field. Raises KeyError or ValueError."""
     if result["status"] not in CHECK_STATUSES:
         raise ValueError(f"status must be one of {CHECK_STATUSES}, got {result['status']!r}")
-    tensors = [{"name": t["name"], "share": _share(t["error"], t["budget"])} for t in result.get("tensors", ())]
-    return {"implementation": result["implementation"], "dtype": result["dtype"], "status": result["status"],
-            "reason": result.get("reason"), "tensors": tensors}
+    tensors = [
+        {"name": t["name"], "share": _share(t["error"], t["budget"])}
+        for t in result.get("tensors", ())
+    ]
+    return {
+        "implementation": result["implementation"],
+        "dtype": result["dtype"],
+        "status": result["status"],
+        "reason": result.get("reason"),
+        "tensors": tensors,
+    }
 
 
 def _share(error: float | None, budget: float) -> float:
@@ -187,9 +215,14 @@ def _share(error: float | None, budget: float) -> float:
 
 def _overhead(document: dict[str, Any], source: Source) -> Iterator[Entry]:
     for r in document["rows"]:
-        data = {"implementation": r["implementation"], "dtype": r["dtype"], "grad": bool(r["grad"]),
-                "us": {level: t and float(t["median"]) for level, t in r["us"].items()},
-                "overhead_us": r["overhead_us"], "errors": dict(r["errors"])}
+        data = {
+            "implementation": r["implementation"],
+            "dtype": r["dtype"],
+            "grad": bool(r["grad"]),
+            "us": {level: t and float(t["median"]) for level, t in r["us"].items()},
+            "overhead_us": r["overhead_us"],
+            "errors": dict(r["errors"]),
+        }
         yield Entry(source, "overhead", r["op"], r["case"], data)
 
 
@@ -199,14 +232,19 @@ ERRORS = ("loss_error", "gradient_error", "worst_gradient_error")
 
 def _end_to_end(document: dict[str, Any], source: Source) -> Iterator[Entry]:
     for r in document["rows"]:
-        data = {"dtype": r["dtype"], "provider": r["provider"], **{n: float(r[n]) for n in (*TIMES, *ERRORS)},
-                "peak_mib": None if r["peak_mib"] is None else float(r["peak_mib"])}
+        data = {
+            "dtype": r["dtype"],
+            "provider": r["provider"],
+            **{n: float(r[n]) for n in (*TIMES, *ERRORS)},
+            "peak_mib": None if r["peak_mib"] is None else float(r["peak_mib"]),
+        }
         if not all(data[n] > 0 for n in TIMES):
             raise ValueError(f"{r['case']} {r['dtype']} {r['provider']}: a time must be positive")
         yield Entry(source, "end_to_end", "", r["case"], data)
 
 
 # ---- one folder
+
 
 class _Reader:
     """Fills a `Raw` from one folder; an error in a file names the file."""
@@ -222,9 +260,12 @@ class _Reader:
         try:
             source = _source(document, path, self.folder.name)
             source = Source(source.folder, f"{inside}/{path.name}", source.meta)
-            # A unit of a suite that could not be made says why; a newer one that could be made takes that back.
+            # A unit of a suite that could not be made says why; a newer one that could be made
+            # takes that back.
             unit = path.relative_to(self.root).with_suffix("").as_posix()
-            self.raw.entries.append(Entry(source, "unit", "", unit, {"error": document.get("error")}))
+            self.raw.entries.append(
+                Entry(source, "unit", "", unit, {"error": document.get("error")})
+            )
             take(document, source)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             said = f"has no {error}" if isinstance(error, KeyError) else str(error)
@@ -242,12 +283,16 @@ class _Reader:
         self.file(path, take, "rows", "roofline")
 
     def roofline(self, path: pathlib.Path) -> None:
-        self.file(path, lambda document, source: self._roof(document["roofline"], source), "roofline")
+        self.file(
+            path, lambda document, source: self._roof(document["roofline"], source), "roofline"
+        )
 
     def _roof(self, roof: dict | None, source: Source) -> None:
         if roof is not None:
-            data = {"copy": float(roof["copy_bytes_per_second"]),
-                    "flops": {d: float(f) for d, f in roof["flops_per_second"].items()}}
+            data = {
+                "copy": float(roof["copy_bytes_per_second"]),
+                "flops": {d: float(f) for d, f in roof["flops_per_second"].items()},
+            }
             self.raw.entries.append(Entry(source, "roofline", "", "", data))
 
     def overhead(self, path: pathlib.Path) -> None:
@@ -265,15 +310,19 @@ class _Reader:
     def check(self, path: pathlib.Path, kind: str) -> None:
         def take(document, source):
             for result in document["results"]:
-                self.raw.entries.append(Entry(source, kind, document["op"], document["case"], _check_result(result)))
+                self.raw.entries.append(
+                    Entry(source, kind, document["op"], document["case"], _check_result(result))
+                )
 
         self.file(path, take, "op", "case", "results")
 
     def suite(self, path: pathlib.Path) -> None:
         def take(document, source):
             self.folder.complete = bool(document["complete"])
-            self.folder.units = {n: {"status": u["status"], "reason": u.get("reason")}
-                                 for n, u in document["units"].items()}
+            self.folder.units = {
+                n: {"status": u["status"], "reason": u.get("reason")}
+                for n, u in document["units"].items()
+            }
 
         self.file(path, take, "complete", "units")
 
@@ -282,7 +331,11 @@ def _kind(folder: pathlib.Path) -> str:
     # A suite that was ended before it could sum up has no suite.json, but its files count.
     if any((folder / n).exists() for n in ("suite.json", "goals", "time", "overhead", *CHECKS)):
         return "suite"
-    for name, kind in (("results.json", "run"), ("overhead.json", "overhead"), ("end_to_end.json", "end to end")):
+    for name, kind in (
+        ("results.json", "run"),
+        ("overhead.json", "overhead"),
+        ("end_to_end.json", "end to end"),
+    ):
         if (folder / name).exists():
             return kind
     return "training" if folder.name.startswith("training-") else "other"
@@ -290,10 +343,16 @@ def _kind(folder: pathlib.Path) -> str:
 
 def _read_folder(raw: Raw, folder: pathlib.Path) -> None:
     reader = _Reader(raw, folder, _kind(folder))
-    reader.folder.files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-    for name, read in (("suite.json", reader.suite), ("roofline.json", reader.roofline),
-                       ("results.json", reader.rows), ("overhead.json", reader.overhead),
-                       ("end_to_end.json", reader.end_to_end)):
+    reader.folder.files = sorted(
+        p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()
+    )
+    for name, read in (
+        ("suite.json", reader.suite),
+        ("roofline.json", reader.roofline),
+        ("results.json", reader.rows),
+        ("overhead.json", reader.overhead),
+        ("end_to_end.json", reader.end_to_end),
+    ):
         if (folder / name).exists():
             read(folder / name)
     for kind in CHECKS:
@@ -312,19 +371,35 @@ def _read_tuned(raw: Raw, path: pathlib.Path) -> None:
     document = tuning.read(path)
     try:
         for launch, entries in document["launches"].items():
-            for e in entries:   # a table is written to again and again: each entry says when and from what
-                meta = {"threads": None, "argv": [], **e, "device": document["device"],
-                        "device_type": document["device_type"]}
+            for e in (
+                entries
+            ):  # a table is written to again and again: each entry says when and from what
+                meta = {
+                    "threads": None,
+                    "argv": [],
+                    **e,
+                    "device": document["device"],
+                    "device_type": document["device_type"],
+                }
                 data = {n: e[n] for n in ("config", "heuristic", "median_us", "heuristic_us")}
-                raw.entries.append(Entry(_source({"meta": meta}, path, path.parent.name), "tuned", path.stem, launch,
-                                         data))
+                raw.entries.append(
+                    Entry(
+                        _source({"meta": meta}, path, path.parent.name),
+                        "tuned",
+                        path.stem,
+                        launch,
+                        data,
+                    )
+                )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         said = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{path}: {said}") from error
 
 
 def read(results: pathlib.Path, tuned: pathlib.Path | None = None) -> Raw:
-    """Every folder of `results`, and every table of `tuned`. Raises ValueError, naming the file, for a broken one."""
+    """Every folder of `results`, and every table of `tuned`. Raises ValueError, naming the
+    file, for a broken one.
+    """
     if not results.is_dir():
         raise ValueError(f"{results}: no such folder")
     raw = Raw()

@@ -1,4 +1,6 @@
-"""Times every provider of every op on its timed cases. A row has a time only if its contract held."""
+"""Times every provider of every op on its timed cases. A row has a time only if its contract
+held.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tilewright.bench.providers import BASELINES, Provider, gate, providers
 from tilewright.registry import Case, ImplementationUnavailable, Op, short
 
 SEED = 0
-COPY = "copy of as many bytes"   # timed beside the providers; no provider is called so
+COPY = "copy of as many bytes"  # timed beside the providers; no provider is called so
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class Settings:
 
     rounds, min_seconds, max_seconds: of one case (see timing.interleave).
     sample_seconds: shortest sample on a CPU.
-    baseline_slack: a baseline within so many times the contract's budget is timed, and marked. At 1 the
-        contract is the same for all. Never applied to tilewright's own implementations.
+    baseline_slack: a baseline within so many times the contract's budget is timed, and marked. At 1
+        the contract is the same for all. Never applied to tilewright's own implementations.
     """
 
     rounds: int = 15
@@ -44,11 +46,13 @@ class Settings:
 
 # ---- one case
 
-def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    """The timed callables: "forward" records no graph; "forward_backward" is a training step's use of the op;
-    "backward" is the second half of that, its forward untimed.
 
-    The upstream gradient is drawn here, and only an op with something to differentiate has a backward.
+def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[], object]]:
+    """The timed callables: "forward" records no graph; "forward_backward" is a training step's use
+    of the op; "backward" is the second half of that, its forward untimed.
+
+    The upstream gradient is drawn here, and only an op with something to differentiate has a
+    backward.
     """
     plain = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     inputs = [v for v in kwargs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
@@ -63,7 +67,7 @@ def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[],
     if not which:
         return {"forward": forward}
     grads = contract.upstream([outs[i] for i in which], "contiguous")
-    del outs   # it would keep its graph alive
+    del outs  # it would keep its graph alive
 
     graph: list[torch.Tensor] = []
 
@@ -75,20 +79,32 @@ def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[],
 
     def backward():
         torch.autograd.backward(graph, grads)
-        graph.clear()   # memory that it holds would stay taken through other providers' rounds
+        graph.clear()  # memory that it holds would stay taken through other providers' rounds
 
     def forward_backward():
         record()
         backward()
 
-    return {"forward": forward, "backward": timing.After(record, backward), "forward_backward": forward_backward}
+    return {
+        "forward": forward,
+        "backward": timing.After(record, backward),
+        "forward_backward": forward_backward,
+    }
 
 
-def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timing.Roofline,
-            clock: timing.CpuClock | timing.CudaClock, settings: Settings,
-            only: Iterable[str] | None = None) -> list[dict]:
-    """The rows of one (op, case, dtype): the gate, then interleaved rounds over the providers that passed, and over
-    copies of as many bytes as each pass moves at least, which the shares of the roof are against.
+def measure(
+    op: Op,
+    case: Case,
+    device: str,
+    dtype: torch.dtype,
+    roofline: timing.Roofline,
+    clock: timing.CpuClock | timing.CudaClock,
+    settings: Settings,
+    only: Iterable[str] | None = None,
+) -> list[dict]:
+    """The rows of one (op, case, dtype): the gate, then interleaved rounds over the providers that
+    passed, and over copies of as many bytes as each pass moves at least, which the shares of the
+    roof are against.
 
     only: names of providers; default all.
     """
@@ -99,56 +115,76 @@ def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timin
     for provider in providers(op, device, dtype):
         if only is not None and provider.name not in only:
             continue
-        row = rows[provider.name] = report.row(op.name, case.name, short(dtype), provider.name,
-                                               auto=provider.name == auto)
+        row = rows[provider.name] = report.row(
+            op.name, case.name, short(dtype), provider.name, auto=provider.name == auto
+        )
         if provider.reason:
             row.update(status="unavailable", reason=provider.reason)
             continue
         try:
             broken = gate(op, provider, kwargs, reference)
             row["contract"] = "; ".join(map(str, broken)) or (
-                "definition" if provider.name == "eager" else "holds")
+                "definition" if provider.name == "eager" else "holds"
+            )
             row["looked_at"] = reference.sample
             slack = settings.baseline_slack if provider.name in BASELINES else 1.0
             if any(not finding.error <= slack * finding.budget for finding in broken):
                 row.update(status="failed", reason=row["contract"])
                 continue
-            mine = contract.convert(kwargs, None) if provider.consumes or kwargs.get("inplace") else kwargs
+            mine = (
+                contract.convert(kwargs, None)
+                if provider.consumes or kwargs.get("inplace")
+                else kwargs
+            )
             inputs[provider.name] = mine
             for name, fn in passes(provider, mine).items():
                 tasks[provider.name, name] = fn
             row["status"] = "ok"
         except (Unsupported, ImplementationUnavailable) as error:
             row.update(status="unavailable", reason=str(error))
-        except Exception as error:   # one provider's failure must not lose the others
+        except Exception as error:  # one provider's failure must not lose the others
             timing.still_there(error, provider.name)
             row.update(status="error", reason=timing.first_line(error))
-    del reference   # float64 copies of every result
+    del reference  # float64 copies of every result
     free(device, compiled=False)
     cost = case.cost(dtype.itemsize)
     for bytes_ in {cost.forward_bytes, cost.backward_bytes}:
         if copy := timing.copy_of(bytes_, device):
             tasks[COPY, bytes_] = copy
     timings, errors = timing.interleave(
-        tasks, clock, rounds=settings.rounds, min_seconds=settings.min_seconds,
-        max_seconds=settings.max_seconds, seed=SEED, apart=True)
+        tasks,
+        clock,
+        rounds=settings.rounds,
+        min_seconds=settings.min_seconds,
+        max_seconds=settings.max_seconds,
+        seed=SEED,
+        apart=True,
+    )
     for (name, _), reason in errors.items():
-        if name != COPY:   # then the roofline's stands in
+        if name != COPY:  # then the roofline's stands in
             rows[name].update(status="error", reason=reason)
     # What is left in `timings` is of providers.
-    copies = {bytes_: timings.pop((name, bytes_)).median for name, bytes_ in list(timings) if name == COPY}
+    copies = {
+        bytes_: timings.pop((name, bytes_)).median for name, bytes_ in list(timings) if name == COPY
+    }
     floors, large = roofline.floors(cost, short(dtype), copies), roofline.floors(cost, short(dtype))
-    work = {"forward": (cost.forward_bytes, cost.forward_flops),
-            "backward": (cost.backward_bytes, cost.backward_flops),
-            "forward_backward": (cost.forward_bytes + cost.backward_bytes,
-                                 cost.forward_flops + cost.backward_flops)}
+    work = {
+        "forward": (cost.forward_bytes, cost.forward_flops),
+        "backward": (cost.backward_bytes, cost.backward_flops),
+        "forward_backward": (
+            cost.forward_bytes + cost.backward_bytes,
+            cost.forward_flops + cost.backward_flops,
+        ),
+    }
     for (name, which), found in timings.items():
         if rows[name]["status"] == "ok":
             rows[name][which] = report.figures(found, *work[which], floors[which], large[which])
     if device == "cuda":
         for (name, which), fn in tasks.items():
             if which == "forward_backward" and rows[name]["status"] == "ok":
-                for t in contract.leaves(inputs[name]):   # gradients of earlier calls would count as held already
+                for t in contract.leaves(
+                    inputs[name]
+                ):  # gradients of earlier calls would count as held already
                     t.grad = None
                 rows[name]["peak_mib"] = _peak_mib(fn)
     report.compare_with_baselines(list(rows.values()))
@@ -156,7 +192,9 @@ def measure(op: Op, case: Case, device: str, dtype: torch.dtype, roofline: timin
 
 
 def _peak_mib(fn) -> float:
-    """Memory that a call takes beside what is held already, inputs and upstream gradients among it."""
+    """Memory that a call takes beside what is held already, inputs and upstream gradients among
+    it.
+    """
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -166,7 +204,9 @@ def _peak_mib(fn) -> float:
 
 
 def free(device: str, compiled: bool = True) -> None:
-    """Gives back what a case held: cached memory, and compiled graphs, whose number dynamo limits."""
+    """Gives back what a case held: cached memory, and compiled graphs, whose number dynamo
+    limits.
+    """
     if compiled:
         torch.compiler.reset()
     gc.collect()
@@ -176,17 +216,19 @@ def free(device: str, compiled: bool = True) -> None:
 
 # ---- where and with what
 
+
 def _git(*args: str) -> str | None:
     """Output of git in the checkout that tracks this file; None if there is none."""
     here = pathlib.Path(__file__)
     try:
         # An installed package may lie inside somebody else's checkout.
-        tracked = subprocess.run(["git", "ls-files", "--error-unmatch", here.name], cwd=here.parent,
-                                 capture_output=True)
+        tracked = subprocess.run(
+            ["git", "ls-files", "--error-unmatch", here.name], cwd=here.parent, capture_output=True
+        )
         if tracked.returncode:
             return None
         done = subprocess.run(["git", *args], cwd=here.parent, capture_output=True, text=True)
-    except OSError:   # git is not installed
+    except OSError:  # git is not installed
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
@@ -195,24 +237,43 @@ def clocks() -> dict[str, float | None] | None:
     """What the first CUDA device runs at just now, by nvidia-smi; None where that cannot tell."""
     names = ("sm_mhz", "memory_mhz", "power_w", "temperature_c")
     try:
-        said = subprocess.run(["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu",
-                               "--format=csv,noheader,nounits", "-i", "0"], capture_output=True, text=True, timeout=20)
+        said = subprocess.run(
+            [
+                "nvidia-smi",
+                "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu",
+                "--format=csv,noheader,nounits",
+                "-i",
+                "0",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     found = {}
     for name, text in zip(names, said.stdout.split(","), strict=False):
-        with contextlib.suppress(ValueError):   # "[N/A]": a figure that this device does not give
+        with contextlib.suppress(ValueError):  # "[N/A]": a figure that this device does not give
             found[name] = float(text)
     return found or None
 
 
 def moment(device: str) -> dict[str, Any]:
     """What changes while results are made: the date and the clocks."""
-    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "clocks": clocks() if device == "cuda" else None}
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "clocks": clocks() if device == "cuda" else None,
+    }
 
 
-def metadata(device: str, settings: Settings, argv: list[str], commit: str | None = None, *,
-             trainer: bool = False) -> dict[str, Any]:
+def metadata(
+    device: str,
+    settings: Settings,
+    argv: list[str],
+    commit: str | None = None,
+    *,
+    trainer: bool = False,
+) -> dict[str, Any]:
     """Device, versions, commit, date and settings: what a number means nothing without.
 
     commit: of the sources, where git cannot tell.   trainer: whether it is measured too.
@@ -220,14 +281,24 @@ def metadata(device: str, settings: Settings, argv: list[str], commit: str | Non
     versions = {**platform.describe(), **peers.versions()}
     known = _git("rev-parse", "HEAD")
     # A report or a table that an earlier call has written is no change of what is measured.
-    changed = known and _git("status", "--porcelain", "--untracked-files=no", "--",
-                             ":/tilewright", ":/csrc", ":/setup.py", ":(top,exclude)tilewright/kernels/tuned",
-                             *(() if trainer else (":(top,exclude)tilewright/trainer",)),
-                             ":(top,exclude)tilewright/integrations")
+    changed = known and _git(
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ":/tilewright",
+        ":/csrc",
+        ":/setup.py",
+        ":(top,exclude)tilewright/kernels/tuned",
+        *(() if trainer else (":(top,exclude)tilewright/trainer",)),
+        ":(top,exclude)tilewright/integrations",
+    )
     return {
         "device_type": device,
         "device": platform.device_name(device),
-        "capability": None if device == "cpu" else "{}.{}".format(*torch.cuda.get_device_capability()),
+        "capability": None
+        if device == "cpu"
+        else "{}.{}".format(*torch.cuda.get_device_capability()),
         "cpu": versions.pop("cpu"),
         "threads": int(versions.pop("threads")),
         "versions": versions,
@@ -248,25 +319,41 @@ def default_folder(meta: dict[str, Any]) -> pathlib.Path:
 
 # ---- the whole
 
+
 def timed(op: Op, device: str, names: Iterable[str] | None = None) -> list[Case]:
     return [c for c in op.cases if device in c.tags and (names is None or c.name in names)]
 
 
-def run(ops: Iterable[Op], device: str, dtypes: list[torch.dtype], settings: Settings, *,
-        cases: Iterable[str] | None = None, only: Iterable[str] | None = None,
-        out: pathlib.Path | None = None, argv: Sequence[str] = (),
-        roofline: Callable[..., timing.Roofline] = timing.measure_roofline) -> tuple[dict, pathlib.Path]:
-    """Measures, writing the results after each case, so that an interrupt loses only the case it hits.
+def run(
+    ops: Iterable[Op],
+    device: str,
+    dtypes: list[torch.dtype],
+    settings: Settings,
+    *,
+    cases: Iterable[str] | None = None,
+    only: Iterable[str] | None = None,
+    out: pathlib.Path | None = None,
+    argv: Sequence[str] = (),
+    roofline: Callable[..., timing.Roofline] = timing.measure_roofline,
+) -> tuple[dict, pathlib.Path]:
+    """Measures, writing the results after each case, so that an interrupt loses only the case it
+    hits.
 
-    Returns the document (see report.check) and its folder. KeyboardInterrupt ends the run early: the document
-    then says that it is not complete.
+    Returns the document (see report.check) and its folder. KeyboardInterrupt ends the run early:
+    the document then says that it is not complete.
     """
     say = functools.partial(print, flush=True)
     meta = metadata(device, settings, list(argv))
     out = default_folder(meta) if out is None else out
     roof = roofline(device, dtypes)
-    document = {"schema": report.SCHEMA, "meta": meta, "roofline": roof.asdict(), "rows": [], "summary": None,
-                "complete": False}
+    document = {
+        "schema": report.SCHEMA,
+        "meta": meta,
+        "roofline": roof.asdict(),
+        "rows": [],
+        "summary": None,
+        "complete": False,
+    }
     say(f"{meta['device']}, {meta['threads']} threads, commit {report.commit(meta)}")
     say(f"measured: {report.roofline_text(roof.asdict())}")
     path = out / "results.json"
@@ -278,9 +365,19 @@ def run(ops: Iterable[Op], device: str, dtypes: list[torch.dtype], settings: Set
                     say(f"\n{op.name} {case.name} {short(dtype)}")
                     try:
                         rows = measure(op, case, device, dtype, roof, clock, settings, only)
-                    except Exception as error:   # inputs that do not fit in memory: the others are kept
-                        rows = [report.row(op.name, case.name, short(dtype), "eager", status="error",
-                                           reason=timing.first_line(error))]
+                    except (
+                        Exception
+                    ) as error:  # inputs that do not fit in memory: the others are kept
+                        rows = [
+                            report.row(
+                                op.name,
+                                case.name,
+                                short(dtype),
+                                "eager",
+                                status="error",
+                                reason=timing.first_line(error),
+                            )
+                        ]
                     for row in rows:
                         say("  " + report.line(row))
                     document["rows"] += rows
@@ -303,7 +400,9 @@ def run(ops: Iterable[Op], device: str, dtypes: list[torch.dtype], settings: Set
 
 
 def listing(ops: Iterable[Op], device: str, dtypes: list[torch.dtype]) -> str:
-    """Ops, their cases that are timed on the device, and providers: usable, or the reason why not."""
+    """Ops, their cases that are timed on the device, and providers: usable, or the reason why
+    not.
+    """
     lines = []
     for op in ops:
         cases = ", ".join(c.name for c in timed(op, device)) or "none"
@@ -317,6 +416,8 @@ def listing(ops: Iterable[Op], device: str, dtypes: list[torch.dtype]) -> str:
             if len(set(by_dtype.values())) == 1:
                 lines.append(f"  {name:<{width}}  {next(iter(by_dtype.values()))}")
             else:
-                lines.append(f"  {name:<{width}}  " + "; ".join(f"{d}: {r}" for d, r in by_dtype.items()))
+                lines.append(
+                    f"  {name:<{width}}  " + "; ".join(f"{d}: {r}" for d, r in by_dtype.items())
+                )
         lines.append("")
     return "\n".join(lines)

@@ -1,8 +1,9 @@
 """Names the sources that a number comes from: one digest for each op, from what its code means.
 
-An op's sources are its module, the kernels and all that these import within the package, the C++ files whose operators
-they name, and what measures: the core of the bench. Comments, docstrings and goals are not in the digest, nor is how a
-file is laid out; nor are packages' __init__ files, which list what there is.
+An op's sources are its module, the kernels and all that these import within the package, the C++
+files whose operators
+they name, and what measures: the core of the bench. Comments, docstrings and goals are not in the
+digest, nor is how a file is laid out; nor are packages' __init__ files, which list what there is.
 """
 
 from __future__ import annotations
@@ -19,19 +20,25 @@ from tilewright.registry import Op
 
 PACKAGE = pathlib.Path(platform.__file__).parent
 CSRC = PACKAGE.parent / "csrc"
-# What decides a number beside the op itself, and not what it imports: that is an op's, or runs units, tells of them or
-# searches constants.
-CORE = [PACKAGE / "bench" / f"{n}.py"
-        for n in ("contract", "pieces", "providers", "peers", "timing", "run", "overhead")]
+# What decides a number beside the op itself, and not what it imports: that is an op's, or runs
+# units, tells of them or searches constants.
+CORE = [
+    PACKAGE / "bench" / f"{n}.py"
+    for n in ("contract", "pieces", "providers", "peers", "timing", "run", "overhead")
+]
 OPERATOR = re.compile(r"\w*_cpp\w*")
 
 
 @functools.cache
 def digest(op: Op | None = None) -> str:
-    """Of an op; None: of what measures alone, for results that belong to no op, such as the roofline."""
+    """Of an op; None: of what measures alone, for results that belong to no op, such as the
+    roofline.
+    """
     found = hashlib.sha256()
     for path in [*CORE, *files([] if op is None else _modules_of(op))]:
-        found.update(f"{path.relative_to(PACKAGE.parent)}\0{_meaning(path, path.stat().st_mtime_ns)}\0".encode())
+        found.update(
+            f"{path.relative_to(PACKAGE.parent)}\0{_meaning(path, path.stat().st_mtime_ns)}\0".encode()
+        )
     return found.hexdigest()[:16]
 
 
@@ -43,10 +50,24 @@ def everything() -> str:
 
 
 def _modules_of(op: Op) -> list[str]:
-    """The modules in which an op, its twin and its implementations are written; a peer's have no part in it."""
-    functions = [op.public, op.eager, *(f for i in op.implementations for f in (i.load, i.tunables, i.gate))]
-    names = (getattr(getattr(f, "__wrapped__", f), "__module__", None) for f in functions if f is not None)
-    return [n for n in dict.fromkeys(names) if n and n.startswith("tilewright.") and n != "tilewright.registry"]
+    """The modules in which an op, its twin and its implementations are written; a peer's have
+    no part in it.
+    """
+    functions = [
+        op.public,
+        op.eager,
+        *(f for i in op.implementations for f in (i.load, i.tunables, i.gate)),
+    ]
+    names = (
+        getattr(getattr(f, "__wrapped__", f), "__module__", None)
+        for f in functions
+        if f is not None
+    )
+    return [
+        n
+        for n in dict.fromkeys(names)
+        if n and n.startswith("tilewright.") and n != "tilewright.registry"
+    ]
 
 
 def files(roots: Iterable[str]) -> list[pathlib.Path]:
@@ -80,7 +101,9 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 
 def _path(module: str) -> pathlib.Path | None:
-    """The file of a module of this package; None for a package, for a name in a module, and for others' modules."""
+    """The file of a module of this package; None for a package, for a name in a module, and for
+    others' modules.
+    """
     if not module.startswith("tilewright."):
         return None
     path = PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
@@ -90,12 +113,20 @@ def _path(module: str) -> pathlib.Path | None:
 def _written_in_cpp(tree: ast.AST) -> list[pathlib.Path]:
     named = set()
     for node in ast.walk(tree):
-        text = (node.value if isinstance(node, ast.Constant) and isinstance(node.value, str)
-                else node.attr if isinstance(node, ast.Attribute) else "")
+        text = (
+            node.value
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            else node.attr
+            if isinstance(node, ast.Attribute)
+            else ""
+        )
         named.update(OPERATOR.findall(text))
-    named = {n for n in named if n.strip("_") != "cpp"}   # an f-string leaves the end of a name
-    return [p for p, operators in _operators() if any(o == n or (n.startswith("_") and o.endswith(n))
-                                                      for o in operators for n in named)]
+    named = {n for n in named if n.strip("_") != "cpp"}  # an f-string leaves the end of a name
+    return [
+        p
+        for p, operators in _operators()
+        if any(o == n or (n.startswith("_") and o.endswith(n)) for o in operators for n in named)
+    ]
 
 
 @functools.cache
@@ -109,8 +140,12 @@ def _meaning(path: pathlib.Path, changed: int) -> str:
     if path.suffix == ".py":
         return hashlib.sha256(meaning(text).encode()).hexdigest()
     # A string, a character and a comment each begin where none of the others is open.
-    text = re.sub(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')|//[^\n]*|/\*.*?\*/', lambda m: m[1] or " ", text,
-                  flags=re.DOTALL)
+    text = re.sub(
+        r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')|//[^\n]*|/\*.*?\*/',
+        lambda m: m[1] or " ",
+        text,
+        flags=re.DOTALL,
+    )
     return " ".join(text.split())
 
 
@@ -125,7 +160,11 @@ class _Meaning(ast.NodeTransformer):
     def _body(self, node):
         self.generic_visit(node)
         first = node.body[0] if node.body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        if (
+            isinstance(first, ast.Expr)
+            and isinstance(first.value, ast.Constant)
+            and isinstance(first.value.value, str)
+        ):
             node.body = node.body[1:]
         return node
 

@@ -1,4 +1,5 @@
-"""Timing: samples on a CPU or CUDA clock, interleaved rounds, quantiles, and the device's measured roofline.
+"""Timing: samples on a CPU or CUDA clock, interleaved rounds, quantiles, and the device's measured
+roofline.
 
 docs/benchmarking.md has the protocol and the reasons for it.
 """
@@ -17,13 +18,15 @@ import torch
 
 from tilewright.registry import Cost, short
 
-CALLS_AT_MOST = 20_000   # in one sample
-CUDA_CALLS = 5           # each flushed and timed by itself; a sample is their median
-SLOW_CALL = 0.05         # seconds; longer calls vary less than the clock does, and a sample is one of them
+CALLS_AT_MOST = 20_000  # in one sample
+CUDA_CALLS = 5  # each flushed and timed by itself; a sample is their median
+SLOW_CALL = 0.05  # seconds; longer calls vary less than the clock does, and a sample is one of them
 
 
 def quantile(values: Iterable[float], q: float) -> float:
-    """The q-quantile, linear between neighbours. Raises ValueError for no values or q outside [0, 1]."""
+    """The q-quantile, linear between neighbours. Raises ValueError for no values or q outside
+    [0, 1].
+    """
     ordered = sorted(values)
     if not ordered:
         raise ValueError("values must not be empty")
@@ -46,8 +49,9 @@ class Timing:
     """Seconds a call: quantiles over rounds.
 
     calls: in each sample.   host: seconds until a call returns (CUDA only).
-    kernels: seconds that its kernels run on the device, without what lies between them; alone: seconds of a call on a
-        device that has nothing else to do, the host's gaps and every small kernel in them (both CUDA only).
+    kernels: seconds that its kernels run on the device, without what lies between them; alone:
+        seconds of a call on a device that has nothing else to do, the host's gaps and every small
+        kernel in them (both CUDA only).
     """
 
     median: float
@@ -60,14 +64,20 @@ class Timing:
     alone: float | None = None
 
     @classmethod
-    def of(cls, samples: Iterable[float], calls: int = 1, host: float | None = None, kernels: float | None = None,
-           alone: float | None = None) -> Timing:
+    def of(
+        cls,
+        samples: Iterable[float],
+        calls: int = 1,
+        host: float | None = None,
+        kernels: float | None = None,
+        alone: float | None = None,
+    ) -> Timing:
         samples = tuple(samples)
         p20, median, p80 = (quantile(samples, q) for q in (0.2, 0.5, 0.8))
         return cls(median, p20, p80, samples, calls, host, kernels, alone)
 
 
-LEAST_GAIN = 1.01   # below that, a difference would not outlive the next compiler
+LEAST_GAIN = 1.01  # below that, a difference would not outlive the next compiler
 
 
 def faster(a: Timing, b: Timing) -> bool:
@@ -99,7 +109,7 @@ class CpuClock:
 
     def prepare(self, fn: Callable[[], object]) -> int:
         """Warms `fn` up; returns how many calls make one sample."""
-        fn()   # compiles, fills caches
+        fn()  # compiles, fills caches
         took = min(self._loop(fn, 1) for _ in range(2))
         return max(1, min(CALLS_AT_MOST, math.ceil(self.sample_seconds / max(took, 1e-9))))
 
@@ -132,16 +142,19 @@ class CpuClock:
 class CudaClock:
     """Device time between two events, with a cold L2 cache and the host ahead of the device.
 
-    Before each timed call a buffer larger than L2 is read, so often that the device is busy for longer than the host
-    needs to launch the call. (Overwritten, it would leave a cache full of lines that the timed kernels have to write
-    back: traffic that is not theirs, a fifth or more of what a case of 200 MB moves.) So the events measure the
-    kernels and not the gaps between launches, as in a training step whose queue is full; the host's own time is a
-    figure of its own.
+    Before each timed call a buffer larger than L2 is read, so often that the device is busy for
+    longer than the host needs to launch the call. (Overwritten, it would leave a cache full of
+    lines that the timed kernels have to write
+    back: traffic that is not theirs, a fifth or more of what a case of 200 MB moves.) So the events
+    measure the kernels and not the gaps between launches, as in a training step whose queue is
+    full; the host's own time is a figure of its own.
     """
 
     def __init__(self):
         l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-        self._buffer = torch.zeros(max(4 * l2, 256 * 2**20) // 4, dtype=torch.float32, device="cuda")
+        self._buffer = torch.zeros(
+            max(4 * l2, 256 * 2**20) // 4, dtype=torch.float32, device="cuda"
+        )
         self._sum = torch.empty((), dtype=torch.float32, device="cuda")
         self._flushes: dict[int, int] = {}
         self._host: dict[int, float] = {}
@@ -149,16 +162,20 @@ class CudaClock:
         self._flush_seconds = quantile((self._events(self._flush) for _ in range(5)), 0.5)
 
     def _flush(self) -> None:
-        """What L2 held is written back if it was dirty, and clean lines of the buffer take its place."""
+        """What L2 held is written back if it was dirty, and clean lines of the buffer take its
+        place.
+        """
         torch.sum(self._buffer, dim=0, out=self._sum)
 
     def prepare(self, fn: Callable[[], object]) -> int:
         before, timed = _parts(fn)
-        fn()   # compiles, fills caches
+        fn()  # compiles, fills caches
         torch.cuda.synchronize()
         hosts, calls = [], []
         begun = time.perf_counter()
-        while len(hosts) < CUDA_CALLS and (not hosts or time.perf_counter() - begun < 4 * SLOW_CALL):
+        while len(hosts) < CUDA_CALLS and (
+            not hosts or time.perf_counter() - begun < 4 * SLOW_CALL
+        ):
             if before is not None:
                 before()
                 torch.cuda.synchronize()
@@ -193,7 +210,9 @@ class CudaClock:
         return self._host[id(fn)]
 
     def apart(self, fn: Callable[[], object]) -> tuple[float | None, float]:
-        """Seconds in kernels, as the profiler of the device counts them (None where it cannot), and of a call alone."""
+        """Seconds in kernels, as the profiler of the device counts them (None where it cannot),
+        and of a call alone.
+        """
         before, timed = _parts(fn)
 
         def prepared():
@@ -239,7 +258,8 @@ def first_line(error: BaseException) -> str:
 
 
 class DeviceLost(BaseException):
-    """The CUDA context is gone: nothing that this process does on the device from here on can be believed.
+    """The CUDA context is gone: nothing that this process does on the device from here on can be
+    believed.
 
     No Exception, so that what goes on after one failure does not go on after this.
     """
@@ -255,13 +275,22 @@ def still_there(error: BaseException, who: str = "") -> None:
         raise DeviceLost(f"{who}: {first_line(error)}" if who else first_line(error)) from error
 
 
-def interleave(tasks: Mapping[Hashable, Callable[[], object]], clock: CpuClock | CudaClock, *, rounds: int,
-               min_seconds: float = 0.0, max_seconds: float = math.inf,
-               seed: int = 0, apart: bool = False) -> tuple[dict[Hashable, Timing], dict[Hashable, str]]:
-    """Times every task once a round, in an order drawn anew each round: drift of the machine hits all alike.
+def interleave(
+    tasks: Mapping[Hashable, Callable[[], object]],
+    clock: CpuClock | CudaClock,
+    *,
+    rounds: int,
+    min_seconds: float = 0.0,
+    max_seconds: float = math.inf,
+    seed: int = 0,
+    apart: bool = False,
+) -> tuple[dict[Hashable, Timing], dict[Hashable, str]]:
+    """Times every task once a round, in an order drawn anew each round: drift of the machine hits
+    all alike.
 
-    rounds: at least so many, and until `min_seconds` have passed. After `max_seconds` no further round is
-        begun, but three are always done (if so many are asked for), since quantiles of fewer say nothing.
+    rounds: at least so many, and until `min_seconds` have passed. After `max_seconds` no further
+        round is begun, but three are always done (if so many are asked for), since quantiles of
+        fewer say nothing.
     apart: on CUDA also the kernels' own time, and that of a call on an idle device.
     Returns the timings, and the first line of the exception for each task that raised one.
     Raises ValueError if rounds < 1.
@@ -275,7 +304,7 @@ def interleave(tasks: Mapping[Hashable, Callable[[], object]], clock: CpuClock |
     def attempt(key, step):
         try:
             return step()
-        except Exception as error:   # one provider's failure must not lose the others
+        except Exception as error:  # one provider's failure must not lose the others
             still_there(error, str(key))
             errors[key] = first_line(error)
             return None
@@ -309,63 +338,87 @@ def interleave(tasks: Mapping[Hashable, Callable[[], object]], clock: CpuClock |
     for key in [k for k in calls if k not in errors]:
         found = attempt(key, lambda key=key: clock.apart(tasks[key])) if apart else ()
         if found is not None:
-            timings[key] = Timing.of(samples[key], calls[key], clock.host_seconds(tasks[key]), *found)
+            timings[key] = Timing.of(
+                samples[key], calls[key], clock.host_seconds(tasks[key]), *found
+            )
     return timings, errors
 
 
 # ---- the roofline
 
+
 @dataclass(frozen=True)
 class Roofline:
-    """What the device was measured to do: bytes a second of a copy, read + written; FLOP/s of a matmul."""
+    """What the device was measured to do: bytes a second of a copy, read + written; FLOP/s of a
+    matmul.
+    """
 
     copy_bytes_per_second: float
     flops_per_second: dict[str, float]
 
-    def seconds(self, bytes_: float, flops: float, dtype: str,
-                copies: Mapping[int, float] | None = None) -> float | None:
+    def seconds(
+        self, bytes_: float, flops: float, dtype: str, copies: Mapping[int, float] | None = None
+    ) -> float | None:
         """The least time for so much traffic and arithmetic; None if neither is known.
 
-        copies: number of bytes -> seconds that a copy which reads and writes as many took; else as the large one.
+        copies: number of bytes -> seconds that a copy which reads and writes as many took; else as
+        the large one.
         """
         bound = (copies or {}).get(bytes_) or bytes_ / self.copy_bytes_per_second
         if dtype in self.flops_per_second:
             bound = max(bound, flops / self.flops_per_second[dtype])
         return bound or None
 
-    def floors(self, cost: Cost, dtype: str,
-               copies: Mapping[int, float] | None = None) -> dict[str, float | None]:
-        """Least seconds of each pass. Forward and backward follow each other, so their bounds add."""
+    def floors(
+        self, cost: Cost, dtype: str, copies: Mapping[int, float] | None = None
+    ) -> dict[str, float | None]:
+        """Least seconds of each pass. Forward and backward follow each other, so their bounds
+        add.
+        """
         forward = self.seconds(cost.forward_bytes, cost.forward_flops, dtype, copies)
         backward = self.seconds(cost.backward_bytes, cost.backward_flops, dtype, copies)
-        return {"forward": forward, "backward": backward,
-                "forward_backward": None if forward is None else forward + (backward or 0.0)}
+        return {
+            "forward": forward,
+            "backward": backward,
+            "forward_backward": None if forward is None else forward + (backward or 0.0),
+        }
 
     def asdict(self) -> dict:
         return asdict(self)
 
 
-LARGEST_COPY = 2**31   # bytes; beyond them a copy is as fast as the roofline's
+LARGEST_COPY = 2**31  # bytes; beyond them a copy is as fast as the roofline's
 
 
 def copy_of(bytes_: int, device: str) -> Callable[[], object] | None:
-    """A copy that reads and writes so many bytes together; None for none, and where it would be the roofline's."""
+    """A copy that reads and writes so many bytes together; None for none, and where it would be
+    the roofline's.
+    """
     if not 0 < bytes_ <= LARGEST_COPY:
         return None
     source = torch.ones(-(-bytes_ // 2), dtype=torch.int8, device=device)
     return functools.partial(torch.empty_like(source).copy_, source)
 
 
-def measure_roofline(device: str, dtypes: Iterable[torch.dtype], *, copy_bytes: int | None = None,
-                     matmul: int | None = None, samples: int = 12) -> Roofline:
-    """The fastest of several samples of each: a roof is what the device can do, not what it did on average.
+def measure_roofline(
+    device: str,
+    dtypes: Iterable[torch.dtype],
+    *,
+    copy_bytes: int | None = None,
+    matmul: int | None = None,
+    samples: int = 12,
+) -> Roofline:
+    """The fastest of several samples of each: a roof is what the device can do, not what it did on
+    average.
 
-    copy_bytes: of the tensor that is copied; beyond any cache, and on a GPU so long (2 GiB) that a copy's start and end
+    copy_bytes: of the tensor that is copied; beyond any cache, and on a GPU so long (2 GiB) that a
+    copy's start and end
     do not count (default). matmul: side of the square matrices.
     """
     copy_bytes = copy_bytes or (2**31 if device == "cuda" else 2**28)
     timer = clock(device, 0.02)
-    # Large enough for full speed on a GPU; small enough that two CPU cores do it in tens of milliseconds.
+    # Large enough for full speed on a GPU; small enough that two CPU cores do it in tens of
+    # milliseconds.
     side = matmul or (8192 if device == "cuda" else 1024)
 
     def fastest(fn):

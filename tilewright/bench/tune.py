@@ -1,13 +1,16 @@
-"""Searches launch constants, within a budget of time, and writes them where the launchers look them up.
+"""Searches launch constants, within a budget of time, and writes them where the launchers look them
+up.
 
-    python -m tilewright.bench tune --minutes 9 [--op OP,..] [--case CASE,..] [--dtype DTYPE,..] [--tables DIR]
+    python -m tilewright.bench tune --minutes 9 [--op OP,..] [--case CASE,..] [--dtype DTYPE,..]
+    [--tables DIR]
 
-For every timed case of every op, every implementation with tunable launches is called once, to see which constants it
-asks for; each such launch is then timed with every candidate of its space, interleaved: a kernel's launch by itself,
-constants of something else in the pass of the op that they belong to. The fastest with which the op holds the numerics
-contract is kept, if it is faster than the heuristic by more than the spread; else the heuristic stands, and that is
-written down too. Constants of a launch are searched once,
-in the first case that asks for them with the same key. As `suite`: a call ends in time, the next one goes on.
+For every timed case of every op, every implementation with tunable launches is called once, to see
+which constants it asks for; each such launch is then timed with every candidate of its space,
+interleaved: a kernel's launch by itself, constants of something else in the pass of the op that
+they belong to. The fastest with which the op holds the numerics contract is kept, if it is faster
+than the heuristic by more than the spread; else the heuristic stands, and that is written down too.
+Constants of a launch are searched once, in the first case that asks for them with the same key. As
+`suite`: a call ends in time, the next one goes on.
 """
 
 from __future__ import annotations
@@ -28,7 +31,18 @@ from typing import Any
 import torch
 
 from tilewright import platform, registry
-from tilewright.bench import contract, launches, pieces, pretend, report, run, runner, sources, suite, timing
+from tilewright.bench import (
+    contract,
+    launches,
+    pieces,
+    pretend,
+    report,
+    run,
+    runner,
+    sources,
+    suite,
+    timing,
+)
 from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
@@ -39,12 +53,24 @@ from tilewright.registry import Case, Implementation, Op, short
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable: Tunable, key: tuple, device: str,
-           rounds: int = 7, seconds: float = 8.0, crashed: Sequence[Config] = (),
-           trying: Callable[[Config], object] = lambda config: None) -> dict[str, Any]:
-    """The entry for one key: {"key", "config", "heuristic", "median_us", "heuristic_us", "tried", "rejected"}.
+def search(
+    op: Op,
+    impl: Implementation,
+    case: Case,
+    dtype: torch.dtype,
+    tunable: Tunable,
+    key: tuple,
+    device: str,
+    rounds: int = 7,
+    seconds: float = 8.0,
+    crashed: Sequence[Config] = (),
+    trying: Callable[[Config], object] = lambda config: None,
+) -> dict[str, Any]:
+    """The entry for one key: {"key", "config", "heuristic", "median_us", "heuristic_us", "tried",
+    "rejected"}.
 
-    crashed: constants that must not be tried again.   trying: told of those that are called for the first time.
+    crashed: constants that must not be tried again.   trying: told of those that are called for the
+    first time.
     """
     kwargs = case.make(device, dtype, run.SEED)
     place = contract.leaves(kwargs)[0].device
@@ -68,8 +94,13 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
     tasks = {i: task(c) for i, c in enumerate(candidates) if c not in crashed}
     measure = functools.partial(timing.interleave, clock=clock, rounds=rounds, max_seconds=seconds)
     timings, errors = measure(tasks, seed=run.SEED)
-    rejected = {**errors, **{i: "ended its process" for i, c in enumerate(candidates) if c in crashed}}
-    for t in contract.leaves(mine):   # gradients of the timed calls: truth takes all the memory there is
+    rejected = {
+        **errors,
+        **{i: "ended its process" for i, c in enumerate(candidates) if c in crashed},
+    }
+    for t in contract.leaves(
+        mine
+    ):  # gradients of the timed calls: truth takes all the memory there is
         t.grad = None
     by = contract.reference(op, kwargs, dtype, cut=pieces.of(op, kwargs))
     best = 0
@@ -84,7 +115,8 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
             rejected[i] = "; ".join(map(str, broken))
             continue
         if 0 in timings:
-            # The fastest of many is also the luckiest: it must be faster again, in rounds of the two alone.
+            # The fastest of many is also the luckiest: it must be faster again, in rounds of the
+            # two alone.
             pair, _ = measure({k: tasks[k] for k in (0, i)}, seed=run.SEED + 1)
             if set(pair) != {0, i} or not timing.faster(pair[i], pair[0]):
                 continue
@@ -95,14 +127,29 @@ def search(op: Op, impl: Implementation, case: Case, dtype: torch.dtype, tunable
     def micros(i):
         return timings[i].median * 1e6 if i in timings else None
 
-    return {"key": named, "config": candidates[best], "heuristic": candidates[0], "median_us": micros(best),
-            "heuristic_us": micros(0), "op": op.name, "case": case.name, "dtype": short(dtype),
-            "tried": [{"config": c, "median_us": micros(i)} for i, c in enumerate(candidates)],
-            "rejected": [{"config": candidates[i], "reason": r} for i, r in rejected.items()]}
+    return {
+        "key": named,
+        "config": candidates[best],
+        "heuristic": candidates[0],
+        "median_us": micros(best),
+        "heuristic_us": micros(0),
+        "op": op.name,
+        "case": case.name,
+        "dtype": short(dtype),
+        "tried": [{"config": c, "median_us": micros(i)} for i, c in enumerate(candidates)],
+        "rejected": [{"config": candidates[i], "reason": r} for i, r in rejected.items()],
+    }
 
 
-def unit(op: Op, impl: Implementation, case: Case, device: str, dtype: torch.dtype, out: pathlib.Path,
-         meta: dict[str, Any]) -> Unit:
+def unit(
+    op: Op,
+    impl: Implementation,
+    case: Case,
+    device: str,
+    dtype: torch.dtype,
+    out: pathlib.Path,
+    meta: dict[str, Any],
+) -> Unit:
     """The searches of one case. What one has found is written before the next begins."""
     name = f"{op.name}.{impl.name}.{case.name}.{short(dtype)}"
 
@@ -115,35 +162,76 @@ def unit(op: Op, impl: Implementation, case: Case, device: str, dtype: torch.dty
 
         def write(trying=None):
             made = {**about, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-            report.write_json(out / f"{name}.json", {"schema": runner.SCHEMA, "meta": made, "entries": entries,
-                                                     "trying": trying, "crashed": crashed, "unfinished": True})
+            report.write_json(
+                out / f"{name}.json",
+                {
+                    "schema": runner.SCHEMA,
+                    "meta": made,
+                    "entries": entries,
+                    "trying": trying,
+                    "crashed": crashed,
+                    "unfinished": True,
+                },
+            )
 
         for tunable, key in launches.asked_for(op, impl, case.make(device, dtype, run.SEED)):
             of = _key({"launch": tunable.name, "key": tunable.named(key)})
             if of not in done:
-                entries.append({"launch": tunable.name, **search(
-                    op, impl, case, dtype, tunable, key, device, crashed=[c for *o, c in crashed if tuple(o) == of],
-                    trying=lambda config, of=of: write([*of, config]))})
+                entries.append(
+                    {
+                        "launch": tunable.name,
+                        **search(
+                            op,
+                            impl,
+                            case,
+                            dtype,
+                            tunable,
+                            key,
+                            device,
+                            crashed=[c for *o, c in crashed if tuple(o) == of],
+                            trying=lambda config, of=of: write([*of, config]),
+                        ),
+                    }
+                )
                 write()
             run.free(device, compiled=False)
         return {"entries": entries, "trying": None, "crashed": crashed}
 
     # From one candidate to the next: a compiler may take seconds for each.
-    return Unit(name, make, {"entries": [], "trying": None, "crashed": []}, 150.0, source=sources.digest(op))
+    return Unit(
+        name, make, {"entries": [], "trying": None, "crashed": []}, 150.0, source=sources.digest(op)
+    )
 
 
 def compile_beforehand(ops: Sequence[str], goals: pathlib.Path | None, until: float) -> None:
-    """Compiles the candidates behind goals on all cores but one, so that the process that times them finds them in
-    Triton's cache; within half of the time that is left."""
+    """Compiles the candidates behind goals on all cores but one, so that the process that times
+    them finds them in Triton's cache; within half of the time that is left.
+    """
     major, minor = torch.cuda.get_device_capability()
     arch = 10 * major + minor
     if pretend.no_compiling() or arch not in pretend.DEVICES:
         return
     seconds = (until - time.time()) / 2
     # It asks no GPU: with one in sight, PyTorch would start it in each process.
-    command = ["env", "CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "tilewright.bench", "gpu-cache", "--what",
-               "search", "--arch", str(arch), "--op", ",".join(ops), "--minutes", f"{seconds / 60:.2f}", "--jobs",
-               str(max(1, len(os.sched_getaffinity(0)) - 1)), *(["--goals", str(goals)] if goals else [])]
+    command = [
+        "env",
+        "CUDA_VISIBLE_DEVICES=",
+        sys.executable,
+        "-m",
+        "tilewright.bench",
+        "gpu-cache",
+        "--what",
+        "search",
+        "--arch",
+        str(arch),
+        "--op",
+        ",".join(ops),
+        "--minutes",
+        f"{seconds / 60:.2f}",
+        "--jobs",
+        str(max(1, len(os.sched_getaffinity(0)) - 1)),
+        *(["--goals", str(goals)] if goals else []),
+    ]
     process = subprocess.Popen(command, start_new_session=True)
     try:
         process.wait(seconds + runner.DYING)
@@ -154,12 +242,16 @@ def compile_beforehand(ops: Sequence[str], goals: pathlib.Path | None, until: fl
 
 
 def _crashed(path: pathlib.Path, meta: dict[str, Any]) -> list[list]:
-    """[launch, key, constants] of those that an earlier attempt with these sources did not survive."""
+    """[launch, key, constants] of those that an earlier attempt with these sources did not
+    survive.
+    """
     try:
         before = json.loads(path.read_text())
         if not runner.same(before, meta):
             return []
-        return before["crashed"] + ([before["trying"]] if before.get("error") and before["trying"] else [])
+        return before["crashed"] + (
+            [before["trying"]] if before.get("error") and before["trying"] else []
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -168,31 +260,60 @@ def _key(entry: dict[str, Any]) -> tuple[str, str]:
     return entry["launch"], json.dumps(entry["key"], sort_keys=True)
 
 
-def units(ops: Sequence[Op], device: str, dtypes: Sequence[torch.dtype], out: pathlib.Path, meta: dict[str, Any],
-          cases: Sequence[str] | None = None) -> list[Unit]:
-    return [unit(op, impl, case, device, dtype, out, meta) for dtype in dtypes for op in ops
-            for impl in launches.usable(op, device, dtype) for case in run.timed(op, device, cases)]
+def units(
+    ops: Sequence[Op],
+    device: str,
+    dtypes: Sequence[torch.dtype],
+    out: pathlib.Path,
+    meta: dict[str, Any],
+    cases: Sequence[str] | None = None,
+) -> list[Unit]:
+    return [
+        unit(op, impl, case, device, dtype, out, meta)
+        for dtype in dtypes
+        for op in ops
+        for impl in launches.usable(op, device, dtype)
+        for case in run.timed(op, device, cases)
+    ]
 
 
 def _entries(out: pathlib.Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every entry found on this device with these sources and versions, oldest first, with when and in which unit."""
+    """Every entry found on this device with these sources and versions, oldest first, with when
+    and in which unit.
+    """
     found, ops = [], registry.operations()
     for path in out.glob("*.json"):
         try:
             document = json.loads(path.read_text())
             op = ops.get(path.name.split(".")[0])
-            ours = runner.same(document, meta if op is None else {**meta, "source": sources.digest(op)})
-        except (OSError, ValueError, KeyError, TypeError):   # postponed.json, or half of a file
+            ours = runner.same(
+                document, meta if op is None else {**meta, "source": sources.digest(op)}
+            )
+        except (OSError, ValueError, KeyError, TypeError):  # postponed.json, or half of a file
             continue
         if ours:
             made = document["meta"]
-            found += [{**e, "unit": path.stem, "own": list(e), "date": made["date"], "commit": made.get("commit"),
-                       "dirty": made.get("dirty"), "versions": made["versions"]} for e in document.get("entries", ())]
+            found += [
+                {
+                    **e,
+                    "unit": path.stem,
+                    "own": list(e),
+                    "date": made["date"],
+                    "commit": made.get("commit"),
+                    "dirty": made.get("dirty"),
+                    "versions": made["versions"],
+                }
+                for e in document.get("entries", ())
+            ]
     return sorted(found, key=lambda e: e["date"])
 
 
-def write_tables(out: pathlib.Path, tables: pathlib.Path, meta: dict[str, Any]) -> list[pathlib.Path]:
-    """Puts what was found into tables/<device>/<op>.json, beside entries for other keys that are there."""
+def write_tables(
+    out: pathlib.Path, tables: pathlib.Path, meta: dict[str, Any]
+) -> list[pathlib.Path]:
+    """Puts what was found into tables/<device>/<op>.json, beside entries for other keys that
+    are there.
+    """
     device = meta["device"]
     by_op: dict[str, dict[tuple[str, str], dict]] = {}
     for entry in _entries(out, meta):
@@ -204,10 +325,23 @@ def write_tables(out: pathlib.Path, tables: pathlib.Path, meta: dict[str, Any]) 
         launches = tuning.read(path)["launches"] if path.exists() else {}
         for (launch, _), entry in entries.items():
             kept = [e for e in launches.get(launch, ()) if e["key"] != entry["key"]]
-            slim = {k: v for k, v in entry.items() if k not in ("launch", "tried", "rejected", "unit", "own")}
-            launches[launch] = sorted([*kept, slim], key=lambda e: json.dumps(e["key"], sort_keys=True))
-        report.write_json(path, {"schema": tuning.SCHEMA, "device": device, "device_type": meta["device_type"],
-                                 "launches": dict(sorted(launches.items()))})
+            slim = {
+                k: v
+                for k, v in entry.items()
+                if k not in ("launch", "tried", "rejected", "unit", "own")
+            }
+            launches[launch] = sorted(
+                [*kept, slim], key=lambda e: json.dumps(e["key"], sort_keys=True)
+            )
+        report.write_json(
+            path,
+            {
+                "schema": tuning.SCHEMA,
+                "device": device,
+                "device_type": meta["device_type"],
+                "launches": dict(sorted(launches.items())),
+            },
+        )
         written.append(path)
     return written
 
@@ -219,8 +353,10 @@ def table(entries: Sequence[dict[str, Any]]) -> str:
         key = " ".join(f"{k}={v}" for k, v in e["key"].items())
         new = {k: v for k, v in e["config"].items() if v != e["heuristic"][k]}
         gain = e["heuristic_us"] / e["median_us"] if e["median_us"] and e["heuristic_us"] else 1.0
-        lines.append(f"{e['launch']:<32} {key:<44} {e['median_us'] or 0:10.1f} us  {gain:5.2f}x the heuristic  "
-                     + (", ".join(f"{k}={v}" for k, v in new.items()) or "(the heuristic)"))
+        lines.append(
+            f"{e['launch']:<32} {key:<44} {e['median_us'] or 0:10.1f} us  {gain:5.2f}x the heuristic  "
+            + (", ".join(f"{k}={v}" for k, v in new.items()) or "(the heuristic)")
+        )
     return "\n".join(lines)
 
 
@@ -228,56 +364,115 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
     begun = begun or time.time()
     argv, task = runner.a_task(argv)
     ops = registry.operations()
-    p = argparse.ArgumentParser(prog="python -m tilewright.bench tune", description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        prog="python -m tilewright.bench tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = p.add_argument
     add("--minutes", type=at_least(0.05, float), required=True, help="the call ends within so many")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     add("--op", type=names(ops), default=list(ops), metavar="OP,..", help="default: every op")
-    add("--case", type=names({c.name for op in ops.values() for c in op.cases}), metavar="CASE,..",
-        help="default: every timed case")
-    add("--dtype", type=names([short(d) for d in DTYPES]), default=[short(d) for d in DTYPES], metavar="DTYPE,..",
-        help="default: %(default)s")
-    add("--goals", type=pathlib.Path, metavar="DIR", help="only cases whose goals the suite's results in DIR do not "
-        "show to be met (default: every timed case)")
-    add("--tables", type=pathlib.Path, default=tuning.TABLES, metavar="DIR", help="default: where launchers look")
-    add("--work", type=pathlib.Path, metavar="DIR", help="where searches are kept (default: build/tune/<device>)")
+    add(
+        "--case",
+        type=names({c.name for op in ops.values() for c in op.cases}),
+        metavar="CASE,..",
+        help="default: every timed case",
+    )
+    add(
+        "--dtype",
+        type=names([short(d) for d in DTYPES]),
+        default=[short(d) for d in DTYPES],
+        metavar="DTYPE,..",
+        help="default: %(default)s",
+    )
+    add(
+        "--goals",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="only cases whose goals the suite's results in DIR do not "
+        "show to be met (default: every timed case)",
+    )
+    add(
+        "--tables",
+        type=pathlib.Path,
+        default=tuning.TABLES,
+        metavar="DIR",
+        help="default: where launchers look",
+    )
+    add(
+        "--work",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="where searches are kept (default: build/tune/<device>)",
+    )
     add("--commit", help="the commit of these sources, where git cannot tell")
     args = p.parse_args(argv)
     has_device(p, args.device)
     meta = run.metadata(args.device, run.Settings(), ["tune", *argv], commit=args.commit)
     out = args.work or pathlib.Path("build/tune") / platform.slug(meta["device"])
-    plan = units([ops[n] for n in args.op], args.device, [d for d in DTYPES if short(d) in args.dtype], out, meta,
-                 args.case)
+    plan = units(
+        [ops[n] for n in args.op],
+        args.device,
+        [d for d in DTYPES if short(d) in args.dtype],
+        out,
+        meta,
+        args.case,
+    )
     if args.goals:
-        behind = {f"{op}.{case}.{short(dtype)}" for op in args.op
-                  for case, dtype in suite.unmet(ops[op], args.device, args.goals)}
-        plan = [u for u in plan if ".".join(u.name.split(".", 1)[:1] + u.name.split(".", 2)[2:]) in behind]
+        behind = {
+            f"{op}.{case}.{short(dtype)}"
+            for op in args.op
+            for case, dtype in suite.unmet(ops[op], args.device, args.goals)
+        }
+        plan = [
+            u
+            for u in plan
+            if ".".join(u.name.split(".", 1)[:1] + u.name.split(".", 2)[2:]) in behind
+        ]
     if task is not None:
         runner.end_with_parent(task["parent"])
-        runner.work(plan, out, task["until"], meta, since=task["since"], say=functools.partial(print, flush=True),
-                    describe=lambda d: "\n" + table(d["entries"]) if d["entries"] else "nothing new to search",
-                    now=functools.partial(run.moment, args.device))
+        runner.work(
+            plan,
+            out,
+            task["until"],
+            meta,
+            since=task["since"],
+            say=functools.partial(print, flush=True),
+            describe=lambda d: (
+                "\n" + table(d["entries"]) if d["entries"] else "nothing new to search"
+            ),
+            now=functools.partial(run.moment, args.device),
+        )
         runner.done()
     until = begun + 60 * args.minutes - runner.FINISH
     going = True
     try:
-        args.tables.mkdir(parents=True, exist_ok=True)   # not found out when the search is over
+        args.tables.mkdir(parents=True, exist_ok=True)  # not found out when the search is over
     except OSError as error:
         p.error(f"argument --tables: {error}")
     try:
         with runner.alone(out):
-            with contextlib.suppress(KeyboardInterrupt):   # what was found is written down all the same
+            with contextlib.suppress(
+                KeyboardInterrupt
+            ):  # what was found is written down all the same
                 if args.device == "cuda" and not all(runner.current(u, out, meta) for u in plan):
                     compile_beforehand(args.op, args.goals, until)
-                going = runner.supervise([runner.again(["tune", *argv], until=until, since=begun)], out, until)
+                going = runner.supervise(
+                    [runner.again(["tune", *argv], until=until, since=begun)], out, until
+                )
             for path in write_tables(out, args.tables, meta):
                 print(f"wrote {path}")
     except (runner.Unusable, OSError) as error:
         p.error(f"argument --work: {error}")
     done = [runner.current(u, out, meta) for u in plan]
-    failed = [f"{u.name}: {d['error']}" for u, d in zip(plan, done, strict=True) if d and d.get("error")]
-    print(f"{sum(d is not None for d in done)} of {len(plan)} searches done, {time.time() - begun:.0f} s")
+    failed = [
+        f"{u.name}: {d['error']}" for u, d in zip(plan, done, strict=True) if d and d.get("error")
+    ]
+    print(
+        f"{sum(d is not None for d in done)} of {len(plan)} searches done, "
+        f"{time.time() - begun:.0f} s"
+    )
     if not going:
         failed.append("the worker ended twice between units; what it said is above")
     for line in failed:

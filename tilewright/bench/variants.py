@@ -1,7 +1,9 @@
-"""Questions about the kernels that only a measurement can answer: two ways each, which exist in the code side by side.
+"""Questions about the kernels that only a measurement can answer: two ways each, which exist in the
+code side by side.
 
-The stage `ab` of the suite times the two of each, interleaved, on the case that decides. A way is constants in place of
-the heuristic's, of one launch, which is then timed by itself; or an implementation, of which the op's passes are timed.
+The stage `ab` of the suite times the two of each, interleaved, on the case that decides. A way is
+constants in place of the heuristic's, of one launch, which is then timed by itself; or an
+implementation, of which the op's passes are timed.
 What has been answered goes: the better way becomes the heuristic, or `auto`.
 """
 
@@ -14,7 +16,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Variant:
-    """name: the question.   op, case: what decides, in bfloat16.   launch: "op/launch" of a Tunable, or None where the
+    """name: the question.   op, case: what decides, in bfloat16.   launch: "op/launch" of a
+    Tunable, or None where the
     ways are implementations.   now: what is done today; other: the alternative.
     """
 
@@ -33,31 +36,96 @@ class Variant:
 _MOE, _UP = "qwen3-30b-a3b_32768", "qwen3-30b-a3b_up_32768"
 VARIANTS = (
     # Products, which take most of a step, first.
-    Variant("up_swiglu: one block an SM with five stages, for two with three", "moe_mlp", _MOE, "moe_mlp/up_swiglu",
-            {"num_stages": 5, "per_sm": 1}),
-    Variant("down_dswiglu: one block of 128 x 128 an SM, for two of 64 x 128", "moe_mlp", _MOE, "moe_mlp/down_dswiglu",
-            {"BLOCK_M": 128, "num_warps": 8, "num_stages": 3, "per_sm": 1}),
-    Variant("grouped_gemm: two blocks of 128 x 128 an SM, for one of 128 x 256", "grouped_gemm", _UP,
-            "grouped_gemm/forward", {"BLOCK_N": 128, "num_stages": 3, "per_sm": 2}),
-    Variant("grouped_gemm: a third stage, for a fourth", "grouped_gemm", _UP, "grouped_gemm/forward",
-            {"num_stages": 3}),
-    Variant("grouped_gemm: 16 tiles of rows together, for 8", "grouped_gemm", _UP, "grouped_gemm/forward",
-            {"GROUP": 16}),
-    Variant("attention: 64 queries a step of keys' gradients, for 32", "attention", "qwen3-30b-a3b_8k",
-            "attention/backward_kv", {"BLOCK_N": 64, "BLOCK_M": 64}),
-    Variant("attention: two stages of keys and values, for three", "attention", "qwen3-30b-a3b_8k",
-            "attention/forward", {"num_stages": 2}),
-    Variant("attention: triton, for native", "attention", "qwen3-30b-a3b_8k", None, "triton", "native"),
-    Variant("rmsnorm: no rows loaded ahead in the backward", "rmsnorm", "qwen3-8b", "rmsnorm/backward", {"STAGES": 1}),
-    Variant("rmsnorm: two rows a block, for one", "rmsnorm", "qwen3-30b-a3b", "rmsnorm/forward",
-            {"BLOCK_T": 2, "num_warps": 8}),
+    Variant(
+        "up_swiglu: one block an SM with five stages, for two with three",
+        "moe_mlp",
+        _MOE,
+        "moe_mlp/up_swiglu",
+        {"num_stages": 5, "per_sm": 1},
+    ),
+    Variant(
+        "down_dswiglu: one block of 128 x 128 an SM, for two of 64 x 128",
+        "moe_mlp",
+        _MOE,
+        "moe_mlp/down_dswiglu",
+        {"BLOCK_M": 128, "num_warps": 8, "num_stages": 3, "per_sm": 1},
+    ),
+    Variant(
+        "grouped_gemm: two blocks of 128 x 128 an SM, for one of 128 x 256",
+        "grouped_gemm",
+        _UP,
+        "grouped_gemm/forward",
+        {"BLOCK_N": 128, "num_stages": 3, "per_sm": 2},
+    ),
+    Variant(
+        "grouped_gemm: a third stage, for a fourth",
+        "grouped_gemm",
+        _UP,
+        "grouped_gemm/forward",
+        {"num_stages": 3},
+    ),
+    Variant(
+        "grouped_gemm: 16 tiles of rows together, for 8",
+        "grouped_gemm",
+        _UP,
+        "grouped_gemm/forward",
+        {"GROUP": 16},
+    ),
+    Variant(
+        "attention: 64 queries a step of keys' gradients, for 32",
+        "attention",
+        "qwen3-30b-a3b_8k",
+        "attention/backward_kv",
+        {"BLOCK_N": 64, "BLOCK_M": 64},
+    ),
+    Variant(
+        "attention: two stages of keys and values, for three",
+        "attention",
+        "qwen3-30b-a3b_8k",
+        "attention/forward",
+        {"num_stages": 2},
+    ),
+    Variant(
+        "attention: triton, for native", "attention", "qwen3-30b-a3b_8k", None, "triton", "native"
+    ),
+    Variant(
+        "rmsnorm: no rows loaded ahead in the backward",
+        "rmsnorm",
+        "qwen3-8b",
+        "rmsnorm/backward",
+        {"STAGES": 1},
+    ),
+    Variant(
+        "rmsnorm: two rows a block, for one",
+        "rmsnorm",
+        "qwen3-30b-a3b",
+        "rmsnorm/forward",
+        {"BLOCK_T": 2, "num_warps": 8},
+    ),
     Variant("rmsnorm: cute, for triton", "rmsnorm", "qwen3-8b", None, "cute", "triton"),
     # Three blocks an SM instead of two, without a spill (128 registers spill under Triton 3.9).
-    Variant("unpermute: at most 160 registers a thread in the backward", "unpermute", "qwen3-30b-a3b",
-            "unpermute/backward", {"maxnreg": 160}),
-    Variant("cross_entropy: four pieces of a row loaded ahead, for three", "cross_entropy", "llama-3-8b",
-            "cross_entropy/forward", {"STAGES": 4}),
-    Variant("cross_entropy: cute, for triton", "cross_entropy", "llama-3-8b", None, "cute", "triton"),
-    Variant("linear_cross_entropy: chunks of 128 MiB on a CPU, for 64", "linear_cross_entropy", "cpu-small",
-            "linear_cross_entropy/chunk", {"budget_mib": 128}),
+    Variant(
+        "unpermute: at most 160 registers a thread in the backward",
+        "unpermute",
+        "qwen3-30b-a3b",
+        "unpermute/backward",
+        {"maxnreg": 160},
+    ),
+    Variant(
+        "cross_entropy: four pieces of a row loaded ahead, for three",
+        "cross_entropy",
+        "llama-3-8b",
+        "cross_entropy/forward",
+        {"STAGES": 4},
+    ),
+    Variant(
+        "cross_entropy: cute, for triton", "cross_entropy", "llama-3-8b", None, "cute", "triton"
+    ),
+    Variant(
+        "linear_cross_entropy: chunks of 128 MiB on a CPU, for 64",
+        "linear_cross_entropy",
+        "cpu-small",
+        "linear_cross_entropy/chunk",
+        {"budget_mib": 128},
+    ),
 )

@@ -1,10 +1,11 @@
 """silu(gate) * up and gelu(gate) * up in Triton. The definition is tilewright/ops/activation.py.
 
-gate and up are [rows, I] matrices with a row stride each and contiguous columns, or contiguous tensors [..., I].
-Strides and I come in units of UNIT elements, 16 bytes where they all are multiples of that: it is then in the code that
-rows are aligned, where Triton by itself takes note of multiples of 16 elements only (32 bytes, of bf16). A program
-takes BLOCK columns of one row: BLOCKS programs in a row, numbered row by row in one grid dimension (the others end at
-65,535).
+gate and up are [rows, I] matrices with a row stride each and contiguous columns, or contiguous
+tensors [..., I]. Strides and I come in units of UNIT elements, 16 bytes where they all are
+multiples of that: it is then in the code that rows are aligned, where Triton by itself takes note
+of multiples of 16 elements only (32 bytes, of bf16). A program
+takes BLOCK columns of one row: BLOCKS programs in a row, numbered row by row in one grid dimension
+(the others end at 65,535).
 float32 math, one rounding on store. KIND: 0 SiLU, 1 GELU (tanh), 2 GELU (erf).
 """
 
@@ -29,8 +30,12 @@ def _heuristic(columns: int, itemsize: int) -> dict:
 
 def _space(columns: int, itemsize: int) -> list[dict]:
     """One to four 128-bit loads of each operand a thread, 16 elements at most."""
-    return [{"BLOCK": block, "num_warps": warps} for block in (512, 1024, 2048, 4096) for warps in (1, 2, 4, 8)
-            if 16 // itemsize <= block // (32 * warps) <= 16 and block <= next_power_of_2(columns)]
+    return [
+        {"BLOCK": block, "num_warps": warps}
+        for block in (512, 1024, 2048, 4096)
+        for warps in (1, 2, 4, 8)
+        if 16 // itemsize <= block // (32 * warps) <= 16 and block <= next_power_of_2(columns)
+    ]
 
 
 @triton.jit
@@ -44,14 +49,16 @@ def _sigmoid_pair(x):
 
 @triton.jit
 def _normal(x):
-    """The normal distribution function and density; csrc/cpu/activation.cpp explains the fit and its error.
+    """The normal distribution function and density; csrc/cpu/activation.cpp explains the fit and
+    its error.
 
-    tl.exp multiplies by log2 e in one rounding, which for exp(-z^2 / 2) would cost up to 70 roundings of
-    relative error. So the power of two is taken of the rounded product, and what both products lost (fma has it,
-    and the third term is log2(e) / 2 less its float32 value) is put back to first order.
+    tl.exp multiplies by log2 e in one rounding, which for exp(-z^2 / 2) would cost up to 70
+    roundings of relative error. So the power of two is taken of the rounded product, and what both
+    products lost (fma has it, and the third term is log2(e) / 2 less its float32 value) is put back
+    to first order.
     """
     z = tl.abs(x)
-    z = tl.where(z > 15.0, 15.0, z)   # both are 0 there; and the square of a larger z could overflow
+    z = tl.where(z > 15.0, 15.0, z)  # both are 0 there; and the square of a larger z could overflow
     square = z * z
     power = square * 0.7213475108146667
     lost = tl.fma(square, 0.7213475108146667, -power) + 0.7213475108146667 * tl.fma(z, z, -square)
@@ -102,8 +109,19 @@ def _activate(g, KIND: tl.constexpr):
 
 
 @triton.jit
-def _forward(gate_ptr, up_ptr, y_ptr, columns, BLOCKS, gate_stride, up_stride, y_stride,
-             KIND: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def _forward(
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    columns,
+    BLOCKS,
+    gate_stride,
+    up_stride,
+    y_stride,
+    KIND: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     c = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     mask = c < columns * UNIT
@@ -114,8 +132,23 @@ def _forward(gate_ptr, up_ptr, y_ptr, columns, BLOCKS, gate_stride, up_stride, y
 
 
 @triton.jit
-def _backward(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, columns, BLOCKS, dy_stride, gate_stride,
-              up_stride, dgate_stride, dup_stride, KIND: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def _backward(
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    columns,
+    BLOCKS,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    dgate_stride,
+    dup_stride,
+    KIND: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     c = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     mask = c < columns * UNIT
@@ -123,7 +156,11 @@ def _backward(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, columns, BLOCKS, dy_
     g = tl.load(gate_ptr + row * gate_stride * UNIT + c, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up_ptr + row * up_stride * UNIT + c, mask=mask, other=0.0).to(tl.float32)
     a, da = _activate(g, KIND)
-    tl.store(dgate_ptr + row * dgate_stride * UNIT + c, (d * u * da).to(dgate_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        dgate_ptr + row * dgate_stride * UNIT + c,
+        (d * u * da).to(dgate_ptr.dtype.element_ty),
+        mask=mask,
+    )
     tl.store(dup_ptr + row * dup_stride * UNIT + c, (d * a).to(dup_ptr.dtype.element_ty), mask=mask)
 
 
@@ -143,13 +180,32 @@ def forward(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
         blocks = cdiv(columns, c["BLOCK"])
         gate_stride, up_stride = _stride(gate, columns), _stride(up, columns)
         by = unit(size, columns, gate_stride, up_stride)
-        launch(_forward, (n // columns * blocks,), gate, up, y, columns // by, blocks, gate_stride // by,
-               up_stride // by, columns // by, KIND=kind, UNIT=by, **c)
+        launch(
+            _forward,
+            (n // columns * blocks,),
+            gate,
+            up,
+            y,
+            columns // by,
+            blocks,
+            gate_stride // by,
+            up_stride // by,
+            columns // by,
+            KIND=kind,
+            UNIT=by,
+            **c,
+        )
     return y
 
 
-def backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, dgate: torch.Tensor, dup: torch.Tensor,
-             kind: int) -> None:
+def backward(
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    dgate: torch.Tensor,
+    dup: torch.Tensor,
+    kind: int,
+) -> None:
     """Writes dgate and dup, which may be the halves of one tensor."""
     columns = gate.shape[-1]
     if n := gate.numel():
@@ -159,31 +215,60 @@ def backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, dgate: torc
         tensors = (dy, gate, up, dgate, dup)
         strides = [_stride(t, columns) for t in tensors]
         by = unit(size, columns, *strides)
-        launch(_backward, (n // columns * blocks,), *tensors, columns // by, blocks, *(s // by for s in strides),
-               KIND=kind, UNIT=by, **c)
+        launch(
+            _backward,
+            (n // columns * blocks,),
+            *tensors,
+            columns // by,
+            blocks,
+            *(s // by for s in strides),
+            KIND=kind,
+            UNIT=by,
+            **c,
+        )
 
 
 _NAMES = ("silu", "gelu_tanh", "gelu_erf")
 
 
 def _specs(kernel, kind: int):
-    """Rows aligned to 16 bytes, no argument saying of more; and in bf16 an odd width, whose rows are read element by
-    element and whose strides are past 2^31."""
+    """Rows aligned to 16 bytes, no argument saying of more; and in bf16 an odd width, whose rows
+    are read element by element and whose strides are past 2^31.
+    """
     label = f"{_NAMES[kind]} {'forward' if kernel is _forward else 'backward'}"
     strides = ("dy_stride", "gate_stride", "up_stride", "y_stride", "dgate_stride", "dup_stride")
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         found = []
-        for data, tail in ((("bf16", ""), ("bf16", " odd")) if key["itemsize"] == 2 else (("fp32", ""),)):
-            types = {**{n: f"*{data}" for n in kernel.arg_names if n.endswith("_ptr")}, "columns": "i32",
-                     "BLOCKS": "i32", **dict.fromkeys(strides, "i64" if tail else "i32")}
+        for data, tail in (
+            (("bf16", ""), ("bf16", " odd")) if key["itemsize"] == 2 else (("fp32", ""),)
+        ):
+            types = {
+                **{n: f"*{data}" for n in kernel.arg_names if n.endswith("_ptr")},
+                "columns": "i32",
+                "BLOCKS": "i32",
+                **dict.fromkeys(strides, "i64" if tail else "i32"),
+            }
             signature = {n: types[n] for n in kernel.arg_names if n in types}
-            # Rows of odd strides start at any element, each tensor's at another: nothing wider than one is aligned.
+            # Rows of odd strides start at any element, each tensor's at another: nothing wider than
+            # one is aligned.
             need = 0 if tail else 128
-            found.append(KernelSpec(kernel, f"{label} {data}{tail}", signature,
-                                    {"KIND": kind, "UNIT": 1 if tail else 16 // key["itemsize"],
-                                     "BLOCK": config["BLOCK"]}, config["num_warps"], load=need, store=need,
-                                    elements=config["BLOCK"]))
+            found.append(
+                KernelSpec(
+                    kernel,
+                    f"{label} {data}{tail}",
+                    signature,
+                    {
+                        "KIND": kind,
+                        "UNIT": 1 if tail else 16 // key["itemsize"],
+                        "BLOCK": config["BLOCK"],
+                    },
+                    config["num_warps"],
+                    load=need,
+                    store=need,
+                    elements=config["BLOCK"],
+                )
+            )
         return found
 
     return specs
@@ -191,9 +276,19 @@ def _specs(kernel, kind: int):
 
 def _tunables(kernel, which: str) -> tuple[Tunable, ...]:
     """One for each KIND."""
-    return tuple(Tunable("silu_mul" if kind == 0 else "gelu_mul", f"{which}{name.removeprefix('silu')[4:]}",
-                         ("columns", "itemsize"), which, _heuristic, _space, [(4096, 2), (4096, 4)],
-                         _specs(kernel, kind)) for kind, name in enumerate(_NAMES))
+    return tuple(
+        Tunable(
+            "silu_mul" if kind == 0 else "gelu_mul",
+            f"{which}{name.removeprefix('silu')[4:]}",
+            ("columns", "itemsize"),
+            which,
+            _heuristic,
+            _space,
+            [(4096, 2), (4096, 4)],
+            _specs(kernel, kind),
+        )
+        for kind, name in enumerate(_NAMES)
+    )
 
 
 FORWARD, BACKWARD = _tunables(_forward, "forward"), _tunables(_backward, "backward")

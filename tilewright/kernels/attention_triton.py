@@ -1,17 +1,21 @@
-"""Attention in Triton, over one sequence or packed documents: softmax(mask(cap(scale q k^T))) v, by an online
-softmax. The definition is tilewright/ops/attention.py; the method FlashAttention-2's (arXiv:2307.08691).
+"""Attention in Triton, over one sequence or packed documents: softmax(mask(cap(scale q k^T))) v, by
+an online softmax. The definition is tilewright/ops/attention.py; the method FlashAttention-2's
+(arXiv:2307.08691).
 
-A tile is a block of rows of one document and one head, and walks over the keys that its rows may see: those of its
-document, with CAUSAL up to the last row, with a window from the first row's on. Blocks of keys that every row sees take
-no mask. Where documents lie comes from cu_seqlens on the device (`tile_map`), so no launch waits for it, and no tile
+A tile is a block of rows of one document and one head, and walks over the keys that its rows may
+see: those of its document, with CAUSAL up to the last row, with a window from the first row's on.
+Blocks of keys that every row sees take no mask. Where documents lie comes from cu_seqlens on the
+device (`tile_map`), so no launch waits for it, and no tile
 has rows of two documents: what another one holds, NaN too, is never read.
 
     _forward       out and the log-sum-exp of each row, a tile of queries at a time.
     _backward_q    dq and <dout, out>, a tile of queries at a time.
     _backward_kv   dk and dv, a tile of keys at a time, over the query heads that read it.
 
-Statistics and sums are float32; probabilities and their gradients are rounded to the operands' dtype for the products.
-No atomics: the same bits run to run. A row's bits depend on its own document alone, not on what else is packed.
+Statistics and sums are float32; probabilities and their gradients are rounded to the operands'
+dtype for the products.
+No atomics: the same bits run to run. A row's bits depend on its own document alone, not on what
+else is packed.
 """
 
 from __future__ import annotations
@@ -32,14 +36,16 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _place(tiles_ptr, cu_ptr, capacity, S, Sk, t, tiled, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """Of tile t of a tensor of `tiled` rows: whether there is one, its batch, its first row in its document, where the
-    document begins, and how many queries and keys it has."""
+    """Of tile t of a tensor of `tiled` rows: whether there is one, its batch, its first row in its
+    document, where the document begins, and how many queries and keys it has.
+    """
     if PACKED:
         there = t < tl.load(tiles_ptr + 3 * capacity)
         document = tl.load(tiles_ptr + t, mask=there, other=0)
         row = tl.load(tiles_ptr + capacity + t, mask=there, other=0)
         end = tl.load(tiles_ptr + 2 * capacity + t, mask=there, other=0)
-        # cu_seqlens is not checked on a GPU; what is behind its end is a document of its own in the map.
+        # cu_seqlens is not checked on a GPU; what is behind its end is a document of its own in the
+        # map.
         begin = tl.minimum(tl.maximum(tl.load(cu_ptr + document).to(tl.int32), 0), row)
         batch = t * 0
         first = row - begin
@@ -60,14 +66,18 @@ def _tanh(x):
     """Through exp2, whose overflow is an infinity that ends at 1."""
     e = tl.exp2(tl.abs(x) * 2.8853900817779268)
     y = 1.0 - 2.0 / (e + 1.0)
-    z = x * x   # where that cancels, the series
-    small = x * (1.0 + z * (-0.3333333333333333 + z * (0.13333333333333333 - z * 0.05396825396825397)))
+    z = x * x  # where that cancels, the series
+    small = x * (
+        1.0 + z * (-0.3333333333333333 + z * (0.13333333333333333 - z * 0.05396825396825397))
+    )
     return tl.where(z < 0.04, small, tl.where(x < 0, -y, y))
 
 
 @triton.jit
 def _logits(s, scale, cap, SOFTCAP: tl.constexpr):
-    """Of products s: logits times log2(e), and the derivative of the softcap (s itself where there is none)."""
+    """Of products s: logits times log2(e), and the derivative of the softcap (s itself where
+    there is none).
+    """
     if SOFTCAP:
         y = _tanh(s * (scale / cap))
         return y * (cap * LOG2E), 1.0 - y * y
@@ -86,9 +96,12 @@ def _seen(rows, columns, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexp
 
 
 @triton.jit
-def _columns(first, last, keys, window, STEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Blocks of STEP keys for queries at positions `first` to `last`: where the first begins, where those that need no
-    mask begin and end, and the end."""
+def _columns(
+    first, last, keys, window, STEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Blocks of STEP keys for queries at positions `first` to `last`: where the first begins, where
+    those that need no mask begin and end, and the end.
+    """
     low = first * 0
     free = low
     high = keys
@@ -105,8 +118,19 @@ def _columns(first, last, keys, window, STEP: tl.constexpr, CAUSAL: tl.constexpr
 
 
 @triton.jit
-def _rows_of(first, last, queries, offset, window, STEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Where the queries begin and end that see keys at positions `first` to `last`, by their rows."""
+def _rows_of(
+    first,
+    last,
+    queries,
+    offset,
+    window,
+    STEP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Where the queries begin and end that see keys at positions `first` to `last`, by their
+    rows.
+    """
     low = first * 0
     high = queries
     if CAUSAL:
@@ -130,10 +154,35 @@ def _load(at, row, i, d, live, D: tl.constexpr, MASKED: tl.constexpr, EVEN: tl.c
 
 
 @triton.jit
-def _attend(acc, top, total, q, k_at, v_at, k_row, v_row, rows, d, low, high, keys, window, scale, cap,
-            D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-            PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr):
-    """The online softmax over keys `low` to `high`: top is the largest logit so far, total the sum of powers."""
+def _attend(
+    acc,
+    top,
+    total,
+    q,
+    k_at,
+    v_at,
+    k_row,
+    v_row,
+    rows,
+    d,
+    low,
+    high,
+    keys,
+    window,
+    scale,
+    cap,
+    D: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The online softmax over keys `low` to `high`: top is the largest logit so far, total the
+    sum of powers.
+    """
     j = tl.arange(0, BLOCK_N)
     k_at += low.to(tl.int64) * k_row
     v_at += low.to(tl.int64) * v_row
@@ -141,9 +190,11 @@ def _attend(acc, top, total, q, k_at, v_at, k_row, v_row, rows, d, low, high, ke
         k = _load(k_at, k_row, j, d, n + j < keys, D, MASKED, EVEN)
         s, _ = _logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, cap, SOFTCAP)
         if MASKED:
-            s = tl.where(_seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), s, float("-inf"))
+            s = tl.where(
+                _seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), s, float("-inf")
+            )
         new = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)   # a row that has seen nothing yet
+        base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
@@ -156,16 +207,53 @@ def _attend(acc, top, total, q, k_at, v_at, k_row, v_row, rows, d, low, high, ke
 
 
 @triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
-def _forward(q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr, tiles_ptr, cu_ptr, capacity, S, Sk, offset,
-             window, scale, cap, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch,
-             o_head, o_row, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
-             CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-             PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _forward(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    tiles_ptr,
+    cu_ptr,
+    capacity,
+    S,
+    Sk,
+    offset,
+    window,
+    scale,
+    cap,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    o_batch,
+    o_head,
+    o_row,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     EVEN: tl.constexpr = D == WIDTH
     # The last tiles of a document have the most keys, and begin first.
     t = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
-    there, batch, m, begin, queries, keys = _place(tiles_ptr, cu_ptr, capacity, S, Sk, t, S, BLOCK_M, PACKED)
+    there, batch, m, begin, queries, keys = _place(
+        tiles_ptr, cu_ptr, capacity, S, Sk, t, S, BLOCK_M, PACKED
+    )
     if there:
         i = tl.arange(0, BLOCK_M)
         d = tl.arange(0, WIDTH)
@@ -178,36 +266,139 @@ def _forward(q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr, tiles_ptr, cu_ptr
         acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        if SINKS:   # a key with that logit, whose value is 0
+        if SINKS:  # a key with that logit, whose value is 0
             top = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + h) * LOG2E
             total = tl.where(top == float("-inf"), 0.0, 1.0)
-        low, free, full, high = _columns(m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW)
+        low, free, full, high = _columns(
+            m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
+        )
         rows = m + i + offset
         if WINDOW:
-            acc, top, total = _attend(acc, top, total, q, k_at, v_at, k_row, v_row, rows, d, low, free, keys, window,
-                                      scale, cap, D, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, BLOCK_N, EVEN)
-        acc, top, total = _attend(acc, top, total, q, k_at, v_at, k_row, v_row, rows, d, free, full, keys, window,
-                                  scale, cap, D, False, CAUSAL, WINDOW, SOFTCAP, PRECISION, BLOCK_N, EVEN)
-        acc, top, total = _attend(acc, top, total, q, k_at, v_at, k_row, v_row, rows, d, full, high, keys, window,
-                                  scale, cap, D, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, BLOCK_N, EVEN)
+            acc, top, total = _attend(
+                acc,
+                top,
+                total,
+                q,
+                k_at,
+                v_at,
+                k_row,
+                v_row,
+                rows,
+                d,
+                low,
+                free,
+                keys,
+                window,
+                scale,
+                cap,
+                D,
+                True,
+                CAUSAL,
+                WINDOW,
+                SOFTCAP,
+                PRECISION,
+                BLOCK_N,
+                EVEN,
+            )
+        acc, top, total = _attend(
+            acc,
+            top,
+            total,
+            q,
+            k_at,
+            v_at,
+            k_row,
+            v_row,
+            rows,
+            d,
+            free,
+            full,
+            keys,
+            window,
+            scale,
+            cap,
+            D,
+            False,
+            CAUSAL,
+            WINDOW,
+            SOFTCAP,
+            PRECISION,
+            BLOCK_N,
+            EVEN,
+        )
+        acc, top, total = _attend(
+            acc,
+            top,
+            total,
+            q,
+            k_at,
+            v_at,
+            k_row,
+            v_row,
+            rows,
+            d,
+            full,
+            high,
+            keys,
+            window,
+            scale,
+            cap,
+            D,
+            True,
+            CAUSAL,
+            WINDOW,
+            SOFTCAP,
+            PRECISION,
+            BLOCK_N,
+            EVEN,
+        )
         out = acc / tl.where(total == 0, 1.0, total)[:, None]
         o_at = out_ptr + b * o_batch + h.to(tl.int64) * o_head + (start + m) * o_row
-        tl.store(o_at + i[:, None] * o_row + d[None, :], out.to(out_ptr.dtype.element_ty),
-                 mask=live[:, None] & (d < D)[None, :])
+        tl.store(
+            o_at + i[:, None] * o_row + d[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=live[:, None] & (d < D)[None, :],
+        )
         lse_at = lse_ptr + (b * tl.num_programs(1) + h) * S + start + m
         tl.store(lse_at + i, (top + tl.log2(total)) * LN2, mask=live)
 
 
 @triton.jit
 def _power(lse):
-    """What to subtract from logits in base 2. A row without keys, or none at all, gets probabilities of 0."""
+    """What to subtract from logits in base 2. A row without keys, or none at all, gets
+    probabilities of 0.
+    """
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
 
 
 @triton.jit
-def _walk_keys(dq, q, g, power, delta, k_at, v_at, k_row, v_row, rows, d, low, high, keys, window, scale, cap,
-               D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-               SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr):
+def _walk_keys(
+    dq,
+    q,
+    g,
+    power,
+    delta,
+    k_at,
+    v_at,
+    k_row,
+    v_row,
+    rows,
+    d,
+    low,
+    high,
+    keys,
+    window,
+    scale,
+    cap,
+    D: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """dq, without the scale, over keys `low` to `high`."""
     j = tl.arange(0, BLOCK_N)
     k_at += low.to(tl.int64) * k_row
@@ -229,23 +420,94 @@ def _walk_keys(dq, q, g, power, delta, k_at, v_at, k_row, v_row, rows, d, low, h
 
 
 @triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
-def _backward_q(g_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dq_ptr, delta_ptr, tiles_ptr, cu_ptr, capacity, S,
-                Sk, offset, window, scale, cap, g_batch, g_head, g_row, q_batch, q_head, q_row, k_batch, k_head, k_row,
-                v_batch, v_head, v_row, o_batch, o_head, o_row, dq_batch, dq_head, dq_row, GROUP: tl.constexpr,
-                D: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _backward_q(
+    g_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    dq_ptr,
+    delta_ptr,
+    tiles_ptr,
+    cu_ptr,
+    capacity,
+    S,
+    Sk,
+    offset,
+    window,
+    scale,
+    cap,
+    g_batch,
+    g_head,
+    g_row,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    o_batch,
+    o_head,
+    o_row,
+    dq_batch,
+    dq_head,
+    dq_row,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     EVEN: tl.constexpr = D == WIDTH
     t = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
-    there, batch, m, begin, queries, keys = _place(tiles_ptr, cu_ptr, capacity, S, Sk, t, S, BLOCK_M, PACKED)
+    there, batch, m, begin, queries, keys = _place(
+        tiles_ptr, cu_ptr, capacity, S, Sk, t, S, BLOCK_M, PACKED
+    )
     if there:
         i = tl.arange(0, BLOCK_M)
         d = tl.arange(0, WIDTH)
         live = m + i < queries
         b, head, start = batch.to(tl.int64), h.to(tl.int64), begin.to(tl.int64)
-        g = _load(g_ptr + b * g_batch + head * g_head + (start + m) * g_row, g_row, i, d, live, D, True, EVEN)
-        q = _load(q_ptr + b * q_batch + head * q_head + (start + m) * q_row, q_row, i, d, live, D, True, EVEN)
-        out = _load(out_ptr + b * o_batch + head * o_head + (start + m) * o_row, o_row, i, d, live, D, True, EVEN)
+        g = _load(
+            g_ptr + b * g_batch + head * g_head + (start + m) * g_row,
+            g_row,
+            i,
+            d,
+            live,
+            D,
+            True,
+            EVEN,
+        )
+        q = _load(
+            q_ptr + b * q_batch + head * q_head + (start + m) * q_row,
+            q_row,
+            i,
+            d,
+            live,
+            D,
+            True,
+            EVEN,
+        )
+        out = _load(
+            out_ptr + b * o_batch + head * o_head + (start + m) * o_row,
+            o_row,
+            i,
+            d,
+            live,
+            D,
+            True,
+            EVEN,
+        )
         at = (b * tl.num_programs(1) + h) * S + start + m + i
         delta = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
         tl.store(delta_ptr + at, delta, mask=live)
@@ -253,62 +515,223 @@ def _backward_q(g_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dq_ptr, delta_ptr,
         k_at = k_ptr + b * k_batch + (head // GROUP) * k_head + start * k_row
         v_at = v_ptr + b * v_batch + (head // GROUP) * v_head + start * v_row
         dq = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-        low, free, full, high = _columns(m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW)
+        low, free, full, high = _columns(
+            m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
+        )
         rows = m + i + offset
         if WINDOW:
-            dq = _walk_keys(dq, q, g, power, delta, k_at, v_at, k_row, v_row, rows, d, low, free, keys, window, scale,
-                            cap, D, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, BLOCK_N, EVEN)
-        dq = _walk_keys(dq, q, g, power, delta, k_at, v_at, k_row, v_row, rows, d, free, full, keys, window, scale,
-                        cap, D, False, CAUSAL, WINDOW, SOFTCAP, PRECISION, BLOCK_N, EVEN)
-        dq = _walk_keys(dq, q, g, power, delta, k_at, v_at, k_row, v_row, rows, d, full, high, keys, window, scale,
-                        cap, D, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, BLOCK_N, EVEN)
-        to = dq_ptr + b * dq_batch + head * dq_head + (start + m) * dq_row + i[:, None] * dq_row + d[None, :]
-        tl.store(to, (dq * scale).to(dq_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+            dq = _walk_keys(
+                dq,
+                q,
+                g,
+                power,
+                delta,
+                k_at,
+                v_at,
+                k_row,
+                v_row,
+                rows,
+                d,
+                low,
+                free,
+                keys,
+                window,
+                scale,
+                cap,
+                D,
+                True,
+                CAUSAL,
+                WINDOW,
+                SOFTCAP,
+                PRECISION,
+                BLOCK_N,
+                EVEN,
+            )
+        dq = _walk_keys(
+            dq,
+            q,
+            g,
+            power,
+            delta,
+            k_at,
+            v_at,
+            k_row,
+            v_row,
+            rows,
+            d,
+            free,
+            full,
+            keys,
+            window,
+            scale,
+            cap,
+            D,
+            False,
+            CAUSAL,
+            WINDOW,
+            SOFTCAP,
+            PRECISION,
+            BLOCK_N,
+            EVEN,
+        )
+        dq = _walk_keys(
+            dq,
+            q,
+            g,
+            power,
+            delta,
+            k_at,
+            v_at,
+            k_row,
+            v_row,
+            rows,
+            d,
+            full,
+            high,
+            keys,
+            window,
+            scale,
+            cap,
+            D,
+            True,
+            CAUSAL,
+            WINDOW,
+            SOFTCAP,
+            PRECISION,
+            BLOCK_N,
+            EVEN,
+        )
+        to = (
+            dq_ptr
+            + b * dq_batch
+            + head * dq_head
+            + (start + m) * dq_row
+            + i[:, None] * dq_row
+            + d[None, :]
+        )
+        tl.store(
+            to, (dq * scale).to(dq_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :]
+        )
 
 
 @triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
-def _backward_kv(g_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, cu_ptr, capacity, S,
-                 Sk, offset, window, scale, cap, g_batch, g_head, g_row, q_batch, q_head, q_row, k_batch, k_head, k_row,
-                 v_batch, v_head, v_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, GROUP: tl.constexpr,
-                 D: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr,
-                 WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                 BLOCK_N: tl.constexpr):
+def _backward_kv(
+    g_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    tiles_ptr,
+    cu_ptr,
+    capacity,
+    S,
+    Sk,
+    offset,
+    window,
+    scale,
+    cap,
+    g_batch,
+    g_head,
+    g_row,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    dk_batch,
+    dk_head,
+    dk_row,
+    dv_batch,
+    dv_head,
+    dv_row,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     EVEN: tl.constexpr = D == WIDTH
     # The first tiles of a document are read by the most queries, and begin first.
     t = tl.program_id(0)
     kv = tl.program_id(1)
-    there, batch, n, begin, queries, keys = _place(tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, BLOCK_N, PACKED)
+    there, batch, n, begin, queries, keys = _place(
+        tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, BLOCK_N, PACKED
+    )
     if there:
         i = tl.arange(0, BLOCK_M)
         j = tl.arange(0, BLOCK_N)
         d = tl.arange(0, WIDTH)
         b, head, start = batch.to(tl.int64), kv.to(tl.int64), begin.to(tl.int64)
-        k = _load(k_ptr + b * k_batch + head * k_head + (start + n) * k_row, k_row, j, d, n + j < keys, D, True, EVEN)
-        v = _load(v_ptr + b * v_batch + head * v_head + (start + n) * v_row, v_row, j, d, n + j < keys, D, True, EVEN)
+        k = _load(
+            k_ptr + b * k_batch + head * k_head + (start + n) * k_row,
+            k_row,
+            j,
+            d,
+            n + j < keys,
+            D,
+            True,
+            EVEN,
+        )
+        v = _load(
+            v_ptr + b * v_batch + head * v_head + (start + n) * v_row,
+            v_row,
+            j,
+            d,
+            n + j < keys,
+            D,
+            True,
+            EVEN,
+        )
         dk = tl.zeros((BLOCK_N, WIDTH), tl.float32)
         dv = tl.zeros((BLOCK_N, WIDTH), tl.float32)
         low, high = _rows_of(n, n + BLOCK_N - 1, queries, offset, window, BLOCK_M, CAUSAL, WINDOW)
-        # One loop over the heads of the group and their rows: several, or a part without masks, need more registers for
-        # addresses than the two sums leave. So h and m are counted on, and what needs a mask is asked.
+        # One loop over the heads of the group and their rows: several, or a part without masks,
+        # need more registers for addresses than the two sums leave. So h and m are counted on, and
+        # what needs a mask is asked.
         h = head * GROUP
         m = low
         for _ in range(GROUP * tl.cdiv(high - low, BLOCK_M)):
             live = m + i < queries
             at = start + m
-            q = _load(q_ptr + b * q_batch + h * q_head + at * q_row, q_row, i, d, live, D, True, EVEN)
-            g = _load(g_ptr + b * g_batch + h * g_head + at * g_row, g_row, i, d, live, D, True, EVEN)
+            q = _load(
+                q_ptr + b * q_batch + h * q_head + at * q_row, q_row, i, d, live, D, True, EVEN
+            )
+            g = _load(
+                g_ptr + b * g_batch + h * g_head + at * g_row, g_row, i, d, live, D, True, EVEN
+            )
             of_row = (b * tl.num_programs(1) * GROUP + h) * S + at + i
             power = _power(tl.load(lse_ptr + of_row, mask=live, other=float("inf")))
             delta = tl.load(delta_ptr + of_row, mask=live, other=0.0)
             # Products are transposed: [keys, rows].
-            s, slope = _logits(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, cap, SOFTCAP)
+            s, slope = _logits(
+                tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, cap, SOFTCAP
+            )
             p = tl.exp2(s - power[None, :])
-            if CAUSAL:   # rows that see all of these keys need no mask; what keys there are not is not stored
+            # rows that see all of these keys need no mask; what keys there are not is not stored
+            if CAUSAL:
                 edge = m + offset < n + BLOCK_N - 1
                 if WINDOW:
                     edge = edge | (m + offset + BLOCK_M - 1 - n >= window)
                 if edge:
-                    p = tl.where(_seen(m + i[None, :] + offset, n + j[:, None], keys, window, CAUSAL, WINDOW), p, 0.0)
+                    p = tl.where(
+                        _seen(
+                            m + i[None, :] + offset, n + j[:, None], keys, window, CAUSAL, WINDOW
+                        ),
+                        p,
+                        0.0,
+                    )
             dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)
             ds = p * (tl.dot(v, tl.trans(g), input_precision=PRECISION) - delta[None, :])
             if SOFTCAP:
@@ -319,13 +742,28 @@ def _backward_kv(g_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
             h += last.to(tl.int64)
             m = tl.where(last, low, m)
         mask = (n + j < keys)[:, None] & (d < D)[None, :]
-        to = dk_ptr + b * dk_batch + head * dk_head + (start + n) * dk_row + j[:, None] * dk_row + d[None, :]
+        to = (
+            dk_ptr
+            + b * dk_batch
+            + head * dk_head
+            + (start + n) * dk_row
+            + j[:, None] * dk_row
+            + d[None, :]
+        )
         tl.store(to, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
-        to = dv_ptr + b * dv_batch + head * dv_head + (start + n) * dv_row + j[:, None] * dv_row + d[None, :]
+        to = (
+            dv_ptr
+            + b * dv_batch
+            + head * dv_head
+            + (start + n) * dv_row
+            + j[:, None] * dv_row
+            + d[None, :]
+        )
         tl.store(to, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
 # ---- launches
+
 
 def _tiles(cu_seqlens, batch, rows, block):
     """The map of tiles, its capacity, and how many tiles to launch."""
@@ -351,14 +789,30 @@ def _reach(window, q, k, offset):
 
 
 def _options(q, k, cu_seqlens, causal, window, softcap):
-    return {"GROUP": q.shape[1] // k.shape[1], "D": q.shape[-1], "WIDTH": next_power_of_2(max(16, q.shape[-1])),
-            "PACKED": cu_seqlens is not None, "CAUSAL": causal, "WINDOW": window > 0, "SOFTCAP": softcap > 0,
-            "PRECISION": _precision(q)}
+    return {
+        "GROUP": q.shape[1] // k.shape[1],
+        "D": q.shape[-1],
+        "WIDTH": next_power_of_2(max(16, q.shape[-1])),
+        "PACKED": cu_seqlens is not None,
+        "CAUSAL": causal,
+        "WINDOW": window > 0,
+        "SOFTCAP": softcap > 0,
+        "PRECISION": _precision(q),
+    }
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, causal: bool,
-            window: int, softcap: float, sinks: torch.Tensor | None, scale: float,
-            offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    causal: bool,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    scale: float,
+    offset: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out [B, Hq, S, D] and lse [B, Hq, S] float32. window 0, softcap 0: none."""
     B, H, S, _ = q.shape
     out = empty_rows(q)
@@ -368,17 +822,49 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch
         c = FORWARD.config(q.device, *_key(q, softcap))
         tiles, capacity, count = _tiles(cu_seqlens, B, S, c["BLOCK_M"])
         launch(
-            _forward, (count, H),
-            q, k, v, None if sinks is None else sinks.float().contiguous(), out, lse, tiles, cu_seqlens, capacity, S,
-            k.shape[2], offset, window, scale, softcap, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            *out.stride()[:3], **_options(q, k, cu_seqlens, causal, window, softcap), SINKS=sinks is not None, **c)
+            _forward,
+            (count, H),
+            q,
+            k,
+            v,
+            None if sinks is None else sinks.float().contiguous(),
+            out,
+            lse,
+            tiles,
+            cu_seqlens,
+            capacity,
+            S,
+            k.shape[2],
+            offset,
+            window,
+            scale,
+            softcap,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *out.stride()[:3],
+            **_options(q, k, cu_seqlens, causal, window, softcap),
+            SINKS=sinks is not None,
+            **c,
+        )
     return out, lse
 
 
-def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-             lse: torch.Tensor, cu_seqlens: torch.Tensor | None, causal: bool, window: int, softcap: float,
-             sinks: torch.Tensor | None, scale: float,
-             offset: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    causal: bool,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    scale: float,
+    offset: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv in q's dtype, and the sinks' gradient [Hq] in float32, empty without sinks."""
     B, H, S, _ = q.shape
     Hk, Sk = k.shape[1:3]
@@ -391,57 +877,142 @@ def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
         c = BACKWARD_Q.config(q.device, *_key(q, softcap))
         tiles, capacity, count = _tiles(cu_seqlens, B, S, c["BLOCK_M"])
         launch(
-            _backward_q, (count, H),
-            dout, q, k, v, out, lse, dq, delta, tiles, cu_seqlens, capacity, S, Sk, offset, window, scale, softcap,
-            *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-            *dq.stride()[:3], **options, **c)
+            _backward_q,
+            (count, H),
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq,
+            delta,
+            tiles,
+            cu_seqlens,
+            capacity,
+            S,
+            Sk,
+            offset,
+            window,
+            scale,
+            softcap,
+            *dout.stride()[:3],
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *out.stride()[:3],
+            *dq.stride()[:3],
+            **options,
+            **c,
+        )
     if dk.numel():
         c = BACKWARD_KV.config(q.device, *_key(q, softcap))
         tiles, capacity, count = _tiles(cu_seqlens, B, Sk, c["BLOCK_N"])
         launch(
-            _backward_kv, (count, Hk),
-            dout, q, k, v, lse, delta, dk, dv, tiles, cu_seqlens, capacity, S, Sk, offset, window, scale, softcap,
-            *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-            **options, **c)
+            _backward_kv,
+            (count, Hk),
+            dout,
+            q,
+            k,
+            v,
+            lse,
+            delta,
+            dk,
+            dv,
+            tiles,
+            cu_seqlens,
+            capacity,
+            S,
+            Sk,
+            offset,
+            window,
+            scale,
+            softcap,
+            *dout.stride()[:3],
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *dk.stride()[:3],
+            *dv.stride()[:3],
+            **options,
+            **c,
+        )
     if sinks is None:
         return dq, dk, dv, lse.new_empty(0)
-    # A sink is a logit whose value is 0, so that of its gradient p (dp - delta) the second part is left.
+    # A sink is a logit whose value is 0, so that of its gradient p (dp - delta) the second part is
+    # left.
     share = torch.exp(sinks.float()[:, None] - lse)
     return dq, dk, dv, -(share * delta).sum((0, 2))
 
 
 # ---- constants
 
+
 def _forward_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
-    """As many rows as keep the sums in registers, and two or three stages of keys and values in shared memory."""
+    """As many rows as keep the sums in registers, and two or three stages of keys and values in
+    shared memory.
+    """
     if itemsize == 4:
-        return {"BLOCK_M": 32 if width <= 128 else 16, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1}
+        return {
+            "BLOCK_M": 32 if width <= 128 else 16,
+            "BLOCK_N": 16,
+            "num_warps": 8,
+            "num_stages": 1,
+        }
     if width == 256:
-        return {"BLOCK_M": 128 if large else 64, "BLOCK_N": 16 if large and capped else 32, "num_warps": 8,
-                "num_stages": 2 if large else 1}
-    return {"BLOCK_M": 128, "BLOCK_N": 64 if large or width <= 64 else 32, "num_warps": 8,
-            "num_stages": 3 if large else 2}
+        return {
+            "BLOCK_M": 128 if large else 64,
+            "BLOCK_N": 16 if large and capped else 32,
+            "num_warps": 8,
+            "num_stages": 2 if large else 1,
+        }
+    return {
+        "BLOCK_M": 128,
+        "BLOCK_N": 64 if large or width <= 64 else 32,
+        "num_warps": 8,
+        "num_stages": 3 if large else 2,
+    }
 
 
 def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
     if itemsize == 4:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1}
     if width == 256:
-        return {"BLOCK_M": 32, "BLOCK_N": 16 if large else 32, "num_warps": 8, "num_stages": 2 if large else 1}
-    return {"BLOCK_M": 128 if large else 64, "BLOCK_N": 64 if large else 32, "num_warps": 8 if large else 4,
-            "num_stages": 2 if large else 1}
+        return {
+            "BLOCK_M": 32,
+            "BLOCK_N": 16 if large else 32,
+            "num_warps": 8,
+            "num_stages": 2 if large else 1,
+        }
+    return {
+        "BLOCK_M": 128 if large else 64,
+        "BLOCK_N": 64 if large else 32,
+        "num_warps": 8 if large else 4,
+        "num_stages": 2 if large else 1,
+    }
 
 
 def _backward_kv_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
-    """dk and dv together take half of the registers: what is left holds 32 rows of logits and their gradients."""
+    """dk and dv together take half of the registers: what is left holds 32 rows of logits and
+    their gradients.
+    """
     if itemsize == 4:
-        return {"BLOCK_N": 32 if width <= 64 else 16, "BLOCK_M": 32 if width <= 64 else 16, "num_warps": 4,
-                "num_stages": 1}
+        return {
+            "BLOCK_N": 32 if width <= 64 else 16,
+            "BLOCK_M": 32 if width <= 64 else 16,
+            "num_warps": 4,
+            "num_stages": 1,
+        }
     if width == 256:
         return {"BLOCK_N": 32, "BLOCK_M": 32, "num_warps": 8, "num_stages": 1}
     if not large:
         return {"BLOCK_N": 64, "BLOCK_M": 32, "num_warps": 8, "num_stages": 1}
-    return {"BLOCK_N": 64 if capped else 128, "BLOCK_M": 64 if width <= 64 else 32, "num_warps": 8, "num_stages": 2}
+    return {
+        "BLOCK_N": 64 if capped else 128,
+        "BLOCK_M": 64 if width <= 64 else 32,
+        "num_warps": 8,
+        "num_stages": 2,
+    }
 
 
 def _space(heuristic, tiled, walked):
@@ -452,11 +1023,14 @@ def _space(heuristic, tiled, walked):
         for block, step in ((128, 128), (128, 64), (64, 64), (64, 32), (128, 32)):
             for warps in (4, 8):
                 for stages in (1, 2, 3):
-                    # What is on the way: keys and values (or queries and gradients) of `stages`, and the tile's own.
+                    # What is on the way: keys and values (or queries and gradients) of `stages`,
+                    # and the tile's own.
                     shared = 2 * width * itemsize * (step * stages + block)
-                    elements = block * width // (32 * warps)   # of one sum a thread
+                    elements = block * width // (32 * warps)  # of one sum a thread
                     if shared <= (220 if large else 96) * 1024 and elements <= 64:
-                        found.append({tiled: block, walked: step, "num_warps": warps, "num_stages": stages})
+                        found.append(
+                            {tiled: block, walked: step, "num_warps": warps, "num_stages": stages}
+                        )
         return found
 
     return space
@@ -464,13 +1038,23 @@ def _space(heuristic, tiled, walked):
 
 def _types(data, more):
     strides = [f"{t}_{d}" for t in more for d in ("batch", "head", "row")]
-    return {"tiles_ptr": "*i32", "cu_ptr": "*i64", "capacity": "i32", "S": "i32", "Sk": "i32",
-            "offset": "i32", "window": "i32", "scale": "fp32", "cap": "fp32",
-            **dict.fromkeys(strides, "i32")}, tuple(strides)
+    return {
+        "tiles_ptr": "*i32",
+        "cu_ptr": "*i64",
+        "capacity": "i32",
+        "S": "i32",
+        "Sk": "i32",
+        "offset": "i32",
+        "window": "i32",
+        "scale": "fp32",
+        "cap": "fp32",
+        **dict.fromkeys(strides, "i32"),
+    }, tuple(strides)
 
 
 def _arch(key):
-    # Launches with little shared memory are those of the others (and of sm_80, which the gate does not compile).
+    # Launches with little shared memory are those of the others (and of sm_80, which the gate does
+    # not compile).
     return {"min_arch": 90, "max_arch": 109} if key["large"] else {"min_arch": 110}
 
 
@@ -483,18 +1067,36 @@ def _specs_of(kernel, name, pointers, strides, sinks, tiled):
             types["delta_ptr"] = "*fp32"
         constants = {n: v for n, v in config.items() if n.startswith("BLOCK")}
         found = []
-        variants = {"causal": {}, "full": {"CAUSAL": False}, "packed": {"PACKED": True},
-                    "packed window sinks": {"PACKED": True, "WINDOW": True, "SINKS": True}}
+        variants = {
+            "causal": {},
+            "full": {"CAUSAL": False},
+            "packed": {"PACKED": True},
+            "packed window sinks": {"PACKED": True, "WINDOW": True, "SINKS": True},
+        }
         if key["capped"]:
-            variants = {"packed window softcap sinks": {**variants["packed window sinks"], "SOFTCAP": True}}
-        elif data == "fp32":     # its products are long chains of FMAs: each takes the compiler half a minute
+            variants = {
+                "packed window softcap sinks": {**variants["packed window sinks"], "SOFTCAP": True}
+            }
+        elif (
+            data == "fp32"
+        ):  # its products are long chains of FMAs: each takes the compiler half a minute
             variants = {"packed": variants["packed"]}
-        elif not (width == 128 and key["large"]):   # all of the most frequent one, two of the others
+        elif not (width == 128 and key["large"]):  # all of the most frequent one, two of the others
             variants = dict(list(variants.items())[2:])
         for label, options in variants.items():
-            constexprs = {"GROUP": 4, "D": width, "WIDTH": width, "PACKED": False, "CAUSAL": True, "WINDOW": False,
-                          "SOFTCAP": False, "SINKS": False, "PRECISION": "ieee" if data == "fp32" else None, **options,
-                          **constants}
+            constexprs = {
+                "GROUP": 4,
+                "D": width,
+                "WIDTH": width,
+                "PACKED": False,
+                "CAUSAL": True,
+                "WINDOW": False,
+                "SOFTCAP": False,
+                "SINKS": False,
+                "PRECISION": "ieee" if data == "fp32" else None,
+                **options,
+                **constants,
+            }
             own = dict(types)
             if sinks:
                 if constexprs["SINKS"]:
@@ -506,28 +1108,77 @@ def _specs_of(kernel, name, pointers, strides, sinks, tiled):
             if not constexprs["PACKED"]:
                 constexprs |= {"tiles_ptr": None, "cu_ptr": None}
                 del own["tiles_ptr"], own["cu_ptr"]
-            found.append(KernelSpec(
-                kernel, f"{name} {label} D={width} {data}{'' if key['large'] else ' small'}", own, constexprs,
-                config["num_warps"], config["num_stages"], divisible=divisible, **_arch(key),
-                undivided=kernel is not _forward and data == "bf16" and not key["capped"],
-                uses={90: ("wgmma",), 100: ("tcgen05",)} if data == "bf16" and config[tiled] >= 64 else {}))
+            found.append(
+                KernelSpec(
+                    kernel,
+                    f"{name} {label} D={width} {data}{'' if key['large'] else ' small'}",
+                    own,
+                    constexprs,
+                    config["num_warps"],
+                    config["num_stages"],
+                    divisible=divisible,
+                    **_arch(key),
+                    undivided=kernel is not _forward and data == "bf16" and not key["capped"],
+                    uses={90: ("wgmma",), 100: ("tcgen05",)}
+                    if data == "bf16" and config[tiled] >= 64
+                    else {},
+                )
+            )
         return found
 
     return specs
 
 
 _FIELDS = ("width", "itemsize", "large", "capped")
-_KEYS = [(width, 2, large, capped) for width in (128, 64, 256) for large in (True, False) for capped in (False, True)]
+_KEYS = [
+    (width, 2, large, capped)
+    for width in (128, 64, 256)
+    for large in (True, False)
+    for capped in (False, True)
+]
 _KEYS += [(128, 4, True, False), (128, 4, False, False)]
-FORWARD = Tunable("attention", "forward", _FIELDS, "forward", _forward_heuristic,
-                  _space(_forward_heuristic, "BLOCK_M", "BLOCK_N"), _KEYS,
-                  _specs_of(_forward, "forward", ("q", "k", "v", "out"), ("q", "k", "v", "o"), True, "BLOCK_M"))
-BACKWARD_Q = Tunable("attention", "backward_q", _FIELDS, "backward", _backward_q_heuristic,
-                     _space(_backward_q_heuristic, "BLOCK_M", "BLOCK_N"), _KEYS,
-                     _specs_of(_backward_q, "backward_q", ("g", "q", "k", "v", "out", "dq"),
-                               ("g", "q", "k", "v", "o", "dq"), False, "BLOCK_M"))
-BACKWARD_KV = Tunable("attention", "backward_kv", _FIELDS, "backward", _backward_kv_heuristic,
-                      _space(_backward_kv_heuristic, "BLOCK_N", "BLOCK_M"), _KEYS,
-                      _specs_of(_backward_kv, "backward_kv", ("g", "q", "k", "v", "dk", "dv"),
-                                ("g", "q", "k", "v", "dk", "dv"), False, "BLOCK_N"))
+FORWARD = Tunable(
+    "attention",
+    "forward",
+    _FIELDS,
+    "forward",
+    _forward_heuristic,
+    _space(_forward_heuristic, "BLOCK_M", "BLOCK_N"),
+    _KEYS,
+    _specs_of(_forward, "forward", ("q", "k", "v", "out"), ("q", "k", "v", "o"), True, "BLOCK_M"),
+)
+BACKWARD_Q = Tunable(
+    "attention",
+    "backward_q",
+    _FIELDS,
+    "backward",
+    _backward_q_heuristic,
+    _space(_backward_q_heuristic, "BLOCK_M", "BLOCK_N"),
+    _KEYS,
+    _specs_of(
+        _backward_q,
+        "backward_q",
+        ("g", "q", "k", "v", "out", "dq"),
+        ("g", "q", "k", "v", "o", "dq"),
+        False,
+        "BLOCK_M",
+    ),
+)
+BACKWARD_KV = Tunable(
+    "attention",
+    "backward_kv",
+    _FIELDS,
+    "backward",
+    _backward_kv_heuristic,
+    _space(_backward_kv_heuristic, "BLOCK_N", "BLOCK_M"),
+    _KEYS,
+    _specs_of(
+        _backward_kv,
+        "backward_kv",
+        ("g", "q", "k", "v", "dk", "dv"),
+        ("g", "q", "k", "v", "dk", "dv"),
+        False,
+        "BLOCK_N",
+    ),
+)
 TUNABLES = (FORWARD, BACKWARD_Q, BACKWARD_KV)

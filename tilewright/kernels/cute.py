@@ -1,9 +1,9 @@
-"""What the CuTe DSL kernels share: reading and writing 16 bytes at a time, a reduction over a cluster of blocks,
-and compiling and launching.
+"""What the CuTe DSL kernels share: reading and writing 16 bytes at a time, a reduction over a
+cluster of blocks, and compiling and launching.
 
-Kernels take pointers and sizes, not tensors with layouts: a row's address is 64-bit arithmetic on them, and a
-launch converts no layout. A compilation belongs to one host function, its argument types and its constants; all
-other numbers are arguments.
+Kernels take pointers and sizes, not tensors with layouts: a row's address is 64-bit arithmetic on
+them, and a launch converts no layout. A compilation belongs to one host function, its argument
+types and its constants; all other numbers are arguments.
 """
 
 from __future__ import annotations
@@ -25,30 +25,50 @@ from cutlass.cute.runtime import make_ptr
 
 from tilewright.kernels.spec import CuteSpec
 
-TYPES = {"fp32": cutlass.Float32, "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "i32": cutlass.Int32,
-         "i64": cutlass.Int64}
+TYPES = {
+    "fp32": cutlass.Float32,
+    "bf16": cutlass.BFloat16,
+    "fp16": cutlass.Float16,
+    "i32": cutlass.Int32,
+    "i64": cutlass.Int64,
+}
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64"}
 
-CLUSTER_LIMIT = 8   # blocks that a cluster may have on every GPU that has clusters (CUDA programming guide)
+CLUSTER_LIMIT = (
+    8  # blocks that a cluster may have on every GPU that has clusters (CUDA programming guide)
+)
 
 
 # ---- in kernels: access to global memory
 
+
 def _transfer(dtype, n: int):
     """A copy of n elements by one thread, in accesses of at most 128 bits."""
-    return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=min(128, n * dtype.width))
+    return cute.make_copy_atom(
+        cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=min(128, n * dtype.width)
+    )
 
 
 def _at(pointer: cute.Pointer, offset, n: int) -> cute.Tensor:
-    """The n elements at pointer + offset. Both are multiples of n elements, or of 16 bytes if that is less: the caller
-    has seen to it."""
-    return cute.make_tensor(pointer + cute.assume(offset, divby=min(n, 128 // pointer.dtype.width)),
-                            cute.make_layout(n))
+    """The n elements at pointer + offset. Both are multiples of n elements, or of 16 bytes if that
+    is less: the caller has seen to it.
+    """
+    return cute.make_tensor(
+        pointer + cute.assume(offset, divby=min(n, 128 // pointer.dtype.width)), cute.make_layout(n)
+    )
 
 
 @cute.jit
-def load(pointer: cute.Pointer, offset: Int64, n: cutlass.Constexpr, wanted=None, fill: cutlass.Constexpr = 0.0):
-    """n elements in registers. wanted: condition without which nothing is read and `fill` stands there, or None."""
+def load(
+    pointer: cute.Pointer,
+    offset: Int64,
+    n: cutlass.Constexpr,
+    wanted=None,
+    fill: cutlass.Constexpr = 0.0,
+):
+    """n elements in registers. wanted: condition without which nothing is read and `fill`
+    stands there, or None.
+    """
     out = cute.make_rmem_tensor(n, pointer.dtype)
     if const_expr(wanted is None):
         cute.copy(_transfer(pointer.dtype, n), _at(pointer, offset, n), out)
@@ -78,25 +98,35 @@ def rounded(values: cute.TensorSSA, dtype) -> cute.Tensor:
 
 # ---- in kernels: reductions
 
-@cute.jit
-def exchange(values: tuple, buffer: cute.Tensor, side: Int32, rank: Int32, warps: cutlass.Constexpr,
-             cluster: cutlass.Constexpr):
-    """Gives every warp of a cluster what every other has: values[i] of warp w of block r is afterwards
-    buffer[side, i, r * warps + w], in each block's own shared memory.
 
-    buffer: [2, len(values), cluster * warps]. side: 0 or 1 by turns where this is called in a loop. What a warp reads
-    on one side is then not written again before all have passed the barrier of the other side, so one barrier a call
-    is enough. It is also the last access to another block's shared memory: a block may end after it. The cluster must
-    have met once (`meet`) before, since a block's shared memory cannot be written before the block has started.
+@cute.jit
+def exchange(
+    values: tuple,
+    buffer: cute.Tensor,
+    side: Int32,
+    rank: Int32,
+    warps: cutlass.Constexpr,
+    cluster: cutlass.Constexpr,
+):
+    """Gives every warp of a cluster what every other has: values[i] of warp w of block r is
+    afterwards buffer[side, i, r * warps + w], in each block's own shared memory.
+
+    buffer: [2, len(values), cluster * warps]. side: 0 or 1 by turns where this is called in a loop.
+    What a warp reads on one side is then not written again before all have passed the barrier of
+    the other side, so one barrier a call is enough. It is also the last access to another block's
+    shared memory: a block may end after it. The cluster must have met once (`meet`) before, since a
+    block's shared memory cannot be written before the block has started.
     """
     lane = cute.arch.lane_idx()
     place = rank * warps + cute.arch.warp_idx()
-    if lane < cluster:   # lane i writes to block i; all lanes hold the values
+    if lane < cluster:  # lane i writes to block i; all lanes hold the values
         for i in cutlass.range_constexpr(len(values)):
             here = buffer.iterator + cute.crd2idx((side, i, place), buffer.layout)
             if const_expr(cluster > 1):
-                cute.arch.inline_ptx("st.shared::cluster.f32 [{$r0}], {$r1};",
-                                     read_only_args=[cute.arch.map_dsmem_ptr(here, lane), values[i]])
+                cute.arch.inline_ptx(
+                    "st.shared::cluster.f32 [{$r0}], {$r1};",
+                    read_only_args=[cute.arch.map_dsmem_ptr(here, lane), values[i]],
+                )
             else:
                 cute.make_tensor(here, cute.make_layout(1))[0] = values[i]
     if const_expr(cluster > 1):
@@ -106,7 +136,9 @@ def exchange(values: tuple, buffer: cute.Tensor, side: Int32, rank: Int32, warps
 
 
 def meet() -> None:
-    """Barrier of all threads of a cluster; what was written to shared memory before is seen after it."""
+    """Barrier of all threads of a cluster; what was written to shared memory before is seen
+    after it.
+    """
     cute.arch.cluster_arrive(aligned=True)
     cute.arch.cluster_wait()
 
@@ -114,15 +146,25 @@ def meet() -> None:
 def exchange_buffer(values: int, warps: int, cluster: int) -> cute.Tensor:
     """Shared memory for `exchange`."""
     shape = (2, values, cluster * warps)
-    return cute.make_tensor(cute.arch.alloc_smem(Float32, 2 * values * cluster * warps, alignment=16),
-                            cute.make_ordered_layout(shape, order=(2, 1, 0)))
+    return cute.make_tensor(
+        cute.arch.alloc_smem(Float32, 2 * values * cluster * warps, alignment=16),
+        cute.make_ordered_layout(shape, order=(2, 1, 0)),
+    )
 
 
 @cute.jit
-def row_sum(value: Float32, buffer, side: Int32, rank: Int32, threads: cutlass.Constexpr,
-            cluster: cutlass.Constexpr) -> Float32:
-    """The sum over the `threads` threads that share a row, in each of `cluster` blocks: in fixed order, the same bits
-    in every thread. threads: a power of 2 up to 32, or a multiple of 32 and then the whole block."""
+def row_sum(
+    value: Float32,
+    buffer,
+    side: Int32,
+    rank: Int32,
+    threads: cutlass.Constexpr,
+    cluster: cutlass.Constexpr,
+) -> Float32:
+    """The sum over the `threads` threads that share a row, in each of `cluster` blocks: in fixed
+    order, the same bits
+    in every thread. threads: a power of 2 up to 32, or a multiple of 32 and then the whole block.
+    """
     value = cute.arch.warp_reduction(value, operator.add, threads_in_group=min(32, threads))
     warps = const_expr(max(1, threads // 32))
     if const_expr(warps * cluster > 1):
@@ -137,6 +179,7 @@ def row_sum(value: Float32, buffer, side: Int32, rank: Int32, threads: cutlass.C
 
 
 # ---- on the host
+
 
 def name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
@@ -156,8 +199,9 @@ def shape(cluster: int) -> tuple[int, int, int] | None:
 
 
 def vector(columns: int, *tensors: torch.Tensor | None) -> int:
-    """Elements that a thread may read at once from rows of so many contiguous columns, one behind the other: at most
-    16 bytes of the narrowest dtype."""
+    """Elements that a thread may read at once from rows of so many contiguous columns, one behind
+    the other: at most 16 bytes of the narrowest dtype.
+    """
     found = [t for t in tensors if t is not None]
     n = 16 // min(t.element_size() for t in found)
     while columns % n or any(address(t) % min(16, n * t.element_size()) for t in found):
@@ -166,7 +210,9 @@ def vector(columns: int, *tensors: torch.Tensor | None) -> int:
 
 
 def address(t: torch.Tensor) -> int:
-    """Of its first element; meta tensors, which the compile gate plans launches with, stand for aligned ones."""
+    """Of its first element; meta tensors, which the compile gate plans launches with, stand for
+    aligned ones.
+    """
     return 0 if t.is_meta else t.data_ptr()
 
 
@@ -179,8 +225,9 @@ def _scalars(function: Callable) -> tuple:
 
 
 def argument_types(function: Callable, arguments: tuple) -> tuple:
-    """What a compilation depends on: "*bf16 16" for a pointer to memory aligned to 16 bytes, "i32", None, or the
-    constant itself."""
+    """What a compilation depends on: "*bf16 16" for a pointer to memory aligned to 16 bytes, "i32",
+    None, or the constant itself.
+    """
     out = []
     for value, scalar in zip(arguments, _scalars(function)[:-1], strict=True):
         if isinstance(value, torch.Tensor):
@@ -195,13 +242,19 @@ def _fake(kind):
         return kind
     if kind.startswith("*"):
         dtype, aligned = kind[1:].split()
-        return make_ptr(TYPES[dtype], int(aligned), cute.AddressSpace.gmem, assumed_align=int(aligned))
+        return make_ptr(
+            TYPES[dtype], int(aligned), cute.AddressSpace.gmem, assumed_align=int(aligned)
+        )
     return TYPES[kind](1)
 
 
 def compiled(function: Callable, types: tuple, arch: int, options: str = ""):
-    """Compiles a host function for compute capability `arch` (90, 100, ...) and arguments of these types."""
-    return cute.compile(function, *map(_fake, types), cuda.CUstream(0), options=f"--gpu-arch sm_{arch}a {options}")
+    """Compiles a host function for compute capability `arch` (90, 100, ...) and arguments of
+    these types.
+    """
+    return cute.compile(
+        function, *map(_fake, types), cuda.CUstream(0), options=f"--gpu-arch sm_{arch}a {options}"
+    )
 
 
 _compiled: dict[tuple, Callable] = {}
@@ -209,8 +262,10 @@ _recorded: list[tuple] | None = None
 
 
 def launch(function: Callable, *arguments) -> None:
-    """Calls a host function with tensors, None, numbers and constants, on the current stream of the tensors' device.
-    Compiles it on the first call with such types. The last two arguments are the grid: blocks, and groups of them."""
+    """Calls a host function with tensors, None, numbers and constants, on the current stream of the
+    tensors' device. Compiles it on the first call with such types. The last two arguments are the
+    grid: blocks, and groups of them.
+    """
     types = argument_types(function, arguments)
     if _recorded is not None:
         _recorded.append((function, types))
@@ -221,16 +276,27 @@ def launch(function: Callable, *arguments) -> None:
     with torch.cuda.device(device):
         if key not in _compiled:
             _compiled[key] = compiled(*key)
-        given = [make_ptr(TYPES[name(a.dtype)], a.data_ptr(), cute.AddressSpace.gmem,
-                          assumed_align=int(kind.split()[1])) if isinstance(a, torch.Tensor) else a
-                 for a, kind in zip(arguments, types, strict=True) if a is None or isinstance(kind, str)]
+        given = [
+            make_ptr(
+                TYPES[name(a.dtype)],
+                a.data_ptr(),
+                cute.AddressSpace.gmem,
+                assumed_align=int(kind.split()[1]),
+            )
+            if isinstance(a, torch.Tensor)
+            else a
+            for a, kind in zip(arguments, types, strict=True)
+            if a is None or isinstance(kind, str)
+        ]
         _compiled[key](*given, cuda.CUstream(torch.cuda.current_stream(device).cuda_stream))
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[tuple]]:
-    """Inside, `launch` launches nothing; it writes down (host function, types). The compile gate compiles what the
-    launchers ask for when they are called with meta tensors, so that the two cannot differ."""
+    """Inside, `launch` launches nothing; it writes down (host function, types). The compile gate
+    compiles what the launchers ask for when they are called with meta tensors, so that the two
+    cannot differ.
+    """
     global _recorded
     before, _recorded = _recorded, []
     try:
@@ -240,9 +306,17 @@ def recording() -> Iterator[list[tuple]]:
 
 
 def spec(label: str, launcher: Callable, *arguments, **needs: int) -> CuteSpec:
-    """What launcher(*arguments), with meta tensors, launches: one kernel. needs: load, store of CuteSpec."""
+    """What launcher(*arguments), with meta tensors, launches: one kernel. needs: load, store of
+    CuteSpec.
+    """
     with recording() as calls:
         launcher(*arguments)
-    (function, types), = calls
+    ((function, types),) = calls
     clusters = any(getattr(kind, "cluster", 1) > 1 for kind in types)
-    return CuteSpec(function, label, types, uses={90: ("cluster",), 100: ("cluster",)} if clusters else {}, **needs)
+    return CuteSpec(
+        function,
+        label,
+        types,
+        uses={90: ("cluster",), 100: ("cluster",)} if clusters else {},
+        **needs,
+    )

@@ -1,19 +1,22 @@
-"""Grouped GEMMs in Triton, and the fused ones that a mixture-of-experts MLP is made of. The definition is
-tilewright/ops/grouped_gemm.py.
+"""Grouped GEMMs in Triton, and the fused ones that a mixture-of-experts MLP is made of. The
+definition is tilewright/ops/grouped_gemm.py.
 
-Rows are sorted by expert: those of expert e end at offsets[e], and the tail behind offsets[-1] belongs to none. All is
-found on the device, so no launch waits for it:
+Rows are sorted by expert: those of expert e end at offsets[e], and the tail behind offsets[-1]
+belongs to none. All is found on the device, so no launch waits for it:
 
-    _map_tiles   the tiles of BLOCK_M rows, none with rows of two experts: expert, first row and end of each.
-    _gemm        out[r] = f(x[r] @ w[e(r)]): a persistent grid walks the tiles. The tail's tiles come last and have
+    _map_tiles   the tiles of BLOCK_M rows, none with rows of two experts: expert, first row and end
+    of each. _gemm        out[r] = f(x[r] @ w[e(r)]): a persistent grid walks the tiles. The tail's
+    tiles come last and have
                  nothing to sum, so that they write zeros.
     _dweight     dweight[e] = the sum over e's rows of dy[r]^T x[r]; one block a tile of dweight.
 
-Operands come through tensor descriptors (TMA) where they can: 16-bit elements, rows at multiples of 16 bytes, compute
-capability 9.0 and up. Gathered rows, float32 and odd strides are read through pointers. Descriptors of weights have a
-dimension for the experts, so that what is past a weight's edge is zero and not the next expert's.
+Operands come through tensor descriptors (TMA) where they can: 16-bit elements, rows at multiples of
+16 bytes, compute capability 9.0 and up. Gathered rows, float32 and odd strides are read through
+pointers. Descriptors of weights have a dimension for the experts, so that what is past a weight's
+edge is zero and not the next expert's.
 
-float32 accumulation; no atomics. GATHER: row r is row slots[r] // TOP_K of the matrix, so no permuted copy is made.
+float32 accumulation; no atomics. GATHER: row r is row slots[r] // TOP_K of the matrix, so no
+permuted copy is made.
 """
 
 from __future__ import annotations
@@ -32,18 +35,29 @@ from tilewright.kernels.tuning import Tunable
 
 # What _gemm does with a tile of x @ w.
 PLAIN, SWIGLU, DSWIGLU = 0, 1, 2
-MAP_ROWS = 128      # of a tile of the map that all products of a layer share; _gemm may take it in several
-_TILE_BLOCK = 128   # tiles that a program of _map_tiles writes at a time
-_SLOTS, _COLUMNS = 8, 256   # of a program of _router_gradient that reads dy and a bias
+MAP_ROWS = (
+    128  # of a tile of the map that all products of a layer share; _gemm may take it in several
+)
+_TILE_BLOCK = 128  # tiles that a program of _map_tiles writes at a time
+_SLOTS, _COLUMNS = 8, 256  # of a program of _router_gradient that reads dy and a bias
 
 
 @triton.jit(do_not_specialize=["R", "capacity"])
-def _map_tiles(offsets_ptr, tiles_ptr, E, R, capacity, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-               EXPERTS: tl.constexpr):
+def _map_tiles(
+    offsets_ptr,
+    tiles_ptr,
+    E,
+    R,
+    capacity,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
     """Program e writes expert e's tiles, program E the tail's and the number of all.
 
-    tiles: experts [capacity], first rows [capacity], ends [capacity], number of tiles. Offsets that break the rules
-    are cut to them, so that no access leaves the tensors: also where they ask for more than 2^31 tiles.
+    tiles: experts [capacity], first rows [capacity], ends [capacity], number of tiles. Offsets that
+    break the rules are cut to them, so that no access leaves the tensors: also where they ask for
+    more than 2^31 tiles.
     """
     e = tl.program_id(0)
     i = tl.arange(0, EXPERTS)
@@ -83,9 +97,18 @@ def _tanh(x):
 
 
 @triton.jit
-def _gated(g, u, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_LIMIT: tl.constexpr,
-           OFFSET: tl.constexpr):
-    """a, da/dg, v and dv/du of ops.activation.Gate, float32: a * v is what is made of a gate and an up."""
+def _gated(
+    g,
+    u,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """a, da/dg, v and dv/du of ops.activation.Gate, float32: a * v is what is made of a gate
+    and an up.
+    """
     dv = 1.0
     if ACTIVATION == 3:
         near = _tanh(u / UP_LIMIT)
@@ -97,7 +120,7 @@ def _gated(g, u, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.conste
         da = s * (1.0 - soft * soft) + ALPHA * a * (1.0 - s)
     else:
         v, z = u, g
-        if UP_LIMIT is not None:   # written so that NaN stays
+        if UP_LIMIT is not None:  # written so that NaN stays
             v = tl.where(u > UP_LIMIT, UP_LIMIT, tl.where(u < -UP_LIMIT, -UP_LIMIT, u))
             dv = tl.where(v == u, 1.0, 0.0)
         v += OFFSET
@@ -123,17 +146,48 @@ def _gated(g, u, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.conste
 
 
 @triton.jit
-def _h_epilogue(gate, up, h_ptr, r, live, c, N, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-                UP_LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+def _h_epilogue(
+    gate,
+    up,
+    h_ptr,
+    r,
+    live,
+    c,
+    N,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
     """h of a gate and an up that were rounded as they are in memory."""
-    a, _, v, _ = _gated(gate.to(tl.float32), up.to(tl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
-    tl.store(h_ptr + r[:, None] * N + c[None, :], (a * v).to(h_ptr.dtype.element_ty),
-             mask=live[:, None] & (c < N)[None, :])
+    a, _, v, _ = _gated(
+        gate.to(tl.float32), up.to(tl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET
+    )
+    tl.store(
+        h_ptr + r[:, None] * N + c[None, :],
+        (a * v).to(h_ptr.dtype.element_ty),
+        mask=live[:, None] & (c < N)[None, :],
+    )
 
 
 @triton.jit
-def _halves_epilogue(gate, up, pre_ptr, h_ptr, r, live, c, N, STORE_PRE: tl.constexpr, ACTIVATION: tl.constexpr,
-                     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+def _halves_epilogue(
+    gate,
+    up,
+    pre_ptr,
+    h_ptr,
+    r,
+    live,
+    c,
+    N,
+    STORE_PRE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
     gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
     if STORE_PRE:
         mask = live[:, None] & (c < N)[None, :]
@@ -144,37 +198,127 @@ def _halves_epilogue(gate, up, pre_ptr, h_ptr, r, live, c, N, STORE_PRE: tl.cons
 
 
 @triton.jit
-def _pairs_epilogue(acc, pre_ptr, h_ptr, r, live, n, N, STORE_PRE: tl.constexpr, ROWS: tl.constexpr,
-                    COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-                    UP_LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+def _pairs_epilogue(
+    acc,
+    pre_ptr,
+    h_ptr,
+    r,
+    live,
+    n,
+    N,
+    STORE_PRE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
     """Of COLUMNS interleaved gates and ups, from column 2 n of pre on."""
     acc = acc.to(h_ptr.dtype.element_ty)
     if STORE_PRE:
         both = 2 * n + tl.arange(0, COLUMNS)
-        tl.store(pre_ptr + r[:, None] * (2 * N) + both[None, :], acc, mask=live[:, None] & (both < 2 * N)[None, :])
+        tl.store(
+            pre_ptr + r[:, None] * (2 * N) + both[None, :],
+            acc,
+            mask=live[:, None] & (both < 2 * N)[None, :],
+        )
     gate, up = tl.split(tl.reshape(acc, (ROWS, COLUMNS // 2, 2)))
-    _h_epilogue(gate, up, h_ptr, r, live, n + tl.arange(0, COLUMNS // 2), N, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
+    _h_epilogue(
+        gate,
+        up,
+        h_ptr,
+        r,
+        live,
+        n + tl.arange(0, COLUMNS // 2),
+        N,
+        ACTIVATION,
+        ALPHA,
+        LIMIT,
+        UP_LIMIT,
+        OFFSET,
+    )
 
 
 @triton.jit
-def _dgate_epilogue(dh, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H: tl.constexpr,
-                    INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-                    UP_LIMIT: tl.constexpr, OFFSET: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
-                    COLUMNS: tl.constexpr):
-    """From dh, the gradient of the unweighted h, COLUMNS columns from n on: writes that of the pre-activation and, if
-    asked, scale * h. Returns <dh, h> of each row. known: rows whose pre-activation was written; the tail's is not read.
+def _dgate_epilogue(
+    dh,
+    pre_ptr,
+    dpre_ptr,
+    hw_ptr,
+    r,
+    live,
+    known,
+    n,
+    N,
+    scale,
+    STORE_H: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """From dh, the gradient of the unweighted h, COLUMNS columns from n on: writes that of the
+    pre-activation and, if asked, scale * h. Returns <dh, h> of each row. known: rows whose
+    pre-activation was written; the tail's is not read.
 
-    In SPLIT pieces, one after the other: the barrier keeps the loads of a piece, and the registers that they take,
-    behind the one before.
+    In SPLIT pieces, one after the other: the barrier keeps the loads of a piece, and the registers
+    that they take, behind the one before.
     """
     if SPLIT > 1:
         HALF: tl.constexpr = COLUMNS // 2
         left, right = _halves(dh, ROWS, COLUMNS)
-        dot = _dgate_epilogue(left, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H, INTERLEAVED,
-                              ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET, SPLIT // 2, ROWS, HALF)
+        dot = _dgate_epilogue(
+            left,
+            pre_ptr,
+            dpre_ptr,
+            hw_ptr,
+            r,
+            live,
+            known,
+            n,
+            N,
+            scale,
+            STORE_H,
+            INTERLEAVED,
+            ACTIVATION,
+            ALPHA,
+            LIMIT,
+            UP_LIMIT,
+            OFFSET,
+            SPLIT // 2,
+            ROWS,
+            HALF,
+        )
         tl.debug_barrier()
-        dot += _dgate_epilogue(right, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n + HALF, N, scale, STORE_H,
-                               INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET, SPLIT // 2, ROWS, HALF)
+        dot += _dgate_epilogue(
+            right,
+            pre_ptr,
+            dpre_ptr,
+            hw_ptr,
+            r,
+            live,
+            known,
+            n + HALF,
+            N,
+            scale,
+            STORE_H,
+            INTERLEAVED,
+            ACTIVATION,
+            ALPHA,
+            LIMIT,
+            UP_LIMIT,
+            OFFSET,
+            SPLIT // 2,
+            ROWS,
+            HALF,
+        )
     else:
         dtype: tl.constexpr = dpre_ptr.dtype.element_ty
         c = n + tl.arange(0, COLUMNS)
@@ -190,7 +334,9 @@ def _dgate_epilogue(dh, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n, N, scale, 
             at = r[:, None] * (2 * N) + c[None, :]
             g = tl.load(pre_ptr + at, mask=known[:, None] & inside, other=0.0)
             u = tl.load(pre_ptr + N + at, mask=known[:, None] & inside, other=0.0)
-        a, da, v, dv = _gated(g.to(tl.float32), u.to(tl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
+        a, da, v, dv = _gated(
+            g.to(tl.float32), u.to(tl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET
+        )
         d = scale[:, None] * dh
         dg, du = (d * v * da).to(dtype), (d * a * dv).to(dtype)
         if INTERLEAVED:
@@ -209,28 +355,68 @@ def _dgate_epilogue(dh, pre_ptr, dpre_ptr, hw_ptr, r, live, known, n, N, scale, 
 
 
 @triton.jit(do_not_specialize=["capacity"])
-def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, weight_ptr, bias_ptr, E, capacity, N, K,
-          x_stride, w_expert_stride, w_stride, TOP_K, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr,
-          EPILOGUE: tl.constexpr, STORE_PRE: tl.constexpr, STORE_H: tl.constexpr, BIAS: tl.constexpr,
-          INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-          UP_LIMIT: tl.constexpr, OFFSET: tl.constexpr, TMA_X: tl.constexpr, TMA_W: tl.constexpr,
-          PRECISION: tl.constexpr, MAP_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-          BLOCK_K: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr):
+def _gemm(
+    x,
+    w,
+    out_ptr,
+    pre_ptr,
+    hw_ptr,
+    partial_ptr,
+    tiles_ptr,
+    slots_ptr,
+    weight_ptr,
+    bias_ptr,
+    E,
+    capacity,
+    N,
+    K,
+    x_stride,
+    w_expert_stride,
+    w_stride,
+    TOP_K,
+    GATHER: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    STORE_PRE: tl.constexpr,
+    STORE_H: tl.constexpr,
+    BIAS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TMA_X: tl.constexpr,
+    TMA_W: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MAP_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
     """N: columns of the result.   K: what is summed over.   x: [rows, K], pointer or descriptor.
 
-    w: [E, N, K], or TRANSPOSED [E, K, N]. With SWIGLU [E, 2 N, K], gates first: a tile of BLOCK_N columns is half of
-        gates and half of the ups that belong to them, BLOCK_N // 2 columns of h; its descriptor is of [E, 2, N, K].
-        INTERLEAVED: rows of w are gate, up, gate, up, ..., as are columns of pre and of its gradient.
-    BIAS: bias [E, N], with SWIGLU [E, 2 N] in the order of w's rows, is added to x @ w before that is rounded.
-    ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET: what h is made by, see `_gated`.
+    w: [E, N, K], or TRANSPOSED [E, K, N]. With SWIGLU [E, 2 N, K], gates first: a tile of BLOCK_N
+        columns is half of gates and half of the ups that belong to them, BLOCK_N // 2 columns of h;
+        its descriptor is of [E, 2, N, K].
+        INTERLEAVED: rows of w are gate, up, gate, up, ..., as are columns of pre and of its
+        gradient.
+    BIAS: bias [E, N], with SWIGLU [E, 2 N] in the order of w's rows, is added to x @ w before that
+    is rounded. ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET: what h is made by, see `_gated`.
     PLAIN: out [rows, N] = x @ w.
     SWIGLU: out [rows, N] = h, and with STORE_PRE pre [rows, 2 N] = x @ w.
-    DSWIGLU: x @ w is the gradient of h, without the row's router weight. pre is read, out [rows, 2 N] is its gradient,
-        partial [rows, tiles of N] = <x @ w, h> over the tile, and with STORE_H hw [rows, N] = router weight * h.
-    MAP_ROWS: of a tile of the map, which is taken in MAP_ROWS // BLOCK_M pieces; those behind its end do nothing.
+    DSWIGLU: x @ w is the gradient of h, without the row's router weight. pre is read, out [rows, 2
+        N] is its gradient, partial [rows, tiles of N] = <x @ w, h> over the tile, and with STORE_H
+        hw [rows, N] = router weight * h.
+    MAP_ROWS: of a tile of the map, which is taken in MAP_ROWS // BLOCK_M pieces; those behind its
+    end do nothing.
     SPLIT: pieces that DSWIGLU takes a tile in, for registers.
     """
-    WIDE: tl.constexpr = BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N   # columns of N that a tile covers
+    WIDE: tl.constexpr = (
+        BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N
+    )  # columns of N that a tile covers
     HALVES: tl.constexpr = EPILOGUE == 1 and not INTERLEAVED
     i = tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
@@ -239,7 +425,8 @@ def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, wei
     m_tiles = tl.load(tiles_ptr + 3 * capacity) * PIECES
     n_tiles = tl.cdiv(N, WIDE)
     for t in range(tl.program_id(0), m_tiles * n_tiles, tl.num_programs(0)):
-        # Blocks that run together have GROUP tiles of rows and a few of columns: L2 holds what they read.
+        # Blocks that run together have GROUP tiles of rows and a few of columns: L2 holds what they
+        # read.
         first = t // (GROUP * n_tiles) * GROUP
         height = tl.minimum(m_tiles - first, GROUP)
         inside = t - first * n_tiles
@@ -260,7 +447,7 @@ def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, wei
             x_at = x + source[:, None] * x_stride + ks[None, :]
         # Of w's rows: the tile's first, all, and those that are there.
         start = n_tile * BLOCK_N
-        if HALVES:   # row j of the tile: gate n + j, or up n + j - WIDE
+        if HALVES:  # row j of the tile: gate n + j, or up n + j - WIDE
             column = tl.where(j < WIDE, n + j, N + n + j - WIDE)
             there = n + j % WIDE < N
         else:
@@ -298,28 +485,99 @@ def _gemm(x, w, out_ptr, pre_ptr, hw_ptr, partial_ptr, tiles_ptr, slots_ptr, wei
             acc += tl.load(bias_at, mask=there & (j * 0 + e < E), other=0.0).to(tl.float32)[None, :]
         if EPILOGUE == 0:
             c = n + j
-            tl.store(out_ptr + r[:, None] * N + c[None, :], acc.to(out_ptr.dtype.element_ty),
-                     mask=live[:, None] & (c < N)[None, :])
+            tl.store(
+                out_ptr + r[:, None] * N + c[None, :],
+                acc.to(out_ptr.dtype.element_ty),
+                mask=live[:, None] & (c < N)[None, :],
+            )
         elif EPILOGUE == 1:
             if INTERLEAVED:
-                _pairs_epilogue(acc, pre_ptr, out_ptr, r, live, n, N, STORE_PRE, BLOCK_M, BLOCK_N, ACTIVATION, ALPHA,
-                                LIMIT, UP_LIMIT, OFFSET)
+                _pairs_epilogue(
+                    acc,
+                    pre_ptr,
+                    out_ptr,
+                    r,
+                    live,
+                    n,
+                    N,
+                    STORE_PRE,
+                    BLOCK_M,
+                    BLOCK_N,
+                    ACTIVATION,
+                    ALPHA,
+                    LIMIT,
+                    UP_LIMIT,
+                    OFFSET,
+                )
             else:
                 gate, up = _halves(acc, BLOCK_M, BLOCK_N)
-                _halves_epilogue(gate, up, pre_ptr, out_ptr, r, live, n + tl.arange(0, WIDE), N, STORE_PRE, ACTIVATION,
-                                 ALPHA, LIMIT, UP_LIMIT, OFFSET)
+                _halves_epilogue(
+                    gate,
+                    up,
+                    pre_ptr,
+                    out_ptr,
+                    r,
+                    live,
+                    n + tl.arange(0, WIDE),
+                    N,
+                    STORE_PRE,
+                    ACTIVATION,
+                    ALPHA,
+                    LIMIT,
+                    UP_LIMIT,
+                    OFFSET,
+                )
         else:
             known = live & (i * 0 + e < E)
             scale = tl.load(weight_ptr + slot, mask=known, other=0.0)
-            dot = _dgate_epilogue(acc, pre_ptr, out_ptr, hw_ptr, r, live, known, n, N, scale, STORE_H, INTERLEAVED,
-                                  ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET, SPLIT, BLOCK_M, BLOCK_N)
+            dot = _dgate_epilogue(
+                acc,
+                pre_ptr,
+                out_ptr,
+                hw_ptr,
+                r,
+                live,
+                known,
+                n,
+                N,
+                scale,
+                STORE_H,
+                INTERLEAVED,
+                ACTIVATION,
+                ALPHA,
+                LIMIT,
+                UP_LIMIT,
+                OFFSET,
+                SPLIT,
+                BLOCK_M,
+                BLOCK_N,
+            )
             tl.store(partial_ptr + r * n_tiles + n_tile, dot, mask=live)
 
 
 @triton.jit(do_not_specialize=["R"])
-def _dweight(dy, x, out_ptr, offsets_ptr, slots_ptr, R, N, K, dy_stride, x_stride, TOP_K, GATHER_DY: tl.constexpr,
-             GATHER_X: tl.constexpr, TMA_DY: tl.constexpr, TMA_X: tl.constexpr, PRECISION: tl.constexpr,
-             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr):
+def _dweight(
+    dy,
+    x,
+    out_ptr,
+    offsets_ptr,
+    slots_ptr,
+    R,
+    N,
+    K,
+    dy_stride,
+    x_stride,
+    TOP_K,
+    GATHER_DY: tl.constexpr,
+    GATHER_X: tl.constexpr,
+    TMA_DY: tl.constexpr,
+    TMA_X: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """out [E, N, K].   dy: [rows, N], x: [rows, K], pointers or descriptors."""
     n_tiles, k_tiles = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
     e = tl.program_id(0) // (n_tiles * k_tiles)
@@ -341,7 +599,9 @@ def _dweight(dy, x, out_ptr, offsets_ptr, slots_ptr, R, N, K, dy_stride, x_strid
             g = dy.load([r, n])
         else:
             at = source if GATHER_DY else (r + rs).to(tl.int64)
-            g = tl.load(dy + at[:, None] * dy_stride + ns[None, :], mask=(ns < N)[None, :], other=0.0)
+            g = tl.load(
+                dy + at[:, None] * dy_stride + ns[None, :], mask=(ns < N)[None, :], other=0.0
+            )
         if TMA_X:
             a = x.load([r, k])
         else:
@@ -349,7 +609,8 @@ def _dweight(dy, x, out_ptr, offsets_ptr, slots_ptr, R, N, K, dy_stride, x_strid
             a = tl.load(x + at[:, None] * x_stride + ks[None, :], mask=(ks < K)[None, :], other=0.0)
         acc = tl.dot(tl.trans(g), a, acc, input_precision=PRECISION)
     if whole < end:
-        # Rows behind the expert's are another's, or the tail's: both factors become 0, since 0 * NaN is NaN.
+        # Rows behind the expert's are another's, or the tail's: both factors become 0, since 0 *
+        # NaN is NaN.
         live = whole + rs < end
         if GATHER_DY or GATHER_X:
             source = (tl.load(slots_ptr + whole + rs, mask=live, other=0) // TOP_K).to(tl.int64)
@@ -358,29 +619,56 @@ def _dweight(dy, x, out_ptr, offsets_ptr, slots_ptr, R, N, K, dy_stride, x_strid
             g = tl.where(live[:, None], g, tl.zeros_like(g))
         else:
             at = source if GATHER_DY else (whole + rs).to(tl.int64)
-            g = tl.load(dy + at[:, None] * dy_stride + ns[None, :], mask=live[:, None] & (ns < N)[None, :], other=0.0)
+            g = tl.load(
+                dy + at[:, None] * dy_stride + ns[None, :],
+                mask=live[:, None] & (ns < N)[None, :],
+                other=0.0,
+            )
         if TMA_X:
             a = x.load([whole, k])
             a = tl.where(live[:, None], a, tl.zeros_like(a))
         else:
             at = source if GATHER_X else (whole + rs).to(tl.int64)
-            a = tl.load(x + at[:, None] * x_stride + ks[None, :], mask=live[:, None] & (ks < K)[None, :], other=0.0)
+            a = tl.load(
+                x + at[:, None] * x_stride + ks[None, :],
+                mask=live[:, None] & (ks < K)[None, :],
+                other=0.0,
+            )
         acc = tl.dot(tl.trans(g), a, acc, input_precision=PRECISION)
     to = out_ptr + (e * N + ns).to(tl.int64)[:, None] * K + ks[None, :]
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(ns < N)[:, None] & (ks < K)[None, :])
 
 
 @triton.jit(do_not_specialize=["SLOTS"])
-def _router_gradient(partial_ptr, position_ptr, out_ptr, dy_ptr, bias_ptr, offsets_ptr, SLOTS, tiles, E, H, dy_stride,
-                     TOP_K, BIAS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
-                     EXPERTS: tl.constexpr):
-    """out[s] = the sum of row position[s] of partial [rows, tiles], and with BIAS <dy[s // TOP_K], bias[e]> of its
-    expert; 0 where position[s] < 0. dy: [T, H].   bias: [E, H]."""
+def _router_gradient(
+    partial_ptr,
+    position_ptr,
+    out_ptr,
+    dy_ptr,
+    bias_ptr,
+    offsets_ptr,
+    SLOTS,
+    tiles,
+    E,
+    H,
+    dy_stride,
+    TOP_K,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """out[s] = the sum of row position[s] of partial [rows, tiles], and with BIAS <dy[s // TOP_K],
+    bias[e]> of its expert; 0 where position[s] < 0. dy: [T, H].   bias: [E, H].
+    """
     s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(position_ptr + s, mask=s < SLOTS, other=-1)
     t = tl.arange(0, TILES)
     mask = (position >= 0)[:, None] & (t < tiles)[None, :]
-    found = tl.load(partial_ptr + position.to(tl.int64)[:, None] * tiles + t[None, :], mask=mask, other=0.0)
+    found = tl.load(
+        partial_ptr + position.to(tl.int64)[:, None] * tiles + t[None, :], mask=mask, other=0.0
+    )
     dot = tl.sum(found, axis=1)
     if BIAS:
         i = tl.arange(0, EXPERTS)
@@ -391,22 +679,32 @@ def _router_gradient(partial_ptr, position_ptr, out_ptr, dy_ptr, bias_ptr, offse
             c = k + tl.arange(0, COLUMNS)
             inside = (position >= 0)[:, None] & (c < H)[None, :]
             d = tl.load(dy_at[:, None] + c[None, :], mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(bias_ptr + (e * H)[:, None] + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(bias_ptr + (e * H)[:, None] + c[None, :], mask=inside, other=0.0).to(
+                tl.float32
+            )
             dot += tl.sum(d * b, axis=1)
     tl.store(out_ptr + s, dot, mask=s < SLOTS)
 
 
 # ---- launches
 
+
 @functools.cache
 def _processors(device: torch.device) -> int:
     # In the interpreter a few, so that a block has more than one tile there too.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 2
+    )
 
 
 @functools.cache
 def _has_tma(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)   # the interpreter has it, too
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (
+        9,
+        0,
+    )  # the interpreter has it, too
 
 
 @functools.cache
@@ -416,9 +714,13 @@ def _large(device: torch.device) -> bool:
 
 
 def _aligned(*tensors: torch.Tensor) -> bool:
-    """Whether rows start at multiples of 16 elements: what Triton takes note of when it makes wide loads, and more
-    than the 16 bytes that descriptors need."""
-    return all(t.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in t.stride()[:-1]) for t in tensors)
+    """Whether rows start at multiples of 16 elements: what Triton takes note of when it makes wide
+    loads, and more than the 16 bytes that descriptors need.
+    """
+    return all(
+        t.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in t.stride()[:-1])
+        for t in tensors
+    )
 
 
 def _fits(x: torch.Tensor, w: torch.Tensor, N: int) -> bool:
@@ -440,40 +742,84 @@ def _weights(w: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, bool]:
 
 
 def _precision(t: torch.Tensor) -> str | None:
-    return "ieee" if t.dtype == torch.float32 else None   # tf32 would keep 10 bits
+    return "ieee" if t.dtype == torch.float32 else None  # tf32 would keep 10 bits
 
 
 def _key(N: int, K: int, x: torch.Tensor, rows: int, experts: int, aligned: bool) -> tuple:
-    """Of a Tunable. rows: of an average expert, as a power of two, 1,024 at most, which few token counts tell apart."""
+    """Of a Tunable. rows: of an average expert, as a power of two, 1,024 at most, which few
+    token counts tell apart.
+    """
     average = min(1024, next_power_of_2(max(1, rows // experts)))
     return N, K, x.element_size(), average, aligned, _large(x.device)
 
 
 def map_size(rows: int, E: int, block: int = MAP_ROWS) -> int:
-    """Elements of `tile_map`'s result: each of E experts and the tail has at most one tile that is not whole."""
+    """Elements of `tile_map`'s result: each of E experts and the tail has at most one tile that
+    is not whole.
+    """
     return 3 * ((rows + (E + 1) * (block - 1)) // block) + 1
 
 
-def tile_map(offsets: torch.Tensor, rows: int, block: int = MAP_ROWS, whole: bool = False) -> torch.Tensor:
-    """Tiles of `block` rows: for `_gemm` and for attention. whole: what is behind the last tile is 0, as a result of an
-    operator has to be a function of its arguments."""
+def tile_map(
+    offsets: torch.Tensor, rows: int, block: int = MAP_ROWS, whole: bool = False
+) -> torch.Tensor:
+    """Tiles of `block` rows: for `_gemm` and for attention. whole: what is behind the last tile is
+    0, as a result of an operator has to be a function of its arguments.
+    """
     E = offsets.shape[0]
     make = torch.zeros if whole else torch.empty
     tiles = make(map_size(rows, E, block), dtype=torch.int32, device=offsets.device)
     capacity = tiles.shape[0] // 3
-    launch(_map_tiles, (E + 1,), offsets, tiles, E, rows, capacity, BLOCK_M=block, BLOCK=_TILE_BLOCK,
-           EXPERTS=next_power_of_2(E + 1))
+    launch(
+        _map_tiles,
+        (E + 1,),
+        offsets,
+        tiles,
+        E,
+        rows,
+        capacity,
+        BLOCK_M=block,
+        BLOCK=_TILE_BLOCK,
+        EXPERTS=next_power_of_2(E + 1),
+    )
     return tiles
 
 
 # silu(gate) * up, of halves.
-SILU_MUL = {"ACTIVATION": 0, "INTERLEAVED": False, "ALPHA": 1.0, "LIMIT": None, "UP_LIMIT": None, "OFFSET": 0.0}
+SILU_MUL = {
+    "ACTIVATION": 0,
+    "INTERLEAVED": False,
+    "ALPHA": 1.0,
+    "LIMIT": None,
+    "UP_LIMIT": None,
+    "OFFSET": 0.0,
+}
 
 
-def _launch(tunable, x, w, out, pre, hw, partial, offsets, slots, top_k, weight, rows, N, K, transposed, epilogue,
-            bias=None, gate=SILU_MUL, tiles=None):
-    """One `_gemm`. x is a matrix with contiguous rows, w as `_weights` gives it, bias a contiguous matrix; tiles: of
-    these offsets, if there are some already."""
+def _launch(
+    tunable,
+    x,
+    w,
+    out,
+    pre,
+    hw,
+    partial,
+    offsets,
+    slots,
+    top_k,
+    weight,
+    rows,
+    N,
+    K,
+    transposed,
+    epilogue,
+    bias=None,
+    gate=SILU_MUL,
+    tiles=None,
+):
+    """One `_gemm`. x is a matrix with contiguous rows, w as `_weights` gives it, bias a contiguous
+    matrix; tiles: of these offsets, if there are some already.
+    """
     E = offsets.shape[0]
     aligned = _fits(x, w, N)
     c = dict(tunable.config(x.device, *_key(N, K, x, rows, E, aligned)))
@@ -494,10 +840,40 @@ def _launch(tunable, x, w, out, pre, hw, partial, offsets, slots, top_k, weight,
             w, block = w.unflatten(1, (2, N)), [2, wide, c["BLOCK_K"]]
         w = TensorDescriptor.from_tensor(w, [1, *block])
     grid = min(blocks, capacity * (MAP_ROWS // c["BLOCK_M"]) * cdiv(N, wide))
-    launch(_gemm, (grid,), x, w, out, pre, hw, partial, tiles, slots, weight, bias, E, capacity, N, K, x_stride,
-           expert_stride, w_stride, top_k, GATHER=slots is not None, TRANSPOSED=transposed, EPILOGUE=epilogue,
-           STORE_PRE=pre is not None, STORE_H=hw is not None, BIAS=bias is not None, TMA_X=tma_x, TMA_W=tma_w,
-           PRECISION=_precision(out), MAP_ROWS=MAP_ROWS, **gate, **c)
+    launch(
+        _gemm,
+        (grid,),
+        x,
+        w,
+        out,
+        pre,
+        hw,
+        partial,
+        tiles,
+        slots,
+        weight,
+        bias,
+        E,
+        capacity,
+        N,
+        K,
+        x_stride,
+        expert_stride,
+        w_stride,
+        top_k,
+        GATHER=slots is not None,
+        TRANSPOSED=transposed,
+        EPILOGUE=epilogue,
+        STORE_PRE=pre is not None,
+        STORE_H=hw is not None,
+        BIAS=bias is not None,
+        TMA_X=tma_x,
+        TMA_W=tma_w,
+        PRECISION=_precision(out),
+        MAP_ROWS=MAP_ROWS,
+        **gate,
+        **c,
+    )
 
 
 def _product(tunable, x, weight, offsets, transposed, bias=None, tiles=None):
@@ -508,29 +884,62 @@ def _product(tunable, x, weight, offsets, transposed, bias=None, tiles=None):
         return out.zero_()
     if out.numel():
         w, turned = _weights(weight, transposed)
-        _launch(tunable, _rows(x), w, out, None, None, None, offsets, None, 1, None, rows, N, K, turned, PLAIN,
-                None if bias is None else bias.contiguous(), tiles=tiles)
+        _launch(
+            tunable,
+            _rows(x),
+            w,
+            out,
+            None,
+            None,
+            None,
+            offsets,
+            None,
+            1,
+            None,
+            rows,
+            N,
+            K,
+            turned,
+            PLAIN,
+            None if bias is None else bias.contiguous(),
+            tiles=tiles,
+        )
     return out
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor,
-            bias: torch.Tensor | None = None, tiles: torch.Tensor | None = None) -> torch.Tensor:
-    """y [R, N] from x [R, K], weight [E, N, K] and perhaps bias [E, N], which needs a K that is not 0; zeros in the
-    tail. tiles: `tile_map` of the offsets; None: it is made here."""
+def forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y [R, N] from x [R, K], weight [E, N, K] and perhaps bias [E, N], which needs a K that is not
+    0; zeros in the
+    tail. tiles: `tile_map` of the offsets; None: it is made here.
+    """
     return _product(FORWARD, x, weight, offsets, False, bias, tiles)
 
 
-def backward_x(dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor,
-               tiles: torch.Tensor | None = None) -> torch.Tensor:
+def backward_x(
+    dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, tiles: torch.Tensor | None = None
+) -> torch.Tensor:
     """dx [R, K] from dy [R, N] and weight [E, N, K]; zeros in the tail. tiles: as in `forward`."""
     return _product(BACKWARD_X, dy, weight, offsets, True, tiles=tiles)
 
 
-def backward_weight(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, slots: torch.Tensor | None = None,
-                    top_k: int = 1, gather: str = "x") -> torch.Tensor:
+def backward_weight(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    top_k: int = 1,
+    gather: str = "x",
+) -> torch.Tensor:
     """dweight [E, N, K] from dy [R, N] and x [R, K]; zeros for an expert without rows.
 
-    slots [R] int32: row r of the operand named by `gather` ("x" or "dy") is its row slots[r] // top_k.
+    slots [R] int32: row r of the operand named by `gather` ("x" or "dy") is its row slots[r] //
+    top_k.
     """
     dy, x = _rows(dy), _rows(x)
     E, N, K = offsets.shape[0], dy.shape[1], x.shape[1]
@@ -548,53 +957,108 @@ def backward_weight(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, sl
     tma = {n: descriptors and not gathered for n, gathered in gathers.items()}
     grid = E * cdiv(N, c["BLOCK_N"]) * cdiv(K, c["BLOCK_K"])
     launch(
-        _dweight, (grid,),
+        _dweight,
+        (grid,),
         TensorDescriptor.from_tensor(dy, [c["BLOCK_R"], c["BLOCK_N"]]) if tma["dy"] else dy,
         TensorDescriptor.from_tensor(x, [c["BLOCK_R"], c["BLOCK_K"]]) if tma["x"] else x,
-        out, offsets, slots, rows, N, K, dy.stride(0), x.stride(0), top_k, GATHER_DY=gathers["dy"],
-        GATHER_X=gathers["x"], TMA_DY=tma["dy"], TMA_X=tma["x"], PRECISION=_precision(dy), **c)
+        out,
+        offsets,
+        slots,
+        rows,
+        N,
+        K,
+        dy.stride(0),
+        x.stride(0),
+        top_k,
+        GATHER_DY=gathers["dy"],
+        GATHER_X=gathers["x"],
+        TMA_DY=tma["dy"],
+        TMA_X=tma["x"],
+        PRECISION=_precision(dy),
+        **c,
+    )
     return out
 
 
 def _gathered(config: dict) -> dict:
-    """Constants of `_dweight` for gathered rows, whose numbers Triton loads in stages of their own: with as many stages
-    it would keep half as many tiles on their way."""
+    """Constants of `_dweight` for gathered rows, whose numbers Triton loads in stages of their own:
+    with as many stages it would keep half as many tiles on their way.
+    """
     return {**config, "num_stages": 2 * config["num_stages"] - 1}
 
 
 # ---- launches of a mixture-of-experts MLP
 
-def up_swiglu(x: torch.Tensor, gate_up_proj: torch.Tensor, offsets: torch.Tensor, slots: torch.Tensor, top_k: int,
-              keep_pre: bool, bias: torch.Tensor | None = None, gate: dict = SILU_MUL,
-              tiles: torch.Tensor | None = None) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(pre [R, 2 I] or None, h [R, I]) from x [T, H] and gate_up_proj [E, 2 I, H], gates first or interleaved.
 
-    slots [R] int32: row r is token slots[r] // top_k. pre = x[token] @ gate_up_proj[e]^T + bias[e], rounded once;
-    h = silu(gate) * up of the rounded pre, or what the constants in `gate` say. Zeros in the tail. R, I and H are not
-    0.
+def up_swiglu(
+    x: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    offsets: torch.Tensor,
+    slots: torch.Tensor,
+    top_k: int,
+    keep_pre: bool,
+    bias: torch.Tensor | None = None,
+    gate: dict = SILU_MUL,
+    tiles: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(pre [R, 2 I] or None, h [R, I]) from x [T, H] and gate_up_proj [E, 2 I, H], gates first or
+    interleaved.
+
+    slots [R] int32: row r is token slots[r] // top_k. pre = x[token] @ gate_up_proj[e]^T + bias[e],
+    rounded once; h = silu(gate) * up of the rounded pre, or what the constants in `gate` say. Zeros
+    in the tail. R, I and H are not 0.
     """
     rows, K, N = slots.shape[0], x.shape[1], gate_up_proj.shape[1] // 2
     pre = torch.empty((rows, 2 * N), dtype=x.dtype, device=x.device) if keep_pre else None
     h = torch.empty((rows, N), dtype=x.dtype, device=x.device)
     w, turned = _weights(gate_up_proj, False)
-    _launch(UP_SWIGLU, _rows(x), w, h, pre, None, None, offsets, slots, top_k, None, rows, N, K, turned, SWIGLU,
-            None if bias is None else bias.contiguous(), gate, tiles)
+    _launch(
+        UP_SWIGLU,
+        _rows(x),
+        w,
+        h,
+        pre,
+        None,
+        None,
+        offsets,
+        slots,
+        top_k,
+        None,
+        rows,
+        N,
+        K,
+        turned,
+        SWIGLU,
+        None if bias is None else bias.contiguous(),
+        gate,
+        tiles,
+    )
     return pre, h
 
 
-def down_dswiglu(dy: torch.Tensor, down_proj: torch.Tensor, pre: torch.Tensor, expert_weight: torch.Tensor,
-                 offsets: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
-                 keep_h: bool, bias: torch.Tensor | None = None, gate: dict = SILU_MUL,
-                 tiles: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def down_dswiglu(
+    dy: torch.Tensor,
+    down_proj: torch.Tensor,
+    pre: torch.Tensor,
+    expert_weight: torch.Tensor,
+    offsets: torch.Tensor,
+    slots: torch.Tensor,
+    position: torch.Tensor,
+    keep_h: bool,
+    bias: torch.Tensor | None = None,
+    gate: dict = SILU_MUL,
+    tiles: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(dpre [R, 2 I], dexpert_weight [T, K] fp32, weighted h [R, I] or None) of a MoE MLP.
 
-    dy [T, H]: of the layer's result.   down_proj [E, H, I].   pre [R, 2 I]: contiguous, as `up_swiglu` kept it.
-    expert_weight [T, K] fp32.   slots [R], position [T, K] int32: as `sort_by_expert` gives them.
-    bias [E, H]: that of the down-projection.   gate: as in `up_swiglu`.
-    With dh = dy[token] @ down_proj[e], which is not kept: dexpert_weight = <dh, h> + <dy[token], bias[e]>, and dpre is
+    dy [T, H]: of the layer's result.   down_proj [E, H, I].   pre [R, 2 I]: contiguous, as
+    `up_swiglu` kept it. expert_weight [T, K] fp32.   slots [R], position [T, K] int32: as
+    `sort_by_expert` gives them.
+    bias [E, H]: that of the down-projection.   gate: as in `up_swiglu`. With dh = dy[token] @
+    down_proj[e], which is not kept: dexpert_weight = <dh, h> + <dy[token], bias[e]>, and dpre is
     the gradient for weight * dh. weight * h is what the gradient of down_proj is made of:
-    backward_weight(dy, weighted h, ..., "dy").
-    Zeros in the tail and for sentinels. R, I and H are not 0.
+    backward_weight(dy, weighted h, ..., "dy"). Zeros in the tail and for sentinels. R, I and H are
+    not 0.
     """
     rows, K, N = slots.shape[0], dy.shape[1], down_proj.shape[2]
     top_k = expert_weight.shape[1]
@@ -602,61 +1066,130 @@ def down_dswiglu(dy: torch.Tensor, down_proj: torch.Tensor, pre: torch.Tensor, e
     hw = torch.empty((rows, N), dtype=dy.dtype, device=dy.device) if keep_h else None
     dy = _rows(dy)
     w, turned = _weights(down_proj, True)
-    tile = DOWN_DSWIGLU.config(dy.device, *_key(N, K, dy, rows, offsets.shape[0], _fits(dy, w, N)))["BLOCK_N"]
+    tile = DOWN_DSWIGLU.config(dy.device, *_key(N, K, dy, rows, offsets.shape[0], _fits(dy, w, N)))[
+        "BLOCK_N"
+    ]
     parts = cdiv(N, tile)
     partial = torch.empty((rows, parts), dtype=torch.float32, device=dy.device)
-    _launch(DOWN_DSWIGLU, dy, w, dpre, pre, hw, partial, offsets, slots, top_k, expert_weight, rows, N, K,
-            turned, DSWIGLU, gate=gate, tiles=tiles)
+    _launch(
+        DOWN_DSWIGLU,
+        dy,
+        w,
+        dpre,
+        pre,
+        hw,
+        partial,
+        offsets,
+        slots,
+        top_k,
+        expert_weight,
+        rows,
+        N,
+        K,
+        turned,
+        DSWIGLU,
+        gate=gate,
+        tiles=tiles,
+    )
     dweight = torch.empty(position.shape, dtype=torch.float32, device=dy.device)
     columns = next_power_of_2(parts)
     block = max(1, 1024 // columns) if bias is None else _SLOTS
     E = offsets.shape[0]
     launch(
-        _router_gradient, (cdiv(dweight.numel(), block),),
-        partial, position, dweight, None if bias is None else dy, None if bias is None else bias.contiguous(),
-        None if bias is None else offsets, dweight.numel(), parts, E, K, dy.stride(0), top_k, BIAS=bias is not None,
-        BLOCK=block, TILES=columns, COLUMNS=_COLUMNS, EXPERTS=next_power_of_2(E))
+        _router_gradient,
+        (cdiv(dweight.numel(), block),),
+        partial,
+        position,
+        dweight,
+        None if bias is None else dy,
+        None if bias is None else bias.contiguous(),
+        None if bias is None else offsets,
+        dweight.numel(),
+        parts,
+        E,
+        K,
+        dy.stride(0),
+        top_k,
+        BIAS=bias is not None,
+        BLOCK=block,
+        TILES=columns,
+        COLUMNS=_COLUMNS,
+        EXPERTS=next_power_of_2(E),
+    )
     return dpre, dweight, hw
 
 
 # ---- constants
 
+
 def _constants(m, n, k, warps, stages, per_sm, group=8, split=1) -> dict:
-    return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP": group, "SPLIT": split, "per_sm": per_sm,
-            "num_warps": warps, "num_stages": stages}
+    return {
+        "BLOCK_M": m,
+        "BLOCK_N": n,
+        "BLOCK_K": k,
+        "GROUP": group,
+        "SPLIT": split,
+        "per_sm": per_sm,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
 
 
-# Without alignment each element is a load of its own, through registers. float32 is multiplied without tensor cores.
+# Without alignment each element is a load of its own, through registers. float32 is multiplied
+# without tensor cores.
 _ODD = _constants(64, 64, 32, 4, 2, 2)
 _FP32 = _constants(64, 64, 32, 4, 3, 2)
 
 
 def _gemm_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
-    """Large: tiles of 128 x 256, which read half as often from L2 what they multiply, if K is long enough that little
-    time goes into filling the pipeline and writing the tile. Else 96 KiB of operands on their way: two blocks on an SM,
-    one of which multiplies while the other does that; and on sm_120, one."""
+    """Large: tiles of 128 x 256, which read half as often from L2 what they multiply, if K is long
+    enough that little time goes into filling the pipeline and writing the tile. Else 96 KiB of
+    operands on their way: two blocks on an SM, one of which multiplies while the other does that;
+    and on sm_120, one.
+    """
     if itemsize == 4:
         return _FP32
     if not aligned:
         return _ODD
     if rows <= 64:
         return _constants(64, 128, 64, 4, 4, 2)
-    return _constants(128, 256, 64, 8, 4, 1) if large and K > 1024 and N > 1024 else _constants(128, 128, 64, 8, 3, 2)
+    return (
+        _constants(128, 256, 64, 8, 4, 1)
+        if large and K > 1024 and N > 1024
+        else _constants(128, 128, 64, 8, 3, 2)
+    )
 
 
 def _gemm_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
     if itemsize == 4 or not aligned:
-        return [_constants(m, n, 32, 4, stages, 2) for m, n in ((32, 64), (64, 64), (64, 32)) for stages in (2, 3)]
-    shapes = [(64, 128, 64, 4, 4, 2), (64, 256, 64, 4, 2, 1), (128, 128, 64, 4, 3, 2), (128, 128, 64, 8, 3, 2),
-              (128, 64, 64, 4, 4, 2), (128, 256, 64, 8, 2, 1), (128, 256, 32, 8, 4, 1)]
+        return [
+            _constants(m, n, 32, 4, stages, 2)
+            for m, n in ((32, 64), (64, 64), (64, 32))
+            for stages in (2, 3)
+        ]
+    shapes = [
+        (64, 128, 64, 4, 4, 2),
+        (64, 256, 64, 4, 2, 1),
+        (128, 128, 64, 4, 3, 2),
+        (128, 128, 64, 8, 3, 2),
+        (128, 64, 64, 4, 4, 2),
+        (128, 256, 64, 8, 2, 1),
+        (128, 256, 32, 8, 4, 1),
+    ]
     if large:
-        shapes += [(128, 256, 64, 8, 3, 1), (128, 256, 64, 8, 4, 1), (128, 128, 64, 8, 5, 1), (64, 256, 64, 4, 4, 1)]
+        shapes += [
+            (128, 256, 64, 8, 3, 1),
+            (128, 256, 64, 8, 4, 1),
+            (128, 128, 64, 8, 5, 1),
+            (64, 256, 64, 4, 4, 1),
+        ]
     return [_constants(*shape, group) for shape in shapes for group in (4, 8, 16)]
 
 
 def _up_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
-    """A tile's columns are of gates and of ups. Two blocks on an SM: one multiplies while the other writes pre and h,
-    which are as many bytes as it has read."""
+    """A tile's columns are of gates and of ups. Two blocks on an SM: one multiplies while the other
+    writes pre and h, which are as many bytes as it has read.
+    """
     if itemsize == 4 or not aligned or rows <= 64:
         return _gemm_heuristic(N, K, itemsize, rows, aligned, large)
     return _constants(128, 128, 64, 8, 3, 2)
@@ -664,18 +1197,31 @@ def _up_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large
 
 def _up_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
     """Of wider tiles an epilogue in one piece spills."""
-    return [c for c in _gemm_space(N, K, itemsize, rows, aligned, large)
-            if c["BLOCK_M"] * c["BLOCK_N"] // c["num_warps"] <= 2048]
+    return [
+        c
+        for c in _gemm_space(N, K, itemsize, rows, aligned, large)
+        if c["BLOCK_M"] * c["BLOCK_N"] // c["num_warps"] <= 2048
+    ]
 
 
 def _down_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
-    """SPLIT: the epilogue holds a sum, a gate, an up and what comes of them for each element of a piece. Two blocks on
-    an SM, where it has room for them: the epilogue reads and writes more than the product reads."""
+    """SPLIT: the epilogue holds a sum, a gate, an up and what comes of them for each element of a
+    piece. Two blocks on
+    an SM, where it has room for them: the epilogue reads and writes more than the product reads.
+    """
     if itemsize == 4 or not aligned:
-        # In float32 four pieces: with one or two ptxas spills 8 bytes for sm_100 or sm_120 with the gate of gpt-oss.
-        return {**(_FP32 if itemsize == 4 else _ODD), "BLOCK_N": 32, "SPLIT": 4 if itemsize == 4 else 2}
-    return _constants(64, 128, 64, 4, 4, 2, split=4) if large or rows <= 64 else _constants(128, 128, 64, 8, 3, 1,
-                                                                                            split=4)
+        # In float32 four pieces: with one or two ptxas spills 8 bytes for sm_100 or sm_120 with the
+        # gate of gpt-oss.
+        return {
+            **(_FP32 if itemsize == 4 else _ODD),
+            "BLOCK_N": 32,
+            "SPLIT": 4 if itemsize == 4 else 2,
+        }
+    return (
+        _constants(64, 128, 64, 4, 4, 2, split=4)
+        if large or rows <= 64
+        else _constants(128, 128, 64, 8, 3, 1, split=4)
+    )
 
 
 def _down_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
@@ -683,8 +1229,12 @@ def _down_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: 
         return [{**_FP32, "BLOCK_M": m, "BLOCK_N": 32, "SPLIT": 4} for m in (32, 64)]
     if not aligned:
         return [{**_ODD, "BLOCK_N": n, "SPLIT": split} for n, split in ((32, 1), (32, 2), (64, 4))]
-    shapes = [(64, 128, 64, 4, 4, 2, 4), (128, 64, 64, 4, 4, 2, 2), (128, 64, 64, 4, 4, 2, 4),
-              (128, 128, 64, 8, 3, 1, 4)]
+    shapes = [
+        (64, 128, 64, 4, 4, 2, 4),
+        (128, 64, 64, 4, 4, 2, 2),
+        (128, 64, 64, 4, 4, 2, 4),
+        (128, 128, 64, 8, 3, 1, 4),
+    ]
     if large:
         shapes += [(128, 128, 64, 8, 5, 1, 4)]
     return [_constants(*shape[:6], group, shape[6]) for shape in shapes for group in (4, 8, 16)]
@@ -693,24 +1243,46 @@ def _down_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: 
 _WEIGHT_NAMES = ("BLOCK_N", "BLOCK_K", "BLOCK_R", "num_warps", "num_stages", "GROUP")
 
 
-def _dweight_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
+def _dweight_heuristic(
+    N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool
+) -> dict:
     """As for `_gemm`. Rows are what is summed over."""
     if itemsize == 4 or not aligned:
         shape = (64, 64, 32, 4, 3 if itemsize == 4 else 2)
     else:
-        shape = (128, 256, 64, 8, 4) if large and rows > 512 and K % 256 == 0 else (128, 128, 64, 8, 3)
+        shape = (
+            (128, 256, 64, 8, 4) if large and rows > 512 and K % 256 == 0 else (128, 128, 64, 8, 3)
+        )
     return dict(zip(_WEIGHT_NAMES, (*shape, 8), strict=True))
 
 
-def _dweight_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
+def _dweight_space(
+    N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool
+) -> list[dict]:
     if itemsize == 4 or not aligned:
         shapes = [(64, 64, 32, 4, 2), (64, 64, 32, 4, 3), (64, 64, 16, 4, 3), (32, 64, 32, 4, 3)]
     else:
-        shapes = [(128, 128, 64, 4, 3), (128, 128, 64, 8, 3), (128, 256, 64, 8, 2), (256, 128, 64, 8, 2),
-                  (128, 256, 32, 8, 4), (64, 256, 64, 4, 2), (64, 128, 64, 4, 4)]
+        shapes = [
+            (128, 128, 64, 4, 3),
+            (128, 128, 64, 8, 3),
+            (128, 256, 64, 8, 2),
+            (256, 128, 64, 8, 2),
+            (128, 256, 32, 8, 4),
+            (64, 256, 64, 4, 2),
+            (64, 128, 64, 4, 4),
+        ]
         if large:
-            shapes += [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (256, 128, 64, 8, 4)]
-    return [dict(zip(_WEIGHT_NAMES, (*shape, group), strict=True)) for shape in shapes for group in (4, 8, 16)]
+            shapes += [
+                (128, 256, 64, 8, 3),
+                (128, 256, 64, 8, 4),
+                (256, 128, 64, 8, 3),
+                (256, 128, 64, 8, 4),
+            ]
+    return [
+        dict(zip(_WEIGHT_NAMES, (*shape, group), strict=True))
+        for shape in shapes
+        for group in (4, 8, 16)
+    ]
 
 
 # ---- for the compile gate
@@ -721,40 +1293,67 @@ _COPIES = {90: ("wgmma", "tma"), 100: ("tcgen05", "tma")}
 
 
 def _about(key: dict) -> str:
-    words = (_TYPES[key["itemsize"]], "" if key["aligned"] else "odd", "large" if key["large"] else "",
-             "few rows" if key["rows"] <= 64 else "")
+    words = (
+        _TYPES[key["itemsize"]],
+        "" if key["aligned"] else "odd",
+        "large" if key["large"] else "",
+        "few rows" if key["rows"] <= 64 else "",
+    )
     return " ".join(filter(None, words))
 
 
 def _needs(key: dict, tma: bool) -> dict:
-    """What a spec says of alignment and instructions. Without alignment nothing is wider than an element; float32
-    without TF32 has no matrix instructions."""
+    """What a spec says of alignment and instructions. Without alignment nothing is wider than an
+    element; float32 without TF32 has no matrix instructions.
+    """
     if not key["aligned"]:
         return {"load": 8 * key["itemsize"], "store": 8 * key["itemsize"]}
     uses = {} if key["itemsize"] == 4 else _COPIES if tma else _MATRIX
-    return {"min_arch": 90 if tma else 80, "max_arch": 119 if key["large"] else 999, "uses": uses,
-            "divisible": ("N", "K", "x_stride", "w_stride", "w_expert_stride", "dy_stride")}
+    return {
+        "min_arch": 90 if tma else 80,
+        "max_arch": 119 if key["large"] else 999,
+        "uses": uses,
+        "divisible": ("N", "K", "x_stride", "w_stride", "w_expert_stride", "dy_stride"),
+    }
 
 
 # gpt-oss's, for the gate.
-_CLAMPED = {"ACTIVATION": 0, "INTERLEAVED": True, "ALPHA": 1.702, "LIMIT": 7.0, "UP_LIMIT": 7.0, "OFFSET": 1.0}
+_CLAMPED = {
+    "ACTIVATION": 0,
+    "INTERLEAVED": True,
+    "ALPHA": 1.702,
+    "LIMIT": 7.0,
+    "UP_LIMIT": 7.0,
+    "OFFSET": 1.0,
+}
 
 
 def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
-    """One without a bias; and where there may be one, or another gate, gpt-oss's, whose weights are transposed."""
+    """One without a bias; and where there may be one, or another gate, gpt-oss's, whose weights
+    are transposed.
+    """
+
     def spec(key: dict, config: dict, kind: str, transposed: bool, gate: dict) -> KernelSpec:
         t = _TYPES[key["itemsize"]]
         c = {n: v for n, v in config.items() if n not in ("per_sm", "num_warps", "num_stages")}
         m, n, k = c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"]
-        bias = bool(kind) and epilogue != DSWIGLU   # that of the down-projection is added where it is the forward
+        bias = (
+            bool(kind) and epilogue != DSWIGLU
+        )  # that of the down-projection is added where it is the forward
         halves = epilogue == SWIGLU and not gate["INTERLEAVED"]
         block = [2, n // 2, k] if halves else [k, n] if transposed else [n, k]
         tma = key["itemsize"] == 2 and key["aligned"]
         tma_x = tma and not gather
-        used = {"x": f"tensordesc<{t}[{m},{k}]>" if tma_x else f"*{t}",
-                "w": f"tensordesc<{t}[{','.join(map(str, (1, *block)))}]>" if tma else f"*{t}",
-                "out_ptr": f"*{t}", "tiles_ptr": "*i32",
-                **dict.fromkeys(("E", "capacity", "N", "K", "x_stride", "w_expert_stride", "w_stride", "TOP_K"), "i32")}
+        used = {
+            "x": f"tensordesc<{t}[{m},{k}]>" if tma_x else f"*{t}",
+            "w": f"tensordesc<{t}[{','.join(map(str, (1, *block)))}]>" if tma else f"*{t}",
+            "out_ptr": f"*{t}",
+            "tiles_ptr": "*i32",
+            **dict.fromkeys(
+                ("E", "capacity", "N", "K", "x_stride", "w_expert_stride", "w_stride", "TOP_K"),
+                "i32",
+            ),
+        }
         if gather:
             used["slots_ptr"] = "*i32"
         if epilogue != PLAIN:
@@ -763,14 +1362,35 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
             used |= {"hw_ptr": f"*{t}", "partial_ptr": "*fp32", "weight_ptr": "*fp32"}
         if bias:
             used["bias_ptr"] = f"*{t}"
-        absent = dict.fromkeys(n for n in ("pre_ptr", "hw_ptr", "partial_ptr", "slots_ptr", "weight_ptr", "bias_ptr")
-                               if n not in used)
-        constexprs = {**absent, **c, "GATHER": gather, "TRANSPOSED": transposed, "EPILOGUE": epilogue,
-                      "STORE_PRE": epilogue == SWIGLU, "STORE_H": epilogue == DSWIGLU, "BIAS": bias, **gate,
-                      "TMA_X": tma_x, "TMA_W": tma, "PRECISION": "ieee" if key["itemsize"] == 4 else None,
-                      "MAP_ROWS": MAP_ROWS}
-        return KernelSpec(_gemm, f"{label}{kind} {_about(key)}", used, constexprs, config["num_warps"],
-                          config["num_stages"], **_needs(key, tma))
+        absent = dict.fromkeys(
+            n
+            for n in ("pre_ptr", "hw_ptr", "partial_ptr", "slots_ptr", "weight_ptr", "bias_ptr")
+            if n not in used
+        )
+        constexprs = {
+            **absent,
+            **c,
+            "GATHER": gather,
+            "TRANSPOSED": transposed,
+            "EPILOGUE": epilogue,
+            "STORE_PRE": epilogue == SWIGLU,
+            "STORE_H": epilogue == DSWIGLU,
+            "BIAS": bias,
+            **gate,
+            "TMA_X": tma_x,
+            "TMA_W": tma,
+            "PRECISION": "ieee" if key["itemsize"] == 4 else None,
+            "MAP_ROWS": MAP_ROWS,
+        }
+        return KernelSpec(
+            _gemm,
+            f"{label}{kind} {_about(key)}",
+            used,
+            constexprs,
+            config["num_warps"],
+            config["num_stages"],
+            **_needs(key, tma),
+        )
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         found = [spec(key, config, "", transposed, SILU_MUL)]
@@ -793,48 +1413,138 @@ def _dweight_specs(key: dict, config: dict) -> list[KernelSpec]:
     for name, gather in (("", ""), (" gathered x", "x"), (" gathered dy", "dy")):
         stages = (_gathered(config) if gather else config)["num_stages"]
         tma_dy, tma_x = tma and gather != "dy", tma and gather != "x"
-        used = {"dy": f"tensordesc<{t}[{r},{n}]>" if tma_dy else f"*{t}",
-                "x": f"tensordesc<{t}[{r},{k}]>" if tma_x else f"*{t}", "out_ptr": f"*{t}", "offsets_ptr": "*i32",
-                **dict.fromkeys(("R", "N", "K", "dy_stride", "x_stride", "TOP_K"), "i32")}
+        used = {
+            "dy": f"tensordesc<{t}[{r},{n}]>" if tma_dy else f"*{t}",
+            "x": f"tensordesc<{t}[{r},{k}]>" if tma_x else f"*{t}",
+            "out_ptr": f"*{t}",
+            "offsets_ptr": "*i32",
+            **dict.fromkeys(("R", "N", "K", "dy_stride", "x_stride", "TOP_K"), "i32"),
+        }
         if gather:
             used["slots_ptr"] = "*i32"
-        constexprs = {**({} if gather else {"slots_ptr": None}), **c, "GATHER_DY": gather == "dy",
-                      "GATHER_X": gather == "x", "TMA_DY": tma_dy, "TMA_X": tma_x,
-                      "PRECISION": "ieee" if key["itemsize"] == 4 else None}
-        found.append(KernelSpec(_dweight, f"backward weight{name} {_about(key)}", used, constexprs,
-                                config["num_warps"], stages, **_needs(key, tma)))
+        constexprs = {
+            **({} if gather else {"slots_ptr": None}),
+            **c,
+            "GATHER_DY": gather == "dy",
+            "GATHER_X": gather == "x",
+            "TMA_DY": tma_dy,
+            "TMA_X": tma_x,
+            "PRECISION": "ieee" if key["itemsize"] == 4 else None,
+        }
+        found.append(
+            KernelSpec(
+                _dweight,
+                f"backward weight{name} {_about(key)}",
+                used,
+                constexprs,
+                config["num_warps"],
+                stages,
+                **_needs(key, tma),
+            )
+        )
     return found
 
 
 def gate() -> tuple[KernelSpec, ...]:
     """The small kernels, whose constants are not searched: a few numbers a thread, at any place."""
     return (
-        KernelSpec(_map_tiles, "tiles", {"offsets_ptr": "*i32", "tiles_ptr": "*i32", "E": "i32", "R": "i32",
-                                         "capacity": "i32"},
-                   {"BLOCK_M": 128, "BLOCK": _TILE_BLOCK, "EXPERTS": 256}, load=32, store=32),
-        *(KernelSpec(_router_gradient, f"router gradient{' biased' if bias else ''}",
-                     {"partial_ptr": "*fp32", "position_ptr": "*i32", "out_ptr": "*fp32",
-                      **(dict.fromkeys(("dy_ptr", "bias_ptr"), "*bf16") | {"offsets_ptr": "*i32"} if bias else {}),
-                      **dict.fromkeys(("SLOTS", "tiles", "E", "H", "dy_stride", "TOP_K"), "i32")},
-                     {**({} if bias else dict.fromkeys(("dy_ptr", "bias_ptr", "offsets_ptr"))), "BIAS": bias,
-                      "BLOCK": _SLOTS if bias else 128, "TILES": 8, "COLUMNS": _COLUMNS, "EXPERTS": 128},
-                     load=128 if bias else 32, store=32, divisible=("H", "dy_stride") if bias else ())
-          for bias in (False, True)),
+        KernelSpec(
+            _map_tiles,
+            "tiles",
+            {"offsets_ptr": "*i32", "tiles_ptr": "*i32", "E": "i32", "R": "i32", "capacity": "i32"},
+            {"BLOCK_M": 128, "BLOCK": _TILE_BLOCK, "EXPERTS": 256},
+            load=32,
+            store=32,
+        ),
+        *(
+            KernelSpec(
+                _router_gradient,
+                f"router gradient{' biased' if bias else ''}",
+                {
+                    "partial_ptr": "*fp32",
+                    "position_ptr": "*i32",
+                    "out_ptr": "*fp32",
+                    **(
+                        dict.fromkeys(("dy_ptr", "bias_ptr"), "*bf16") | {"offsets_ptr": "*i32"}
+                        if bias
+                        else {}
+                    ),
+                    **dict.fromkeys(("SLOTS", "tiles", "E", "H", "dy_stride", "TOP_K"), "i32"),
+                },
+                {
+                    **({} if bias else dict.fromkeys(("dy_ptr", "bias_ptr", "offsets_ptr"))),
+                    "BIAS": bias,
+                    "BLOCK": _SLOTS if bias else 128,
+                    "TILES": 8,
+                    "COLUMNS": _COLUMNS,
+                    "EXPERTS": 128,
+                },
+                load=128 if bias else 32,
+                store=32,
+                divisible=("H", "dy_stride") if bias else (),
+            )
+            for bias in (False, True)
+        ),
     )
 
 
 _FIELDS = ("N", "K", "itemsize", "rows", "aligned", "large")
-_KEYS = [(2048, 2048, 2, 1024, True, False), (2048, 2048, 2, 64, True, False), (2047, 2047, 2, 1024, False, False),
-         (2048, 2048, 4, 1024, True, False), (2048, 2048, 2, 1024, True, True)]
-FORWARD = Tunable("grouped_gemm", "forward", _FIELDS, "forward", _gemm_heuristic, _gemm_space, _KEYS,
-                  _gemm_specs("forward", PLAIN, False, False))
-BACKWARD_X = Tunable("grouped_gemm", "backward_x", _FIELDS, "backward", _gemm_heuristic, _gemm_space, _KEYS,
-                     _gemm_specs("backward x", PLAIN, True, False))
-BACKWARD_WEIGHT = Tunable("grouped_gemm", "backward_weight", _FIELDS, "backward", _dweight_heuristic, _dweight_space,
-                          [_KEYS[0], *_KEYS[2:]], _dweight_specs)
-UP_SWIGLU = Tunable("moe_mlp", "up_swiglu", _FIELDS, "forward", _up_heuristic, _up_space, _KEYS,
-                    _gemm_specs("up_swiglu", SWIGLU, False, True))
-DOWN_DSWIGLU = Tunable("moe_mlp", "down_dswiglu", _FIELDS, "backward", _down_heuristic, _down_space, _KEYS,
-                       _gemm_specs("down_dswiglu", DSWIGLU, True, True))
+_KEYS = [
+    (2048, 2048, 2, 1024, True, False),
+    (2048, 2048, 2, 64, True, False),
+    (2047, 2047, 2, 1024, False, False),
+    (2048, 2048, 4, 1024, True, False),
+    (2048, 2048, 2, 1024, True, True),
+]
+FORWARD = Tunable(
+    "grouped_gemm",
+    "forward",
+    _FIELDS,
+    "forward",
+    _gemm_heuristic,
+    _gemm_space,
+    _KEYS,
+    _gemm_specs("forward", PLAIN, False, False),
+)
+BACKWARD_X = Tunable(
+    "grouped_gemm",
+    "backward_x",
+    _FIELDS,
+    "backward",
+    _gemm_heuristic,
+    _gemm_space,
+    _KEYS,
+    _gemm_specs("backward x", PLAIN, True, False),
+)
+BACKWARD_WEIGHT = Tunable(
+    "grouped_gemm",
+    "backward_weight",
+    _FIELDS,
+    "backward",
+    _dweight_heuristic,
+    _dweight_space,
+    [_KEYS[0], *_KEYS[2:]],
+    _dweight_specs,
+)
+UP_SWIGLU = Tunable(
+    "moe_mlp",
+    "up_swiglu",
+    _FIELDS,
+    "forward",
+    _up_heuristic,
+    _up_space,
+    _KEYS,
+    _gemm_specs("up_swiglu", SWIGLU, False, True),
+)
+DOWN_DSWIGLU = Tunable(
+    "moe_mlp",
+    "down_dswiglu",
+    _FIELDS,
+    "backward",
+    _down_heuristic,
+    _down_space,
+    _KEYS,
+    _gemm_specs("down_dswiglu", DSWIGLU, True, True),
+)
 TUNABLES = (FORWARD, BACKWARD_X, BACKWARD_WEIGHT)
-FUSED = (UP_SWIGLU, DOWN_DSWIGLU)   # for the op that is made of them
+FUSED = (UP_SWIGLU, DOWN_DSWIGLU)  # for the op that is made of them

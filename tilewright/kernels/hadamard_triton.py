@@ -1,9 +1,9 @@
 """The block Hadamard transform in Triton. The definition is tilewright/ops/hadamard.py.
 
-A stage of butterflies is a sum and a difference with the element at the other end; three of the four or five stages are
-among the eight elements of a thread, and the others among neighbouring lanes. Not tl.dot by a matrix of signs: the op
-moves memory and little else, and tensor cores add in an order of their own, where butterflies give the bits of the
-definition.
+A stage of butterflies is a sum and a difference with the element at the other end; three of the
+four or five stages are among the eight elements of a thread, and the others among neighbouring
+lanes. Not tl.dot by a matrix of signs: the op moves memory and little else, and tensor cores add in
+an order of their own, where butterflies give the bits of the definition.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
 from tilewright.kernels.spec import KernelSpec
 
-TILE = 2048   # elements of a program: with 4 warps, two 128-bit loads of bf16 a thread
+TILE = 2048  # elements of a program: with 4 warps, two 128-bit loads of bf16 a thread
 
 
 @triton.jit
@@ -54,8 +54,16 @@ def butterflies(v, SIZE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["mask"])
-def _hadamard(x_ptr, y_ptr, n, mask, SIZE: tl.constexpr, SIGNS: tl.constexpr, INVERSE: tl.constexpr,
-              TILE: tl.constexpr):
+def _hadamard(
+    x_ptr,
+    y_ptr,
+    n,
+    mask,
+    SIZE: tl.constexpr,
+    SIGNS: tl.constexpr,
+    INVERSE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     i = tl.arange(0, TILE)
     at = tl.program_id(0).to(tl.int64) * TILE + i
     v = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
@@ -69,8 +77,9 @@ def _hadamard(x_ptr, y_ptr, n, mask, SIZE: tl.constexpr, SIGNS: tl.constexpr, IN
 
 @functools.lru_cache(maxsize=256)
 def sign_mask(seed: int | None) -> int:
-    """Bit i of an int32: the sign of position i in a block is negative. The lowest bit of word i % 4 of Philox4x32-10
-    with counter i // 4 and key `seed`."""
+    """Bit i of an int32: the sign of position i in a block is negative. The lowest bit of word i %
+    4 of Philox4x32-10 with counter i // 4 and key `seed`.
+    """
     mask, low = 0, 0xFFFFFFFF
     for i in range(0, 32 if seed is not None else 0, 4):
         c, k0, k1 = [i // 4, 0, 0, 0], seed & low, seed >> 32
@@ -86,15 +95,34 @@ def hadamard(x: torch.Tensor, size: int, seed: int | None, inverse: bool) -> tor
     """x: contiguous, its last dimension divides by size."""
     y = torch.empty_like(x)
     if x.numel():
-        launch(_hadamard, (cdiv(x.numel(), TILE),), x, y, x.numel(), sign_mask(seed), SIZE=size, SIGNS=seed is not None,
-               INVERSE=inverse, TILE=TILE, num_warps=4)
+        launch(
+            _hadamard,
+            (cdiv(x.numel(), TILE),),
+            x,
+            y,
+            x.numel(),
+            sign_mask(seed),
+            SIZE=size,
+            SIGNS=seed is not None,
+            INVERSE=inverse,
+            TILE=TILE,
+            num_warps=4,
+        )
     return y
 
 
 def gate() -> list[KernelSpec]:
-    return [KernelSpec(_hadamard, f"{d} {size}{' signs' if signs else ''}{' inverse' if inverse else ''}",
-                       {"x_ptr": f"*{d}", "y_ptr": f"*{d}", "n": "i64" if inverse else "i32", "mask": "i32"},
-                       {"SIZE": size, "SIGNS": signs, "INVERSE": inverse, "TILE": TILE}, 4, divisible=("n",),
-                       elements=TILE)
-            for d in ("bf16", "fp32") for size in (16, 32) for signs, inverse in ((False, False), (True, False),
-                                                                                  (True, True))]
+    return [
+        KernelSpec(
+            _hadamard,
+            f"{d} {size}{' signs' if signs else ''}{' inverse' if inverse else ''}",
+            {"x_ptr": f"*{d}", "y_ptr": f"*{d}", "n": "i64" if inverse else "i32", "mask": "i32"},
+            {"SIZE": size, "SIGNS": signs, "INVERSE": inverse, "TILE": TILE},
+            4,
+            divisible=("n",),
+            elements=TILE,
+        )
+        for d in ("bf16", "fp32")
+        for size in (16, 32)
+        for signs, inverse in ((False, False), (True, False), (True, True))
+    ]

@@ -1,5 +1,6 @@
-"""What the launchers of one operator have in common, whatever language their kernels are written in: the results that
-they fill, and signatures, which become the operators' schemas."""
+"""What the launchers of one operator have in common, whatever language their kernels are written
+in: the results that they fill, and signatures, which become the operators' schemas.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 # Triton's own of these names, which kernels may call too, take microseconds on the host.
+
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
@@ -20,17 +22,22 @@ def next_power_of_2(n: int) -> int:
 
 
 def unit(itemsize: int, columns: int, *strides: int) -> int:
-    """Elements in which columns and row strides are counted: 16 bytes if they all are multiples of that, else one."""
+    """Elements in which columns and row strides are counted: 16 bytes if they all are multiples
+    of that, else one.
+    """
     vector = 16 // itemsize
     for stride in strides:
-        columns |= stride   # vector is a power of 2
+        columns |= stride  # vector is a power of 2
     return 1 if columns % vector else vector
 
 
 # ---- rmsnorm and add_rmsnorm
 
+
 def sizes(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:
-    """T, H and D of x [..., D] or [..., H, D]: rows of a head, heads (1 unless weight is [H, D]), columns."""
+    """T, H and D of x [..., D] or [..., H, D]: rows of a head, heads (1 unless weight is [H,
+    D]), columns.
+    """
     D = x.shape[-1]
     H = weight.shape[0] if weight.dim() == 2 else 1
     return (x.numel() // (D * H) if x.numel() else 0), H, D
@@ -39,19 +46,38 @@ def sizes(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:
 def normalised(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Uninitialised y, x + residual (None without one) and rstd."""
     total = None if residual is None else torch.empty_like(residual)
-    return torch.empty_like(x), total, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    return (
+        torch.empty_like(x),
+        total,
+        torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device),
+    )
 
 
 def rmsnorm_forwards(launch: Callable) -> tuple[Callable, Callable]:
-    """forward and add_forward from launch(x, residual or None, weight, ...) -> what `normalised` returns, filled."""
-    def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float,
-                round_xhat: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """forward and add_forward from launch(x, residual or None, weight, ...) -> what
+    `normalised` returns, filled.
+    """
+
+    def forward(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        offset: float,
+        round_xhat: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         y, _, rstd = launch(x, None, weight, bias, eps, offset, round_xhat)
         return y, rstd
 
-    def add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                    eps: float, offset: float,
-                    round_xhat: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def add_forward(
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        offset: float,
+        round_xhat: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return launch(x, residual, weight, bias, eps, offset, round_xhat)
 
     return forward, add_forward
@@ -59,9 +85,11 @@ def rmsnorm_forwards(launch: Callable) -> tuple[Callable, Callable]:
 
 # ---- statistics of rows of logits, and losses made of them
 
+
 class Stats(NamedTuple):
-    """Statistics of rows of logits, as tilewright/ops/_softmax_stats.py defines them. Each is [T]; the last three are
-    None where they were not asked for."""
+    """Statistics of rows of logits, as tilewright/ops/_softmax_stats.py defines them. Each is [T];
+    the last three are None where they were not asked for.
+    """
 
     peak: torch.Tensor
     log_sum: torch.Tensor
@@ -72,17 +100,20 @@ class Stats(NamedTuple):
 
     @property
     def lse(self) -> torch.Tensor:
-        """log sum_c exp z_c, for those who want its value: losses come from the other statistics."""
+        """log sum_c exp z_c, for those who want its value: losses come from the other
+        statistics.
+        """
         return self.peak + self.log_sum
 
 
 class Asked(NamedTuple):
-    """What a loss is made of beside the statistics. Tensors are contiguous, on one device, and of all rows.
+    """What a loss is made of beside the statistics. Tensors are contiguous, on one device, and of
+    all rows.
 
     target: [T] int64, of the whole vocabulary.   V: its size.   class_weight: [V] float32, or None.
     weight_sum: [] float32, their sum, or None for V.   token_weight: [T] float, or None.
-    num_tokens: what "mean" divides by; None: the weights of the targets to learn from.   divide: whether the total and
-        the derivatives are divided.
+    num_tokens: what "mean" divides by; None: the weights of the targets to learn from.   divide:
+        whether the total and the derivatives are divided.
     """
 
     target: torch.Tensor
@@ -100,16 +131,21 @@ class Asked(NamedTuple):
 class Found(NamedTuple):
     """What the losses of rows are written to, float32.
 
-    losses: [T], before token weights.   divisor: [], of "mean"; None where nothing is to be divided.
+    losses: [T], before token weights.   divisor: [], of "mean"; None where nothing is to be
+    divided.
     """
 
     losses: torch.Tensor
     divisor: torch.Tensor | None
 
 
-def statistics(logits: torch.Tensor, smooth: bool, entropy: bool, argmax: bool) -> tuple[torch.Tensor, ...]:
-    """Uninitialised peak, log_sum, target, weighted, mean and argmax, [T] each. Those that were not asked for are
-    empty."""
+def statistics(
+    logits: torch.Tensor, smooth: bool, entropy: bool, argmax: bool
+) -> tuple[torch.Tensor, ...]:
+    """Uninitialised peak, log_sum, target, weighted, mean and argmax, [T] each. Those that were not
+    asked for are empty.
+    """
+
     def new(wanted, dtype=torch.float32):
         return logits.new_empty(logits.shape[0] if wanted else 0, dtype=dtype)
 
@@ -123,20 +159,67 @@ def inverse(softcap: float) -> float:
 
 def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
     """backward, and backward_ in place, from launch(dlogits to write, logits, target, ...)."""
-    def backward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
-                 peak: torch.Tensor, log_sum: torch.Tensor, mean: torch.Tensor | None, g_log_sum: torch.Tensor,
-                 g_target: torch.Tensor, g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None,
-                 scale: torch.Tensor | None) -> torch.Tensor:
+
+    def backward(
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        class_weight: torch.Tensor | None,
+        softcap: float,
+        peak: torch.Tensor,
+        log_sum: torch.Tensor,
+        mean: torch.Tensor | None,
+        g_log_sum: torch.Tensor,
+        g_target: torch.Tensor,
+        g_weighted: torch.Tensor | None,
+        g_mean: torch.Tensor | None,
+        scale: torch.Tensor | None,
+    ) -> torch.Tensor:
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        launch(dlogits, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
-               g_mean, scale)
+        launch(
+            dlogits,
+            logits,
+            target,
+            class_weight,
+            softcap,
+            peak,
+            log_sum,
+            mean,
+            g_log_sum,
+            g_target,
+            g_weighted,
+            g_mean,
+            scale,
+        )
         return dlogits
 
-    def backward_(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
-                  peak: torch.Tensor, log_sum: torch.Tensor, mean: torch.Tensor | None, g_log_sum: torch.Tensor,
-                  g_target: torch.Tensor, g_weighted: torch.Tensor | None, g_mean: torch.Tensor | None,
-                  scale: torch.Tensor | None) -> None:
-        launch(logits, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
-               g_mean, scale)
+    def backward_(
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        class_weight: torch.Tensor | None,
+        softcap: float,
+        peak: torch.Tensor,
+        log_sum: torch.Tensor,
+        mean: torch.Tensor | None,
+        g_log_sum: torch.Tensor,
+        g_target: torch.Tensor,
+        g_weighted: torch.Tensor | None,
+        g_mean: torch.Tensor | None,
+        scale: torch.Tensor | None,
+    ) -> None:
+        launch(
+            logits,
+            logits,
+            target,
+            class_weight,
+            softcap,
+            peak,
+            log_sum,
+            mean,
+            g_log_sum,
+            g_target,
+            g_weighted,
+            g_mean,
+            scale,
+        )
 
     return backward, backward_

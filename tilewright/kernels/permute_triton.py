@@ -1,15 +1,19 @@
-"""Sorting slots by expert, and moving rows there and back, in Triton. The definitions are in tilewright/ops/permute.py.
+"""Sorting slots by expert, and moving rows there and back, in Triton. The definitions are in
+tilewright/ops/permute.py.
 
 T = tokens, K = experts a token, R = T * K slots and rows, E = experts, H = columns.
 
-The counting sort is two launches, and its prefix sums are added in a fixed order. `_histogram`: a program counts the
-experts of a run of slots, in tiles of TILE. `_place`: each program adds the counts of all runs before its own, which
-together are small, and then places its tiles: within a tile a slot's rank is the number of equal ones before it.
+The counting sort is two launches, and its prefix sums are added in a fixed order. `_histogram`: a
+program counts the experts of a run of slots, in tiles of TILE. `_place`: each program adds the
+counts of all runs before its own, which together are small, and then places its tiles: within a
+tile a slot's rank is the number of equal ones before it.
 
-Rows move by token: a program reads a row of x once and writes it K times, or reads K rows and writes their sum, so
-that no byte travels twice. Rows without a slot's data come last; program t also clears those of them that have the
-numbers t K to t K + K - 1. Row strides and H come in units of UNIT elements, 16 bytes where they are multiples of
-that: it is then in the code that rows are aligned, where Triton by itself takes note of multiples of 16 elements only.
+Rows move by token: a program reads a row of x once and writes it K times, or reads K rows and
+writes their sum, so that no byte travels twice. Rows without a slot's data come last; program t
+also clears those of them that have the numbers t K to t K + K - 1. Row strides and H come in units
+of UNIT elements, 16 bytes where they are multiples of
+that: it is then in the code that rows are aligned, where Triton by itself takes note of multiples
+of 16 elements only.
 """
 
 from __future__ import annotations
@@ -23,46 +27,69 @@ from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
-TILE = 128      # slots; ranks cost TILE comparisons a slot, and smaller tiles more counts
-EXPERTS = 128   # of one program of `_histogram`: TILE * EXPERTS comparisons are 64 a thread
-RUNS = 128      # at most; each program of `_place` reads the counts of all, 128 KiB for 256 experts
-COUNTS = 64     # programs that count used rows
+TILE = 128  # slots; ranks cost TILE comparisons a slot, and smaller tiles more counts
+EXPERTS = 128  # of one program of `_histogram`: TILE * EXPERTS comparisons are 64 a thread
+RUNS = 128  # at most; each program of `_place` reads the counts of all, 128 KiB for 256 experts
+COUNTS = 64  # programs that count used rows
 
 
 # ---- sorting
 
+
 @triton.jit(do_not_specialize=["steps"])
-def _histogram(index_ptr, tile_ptr, run_ptr, R, E, steps, TILE: tl.constexpr, EXPERTS: tl.constexpr):
+def _histogram(
+    index_ptr, tile_ptr, run_ptr, R, E, steps, TILE: tl.constexpr, EXPERTS: tl.constexpr
+):
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     total = tl.zeros([EXPERTS], tl.int32)
     for step in range(steps):
         tile = tl.program_id(0).to(tl.int64) * steps + step
         slot = tile * TILE + tl.arange(0, TILE)
         own = tl.load(index_ptr + slot, mask=slot < R, other=-1)
-        own = tl.where((own < 0) | (own > E), E, own).to(tl.int32)   # before the cast, which drops high bits
-        count = tl.sum((own[:, None] == expert[None, :]).to(tl.int32), axis=0)   # column E is not stored
+        own = tl.where((own < 0) | (own > E), E, own).to(
+            tl.int32
+        )  # before the cast, which drops high bits
+        count = tl.sum(
+            (own[:, None] == expert[None, :]).to(tl.int32), axis=0
+        )  # column E is not stored
         tl.store(tile_ptr + tile * E + expert, count, mask=expert < E)
         total += count
     tl.store(run_ptr + tl.program_id(0) * E + expert, total, mask=expert < E)
 
 
 @triton.jit(do_not_specialize=["steps", "runs"])
-def _place(index_ptr, tile_ptr, run_ptr, offsets_ptr, slots_ptr, position_ptr, R, E, steps, runs,
-           TILE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def _place(
+    index_ptr,
+    tile_ptr,
+    run_ptr,
+    offsets_ptr,
+    slots_ptr,
+    position_ptr,
+    R,
+    E,
+    steps,
+    runs,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     run = tl.program_id(0)
     expert = tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.int32)
     before = tl.zeros([WIDTH], tl.int32)
     for first in range(0, runs, ROWS):
         r = first + tl.arange(0, ROWS)
-        counts = tl.load(run_ptr + r[:, None] * E + expert[None, :], mask=(r < runs)[:, None] & (expert < E)[None, :],
-                         other=0)
+        counts = tl.load(
+            run_ptr + r[:, None] * E + expert[None, :],
+            mask=(r < runs)[:, None] & (expert < E)[None, :],
+            other=0,
+        )
         total += tl.sum(counts, axis=0)
         before += tl.sum(tl.where((r < run)[:, None], counts, 0), axis=0)
     ends = tl.cumsum(total, axis=0)
     if run == 0:
         tl.store(offsets_ptr + expert, ends, mask=expert < E)
-    next_row = ends - total + before   # of each expert
+    next_row = ends - total + before  # of each expert
     # Of the slots before this run, those that are no expert's have theirs.
     next_other = tl.sum(total, axis=0) + run * steps * TILE - tl.sum(before, axis=0)
     lane = tl.arange(0, TILE)
@@ -72,8 +99,12 @@ def _place(index_ptr, tile_ptr, run_ptr, offsets_ptr, slots_ptr, position_ptr, R
         inside = slot < R
         own = tl.load(index_ptr + slot, mask=inside, other=-1)
         own = tl.where((own < 0) | (own > E), E, own).to(tl.int32)
-        rank = tl.sum(((own[:, None] == own[None, :]) & (lane[:, None] > lane[None, :])).to(tl.int32), axis=1)
-        row = rank + tl.where(own < E, tl.gather(next_row, tl.minimum(own, WIDTH - 1), 0), next_other)
+        rank = tl.sum(
+            ((own[:, None] == own[None, :]) & (lane[:, None] > lane[None, :])).to(tl.int32), axis=1
+        )
+        row = rank + tl.where(
+            own < E, tl.gather(next_row, tl.minimum(own, WIDTH - 1), 0), next_other
+        )
         tl.store(position_ptr + slot, tl.where(own < E, row, -1), mask=inside)
         tl.store(slots_ptr + row, slot.to(tl.int32), mask=inside)
         counts = tl.load(tile_ptr + tile * E + expert, mask=expert < E, other=0)
@@ -81,8 +112,12 @@ def _place(index_ptr, tile_ptr, run_ptr, offsets_ptr, slots_ptr, position_ptr, R
         next_other += TILE - tl.sum(counts, axis=0)
 
 
-def sort(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """expert_index [T, K] int32 or int64, contiguous -> offsets [E], slots [R], position [T, K], all int32."""
+def sort(
+    expert_index: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """expert_index [T, K] int32 or int64, contiguous -> offsets [E], slots [R], position [T,
+    K], all int32.
+    """
     R = expert_index.numel()
     offsets, slots = (expert_index.new_empty(n, dtype=torch.int32) for n in (num_experts, R))
     position = expert_index.new_empty(expert_index.shape, dtype=torch.int32)
@@ -91,37 +126,74 @@ def sort(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
     runs = max(1, cdiv(tiles, steps))
     by_tile = expert_index.new_empty((runs * steps, num_experts), dtype=torch.int32)
     by_run = expert_index.new_empty((runs, num_experts), dtype=torch.int32)
-    launch(_histogram, (runs, cdiv(num_experts, EXPERTS)), expert_index, by_tile, by_run, R, num_experts, steps,
-                  TILE=TILE, EXPERTS=EXPERTS, num_warps=8)
+    launch(
+        _histogram,
+        (runs, cdiv(num_experts, EXPERTS)),
+        expert_index,
+        by_tile,
+        by_run,
+        R,
+        num_experts,
+        steps,
+        TILE=TILE,
+        EXPERTS=EXPERTS,
+        num_warps=8,
+    )
     width = max(16, next_power_of_2(num_experts))
-    launch(_place, (runs,),
-           expert_index, by_tile, by_run, offsets, slots, position, R, num_experts, steps, runs, TILE=TILE,
-           WIDTH=width, ROWS=max(1, 4096 // width), num_warps=8)
+    launch(
+        _place,
+        (runs,),
+        expert_index,
+        by_tile,
+        by_run,
+        offsets,
+        slots,
+        position,
+        R,
+        num_experts,
+        steps,
+        runs,
+        TILE=TILE,
+        WIDTH=width,
+        ROWS=max(1, 4096 // width),
+        num_warps=8,
+    )
     return offsets, slots, position
 
 
 # ---- moving rows
 
+
 def _spread_heuristic(columns: int, itemsize: int) -> dict:
-    """16 elements a thread: two 128-bit loads of 16-bit elements, and as many stores for each expert."""
+    """16 elements a thread: two 128-bit loads of 16-bit elements, and as many stores for each
+    expert.
+    """
     block = 2048 if columns % 2048 == 0 else min(1024, next_power_of_2(columns))
     return {"BLOCK": block, "num_warps": max(1, block // 512)}
 
 
 def _collect_heuristic(columns: int, itemsize: int) -> dict:
-    """8 elements a thread: one 128-bit load of each of up to 8 rows of 16-bit elements in flight, 128 bytes."""
+    """8 elements a thread: one 128-bit load of each of up to 8 rows of 16-bit elements in
+    flight, 128 bytes.
+    """
     block = min(1024, next_power_of_2(columns))
     return {"BLOCK": block, "num_warps": max(1, block // 256)}
 
 
 def _space(columns: int, itemsize: int) -> list[dict]:
     """One to four 128-bit accesses of each row a thread, 16 elements at most."""
-    return [{"BLOCK": block, "num_warps": warps} for block in (512, 1024, 2048, 4096) for warps in (1, 2, 4, 8)
-            if 16 // itemsize <= block // (32 * warps) <= 16 and block <= next_power_of_2(columns)]
+    return [
+        {"BLOCK": block, "num_warps": warps}
+        for block in (512, 1024, 2048, 4096)
+        for warps in (1, 2, 4, 8)
+        if 16 // itemsize <= block // (32 * warps) <= 16 and block <= next_power_of_2(columns)
+    ]
 
 
 def _backward_space(columns: int, itemsize: int) -> list[dict]:
-    """8 rows at a time, with a running product each: 8 columns a thread are 64 registers of sums."""
+    """8 rows at a time, with a running product each: 8 columns a thread are 64 registers of
+    sums.
+    """
     return [c for c in _space(columns, itemsize) if c["BLOCK"] // (32 * c["num_warps"]) <= 8]
 
 
@@ -147,8 +219,21 @@ def _clear(out_ptr, used_ptr, t, c, mask, columns, K, UNIT: tl.constexpr, COUNTS
 
 
 @triton.jit(do_not_specialize=["R"])
-def _spread(x_ptr, position_ptr, used_ptr, out_ptr, columns, BLOCKS, x_stride, R, K: tl.constexpr,
-            COUNTS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+def _spread(
+    x_ptr,
+    position_ptr,
+    used_ptr,
+    out_ptr,
+    columns,
+    BLOCKS,
+    x_stride,
+    R,
+    K: tl.constexpr,
+    COUNTS: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     t = (tl.program_id(0) // BLOCKS).to(tl.int64)
     c = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     mask = c < columns * UNIT
@@ -157,14 +242,27 @@ def _spread(x_ptr, position_ptr, used_ptr, out_ptr, columns, BLOCKS, x_stride, R
         for u in tl.static_range(UNROLL):
             slot = t * K + k + u
             p = tl.load(position_ptr + slot, mask=slot < (t + 1) * K, other=-1)
-            end = tl.where((p >= 0) & (p < R), columns * UNIT, 0)   # nothing, for a sentinel
+            end = tl.where((p >= 0) & (p < R), columns * UNIT, 0)  # nothing, for a sentinel
             tl.store(out_ptr + p.to(tl.int64) * columns * UNIT + c, x, mask=c < end)
     _clear(out_ptr, used_ptr, t, c, mask, columns, K, UNIT, COUNTS)
 
 
 @triton.jit(do_not_specialize=["R"])
-def _collect(rows_ptr, weight_ptr, position_ptr, y_ptr, columns, BLOCKS, rows_stride, R, WEIGHTED: tl.constexpr,
-             K: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+def _collect(
+    rows_ptr,
+    weight_ptr,
+    position_ptr,
+    y_ptr,
+    columns,
+    BLOCKS,
+    rows_stride,
+    R,
+    WEIGHTED: tl.constexpr,
+    K: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     t = (tl.program_id(0) // BLOCKS).to(tl.int64)
     c = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     mask = c < columns * UNIT
@@ -174,8 +272,10 @@ def _collect(rows_ptr, weight_ptr, position_ptr, y_ptr, columns, BLOCKS, rows_st
             slot = t * K + k + u
             p = tl.load(position_ptr + slot, mask=slot < (t + 1) * K, other=-1)
             there = (p >= 0) & (p < R)
-            end = tl.where(there, columns * UNIT, 0)   # nothing, for a sentinel
-            row = tl.load(rows_ptr + p.to(tl.int64) * rows_stride * UNIT + c, mask=c < end, other=0.0)
+            end = tl.where(there, columns * UNIT, 0)  # nothing, for a sentinel
+            row = tl.load(
+                rows_ptr + p.to(tl.int64) * rows_stride * UNIT + c, mask=c < end, other=0.0
+            )
             if WEIGHTED:
                 w = tl.load(weight_ptr + slot, mask=there, other=0.0)
                 y += w * row.to(tl.float32)
@@ -185,9 +285,25 @@ def _collect(rows_ptr, weight_ptr, position_ptr, y_ptr, columns, BLOCKS, rows_st
 
 
 @triton.jit(do_not_specialize=["R"])
-def _backward(dy_ptr, rows_ptr, weight_ptr, position_ptr, used_ptr, drows_ptr, dweight_ptr, columns, dy_stride,
-              rows_stride, R, DOTS: tl.constexpr, K: tl.constexpr, COUNTS: tl.constexpr, UNIT: tl.constexpr,
-              BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+def _backward(
+    dy_ptr,
+    rows_ptr,
+    weight_ptr,
+    position_ptr,
+    used_ptr,
+    drows_ptr,
+    dweight_ptr,
+    columns,
+    dy_stride,
+    rows_stride,
+    R,
+    DOTS: tl.constexpr,
+    K: tl.constexpr,
+    COUNTS: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     """A program walks one token's dy once for UNROLL of its experts."""
     t = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -200,13 +316,20 @@ def _backward(dy_ptr, rows_ptr, weight_ptr, position_ptr, used_ptr, drows_ptr, d
         dot = tl.zeros([UNROLL, BLOCK], tl.float32)
         for at in range(0, columns * UNIT, BLOCK):
             c = at + lane
-            d = tl.load(dy_ptr + t * dy_stride * UNIT + c, mask=c < columns * UNIT, other=0.0).to(tl.float32)
+            d = tl.load(dy_ptr + t * dy_stride * UNIT + c, mask=c < columns * UNIT, other=0.0).to(
+                tl.float32
+            )
             mask = there[:, None] & (c < columns * UNIT)[None, :]
             if DOTS:
-                row = tl.load(rows_ptr + p[:, None] * rows_stride * UNIT + c[None, :], mask=mask, other=0.0)
+                row = tl.load(
+                    rows_ptr + p[:, None] * rows_stride * UNIT + c[None, :], mask=mask, other=0.0
+                )
                 dot += row.to(tl.float32) * d[None, :]
-            tl.store(drows_ptr + p[:, None] * columns * UNIT + c[None, :],
-                     (w[:, None] * d[None, :]).to(drows_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                drows_ptr + p[:, None] * columns * UNIT + c[None, :],
+                (w[:, None] * d[None, :]).to(drows_ptr.dtype.element_ty),
+                mask=mask,
+            )
         if DOTS:
             tl.store(dweight_ptr + t * K + k, tl.sum(dot, axis=1), mask=k < K)
     for at in range(0, columns * UNIT, BLOCK):
@@ -227,8 +350,9 @@ def _used(position: torch.Tensor) -> torch.Tensor:
 
 
 def spread(x: torch.Tensor, position: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
-    """x [T, H] with contiguous columns, position [T, K] -> rows [T * K, H], zero from offsets[-1] on; without offsets
-    that number is counted."""
+    """x [T, H] with contiguous columns, position [T, K] -> rows [T * K, H], zero from offsets[-1]
+    on; without offsets that number is counted.
+    """
     K, columns = position.shape[1], x.shape[1]
     rows = x.new_empty((position.numel(), columns))
     if rows.numel():
@@ -236,12 +360,29 @@ def spread(x: torch.Tensor, position: torch.Tensor, offsets: torch.Tensor | None
         c = SPREAD.config(x.device, columns, x.element_size())
         blocks = cdiv(columns, c["BLOCK"])
         by = unit(x.element_size(), columns, x.stride(0))
-        launch(_spread, (x.shape[0] * blocks,), x, position, used, rows, columns // by, blocks, x.stride(0) // by,
-               rows.shape[0], K=K, COUNTS=used.shape[0], UNIT=by, UNROLL=_unroll(K), **c)
+        launch(
+            _spread,
+            (x.shape[0] * blocks,),
+            x,
+            position,
+            used,
+            rows,
+            columns // by,
+            blocks,
+            x.stride(0) // by,
+            rows.shape[0],
+            K=K,
+            COUNTS=used.shape[0],
+            UNIT=by,
+            UNROLL=_unroll(K),
+            **c,
+        )
     return rows
 
 
-def collect(rows: torch.Tensor, weight: torch.Tensor | None, position: torch.Tensor) -> torch.Tensor:
+def collect(
+    rows: torch.Tensor, weight: torch.Tensor | None, position: torch.Tensor
+) -> torch.Tensor:
     """rows [R, H] with contiguous columns, weight [T, K] fp32 -> y [T, H]."""
     (T, K), columns = position.shape, rows.shape[1]
     y = rows.new_empty((T, columns))
@@ -249,14 +390,29 @@ def collect(rows: torch.Tensor, weight: torch.Tensor | None, position: torch.Ten
         c = COLLECT.config(rows.device, columns, rows.element_size())
         blocks = cdiv(columns, c["BLOCK"])
         by = unit(rows.element_size(), columns, rows.stride(0))
-        launch(_collect, (T * blocks,),
-               rows, weight, position, y, columns // by, blocks, rows.stride(0) // by, rows.shape[0],
-               WEIGHTED=weight is not None, K=K, UNIT=by, UNROLL=_unroll(K), **c)
+        launch(
+            _collect,
+            (T * blocks,),
+            rows,
+            weight,
+            position,
+            y,
+            columns // by,
+            blocks,
+            rows.stride(0) // by,
+            rows.shape[0],
+            WEIGHTED=weight is not None,
+            K=K,
+            UNIT=by,
+            UNROLL=_unroll(K),
+            **c,
+        )
     return y
 
 
-def backward(dy: torch.Tensor, rows: torch.Tensor | None, weight: torch.Tensor,
-             position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def backward(
+    dy: torch.Tensor, rows: torch.Tensor | None, weight: torch.Tensor, position: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of rows and of weight; the latter is empty where rows are not given."""
     (T, K), columns = position.shape, dy.shape[1]
     drows = dy.new_empty((T * K, columns))
@@ -265,16 +421,42 @@ def backward(dy: torch.Tensor, rows: torch.Tensor | None, weight: torch.Tensor,
         c = BACKWARD.config(dy.device, columns, dy.element_size())
         by = unit(dy.element_size(), columns, dy.stride(0), 0 if rows is None else rows.stride(0))
         used = _used(position)
-        launch(_backward, (T,), dy, rows, weight, position, used, drows, dweight, columns // by, dy.stride(0) // by,
-               0 if rows is None else rows.stride(0) // by, T * K, DOTS=rows is not None, K=K, COUNTS=COUNTS,
-               UNIT=by, UNROLL=_unroll(K), **c)
+        launch(
+            _backward,
+            (T,),
+            dy,
+            rows,
+            weight,
+            position,
+            used,
+            drows,
+            dweight,
+            columns // by,
+            dy.stride(0) // by,
+            0 if rows is None else rows.stride(0) // by,
+            T * K,
+            DOTS=rows is not None,
+            K=K,
+            COUNTS=COUNTS,
+            UNIT=by,
+            UNROLL=_unroll(K),
+            **c,
+        )
     else:
         dweight.zero_()
     return drows, dweight
 
 
-_TYPES = {"position_ptr": "*i32", "used_ptr": "*i32", "weight_ptr": "*fp32", "dweight_ptr": "*fp32",
-          "columns": "i32", "BLOCKS": "i32", "R": "i32", "steps": "i32"}
+_TYPES = {
+    "position_ptr": "*i32",
+    "used_ptr": "*i32",
+    "weight_ptr": "*fp32",
+    "dweight_ptr": "*fp32",
+    "columns": "i32",
+    "BLOCKS": "i32",
+    "R": "i32",
+    "steps": "i32",
+}
 
 
 def _specs(kernel):
@@ -283,45 +465,110 @@ def _specs(kernel):
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         found = []
-        for data, tail in ((("bf16", ""), ("bf16", " odd")) if key["itemsize"] == 2 else (("fp32", ""),)):
-            types = {**_TYPES, **{f"{n}_ptr": f"*{data}" for n in ("x", "out", "rows", "y", "dy", "drows")},
-                     **dict.fromkeys(("x_stride", "rows_stride", "dy_stride"), "i64" if tail else "i32")}
-            constexprs = {"K": 8, "COUNTS": COUNTS, "UNIT": 1 if tail else 16 // key["itemsize"], "UNROLL": 8,
-                          "WEIGHTED": True, "DOTS": True, "BLOCK": config["BLOCK"]}
-            need = 0 if tail else 128   # rows of odd strides start at any element
-            found.append(KernelSpec(kernel, f"{name} {data}{tail} H={key['columns']}",
-                                    {n: types[n] for n in kernel.arg_names if n in types},
-                                    {n: v for n, v in constexprs.items() if n in kernel.arg_names},
-                                    config["num_warps"], load=need, store=need, elements=config["BLOCK"]))
+        for data, tail in (
+            (("bf16", ""), ("bf16", " odd")) if key["itemsize"] == 2 else (("fp32", ""),)
+        ):
+            types = {
+                **_TYPES,
+                **{f"{n}_ptr": f"*{data}" for n in ("x", "out", "rows", "y", "dy", "drows")},
+                **dict.fromkeys(("x_stride", "rows_stride", "dy_stride"), "i64" if tail else "i32"),
+            }
+            constexprs = {
+                "K": 8,
+                "COUNTS": COUNTS,
+                "UNIT": 1 if tail else 16 // key["itemsize"],
+                "UNROLL": 8,
+                "WEIGHTED": True,
+                "DOTS": True,
+                "BLOCK": config["BLOCK"],
+            }
+            need = 0 if tail else 128  # rows of odd strides start at any element
+            found.append(
+                KernelSpec(
+                    kernel,
+                    f"{name} {data}{tail} H={key['columns']}",
+                    {n: types[n] for n in kernel.arg_names if n in types},
+                    {n: v for n, v in constexprs.items() if n in kernel.arg_names},
+                    config["num_warps"],
+                    load=need,
+                    store=need,
+                    elements=config["BLOCK"],
+                )
+            )
         return found
 
     return specs
 
 
 def sort_gate() -> list[KernelSpec]:
-    """The counting sort, for Qwen3-30B-A3B's experts and DeepSeek-V3's. Its tables are small beside the rows that are
-    moved next, and places are scattered by nature."""
-    types = {**_TYPES, "index_ptr": "*i64", "tile_ptr": "*i32", "run_ptr": "*i32", "offsets_ptr": "*i32",
-             "slots_ptr": "*i32", "E": "i32", "runs": "i32"}
+    """The counting sort, for Qwen3-30B-A3B's experts and DeepSeek-V3's. Its tables are small beside
+    the rows that are moved next, and places are scattered by nature.
+    """
+    types = {
+        **_TYPES,
+        "index_ptr": "*i64",
+        "tile_ptr": "*i32",
+        "run_ptr": "*i32",
+        "offsets_ptr": "*i32",
+        "slots_ptr": "*i32",
+        "E": "i32",
+        "runs": "i32",
+    }
 
     def spec(kernel, label, **constexprs):
-        return KernelSpec(kernel, label, {n: types[n] for n in kernel.arg_names if n in types},
-                          {"TILE": TILE, **constexprs}, 8, load=0, store=0)
+        return KernelSpec(
+            kernel,
+            label,
+            {n: types[n] for n in kernel.arg_names if n in types},
+            {"TILE": TILE, **constexprs},
+            8,
+            load=0,
+            store=0,
+        )
 
-    return [spec(_histogram, "histogram", EXPERTS=EXPERTS),
-            *(spec(_place, f"place E={E}", WIDTH=E, ROWS=4096 // E) for E in (128, 256))]
+    return [
+        spec(_histogram, "histogram", EXPERTS=EXPERTS),
+        *(spec(_place, f"place E={E}", WIDTH=E, ROWS=4096 // E) for E in (128, 256)),
+    ]
 
 
 def count_gate() -> list[KernelSpec]:
     """The count of used rows reads a few hundred KiB."""
-    return [KernelSpec(_count, "count", {n: _TYPES[n] for n in _count.arg_names if n in _TYPES}, {"BLOCK": 1024}, 4,
-                       load=0, store=0)]
+    return [
+        KernelSpec(
+            _count,
+            "count",
+            {n: _TYPES[n] for n in _count.arg_names if n in _TYPES},
+            {"BLOCK": 1024},
+            4,
+            load=0,
+            store=0,
+        )
+    ]
 
 
 _FIELDS, _KEYS = ("columns", "itemsize"), [(2048, 2), (4096, 4), (7168, 2)]
-SPREAD = Tunable("permute", "spread", _FIELDS, "forward", _spread_heuristic, _space, _KEYS, _specs(_spread))
-COLLECT = Tunable("unpermute", "collect", _FIELDS, "forward", _collect_heuristic, _space, _KEYS[:2],
-                  _specs(_collect))
-BACKWARD = Tunable("unpermute", "backward", _FIELDS, "backward", _collect_heuristic, _backward_space, _KEYS[:2],
-                   _specs(_backward))
+SPREAD = Tunable(
+    "permute", "spread", _FIELDS, "forward", _spread_heuristic, _space, _KEYS, _specs(_spread)
+)
+COLLECT = Tunable(
+    "unpermute",
+    "collect",
+    _FIELDS,
+    "forward",
+    _collect_heuristic,
+    _space,
+    _KEYS[:2],
+    _specs(_collect),
+)
+BACKWARD = Tunable(
+    "unpermute",
+    "backward",
+    _FIELDS,
+    "backward",
+    _collect_heuristic,
+    _backward_space,
+    _KEYS[:2],
+    _specs(_backward),
+)
 TUNABLES = (SPREAD, COLLECT, BACKWARD)

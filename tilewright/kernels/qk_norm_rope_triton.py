@@ -1,11 +1,12 @@
-"""What stands between a merged projection and attention, in Triton: RMSNorm of each head of q and k, and rotary
-embedding. The definition is tilewright/ops/qk_norm_rope.py.
+"""What stands between a merged projection and attention, in Triton: RMSNorm of each head of q and
+k, and rotary embedding. The definition is tilewright/ops/qk_norm_rope.py.
 
-qkv is [B, S, (HQ + 2 HK) D]: a token's heads lie next to each other. A program takes a token: some heads of q at a
-time, then of k, so that the table row is read once; each head is in registers from its load to its store, as the two
-halves (or neighbours) that are rotated into each other and what is not rotated. Sums are fp32. The weights' gradients
-are kept by each program over the tokens that it walks through, and added in fixed order: no atomics, the same bits
-every run on one kind of device.
+qkv is [B, S, (HQ + 2 HK) D]: a token's heads lie next to each other. A program takes a token: some
+heads of q at a time, then of k, so that the table row is read once; each head is in registers from
+its load to its store, as the two halves (or neighbours) that are rotated into each other and what
+is not rotated. Sums are fp32. The weights' gradients are kept by each program over the tokens that
+it walks through, and added in fixed order: no atomics, the same bits every run on one kind of
+device.
 """
 
 from __future__ import annotations
@@ -22,11 +23,22 @@ from tilewright.kernels.tuning import Tunable
 
 
 @triton.jit
-def _load_pairs(at, rows, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """What is rotated into each other, [BLOCK_H, BLOCK_R] twice, in fp32. at: pointers to heads, [BLOCK_H, 1]."""
-    if INTERLEAVED:   # one contiguous read, taken apart in registers
+def _load_pairs(
+    at,
+    rows,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """What is rotated into each other, [BLOCK_H, BLOCK_R] twice, in fp32. at: pointers to
+    heads, [BLOCK_H, 1].
+    """
+    if INTERLEAVED:  # one contiguous read, taken apart in registers
         both = tl.arange(0, 2 * BLOCK_R)
-        x = tl.load(at + both[None, :], mask=rows & (both < 2 * HALF)[None, :], other=0.0).to(tl.float32)
+        x = tl.load(at + both[None, :], mask=rows & (both < 2 * HALF)[None, :], other=0.0).to(
+            tl.float32
+        )
         a, b = tl.split(tl.reshape(x, (BLOCK_H, BLOCK_R, 2)))
     else:
         i = tl.arange(0, BLOCK_R)
@@ -37,12 +49,22 @@ def _load_pairs(at, rows, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl
 
 
 @triton.jit
-def _store_pairs(at, rows, a, b, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
-                 INTERLEAVED: tl.constexpr):
+def _store_pairs(
+    at,
+    rows,
+    a,
+    b,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     if INTERLEAVED:
         both = tl.arange(0, 2 * BLOCK_R)
         x = tl.reshape(tl.join(a, b), (BLOCK_H, 2 * BLOCK_R))
-        tl.store(at + both[None, :], x.to(at.dtype.element_ty), mask=rows & (both < 2 * HALF)[None, :])
+        tl.store(
+            at + both[None, :], x.to(at.dtype.element_ty), mask=rows & (both < 2 * HALF)[None, :]
+        )
     else:
         i = tl.arange(0, BLOCK_R)
         mask = rows & (i < HALF)[None, :]
@@ -51,8 +73,20 @@ def _store_pairs(at, rows, a, b, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOC
 
 
 @triton.jit
-def _angles(cos_ptr, sin_ptr, pos_ptr, t, s, P, HALF: tl.constexpr, BLOCK_R: tl.constexpr, HAS_POS: tl.constexpr):
-    """cos and sin of token t, [1, BLOCK_R]; NaN where its position is outside the tables, of which nothing is read."""
+def _angles(
+    cos_ptr,
+    sin_ptr,
+    pos_ptr,
+    t,
+    s,
+    P,
+    HALF: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    HAS_POS: tl.constexpr,
+):
+    """cos and sin of token t, [1, BLOCK_R]; NaN where its position is outside the tables, of
+    which nothing is read.
+    """
     p = s
     if HAS_POS:
         p = tl.load(pos_ptr + t)
@@ -66,9 +100,18 @@ def _angles(cos_ptr, sin_ptr, pos_ptr, t, s, P, HALF: tl.constexpr, BLOCK_R: tl.
 
 
 @triton.jit
-def _weights(w_ptr, offset, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-             INTERLEAVED: tl.constexpr):
-    """A norm's weights, as heads come: [1, BLOCK_R] twice, and [1, BLOCK_D] of what is not rotated."""
+def _weights(
+    w_ptr,
+    offset,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """A norm's weights, as heads come: [1, BLOCK_R] twice, and [1, BLOCK_D] of what is not
+    rotated.
+    """
     one = tl.zeros([1, 1], tl.int32)
     a, b = _load_pairs(w_ptr + one, one == 0, HALF, 1, BLOCK_R, INTERLEAVED)
     d = 2 * HALF + tl.arange(0, BLOCK_D)
@@ -77,9 +120,26 @@ def _weights(w_ptr, offset, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.con
 
 
 @triton.jit
-def _write_heads(x_ptr, y_ptr, w_ptr, rstd_ptr, cos, sin, eps, offset, H: tl.constexpr, D: tl.constexpr,
-                 HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-                 INTERLEAVED: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, INPLACE: tl.constexpr):
+def _write_heads(
+    x_ptr,
+    y_ptr,
+    w_ptr,
+    rstd_ptr,
+    cos,
+    sin,
+    eps,
+    offset,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    KEEP: tl.constexpr,
+    INPLACE: tl.constexpr,
+):
     if NORM:
         wa, wb, w_rest = _weights(w_ptr, offset, D, HALF, BLOCK_R, BLOCK_D, INTERLEAVED)
     d = 2 * HALF + tl.arange(0, BLOCK_D)
@@ -95,7 +155,7 @@ def _write_heads(x_ptr, y_ptr, w_ptr, rstd_ptr, cos, sin, eps, offset, H: tl.con
             if 2 * HALF < D:
                 rest = tl.load(x + d[None, :], mask=unturned, other=0.0).to(tl.float32)
                 total += tl.sum(rest * rest, axis=1)
-            if INPLACE:   # threads may hold copies of what one of them is about to overwrite
+            if INPLACE:  # threads may hold copies of what one of them is about to overwrite
                 tl.debug_barrier()
             rstd = 1.0 / tl.sqrt(total / D + eps)
             if KEEP:
@@ -103,20 +163,55 @@ def _write_heads(x_ptr, y_ptr, w_ptr, rstd_ptr, cos, sin, eps, offset, H: tl.con
             a = a * rstd[:, None] * wa
             b = b * rstd[:, None] * wb
             if 2 * HALF < D:
-                tl.store(y + d[None, :], (rest * rstd[:, None] * w_rest).to(y_ptr.dtype.element_ty), mask=unturned)
+                tl.store(
+                    y + d[None, :],
+                    (rest * rstd[:, None] * w_rest).to(y_ptr.dtype.element_ty),
+                    mask=unturned,
+                )
         else:
             if INPLACE:
                 tl.debug_barrier()
             elif 2 * HALF < D:
                 tl.store(y + d[None, :], tl.load(x + d[None, :], mask=unturned), mask=unturned)
-        _store_pairs(y, rows, a * cos - b * sin, b * cos + a * sin, HALF, BLOCK_H, BLOCK_R, INTERLEAVED)
+        _store_pairs(
+            y, rows, a * cos - b * sin, b * cos + a * sin, HALF, BLOCK_H, BLOCK_R, INTERLEAVED
+        )
 
 
 @triton.jit(do_not_specialize=["S", "P"])
-def _forward(x_ptr, q_ptr, k_ptr, rstd_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, pos_ptr, S, P, eps, offset,
-             x_b, x_s, q_b, q_s, k_b, k_s, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-             BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
-             NORM: tl.constexpr, HAS_POS: tl.constexpr, KEEP: tl.constexpr, INPLACE: tl.constexpr):
+def _forward(
+    x_ptr,
+    q_ptr,
+    k_ptr,
+    rstd_ptr,
+    qw_ptr,
+    kw_ptr,
+    cos_ptr,
+    sin_ptr,
+    pos_ptr,
+    S,
+    P,
+    eps,
+    offset,
+    x_b,
+    x_s,
+    q_b,
+    q_s,
+    k_b,
+    k_s,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_POS: tl.constexpr,
+    KEEP: tl.constexpr,
+    INPLACE: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64)
     b = t // S
     s = t % S
@@ -125,19 +220,74 @@ def _forward(x_ptr, q_ptr, k_ptr, rstd_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, po
     rstd = rstd_ptr
     if KEEP:
         rstd += t * (HQ + HK)
-    _write_heads(x, q_ptr + b * q_b + s * q_s, qw_ptr, rstd, cos, sin, eps, offset, HQ, D, HALF, BLOCK_H, BLOCK_R,
-                 BLOCK_D, INTERLEAVED, NORM, KEEP, INPLACE)
+    _write_heads(
+        x,
+        q_ptr + b * q_b + s * q_s,
+        qw_ptr,
+        rstd,
+        cos,
+        sin,
+        eps,
+        offset,
+        HQ,
+        D,
+        HALF,
+        BLOCK_H,
+        BLOCK_R,
+        BLOCK_D,
+        INTERLEAVED,
+        NORM,
+        KEEP,
+        INPLACE,
+    )
     if KEEP:
         rstd += HQ
-    _write_heads(x + HQ * D, k_ptr + b * k_b + s * k_s, kw_ptr, rstd, cos, sin, eps, offset, HK, D, HALF, BLOCK_H,
-                 BLOCK_R, BLOCK_D, INTERLEAVED, NORM, KEEP, INPLACE)
+    _write_heads(
+        x + HQ * D,
+        k_ptr + b * k_b + s * k_s,
+        kw_ptr,
+        rstd,
+        cos,
+        sin,
+        eps,
+        offset,
+        HK,
+        D,
+        HALF,
+        BLOCK_H,
+        BLOCK_R,
+        BLOCK_D,
+        INTERLEAVED,
+        NORM,
+        KEEP,
+        INPLACE,
+    )
 
 
 @triton.jit
-def _heads_gradient(dy_ptr, dy_head, x_ptr, dx_ptr, w_ptr, rstd_ptr, cos, sin, offset, dw_a, dw_b, dw_rest,
-                    H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
-                    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
-                    GIVEN: tl.constexpr):
+def _heads_gradient(
+    dy_ptr,
+    dy_head,
+    x_ptr,
+    dx_ptr,
+    w_ptr,
+    rstd_ptr,
+    cos,
+    sin,
+    offset,
+    dw_a,
+    dw_b,
+    dw_rest,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    GIVEN: tl.constexpr,
+):
     """dx of one token's heads; the sums for dw, with what they add to them."""
     if NORM and GIVEN:
         wa, wb, w_rest = _weights(w_ptr, offset, D, HALF, BLOCK_R, BLOCK_D, INTERLEAVED)
@@ -150,7 +300,7 @@ def _heads_gradient(dy_ptr, dy_head, x_ptr, dx_ptr, w_ptr, rstd_ptr, cos, sin, o
         if GIVEN:
             dy = dy_ptr + (h.to(tl.int64) * dy_head)[:, None]
             ya, yb = _load_pairs(dy, rows, HALF, BLOCK_H, BLOCK_R, INTERLEAVED)
-            a = ya * cos + yb * sin   # back by the same angle
+            a = ya * cos + yb * sin  # back by the same angle
             b = yb * cos - ya * sin
             if NORM:
                 x = x_ptr + (h * D)[:, None]
@@ -180,14 +330,27 @@ def _heads_gradient(dy_ptr, dy_head, x_ptr, dx_ptr, w_ptr, rstd_ptr, cos, sin, o
             a = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
             b = a
             if 2 * HALF < D:
-                tl.store(dx + d[None, :], tl.zeros([BLOCK_H, BLOCK_D], dx_ptr.dtype.element_ty), mask=unturned)
+                tl.store(
+                    dx + d[None, :],
+                    tl.zeros([BLOCK_H, BLOCK_D], dx_ptr.dtype.element_ty),
+                    mask=unturned,
+                )
         _store_pairs(dx, rows, a, b, HALF, BLOCK_H, BLOCK_R, INTERLEAVED)
     return dw_a, dw_b, dw_rest
 
 
 @triton.jit
-def _store_weights(at, dw_a, dw_b, dw_rest, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr,
-                   BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _store_weights(
+    at,
+    dw_a,
+    dw_b,
+    dw_rest,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     i = tl.arange(0, BLOCK_R)
     step: tl.constexpr = 2 if INTERLEAVED else 1
     apart: tl.constexpr = 1 if INTERLEAVED else HALF
@@ -199,11 +362,49 @@ def _store_weights(at, dw_a, dw_b, dw_rest, D: tl.constexpr, HALF: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["tokens", "S", "P"])
-def _backward(dq_ptr, dk_ptr, dv_ptr, x_ptr, rstd_ptr, qw_ptr, kw_ptr, dx_ptr, dw_ptr, cos_ptr, sin_ptr, pos_ptr,
-              tokens, S, P, offset, dq_b, dq_h, dq_s, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s, x_b, x_s,
-              HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
-              BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, INTERLEAVED: tl.constexpr,
-              NORM: tl.constexpr, HAS_POS: tl.constexpr, DQ: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr):
+def _backward(
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    x_ptr,
+    rstd_ptr,
+    qw_ptr,
+    kw_ptr,
+    dx_ptr,
+    dw_ptr,
+    cos_ptr,
+    sin_ptr,
+    pos_ptr,
+    tokens,
+    S,
+    P,
+    offset,
+    dq_b,
+    dq_h,
+    dq_s,
+    dk_b,
+    dk_h,
+    dk_s,
+    dv_b,
+    dv_h,
+    dv_s,
+    x_b,
+    x_s,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_POS: tl.constexpr,
+    DQ: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+):
     """The gradient of tokens p, p + programs, ..., and what they add to those of the weights."""
     p = tl.program_id(0)
     qa = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
@@ -213,7 +414,7 @@ def _backward(dq_ptr, dk_ptr, dv_ptr, x_ptr, rstd_ptr, qw_ptr, kw_ptr, dx_ptr, d
     q_rest = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     k_rest = q_rest
     for token in range(p, tokens, tl.num_programs(0)):
-        t = token + tl.full([], 0, tl.int64)   # the interpreter's is a Python int
+        t = token + tl.full([], 0, tl.int64)  # the interpreter's is a Python int
         b = t // S
         s = t % S
         cos, sin = _angles(cos_ptr, sin_ptr, pos_ptr, t, s, P, HALF, BLOCK_R, HAS_POS)
@@ -233,10 +434,52 @@ def _backward(dq_ptr, dk_ptr, dv_ptr, x_ptr, rstd_ptr, qw_ptr, kw_ptr, dx_ptr, d
             k_x = x + HQ * D
             q_rstd += t * (HQ + HK)
             k_rstd = q_rstd + HQ
-        qa, qb, q_rest = _heads_gradient(dq, dq_h, x, dx, qw_ptr, q_rstd, cos, sin, offset, qa, qb, q_rest, HQ, D, HALF,
-                                         BLOCK_H, BLOCK_R, BLOCK_D, INTERLEAVED, NORM, DQ)
-        ka, kb, k_rest = _heads_gradient(dk, dk_h, k_x, dx + HQ * D, kw_ptr, k_rstd, cos, sin, offset, ka, kb, k_rest,
-                                         HK, D, HALF, BLOCK_H, BLOCK_R, BLOCK_D, INTERLEAVED, NORM, DK)
+        qa, qb, q_rest = _heads_gradient(
+            dq,
+            dq_h,
+            x,
+            dx,
+            qw_ptr,
+            q_rstd,
+            cos,
+            sin,
+            offset,
+            qa,
+            qb,
+            q_rest,
+            HQ,
+            D,
+            HALF,
+            BLOCK_H,
+            BLOCK_R,
+            BLOCK_D,
+            INTERLEAVED,
+            NORM,
+            DQ,
+        )
+        ka, kb, k_rest = _heads_gradient(
+            dk,
+            dk_h,
+            k_x,
+            dx + HQ * D,
+            kw_ptr,
+            k_rstd,
+            cos,
+            sin,
+            offset,
+            ka,
+            kb,
+            k_rest,
+            HK,
+            D,
+            HALF,
+            BLOCK_H,
+            BLOCK_R,
+            BLOCK_D,
+            INTERLEAVED,
+            NORM,
+            DK,
+        )
         d = tl.arange(0, BLOCK_V)
         for first in range(0, HK, BLOCK_H):
             h = first + tl.arange(0, BLOCK_H)
@@ -255,6 +498,7 @@ def _backward(dq_ptr, dk_ptr, dv_ptr, x_ptr, rstd_ptr, qw_ptr, kw_ptr, dx_ptr, d
 
 # ---- constants
 
+
 def _blocks(D: int, half: int) -> dict:
     rest = D - 2 * half
     return {"BLOCK_R": next_power_of_2(half), "BLOCK_D": next_power_of_2(rest) if rest else 1}
@@ -268,54 +512,122 @@ def _pairs(D: int, half: int) -> int:
 
 def _heuristic(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> dict:
     """About 1,024 pairs in flight a program: 8 a thread, a 128-bit load of 16-bit elements."""
-    most = next_power_of_2(max(HQ, HK))   # wide enough for all heads
+    most = next_power_of_2(max(HQ, HK))  # wide enough for all heads
     return {"BLOCK_H": max(1, min(most, 1024 // _pairs(D, half))), "num_warps": 4}
 
 
 def _space(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> list[dict]:
     """A 128-bit load or two of each half a thread."""
-    return [{"BLOCK_H": block_h, "num_warps": warps} for block_h in (4, 8, 16, 32) for warps in (1, 2, 4, 8)
-            if block_h < 2 * max(HQ, HK) and 16 // itemsize <= block_h * _pairs(D, half) // (32 * warps) <= 8]
+    return [
+        {"BLOCK_H": block_h, "num_warps": warps}
+        for block_h in (4, 8, 16, 32)
+        for warps in (1, 2, 4, 8)
+        if block_h < 2 * max(HQ, HK)
+        and 16 // itemsize <= block_h * _pairs(D, half) // (32 * warps) <= 8
+    ]
 
 
 def _backward_heuristic(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> dict:
-    """As many programs a multiprocessor as fit there: four warps with 128 registers a thread for D = 128."""
+    """As many programs a multiprocessor as fit there: four warps with 128 registers a thread
+    for D = 128.
+    """
     c = _heuristic(D, half, itemsize, HQ, HK, norm)
-    if norm and 2 * half < D:   # the sums of what is not rotated are wide: with 64 features of 192, 255 registers
+    if (
+        norm and 2 * half < D
+    ):  # the sums of what is not rotated are wide: with 64 features of 192, 255 registers
         c["BLOCK_H"] = max(1, c["BLOCK_H"] // 2)
     return {**c, "PROGRAMS": 4}
 
 
 def _backward_space(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> list[dict]:
-    return [{**c, "PROGRAMS": each} for c in _space(D, half, itemsize, HQ, HK, norm)
-            for each in ((2, 4, 8, 16) if norm else (4,))]
+    return [
+        {**c, "PROGRAMS": each}
+        for c in _space(D, half, itemsize, HQ, HK, norm)
+        for each in ((2, 4, 8, 16) if norm else (4,))
+    ]
 
 
 # ---- launches
 
-def forward(qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, q: torch.Tensor,
-            k: torch.Tensor, rstd: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
-            positions: torch.Tensor | None, eps: float, offset: float, interleaved: bool) -> None:
-    """Writes q, k [B, H, S, D] and, if given, rstd [B, S, HQ + HK]. q and k: each token's heads next to each other, or
-    those of qkv itself."""
+
+def forward(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    rstd: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    interleaved: bool,
+) -> None:
+    """Writes q, k [B, H, S, D] and, if given, rstd [B, S, HQ + HK]. q and k: each token's heads
+    next to each other, or those of qkv itself.
+    """
     B, HQ, S, D = q.shape
     HK, half, norm = k.shape[1], cos.shape[1], q_weight is not None
     if B * S == 0:
         return
     c = FORWARD.config(q.device, D, half, q.element_size(), HQ, HK, norm)
-    launch(_forward, (B * S,), qkv, q, k, rstd, q_weight, k_weight, cos, sin, positions, S, cos.shape[0], eps, offset,
-           *qkv.stride()[:2], q.stride(0), q.stride(2), k.stride(0), k.stride(2), HQ=HQ, HK=HK, D=D,
-           HALF=half, **_blocks(D, half), INTERLEAVED=interleaved, NORM=norm,
-           HAS_POS=positions is not None, KEEP=rstd is not None, INPLACE=q.data_ptr() == qkv.data_ptr(),
-           **c)
+    launch(
+        _forward,
+        (B * S,),
+        qkv,
+        q,
+        k,
+        rstd,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        positions,
+        S,
+        cos.shape[0],
+        eps,
+        offset,
+        *qkv.stride()[:2],
+        q.stride(0),
+        q.stride(2),
+        k.stride(0),
+        k.stride(2),
+        HQ=HQ,
+        HK=HK,
+        D=D,
+        HALF=half,
+        **_blocks(D, half),
+        INTERLEAVED=interleaved,
+        NORM=norm,
+        HAS_POS=positions is not None,
+        KEEP=rstd is not None,
+        INPLACE=q.data_ptr() == qkv.data_ptr(),
+        **c,
+    )
 
 
-def backward(dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor | None, qkv: torch.Tensor | None,
-             rstd: torch.Tensor | None, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None,
-             dqkv: torch.Tensor, dq_weight: torch.Tensor | None, dk_weight: torch.Tensor | None, cos: torch.Tensor,
-             sin: torch.Tensor, positions: torch.Tensor | None, HQ: int, HK: int, offset: float,
-             interleaved: bool) -> None:
-    """Writes dqkv [B, S, (HQ + 2 HK) D] and, with weights, their gradients, [D] each. A gradient that is None is zero.
+def backward(
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    qkv: torch.Tensor | None,
+    rstd: torch.Tensor | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    dqkv: torch.Tensor,
+    dq_weight: torch.Tensor | None,
+    dk_weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    HQ: int,
+    HK: int,
+    offset: float,
+    interleaved: bool,
+) -> None:
+    """Writes dqkv [B, S, (HQ + 2 HK) D] and, with weights, their gradients, [D] each. A
+    gradient that is None is zero.
     """
     B, S, W = dqkv.shape
     D, half, norm = W // (HQ + 2 * HK), cos.shape[1], q_weight is not None
@@ -328,61 +640,161 @@ def backward(dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor 
     P = min(programs(dqkv, each), B * S) if norm else B * S
     dw = torch.empty((P, 2, D), dtype=torch.float32, device=dqkv.device) if norm else None
     strides = [s for d in (dq, dk, dv) for s in (d.stride()[:3] if d is not None else (0, 0, 0))]
-    launch(_backward, (P,),
-           dq, dk, dv, qkv, rstd, q_weight, k_weight, dqkv, dw, cos, sin, positions, B * S, S, cos.shape[0],
-           offset, *strides, *(qkv.stride()[:2] if norm else (0, 0)), HQ=HQ, HK=HK, D=D, HALF=half,
-           **_blocks(D, half), BLOCK_V=next_power_of_2(D), INTERLEAVED=interleaved, NORM=norm,
-           HAS_POS=positions is not None, DQ=dq is not None, DK=dk is not None, DV=dv is not None, **c)
+    launch(
+        _backward,
+        (P,),
+        dq,
+        dk,
+        dv,
+        qkv,
+        rstd,
+        q_weight,
+        k_weight,
+        dqkv,
+        dw,
+        cos,
+        sin,
+        positions,
+        B * S,
+        S,
+        cos.shape[0],
+        offset,
+        *strides,
+        *(qkv.stride()[:2] if norm else (0, 0)),
+        HQ=HQ,
+        HK=HK,
+        D=D,
+        HALF=half,
+        **_blocks(D, half),
+        BLOCK_V=next_power_of_2(D),
+        INTERLEAVED=interleaved,
+        NORM=norm,
+        HAS_POS=positions is not None,
+        DQ=dq is not None,
+        DK=dk is not None,
+        DV=dv is not None,
+        **c,
+    )
     if norm:
         summed(dw, dq_weight, dk_weight)
 
 
 # ---- what the compile gate compiles
 
-def _specs(kernel, name: str, key: dict, config: dict, pointers: dict, integers: tuple, more: dict) -> list[KernelSpec]:
+
+def _specs(
+    kernel, name: str, key: dict, config: dict, pointers: dict, integers: tuple, more: dict
+) -> list[KernelSpec]:
     data = "bf16" if key["itemsize"] == 2 else "fp32"
     D, half, norm = key["D"], key["half"], key["norm"]
     found = []
     for interleaved in (False, True) if 2 * half == D else (True,):
-        types = {**{f"{n}_ptr": f"*{kind or data}" for n, kind in pointers.items()}, **dict.fromkeys(integers, "i32"),
-                 "S": "i32", "P": "i32", "eps": "fp32", "offset": "fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32",
-                 "pos_ptr": "*i64"}
+        types = {
+            **{f"{n}_ptr": f"*{kind or data}" for n, kind in pointers.items()},
+            **dict.fromkeys(integers, "i32"),
+            "S": "i32",
+            "P": "i32",
+            "eps": "fp32",
+            "offset": "fp32",
+            "cos_ptr": "*fp32",
+            "sin_ptr": "*fp32",
+            "pos_ptr": "*i64",
+        }
         part = f" R={2 * half}" if 2 * half < D else ""
-        label = (f"{name} {'interleaved' if interleaved else 'half-split'} D={D}{part} heads={key['HQ']}+{key['HK']}"
-                 f"{' norm' if norm else ''} {data}")
-        constexprs = {"HQ": key["HQ"], "HK": key["HK"], "D": D, "HALF": half, "BLOCK_H": config["BLOCK_H"],
-                      **_blocks(D, half), "INTERLEAVED": interleaved, "NORM": norm, "HAS_POS": True, **more}
-        if not norm:   # None, as the launcher passes it
+        label = (
+            f"{name} {'interleaved' if interleaved else 'half-split'} D={D}{part} "
+            f"heads={key['HQ']}+{key['HK']}"
+            f"{' norm' if norm else ''} {data}"
+        )
+        constexprs = {
+            "HQ": key["HQ"],
+            "HK": key["HK"],
+            "D": D,
+            "HALF": half,
+            "BLOCK_H": config["BLOCK_H"],
+            **_blocks(D, half),
+            "INTERLEAVED": interleaved,
+            "NORM": norm,
+            "HAS_POS": True,
+            **more,
+        }
+        if not norm:  # None, as the launcher passes it
             constexprs |= dict.fromkeys(set(types) & {"rstd_ptr", "qw_ptr", "kw_ptr"})
             constexprs |= {"x_ptr": None, "dw_ptr": None} if kernel is _backward else {}
         signature = {n: types[n] for n in kernel.arg_names if n in types and n not in constexprs}
-        found.append(KernelSpec(kernel, label, signature, constexprs, config["num_warps"], divisible=integers,
-                                elements=config["BLOCK_H"] * D))
+        found.append(
+            KernelSpec(
+                kernel,
+                label,
+                signature,
+                constexprs,
+                config["num_warps"],
+                divisible=integers,
+                elements=config["BLOCK_H"] * D,
+            )
+        )
     return found
 
 
 def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
     """Whole heads, by halves and interleaved; and 64 features of 192."""
-    return _specs(_forward, "forward", key, config, {"x": None, "q": None, "k": None, "rstd": "fp32", "qw": None,
-                                                     "kw": None},
-                  tuple(f"{t}_{d}" for t in "xqk" for d in "bs"), {"KEEP": key["norm"], "INPLACE": False})
+    return _specs(
+        _forward,
+        "forward",
+        key,
+        config,
+        {"x": None, "q": None, "k": None, "rstd": "fp32", "qw": None, "kw": None},
+        tuple(f"{t}_{d}" for t in "xqk" for d in "bs"),
+        {"KEEP": key["norm"], "INPLACE": False},
+    )
 
 
 def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
     strides = (*(f"{t}_{d}" for t in ("dq", "dk", "dv") for d in "bhs"), "x_b", "x_s")
-    found = _specs(_backward, "backward", key, config,
-                   {"dq": None, "dk": None, "dv": None, "x": None, "rstd": "fp32", "qw": None, "kw": None, "dx": None,
-                    "dw": "fp32"}, strides,
-                   {"BLOCK_V": next_power_of_2(key["D"]), "DQ": True, "DK": True, "DV": True})
+    found = _specs(
+        _backward,
+        "backward",
+        key,
+        config,
+        {
+            "dq": None,
+            "dk": None,
+            "dv": None,
+            "x": None,
+            "rstd": "fp32",
+            "qw": None,
+            "kw": None,
+            "dx": None,
+            "dw": "fp32",
+        },
+        strides,
+        {"BLOCK_V": next_power_of_2(key["D"]), "DQ": True, "DK": True, "DV": True},
+    )
     for spec in found:
         spec.signature["tokens"] = "i32"
     return found
 
 
 _FIELDS = ("D", "half", "itemsize", "HQ", "HK", "norm")
-_KEYS = [(128, 64, 2, 32, 8, True), (128, 64, 2, 32, 4, True), (128, 64, 2, 32, 8, False), (256, 128, 2, 8, 4, True),
-         (192, 32, 2, 128, 128, True), (128, 64, 4, 32, 8, True)]
-FORWARD = Tunable("qk_norm_rope", "forward", _FIELDS, "forward", _heuristic, _space, _KEYS, _forward_specs)
-BACKWARD = Tunable("qk_norm_rope", "backward", _FIELDS, "backward", _backward_heuristic, _backward_space, _KEYS,
-                   _backward_specs)
+_KEYS = [
+    (128, 64, 2, 32, 8, True),
+    (128, 64, 2, 32, 4, True),
+    (128, 64, 2, 32, 8, False),
+    (256, 128, 2, 8, 4, True),
+    (192, 32, 2, 128, 128, True),
+    (128, 64, 4, 32, 8, True),
+]
+FORWARD = Tunable(
+    "qk_norm_rope", "forward", _FIELDS, "forward", _heuristic, _space, _KEYS, _forward_specs
+)
+BACKWARD = Tunable(
+    "qk_norm_rope",
+    "backward",
+    _FIELDS,
+    "backward",
+    _backward_heuristic,
+    _backward_space,
+    _KEYS,
+    _backward_specs,
+)
 TUNABLES = (FORWARD, BACKWARD)

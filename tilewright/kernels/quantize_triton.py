@@ -1,19 +1,22 @@
 """NF4, NVFP4, block-scaled FP8 and MXFP8 in Triton. The definitions are in
-tilewright/ops/{nf4,nvfp4,block_fp8,mxfp8}.py, and the rounding in tilewright/ops/quantize.py; what is quantised has the
-same bytes there and here.
+tilewright/ops/{nf4,nvfp4,block_fp8,mxfp8}.py, and the rounding in tilewright/ops/quantize.py; what
+is quantised has the same bytes there and here.
 
-HARDWARE says which conversions the GPU has (see `conversions`): those of e4m3 from compute capability 8.9 on, those of
-e2m1 from 10.0 on. They give the same bits as the integer operations on float32 that stand in for them elsewhere: on
-older GPUs, in the interpreter, whose casts round in their own way, and wherever rounding is random. NaN is the
-exception: its code is unspecified, and it comes only from a block whose scale shows it. Divisions are `div_rn`, which
-are correctly rounded.
+HARDWARE says which conversions the GPU has (see `conversions`): those of e4m3 from compute
+capability 8.9 on, those of e2m1 from 10.0 on. They give the same bits as the integer operations on
+float32 that stand in for them elsewhere: on older GPUs, in the interpreter, whose casts round in
+their own way, and wherever rounding is random. NaN is the
+exception: its code is unspecified, and it comes only from a block whose scale shows it. Divisions
+are `div_rn`, which are correctly rounded.
 
-What is read or written element by element is held to few instructions an element, since at the speed of memory a GPU
-has time for ten to twenty. A scale is loaded once for the elements that share it, and a thread of a dequantization
-takes eight elements at a time: what it reads is then laid out as what it stores, and needs no shared memory.
+What is read or written element by element is held to few instructions an element, since at the
+speed of memory a GPU has time for ten to twenty. A scale is loaded once for the elements that share
+it, and a thread of a dequantization
+takes eight elements at a time: what it reads is then laid out as what it stores, and needs no
+shared memory.
 
-Each kernel reads its input once: a program holds whole blocks in registers, takes their largest magnitudes (a
-NaN is the largest), rounds and packs.
+Each kernel reads its input once: a program holds whole blocks in registers, takes their largest
+magnitudes (a NaN is the largest), rounds and packs.
 """
 
 from __future__ import annotations
@@ -31,15 +34,23 @@ from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 
-TILE = 2048     # elements of a program that quantises
-OUT = 512       # elements that a program of dequantization stores at a time: eight a thread of two warps
-PARTS = 4       # how many times: their loads are all issued first
+TILE = 2048  # elements of a program that quantises
+OUT = 512  # elements that a program of dequantization stores at a time: eight a thread of two warps
+PARTS = 4  # how many times: their loads are all issued first
 
 
 # ---- rounding
 
+
 @triton.jit
-def _encode(v, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, random, RANDOM: tl.constexpr):
+def _encode(
+    v,
+    LARGEST: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    random,
+    RANDOM: tl.constexpr,
+):
     """Codes without signs of float32 |v|: see `encode` in tilewright/ops/quantize.py."""
     v = tl.minimum(tl.abs(v), LARGEST)
     if RANDOM:
@@ -49,8 +60,9 @@ def _encode(v, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constex
         n = ((units * 16777216.0).to(tl.int32) + (random >> 8).to(tl.int32)) >> 24
         code = ((e - LOWEST) << MANTISSA) + n
     else:
-        # 2^e times UNIT has v's unit, 2^(e - MANTISSA), in its last place: adding it rounds v to units, ties to even,
-        # and the sum's bits are their count, at most 16, above those of the product.
+        # 2^e times UNIT has v's unit, 2^(e - MANTISSA), in its last place: adding it rounds v to
+        # units, ties to even, and the sum's bits are their count, at most 16, above those of the
+        # product.
         SHIFT: tl.constexpr = 23 - MANTISSA
         LEAST: tl.constexpr = (LOWEST + 127) << 23
         UNIT: tl.constexpr = 2.0**SHIFT
@@ -75,7 +87,7 @@ def from_e4m3(code, HARDWARE: tl.constexpr):
     """float32 of bytes. Exact either way."""
     if HARDWARE:
         v = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:   # subnormal numbers too, without subnormal float32 on the way
+    else:  # subnormal numbers too, without subnormal float32 on the way
         c = code.to(tl.int32)
         u = c & 0x7F
         small = u < 8
@@ -95,8 +107,8 @@ def _from_e2m1(code):
 
 
 _BYTES = "abcd"
-# Four bytes of two codes each, of four numbers for the low halves and four for the high ones. The first operand of the
-# instruction becomes the high half.
+# Four bytes of two codes each, of four numbers for the low halves and four for the high ones. The
+# first operand of the instruction becomes the high half.
 _TO_E2M1: tl.constexpr = tl.constexpr(f"""
 {{
 .reg .b8 e2m1_a, e2m1_b, e2m1_c, e2m1_d;
@@ -111,7 +123,8 @@ def _halves(low: int, high: int) -> str:
     return f"mov.b32 {{half_a, half_b}}, both;\ncvt.f32.f16 ${low}, half_a;\ncvt.f32.f16 ${high}, half_b;\n"
 
 
-# The reverse, by way of float16, which holds all of e2m1's values: four for the low halves, four for the high ones.
+# The reverse, by way of float16, which holds all of e2m1's values: four for the low halves, four
+# for the high ones.
 _FROM_E2M1: tl.constexpr = tl.constexpr(f"""
 {{
 .reg .b8 e2m1_a, e2m1_b, e2m1_c, e2m1_d;
@@ -124,9 +137,14 @@ mov.b32 {{e2m1_a, e2m1_b, e2m1_c, e2m1_d}}, $8;
 
 
 def _by_e4m3(sign: str, code: str, first: int) -> str:
-    """Four results from `first` on, of the halves whose signs and magnitudes these instructions move into place."""
-    pairs = (f"cvt.rn.f16x2.e4m3x2 both, {pair};\nmul.rn.f16x2 both, both, by;\n{_halves(first + i, first + i + 1)}"
-             for i, pair in ((0, "first"), (2, "second")))
+    """Four results from `first` on, of the halves whose signs and magnitudes these instructions
+    move into place.
+    """
+    pairs = (
+        f"cvt.rn.f16x2.e4m3x2 both, {pair};\nmul.rn.f16x2 both, both, "
+        f"by;\n{_halves(first + i, first + i + 1)}"
+        for i, pair in ((0, "first"), (2, "second"))
+    )
     return f"""{sign}
 {code}
 and.b32 code, code, 0x1c1c1c1c;
@@ -135,8 +153,8 @@ mov.b32 {{first, second}}, code;
 {"".join(pairs)}"""
 
 
-# The reverse on GPUs that convert e4m3 alone: the three bits of a magnitude, two places up, are e4m3's for a 64th of
-# it, subnormal numbers included.
+# The reverse on GPUs that convert e4m3 alone: the three bits of a magnitude, two places up, are
+# e4m3's for a 64th of it, subnormal numbers included.
 _FROM_E2M1_BY_E4M3: tl.constexpr = tl.constexpr(f"""
 {{
 .reg .b32 sign, code, both, by;
@@ -150,31 +168,44 @@ mov.b32 by, 0x54005400;
 
 @triton.jit
 def _to_e2m1(v, random, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
-    """Bytes of two codes of float32 v [.., 2], the first in the low half.   HARDWARE: to nearest, by the GPU.
+    """Bytes of two codes of float32 v [.., 2], the first in the low half.   HARDWARE: to nearest,
+    by the GPU.
 
-    That the two agree to the bit: both round to nearest with ties to even, where neighbouring codes are those of
-    neighbouring numbers, so that even codes have even mantissas; both make 6 of what is above; and both keep the sign,
-    of -0.0 and of what becomes zero too (subnormal float32 does, flushed or not). NaN, which the instruction would make
-    6, is the one difference. It comes only from an x or a scale that is not finite, which `quantize_nvfp4` refuses, or
-    shows in global_scale.
+    That the two agree to the bit: both round to nearest with ties to even, where neighbouring codes
+    are those of neighbouring numbers, so that even codes have even mantissas; both make 6 of what
+    is above; and both keep the sign, of -0.0 and of what becomes zero too (subnormal float32 does,
+    flushed or not). NaN, which the instruction would make 6, is the one difference. It comes only
+    from an x or a scale that is not finite, which `quantize_nvfp4` refuses, or shows in
+    global_scale.
     """
     if HARDWARE:
         first, second = tl.split(v)
-        both = tl.inline_asm_elementwise(_TO_E2M1, "=r,f,f,f,f,f,f,f,f", [first, second], dtype=tl.uint8, is_pure=True,
-                                         pack=4)
+        both = tl.inline_asm_elementwise(
+            _TO_E2M1, "=r,f,f,f,f,f,f,f,f", [first, second], dtype=tl.uint8, is_pure=True, pack=4
+        )
     else:
-        first, second = tl.split(_encode(v, 6.0, 1, 0, random, RANDOM) | ((v.to(tl.int32, bitcast=True) >> 28) & 8))
+        first, second = tl.split(
+            _encode(v, 6.0, 1, 0, random, RANDOM) | ((v.to(tl.int32, bitcast=True) >> 28) & 8)
+        )
         both = (first | (second << 4)).to(tl.uint8)
     return both
 
 
 @triton.jit
 def from_e2m1(both, HARDWARE: tl.constexpr):
-    """The numbers (float32) of the low and of the high halves of bytes. Each is exact either way."""
+    """The numbers (float32) of the low and of the high halves of bytes. Each is exact either
+    way.
+    """
     if HARDWARE:
         ASM: tl.constexpr = _FROM_E2M1 if HARDWARE == 2 else _FROM_E2M1_BY_E4M3
-        low, high = tl.inline_asm_elementwise(ASM, "=f,=f,=f,=f,=f,=f,=f,=f,r", [both],
-                                              dtype=(tl.float32, tl.float32), is_pure=True, pack=4)
+        low, high = tl.inline_asm_elementwise(
+            ASM,
+            "=f,=f,=f,=f,=f,=f,=f,=f,r",
+            [both],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=4,
+        )
     else:
         code = both.to(tl.int32)
         low, high = _from_e2m1(code & 15), _from_e2m1(code >> 4)
@@ -183,8 +214,9 @@ def from_e2m1(both, HARDWARE: tl.constexpr):
 
 @functools.cache
 def conversions(device: torch.device) -> int:
-    """What the GPU converts to and from by an instruction: 0 nothing, 1 e4m3, 2 e4m3 and e2m1. The interpreter runs no
-    PTX."""
+    """What the GPU converts to and from by an instruction: 0 nothing, 1 e4m3, 2 e4m3 and e2m1. The
+    interpreter runs no PTX.
+    """
     if device.type != "cuda":
         return 0
     capability = torch.cuda.get_device_capability(device)
@@ -193,9 +225,10 @@ def conversions(device: torch.device) -> int:
 
 @triton.jit
 def random_bits(element, key, RANDOM: tl.constexpr):
-    """32 bits for each element (int64): see `philox` in tilewright/ops/quantize.py. RANDOM: 2 if each four in a row
-    begin with a multiple of four, and so are the words of one block, else 1."""
-    if RANDOM == 2:   # of four the first, which the thread that holds them has
+    """32 bits for each element (int64): see `philox` in tilewright/ops/quantize.py. RANDOM: 2 if
+    each four in a row begin with a multiple of four, and so are the words of one block, else 1.
+    """
+    if RANDOM == 2:  # of four the first, which the thread that holds them has
         block, _ = tl.split(tl.reshape(element >> 2, (element.numel // 4, 2, 2)))
         block, _ = tl.split(block)
     else:
@@ -213,7 +246,9 @@ def random_bits(element, key, RANDOM: tl.constexpr):
 
 
 def random_kind(seed: int | None, *sides: int) -> int:
-    """RANDOM of a kernel whose rows, and what else begins within a row, are so many elements long."""
+    """RANDOM of a kernel whose rows, and what else begins within a row, are so many elements
+    long.
+    """
     return 0 if seed is None else 1 if any(n % 4 for n in sides) else 2
 
 
@@ -233,41 +268,71 @@ def _scaled(v, scale, N: tl.constexpr):
 
 @triton.jit
 def _with_noise(v, size, first, seed, step, layer, N: tl.constexpr, NOISE: tl.constexpr):
-    """v [N] of elements from `first` on, with noise of size [N]. NOISE: 2 if `first` is a multiple of four, else 1."""
+    """v [N] of elements from `first` on, with noise of size [N]. NOISE: 2 if `first` is a
+    multiple of four, else 1.
+    """
     return tl.fma(aqn_triton.normals(first, seed, step, layer, N, NOISE == 2), size, v)
 
 
 # ---- NF4
 
+
 @triton.jit
-def _nf4_quantize(x_ptr, bound_ptr, data_ptr, absmax_ptr, n, size, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
+def _nf4_quantize(
+    x_ptr, bound_ptr, data_ptr, absmax_ptr, n, size, BLOCK: tl.constexpr, GROUPS: tl.constexpr
+):
     pid = tl.program_id(0).to(tl.int64)
     g = pid * GROUPS + tl.arange(0, GROUPS)
     half = tl.arange(0, BLOCK // 2)
     at = pid * (GROUPS * BLOCK) + tl.arange(0, GROUPS * BLOCK)
     v = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    v = tl.reshape(v, (GROUPS, BLOCK // 2, 2))   # after the load: one of pairs would be of pairs in machine code too
+    v = tl.reshape(
+        v, (GROUPS, BLOCK // 2, 2)
+    )  # after the load: one of pairs would be of pairs in machine code too
     most = largest_magnitude(largest_magnitude(v, 2), 1)
     least = tl.where(most < 1e-38, 1e-38, most)
     scaled = v * tl.div_rn(1.0, least)[:, None, None]
     whole = (g + 1) * BLOCK <= n
-    if (pid + 1) * GROUPS * BLOCK > n:   # a last block that is shorter divides
-        scaled = tl.where(whole[:, None, None], scaled, tl.div_rn(v, tl.broadcast_to(least[:, None, None], v.shape)))
+    if (pid + 1) * GROUPS * BLOCK > n:  # a last block that is shorter divides
+        scaled = tl.where(
+            whole[:, None, None],
+            scaled,
+            tl.div_rn(v, tl.broadcast_to(least[:, None, None], v.shape)),
+        )
     code = tl.zeros(v.shape, tl.int32)
     for k in tl.static_range(15):
         code += (scaled > tl.load(bound_ptr + k)).to(tl.int32)
     code = tl.where(tl.reshape(at, (GROUPS, BLOCK // 2, 2)) < n, code, 7)
     first, second = tl.split(code)
     byte = tl.arange(0, GROUPS)[:, None] * (BLOCK // 2) + half[None, :]
-    tl.store(data_ptr + pid * (GROUPS * BLOCK // 2) + byte, ((first << 4) | second).to(tl.uint8),
-             mask=byte < size - pid * (GROUPS * BLOCK // 2))
+    tl.store(
+        data_ptr + pid * (GROUPS * BLOCK // 2) + byte,
+        ((first << 4) | second).to(tl.uint8),
+        mask=byte < size - pid * (GROUPS * BLOCK // 2),
+    )
     tl.store(absmax_ptr + g, tl.where(whole, most, least), mask=g * BLOCK < n)
 
 
 @triton.jit(do_not_specialize=["seed", "step", "layer"])
-def _nf4_dequantize(data_ptr, pair_ptr, absmax_ptr, nested_ptr, map_ptr, offset_ptr, out_ptr, n, alpha,
-                    seed: tl.int64, step: tl.int64, layer: tl.int64, BLOCK: tl.constexpr, NESTED: tl.constexpr,
-                    OUT: tl.constexpr, PARTS: tl.constexpr, NOISE: tl.constexpr):
+def _nf4_dequantize(
+    data_ptr,
+    pair_ptr,
+    absmax_ptr,
+    nested_ptr,
+    map_ptr,
+    offset_ptr,
+    out_ptr,
+    n,
+    alpha,
+    seed: tl.int64,
+    step: tl.int64,
+    layer: tl.int64,
+    BLOCK: tl.constexpr,
+    NESTED: tl.constexpr,
+    OUT: tl.constexpr,
+    PARTS: tl.constexpr,
+    NOISE: tl.constexpr,
+):
     """pair: of each byte the two numbers, side by side in 64 bits."""
     start = tl.program_id(0).to(tl.int64) * (OUT * PARTS)
     left = n - start
@@ -276,69 +341,134 @@ def _nf4_dequantize(data_ptr, pair_ptr, absmax_ptr, nested_ptr, map_ptr, offset_
     group = tl.arange(0, OUT // BLOCK)
     held, scales = (), ()
     for part in tl.static_range(PARTS):
-        held += (tl.load(data_ptr + start // 2 + part * (OUT // 2) + byte, mask=byte * 2 < left - part * OUT,
-                         other=0).to(tl.int32),)
+        held += (
+            tl.load(
+                data_ptr + start // 2 + part * (OUT // 2) + byte,
+                mask=byte * 2 < left - part * OUT,
+                other=0,
+            ).to(tl.int32),
+        )
         at = start // BLOCK + part * (OUT // BLOCK) + group
         known = group * BLOCK < left - part * OUT
         scale = tl.load(absmax_ptr + at, mask=known, other=0)
         if NESTED:
-            scale = tl.load(map_ptr + scale.to(tl.int32)) * tl.load(nested_ptr + at // 256, mask=known, other=0.0)
+            scale = tl.load(map_ptr + scale.to(tl.int32)) * tl.load(
+                nested_ptr + at // 256, mask=known, other=0.0
+            )
             scale = scale + tl.load(offset_ptr)
         scales += (scale,)
     for part in tl.static_range(PARTS):
         pair = tl.load(pair_ptr + held[part])
-        v = tl.interleave(pair.to(tl.int32).to(tl.float32, bitcast=True),
-                          (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+        v = tl.interleave(
+            pair.to(tl.int32).to(tl.float32, bitcast=True),
+            (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True),
+        )
         v = _scaled(v, scales[part], OUT)
-        if NOISE:   # half the narrowest gap between codes
+        if NOISE:  # half the narrowest gap between codes
             size = _spread(0.03979014977812767 * alpha * scales[part], OUT)
             v = _with_noise(v, size, start + part * OUT, seed, step, layer, OUT, NOISE)
-        tl.store(out_ptr + start + part * OUT + i, v.to(out_ptr.dtype.element_ty), mask=i < left - part * OUT)
+        tl.store(
+            out_ptr + start + part * OUT + i,
+            v.to(out_ptr.dtype.element_ty),
+            mask=i < left - part * OUT,
+        )
 
 
-def nf4_quantize(x: torch.Tensor, bounds: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def nf4_quantize(
+    x: torch.Tensor, bounds: torch.Tensor, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x [n] -> bytes of codes, absmax [blocks].   bounds: the 15 between code values."""
     n = x.shape[0]
     data = x.new_empty((n + 1) // 2, dtype=torch.uint8)
     absmax = x.new_empty(cdiv(n, block), dtype=torch.float32)
     if n:
         groups = max(1, TILE // block)
-        launch(_nf4_quantize, (cdiv(n, groups * block),), x, bounds, data, absmax, n, data.numel(), BLOCK=block,
-               GROUPS=groups, num_warps=4)
+        launch(
+            _nf4_quantize,
+            (cdiv(n, groups * block),),
+            x,
+            bounds,
+            data,
+            absmax,
+            n,
+            data.numel(),
+            BLOCK=block,
+            GROUPS=groups,
+            num_warps=4,
+        )
     return data, absmax
 
 
-def nf4_dequantize(data: torch.Tensor, pairs: torch.Tensor, absmax: torch.Tensor, nested_absmax: torch.Tensor | None,
-                   table: torch.Tensor | None, offset: torch.Tensor | None, n: int, block: int, dtype: torch.dtype,
-                   alpha: float, seed: int, step: int, layer: int) -> torch.Tensor:
-    """pairs: float32 [512], the two numbers of each byte.   table: of the 256 codes of scales.   alpha and what
-    follows: of the noise."""
+def nf4_dequantize(
+    data: torch.Tensor,
+    pairs: torch.Tensor,
+    absmax: torch.Tensor,
+    nested_absmax: torch.Tensor | None,
+    table: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    n: int,
+    block: int,
+    dtype: torch.dtype,
+    alpha: float,
+    seed: int,
+    step: int,
+    layer: int,
+) -> torch.Tensor:
+    """pairs: float32 [512], the two numbers of each byte.   table: of the 256 codes of scales.
+    alpha and what
+    follows: of the noise.
+    """
     out = data.new_empty(n, dtype=dtype)
     if n:
         # A block of scales is whole within what is stored at a time.
-        launch(_nf4_dequantize, (cdiv(n, max(OUT, block) * PARTS),), data, pairs.view(torch.int64), absmax,
-               nested_absmax, table, offset, out, n, alpha, seed, step, layer, BLOCK=block, NESTED=offset is not None,
-               OUT=max(OUT, block), PARTS=PARTS, NOISE=2 if alpha else 0, num_warps=max(OUT, block) // 256)
+        launch(
+            _nf4_dequantize,
+            (cdiv(n, max(OUT, block) * PARTS),),
+            data,
+            pairs.view(torch.int64),
+            absmax,
+            nested_absmax,
+            table,
+            offset,
+            out,
+            n,
+            alpha,
+            seed,
+            step,
+            layer,
+            BLOCK=block,
+            NESTED=offset is not None,
+            OUT=max(OUT, block),
+            PARTS=PARTS,
+            NOISE=2 if alpha else 0,
+            num_warps=max(OUT, block) // 256,
+        )
     return out
 
 
 # ---- NVFP4
 
+
 @triton.jit
 def _nvfp4_scales(most, total, HARDWARE: tl.constexpr):
-    """Bytes of the scales of groups with these largest magnitudes, and what their elements are multiplied by."""
+    """Bytes of the scales of groups with these largest magnitudes, and what their elements are
+    multiplied by.
+    """
     wanted = tl.div_rn(tl.div_rn(most, 6.0), total)
     wanted = tl.where(wanted < 0.001953125, 0.001953125, wanted)
     scale = tl.where(most == 0.0, 0, _to_e4m3(wanted, 0, False, HARDWARE).to(tl.int32)).to(tl.uint8)
     stored = from_e4m3(scale, HARDWARE)
-    inverse = tl.where(scale == 0, 0.0, tl.div_rn(tl.div_rn(1.0, total), tl.where(scale == 0, 1.0, stored)))
+    inverse = tl.where(
+        scale == 0, 0.0, tl.div_rn(tl.div_rn(1.0, total), tl.where(scale == 0, 1.0, stored))
+    )
     return scale, inverse
 
 
 @triton.jit
 def nvfp4_tile(v, total, random, TALL: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
-    """Packed codes [rows, columns / 2] and scales [rows, columns / 16] of float32 v [rows, columns]; TALL rows share
-    theirs."""
+    """Packed codes [rows, columns / 2] and scales [rows, columns / 16] of float32 v [rows,
+    columns]; TALL rows share theirs.
+    """
     ROWS: tl.constexpr = v.shape[0]
     GROUPS: tl.constexpr = v.shape[1] // 16
     v = tl.reshape(v, (ROWS // TALL, TALL, GROUPS, 8, 2))
@@ -347,16 +477,30 @@ def nvfp4_tile(v, total, random, TALL: tl.constexpr, RANDOM: tl.constexpr, HARDW
     v = v * inverse[:, None, :, None, None]
     if RANDOM:
         random = tl.reshape(random, (ROWS // TALL, TALL, GROUPS, 8, 2))
-    code = _to_e2m1(v, random, RANDOM, HARDWARE == 2 and not RANDOM)   # behind the end of x there are zeros: codes 0
+    code = _to_e2m1(
+        v, random, RANDOM, HARDWARE == 2 and not RANDOM
+    )  # behind the end of x there are zeros: codes 0
     scale = tl.broadcast_to(scale[:, None, :], (ROWS // TALL, TALL, GROUPS))
     return tl.reshape(code, (ROWS, GROUPS * 8)), tl.reshape(scale, (ROWS, GROUPS))
 
 
 @triton.jit(do_not_specialize=["key"])
-def _nvfp4_rows(x_ptr, total_ptr, data_ptr, scale_ptr, C, width, tiles, key, GROUPS: tl.constexpr,
-                RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
-    """GROUPS groups of one row. Each is one thread's, in loads of 16 bytes: their largest magnitudes need no exchange,
-    and no other thread computes their scales."""
+def _nvfp4_rows(
+    x_ptr,
+    total_ptr,
+    data_ptr,
+    scale_ptr,
+    C,
+    width,
+    tiles,
+    key,
+    GROUPS: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """GROUPS groups of one row. Each is one thread's, in loads of 16 bytes: their largest
+    magnitudes need no exchange, and no other thread computes their scales.
+    """
     VEC: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     PARTS: tl.constexpr = 16 // VEC
     row = (tl.program_id(0) // tiles).to(tl.int64)
@@ -382,10 +526,28 @@ def _nvfp4_rows(x_ptr, total_ptr, data_ptr, scale_ptr, C, width, tiles, key, GRO
 
 
 @triton.jit(do_not_specialize=["R", "bands", "key", "signs"])
-def _nvfp4_quantize(x_ptr, total_ptr, data_ptr, scale_ptr, R, C, width, bands, tiles, key, signs, TALL: tl.constexpr,
-                    GROUPS: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr, HADAMARD: tl.constexpr):
-    """TALL rows, of one block each way, and GROUPS blocks across. width: bytes of a row, an argument so that the code
-    can know what it is a multiple of.   HADAMARD: 0, or the size of the transform that comes first."""
+def _nvfp4_quantize(
+    x_ptr,
+    total_ptr,
+    data_ptr,
+    scale_ptr,
+    R,
+    C,
+    width,
+    bands,
+    tiles,
+    key,
+    signs,
+    TALL: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    HADAMARD: tl.constexpr,
+):
+    """TALL rows, of one block each way, and GROUPS blocks across. width: bytes of a row, an
+    argument so that the code can know what it is a multiple of.   HADAMARD: 0, or the size of the
+    transform that comes first.
+    """
     band = (tl.program_id(0) // tiles).to(tl.int64)
     r = (band % bands) * TALL + tl.arange(0, TALL)
     row = (band // bands) * R + r
@@ -394,7 +556,7 @@ def _nvfp4_quantize(x_ptr, total_ptr, data_ptr, scale_ptr, R, C, width, bands, t
     at = row[:, None] * C + column[None, :]
     inside = (r < R)[:, None] & (column < C)[None, :]
     v = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if HADAMARD:   # without signs the mask is 0
+    if HADAMARD:  # without signs the mask is 0
         i = tl.arange(0, TALL * GROUPS * 16)
         v = butterflies(signed(tl.reshape(v, (TALL * GROUPS * 16,)), i, signs, HADAMARD), HADAMARD)
         v = tl.reshape(v, (TALL, GROUPS * 16))
@@ -404,16 +566,38 @@ def _nvfp4_quantize(x_ptr, total_ptr, data_ptr, scale_ptr, R, C, width, bands, t
         random = 0
     code, scale = nvfp4_tile(v, tl.load(total_ptr), random, TALL, RANDOM, HARDWARE)
     byte = tile * (GROUPS * 8) + tl.arange(0, GROUPS * 8)
-    tl.store(data_ptr + row[:, None] * width + byte[None, :], code, mask=(r < R)[:, None] & (byte < width)[None, :])
+    tl.store(
+        data_ptr + row[:, None] * width + byte[None, :],
+        code,
+        mask=(r < R)[:, None] & (byte < width)[None, :],
+    )
     g = tile * GROUPS + tl.arange(0, GROUPS)
     groups = (C + 15) // 16
-    tl.store(scale_ptr + row[:, None] * groups + g[None, :], scale, mask=(r < R)[:, None] & (g < groups)[None, :])
+    tl.store(
+        scale_ptr + row[:, None] * groups + g[None, :],
+        scale,
+        mask=(r < R)[:, None] & (g < groups)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["seed", "step", "layer"])
-def _nvfp4_dequantize(data_ptr, scale_ptr, total_ptr, out_ptr, C, width, tiles, alpha, seed: tl.int64, step: tl.int64,
-                      layer: tl.int64, OUT: tl.constexpr, PARTS: tl.constexpr, NOISE: tl.constexpr,
-                      HARDWARE: tl.constexpr):
+def _nvfp4_dequantize(
+    data_ptr,
+    scale_ptr,
+    total_ptr,
+    out_ptr,
+    C,
+    width,
+    tiles,
+    alpha,
+    seed: tl.int64,
+    step: tl.int64,
+    layer: tl.int64,
+    OUT: tl.constexpr,
+    PARTS: tl.constexpr,
+    NOISE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
     row = (tl.program_id(0) // tiles).to(tl.int64)
     start = (tl.program_id(0) % tiles) * (OUT * PARTS)
     data_ptr += row * width + start // 2
@@ -425,16 +609,28 @@ def _nvfp4_dequantize(data_ptr, scale_ptr, total_ptr, out_ptr, C, width, tiles, 
     held, scales = (), ()
     for part in tl.static_range(PARTS):
         left = C - start - part * OUT
-        held += (tl.load(data_ptr + part * (OUT // 2) + byte, mask=byte < width - (start + part * OUT) // 2, other=0),)
-        scales += (tl.load(scale_ptr + part * (OUT // 16) + group, mask=group * 16 < left, other=0),)
+        held += (
+            tl.load(
+                data_ptr + part * (OUT // 2) + byte,
+                mask=byte < width - (start + part * OUT) // 2,
+                other=0,
+            ),
+        )
+        scales += (
+            tl.load(scale_ptr + part * (OUT // 16) + group, mask=group * 16 < left, other=0),
+        )
     for part in tl.static_range(PARTS):
         factor = from_e4m3(scales[part], HARDWARE) * total
         low, high = from_e2m1(held[part], HARDWARE)
         v = _scaled(tl.interleave(low, high), factor, OUT)
         first = row * C + start + part * OUT
         if NOISE:
-            v = _with_noise(v, _spread(0.5 * alpha * factor, OUT), first, seed, step, layer, OUT, NOISE)
-        tl.store(out_ptr + first + i, v.to(out_ptr.dtype.element_ty), mask=i < C - start - part * OUT)
+            v = _with_noise(
+                v, _spread(0.5 * alpha * factor, OUT), first, seed, step, layer, OUT, NOISE
+            )
+        tl.store(
+            out_ptr + first + i, v.to(out_ptr.dtype.element_ty), mask=i < C - start - part * OUT
+        )
 
 
 def _noise_kind(alpha: float, C: int) -> int:
@@ -447,10 +643,18 @@ def _parts(C: int) -> int:
     return min(PARTS, next_power_of_2(cdiv(C, OUT)))
 
 
-def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, square: bool, seed: int | None, hadamard: int,
-                   signs: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [matrices, rows, C] -> bytes of codes [.., .., ceil(C / 2)], bytes of scales [.., .., ceil(C / 16)].
-    hadamard: 0, or the size of the transform of x that is quantised.   signs: its seed."""
+def nvfp4_quantize(
+    x: torch.Tensor,
+    global_scale: torch.Tensor,
+    square: bool,
+    seed: int | None,
+    hadamard: int,
+    signs: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [matrices, rows, C] -> bytes of codes [.., .., ceil(C / 2)], bytes of scales [.., ..,
+    ceil(C / 16)].
+    hadamard: 0, or the size of the transform of x that is quantised.   signs: its seed.
+    """
     B, R, C = x.shape
     groups = cdiv(C, 16)
     data = x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8)
@@ -459,13 +663,46 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, square: bool, se
         tall = 16 if square else 1
         across = min(TILE // (16 * tall), next_power_of_2(groups))
         bands, tiles = cdiv(R, tall), cdiv(groups, across)
-        options = {"GROUPS": across, "RANDOM": random_kind(seed, C), "HARDWARE": conversions(x.device)}
+        options = {
+            "GROUPS": across,
+            "RANDOM": random_kind(seed, C),
+            "HARDWARE": conversions(x.device),
+        }
         if square or hadamard:
-            launch(_nvfp4_quantize, (B * bands * tiles,), x, global_scale, data, scale, R, C, data.shape[2], bands,
-                   tiles, seed or 0, sign_mask(signs), TALL=tall, HADAMARD=hadamard, num_warps=4, **options)
+            launch(
+                _nvfp4_quantize,
+                (B * bands * tiles,),
+                x,
+                global_scale,
+                data,
+                scale,
+                R,
+                C,
+                data.shape[2],
+                bands,
+                tiles,
+                seed or 0,
+                sign_mask(signs),
+                TALL=tall,
+                HADAMARD=hadamard,
+                num_warps=4,
+                **options,
+            )
         else:
-            launch(_nvfp4_rows, (B * R * tiles,), x, global_scale, data, scale, C, data.shape[2], tiles, seed or 0,
-                   num_warps=_nvfp4_warps(across, seed is not None), **options)
+            launch(
+                _nvfp4_rows,
+                (B * R * tiles,),
+                x,
+                global_scale,
+                data,
+                scale,
+                C,
+                data.shape[2],
+                tiles,
+                seed or 0,
+                num_warps=_nvfp4_warps(across, seed is not None),
+                **options,
+            )
     return data, scale
 
 
@@ -474,24 +711,53 @@ def _nvfp4_warps(groups: int, random: bool) -> int:
     return max(1, groups // (32 if random else 64))
 
 
-def nvfp4_dequantize(data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, C: int, dtype: torch.dtype,
-                     alpha: float, seed: int, step: int, layer: int) -> torch.Tensor:
+def nvfp4_dequantize(
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    C: int,
+    dtype: torch.dtype,
+    alpha: float,
+    seed: int,
+    step: int,
+    layer: int,
+) -> torch.Tensor:
     """data [R, ceil(C / 2)], scale [R, ceil(C / 16)], bytes -> [R, C]."""
     out = data.new_empty((data.shape[0], C), dtype=dtype)
     if out.numel():
         parts = _parts(C)
         tiles = cdiv(C, OUT * parts)
-        launch(_nvfp4_dequantize, (data.shape[0] * tiles,), data, scale, global_scale, out, C, data.shape[1], tiles,
-               alpha, seed, step, layer, OUT=OUT, PARTS=parts, NOISE=_noise_kind(alpha, C),
-               HARDWARE=conversions(data.device), num_warps=OUT // 256)
+        launch(
+            _nvfp4_dequantize,
+            (data.shape[0] * tiles,),
+            data,
+            scale,
+            global_scale,
+            out,
+            C,
+            data.shape[1],
+            tiles,
+            alpha,
+            seed,
+            step,
+            layer,
+            OUT=OUT,
+            PARTS=parts,
+            NOISE=_noise_kind(alpha, C),
+            HARDWARE=conversions(data.device),
+            num_warps=OUT // 256,
+        )
     return out
 
 
 # ---- block-scaled FP8, and MXFP8 as blocks of 1 x 32 with a byte for a scale
 
+
 @triton.jit
 def _fp8_scales(most, MX: tl.constexpr):
-    """What blocks with these largest magnitudes are multiplied by, and the inverses: of MXFP8 bytes of exponents."""
+    """What blocks with these largest magnitudes are multiplied by, and the inverses: of MXFP8
+    bytes of exponents.
+    """
     if MX:
         bits = most.to(tl.int32, bitcast=True)
         e = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 0)
@@ -499,7 +765,7 @@ def _fp8_scales(most, MX: tl.constexpr):
         scale = ((254 - e) << 23).to(tl.float32, bitcast=True)
         inverse = e.to(tl.uint8)
     else:
-        floor = tl.where(most < 7.888609052210118e-31, 7.888609052210118e-31, most)   # 2^-100
+        floor = tl.where(most < 7.888609052210118e-31, 7.888609052210118e-31, most)  # 2^-100
         zero = most == 0.0
         scale = tl.where(zero, 1.0, tl.div_rn(1.0, floor) * 448.0)
         inverse = tl.where(zero, 1.0, tl.div_rn(floor, 448.0))
@@ -515,9 +781,18 @@ def _from_e8m0(byte):
 
 
 @triton.jit
-def fp8_tile(v, random, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr,
-             MX: tl.constexpr):
-    """Codes of float32 v [rows, columns] and the inverse scales of its blocks, which are ROWS x COLUMNS."""
+def fp8_tile(
+    v,
+    random,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    MX: tl.constexpr,
+):
+    """Codes of float32 v [rows, columns] and the inverse scales of its blocks, which are ROWS x
+    COLUMNS.
+    """
     HIGH: tl.constexpr = v.shape[0]
     WIDE: tl.constexpr = v.shape[1]
     v = tl.reshape(v, (HIGH // ROWS, ROWS, WIDE // COLUMNS, COLUMNS))
@@ -529,9 +804,23 @@ def fp8_tile(v, random, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANDOM: tl.co
 
 
 @triton.jit(do_not_specialize=["R", "bands", "key"])
-def _block_fp8_quantize(x_ptr, data_ptr, inverse_ptr, R, C, bands, tiles, key, ROWS: tl.constexpr,
-                        COLUMNS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr,
-                        RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
+def _block_fp8_quantize(
+    x_ptr,
+    data_ptr,
+    inverse_ptr,
+    R,
+    C,
+    bands,
+    tiles,
+    key,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
     """GROUPS blocks across, of ROWS x COLUMNS elements in a tile of TALL x WIDE."""
     band = tl.program_id(0) // tiles
     g0 = (tl.program_id(0) % tiles) * GROUPS
@@ -561,14 +850,33 @@ def _block_fp8_quantize(x_ptr, data_ptr, inverse_ptr, R, C, bands, tiles, key, R
 
 
 @triton.jit(do_not_specialize=["R", "seed", "step", "layer"])
-def _block_fp8_dequantize(data_ptr, inverse_ptr, out_ptr, R, C, tiles, alpha, seed: tl.int64, step: tl.int64,
-                          layer: tl.int64, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
-                          OUT: tl.constexpr, PARTS: tl.constexpr, NOISE: tl.constexpr, HARDWARE: tl.constexpr):
-    """SPAN: columns that share a scale wherever a multiple of them begins: no more than OUT, and a power of two."""
+def _block_fp8_dequantize(
+    data_ptr,
+    inverse_ptr,
+    out_ptr,
+    R,
+    C,
+    tiles,
+    alpha,
+    seed: tl.int64,
+    step: tl.int64,
+    layer: tl.int64,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPAN: tl.constexpr,
+    OUT: tl.constexpr,
+    PARTS: tl.constexpr,
+    NOISE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """SPAN: columns that share a scale wherever a multiple of them begins: no more than OUT,
+    and a power of two.
+    """
     row = tl.program_id(0) // tiles
     start = (tl.program_id(0) % tiles) * (OUT * PARTS)
     inverse_ptr += ((row // R) * ((R + ROWS - 1) // ROWS) + (row % R) // ROWS).to(tl.int64) * (
-        (C + COLUMNS - 1) // COLUMNS)
+        (C + COLUMNS - 1) // COLUMNS
+    )
     first = row.to(tl.int64) * C + start
     i = tl.arange(0, OUT)
     span = tl.arange(0, OUT // SPAN) * SPAN
@@ -576,22 +884,38 @@ def _block_fp8_dequantize(data_ptr, inverse_ptr, out_ptr, R, C, tiles, alpha, se
     for part in tl.static_range(PARTS):
         left = C - start - part * OUT
         held += (tl.load(data_ptr + first + part * OUT + i, mask=i < left, other=0),)
-        scale = tl.load(inverse_ptr + (start + part * OUT + span) // COLUMNS, mask=span < left, other=0)
+        scale = tl.load(
+            inverse_ptr + (start + part * OUT + span) // COLUMNS, mask=span < left, other=0
+        )
         if inverse_ptr.dtype.element_ty == tl.uint8:
             scale = _from_e8m0(scale)
         scales += (scale,)
     for part in tl.static_range(PARTS):
         v = _scaled(from_e4m3(held[part], HARDWARE), scales[part], OUT)
         if NOISE:
-            v = _with_noise(v, _spread(0.125 * alpha * scales[part], OUT), first + part * OUT, seed, step, layer, OUT,
-                            NOISE)
-        tl.store(out_ptr + first + part * OUT + i, v.to(out_ptr.dtype.element_ty),
-                 mask=i < C - start - part * OUT)
+            v = _with_noise(
+                v,
+                _spread(0.125 * alpha * scales[part], OUT),
+                first + part * OUT,
+                seed,
+                step,
+                layer,
+                OUT,
+                NOISE,
+            )
+        tl.store(
+            out_ptr + first + part * OUT + i,
+            v.to(out_ptr.dtype.element_ty),
+            mask=i < C - start - part * OUT,
+        )
 
 
-def block_fp8_quantize(x: torch.Tensor, rows: int, columns: int,
-                       seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [matrices, R, C] -> bytes of codes, inverse scales [.., ceil(R / rows), ceil(C / columns)]."""
+def block_fp8_quantize(
+    x: torch.Tensor, rows: int, columns: int, seed: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [matrices, R, C] -> bytes of codes, inverse scales [.., ceil(R / rows), ceil(C /
+    columns)].
+    """
     return _quantize(x, rows, columns, seed, torch.float32)
 
 
@@ -609,9 +933,26 @@ def _quantize(x, rows, columns, seed, scales):
         tall, wide = next_power_of_2(rows), next_power_of_2(columns)
         groups = max(1, min(TILE // (tall * wide), next_power_of_2(across)))
         tiles = cdiv(across, groups)
-        launch(_block_fp8_quantize, (B * bands * tiles,), x, data, inverse, R, C, bands, tiles, seed or 0, ROWS=rows,
-               COLUMNS=columns, TALL=tall, WIDE=wide, GROUPS=groups, RANDOM=random_kind(seed, C, columns),
-               HARDWARE=conversions(x.device), num_warps=_warps(tall * wide * groups, seed is not None))
+        launch(
+            _block_fp8_quantize,
+            (B * bands * tiles,),
+            x,
+            data,
+            inverse,
+            R,
+            C,
+            bands,
+            tiles,
+            seed or 0,
+            ROWS=rows,
+            COLUMNS=columns,
+            TALL=tall,
+            WIDE=wide,
+            GROUPS=groups,
+            RANDOM=random_kind(seed, C, columns),
+            HARDWARE=conversions(x.device),
+            num_warps=_warps(tall * wide * groups, seed is not None),
+        )
     return data, inverse
 
 
@@ -620,22 +961,57 @@ def _warps(elements: int, random: bool) -> int:
     return max(1, min(16, elements // (512 if random else 1024)))
 
 
-def block_fp8_dequantize(data: torch.Tensor, inverse: torch.Tensor, rows: int, columns: int, dtype: torch.dtype,
-                         alpha: float, seed: int, step: int, layer: int) -> torch.Tensor:
+def block_fp8_dequantize(
+    data: torch.Tensor,
+    inverse: torch.Tensor,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    alpha: float,
+    seed: int,
+    step: int,
+    layer: int,
+) -> torch.Tensor:
     """data [matrices, R, C], bytes -> the same shape."""
     B, R, C = data.shape
     out = data.new_empty(data.shape, dtype=dtype)
     if out.numel():
         parts = _parts(C)
         tiles = cdiv(C, OUT * parts)
-        launch(_block_fp8_dequantize, (B * R * tiles,), data, inverse, out, R, C, tiles, alpha, seed, step, layer,
-               ROWS=rows, COLUMNS=columns, SPAN=min(OUT, columns & -columns), OUT=OUT, PARTS=parts,
-               NOISE=_noise_kind(alpha, C), HARDWARE=conversions(data.device), num_warps=OUT // 256)
+        launch(
+            _block_fp8_dequantize,
+            (B * R * tiles,),
+            data,
+            inverse,
+            out,
+            R,
+            C,
+            tiles,
+            alpha,
+            seed,
+            step,
+            layer,
+            ROWS=rows,
+            COLUMNS=columns,
+            SPAN=min(OUT, columns & -columns),
+            OUT=OUT,
+            PARTS=parts,
+            NOISE=_noise_kind(alpha, C),
+            HARDWARE=conversions(data.device),
+            num_warps=OUT // 256,
+        )
     return out
 
 
-def mxfp8_dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, alpha: float, seed: int, step: int,
-                     layer: int) -> torch.Tensor:
+def mxfp8_dequantize(
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    alpha: float,
+    seed: int,
+    step: int,
+    layer: int,
+) -> torch.Tensor:
     """data [R, C], scale [R, ceil(C / 32)], bytes -> [R, C]."""
     return block_fp8_dequantize(data[None], scale, 1, 32, dtype, alpha, seed, step, layer)[0]
 
@@ -643,68 +1019,156 @@ def mxfp8_dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 # ---- for the compile gate
 
 NOISES = ((0, ""), (2, " noise"))
-# HARDWARE -> what says it in a label, and what a spec says of the GPUs that launch it. Where only e4m3 counts, 1 and 2
-# compile to the same.
+# HARDWARE -> what says it in a label, and what a spec says of the GPUs that launch it. Where only
+# e4m3 counts, 1 and 2 compile to the same.
 E4M3 = {"min_arch": 89, "uses": {90: ("e4m3",), 100: ("e4m3",), 120: ("e4m3",)}}
-E2M1 = {1: ("", {"min_arch": 89, "max_arch": 99}),
-        2: (" e2m1", {"min_arch": 100, "uses": {100: ("e2m1",), 120: ("e2m1",)}})}
+E2M1 = {
+    1: ("", {"min_arch": 89, "max_arch": 99}),
+    2: (" e2m1", {"min_arch": 100, "uses": {100: ("e2m1",), 120: ("e2m1",)}}),
+}
 
 
 def _spec(kernel, label, types, constexprs, warps=4, load=128, store=128, divisible=(), **more):
-    return KernelSpec(kernel, label, types, constexprs, warps, load=load, store=store, divisible=divisible, **more)
+    return KernelSpec(
+        kernel, label, types, constexprs, warps, load=load, store=store, divisible=divisible, **more
+    )
 
 
 def nf4_quantize_gate() -> list[KernelSpec]:
-    return [_spec(_nf4_quantize, f"nf4 quantize {d}",
-                  {"x_ptr": f"*{d}", "bound_ptr": "*fp32", "data_ptr": "*u8", "absmax_ptr": "*fp32", "n": "i32",
-                   "size": "i32"},
-                  {"BLOCK": 64, "GROUPS": TILE // 64}, divisible=("n", "size"), store=64, elements=TILE)
-            for d in ("bf16", "fp32")]
+    return [
+        _spec(
+            _nf4_quantize,
+            f"nf4 quantize {d}",
+            {
+                "x_ptr": f"*{d}",
+                "bound_ptr": "*fp32",
+                "data_ptr": "*u8",
+                "absmax_ptr": "*fp32",
+                "n": "i32",
+                "size": "i32",
+            },
+            {"BLOCK": 64, "GROUPS": TILE // 64},
+            divisible=("n", "size"),
+            store=64,
+            elements=TILE,
+        )
+        for d in ("bf16", "fp32")
+    ]
 
 
 def nf4_dequantize_gate() -> list[KernelSpec]:
-    types = {"data_ptr": "*u8", "pair_ptr": "*i64", "nested_ptr": "*fp32", "map_ptr": "*fp32", "offset_ptr": "*fp32"}
+    types = {
+        "data_ptr": "*u8",
+        "pair_ptr": "*i64",
+        "nested_ptr": "*fp32",
+        "map_ptr": "*fp32",
+        "offset_ptr": "*fp32",
+    }
     found = []
     for d in ("bf16", "fp32"):
         for nested in (False, True):
-            own = {**types, "absmax_ptr": "*u8" if nested else "*fp32", "out_ptr": f"*{d}", "n": "i32",
-                   **aqn_triton.TYPES}
+            own = {
+                **types,
+                "absmax_ptr": "*u8" if nested else "*fp32",
+                "out_ptr": f"*{d}",
+                "n": "i32",
+                **aqn_triton.TYPES,
+            }
             for noise, kind in NOISES:
-                found.append(_spec(
-                    _nf4_dequantize, f"nf4 dequantize {d}{' nested' if nested else ''}{kind}",
-                    {n: own[n] for n in _nf4_dequantize.arg_names if n in own},
-                    {"BLOCK": 64, "NESTED": nested, "OUT": OUT, "PARTS": PARTS, "NOISE": noise}, OUT // 256, load=0,
-                    divisible=("n",), elements=OUT * PARTS))
+                found.append(
+                    _spec(
+                        _nf4_dequantize,
+                        f"nf4 dequantize {d}{' nested' if nested else ''}{kind}",
+                        {n: own[n] for n in _nf4_dequantize.arg_names if n in own},
+                        {"BLOCK": 64, "NESTED": nested, "OUT": OUT, "PARTS": PARTS, "NOISE": noise},
+                        OUT // 256,
+                        load=0,
+                        divisible=("n",),
+                        elements=OUT * PARTS,
+                    )
+                )
     return found
 
 
 def nvfp4_quantize_gate() -> list[KernelSpec]:
-    types = {"total_ptr": "*fp32", "data_ptr": "*u8", "scale_ptr": "*u8", "R": "i32", "C": "i32", "width": "i32",
-             "bands": "i32", "tiles": "i32", "key": "i64", "signs": "i32"}
+    types = {
+        "total_ptr": "*fp32",
+        "data_ptr": "*u8",
+        "scale_ptr": "*u8",
+        "R": "i32",
+        "C": "i32",
+        "width": "i32",
+        "bands": "i32",
+        "tiles": "i32",
+        "key": "i64",
+        "signs": "i32",
+    }
     found = []
     for d in ("bf16", "fp32"):
-        for tall, random, size in ((1, False, 0), (1, True, 0), (16, False, 0), (16, True, 0), (1, False, 16),
-                                   (1, True, 16), (1, False, 32), (16, True, 32)):
-            label = f"nvfp4 quantize {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
+        for tall, random, size in (
+            (1, False, 0),
+            (1, True, 0),
+            (16, False, 0),
+            (16, True, 0),
+            (1, False, 16),
+            (1, True, 16),
+            (1, False, 32),
+            (16, True, 32),
+        ):
+            label = (
+                f"nvfp4 quantize {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
+            )
             groups = TILE // 16 // tall
             kernel, warps, own = _nvfp4_rows, _nvfp4_warps(groups, random), {}
             if tall == 16 or size:
                 kernel, warps, own = _nvfp4_quantize, 4, {"TALL": tall, "HADAMARD": size}
             for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
-                found.append(_spec(kernel, f"{label}{f' hadamard {size}' if size else ''}{name}",
-                                   {n: t for n, t in {"x_ptr": f"*{d}", **types}.items() if n in kernel.arg_names},
-                                   {"GROUPS": groups, "RANDOM": 2 * random, "HARDWARE": hardware, **own}, warps,
-                                   divisible=("C", "width"), store=0, elements=TILE, **archs))
+                found.append(
+                    _spec(
+                        kernel,
+                        f"{label}{f' hadamard {size}' if size else ''}{name}",
+                        {
+                            n: t
+                            for n, t in {"x_ptr": f"*{d}", **types}.items()
+                            if n in kernel.arg_names
+                        },
+                        {"GROUPS": groups, "RANDOM": 2 * random, "HARDWARE": hardware, **own},
+                        warps,
+                        divisible=("C", "width"),
+                        store=0,
+                        elements=TILE,
+                        **archs,
+                    )
+                )
     return found
 
 
 def nvfp4_dequantize_gate() -> list[KernelSpec]:
-    return [_spec(_nvfp4_dequantize, f"nvfp4 dequantize {d}{kind}{name}",
-                  {"data_ptr": "*u8", "scale_ptr": "*u8", "total_ptr": "*fp32", "out_ptr": f"*{d}", "C": "i32",
-                   "width": "i32", "tiles": "i32", **aqn_triton.TYPES},
-                  {"OUT": OUT, "PARTS": PARTS, "NOISE": noise, "HARDWARE": hardware}, OUT // 256, load=0,
-                  divisible=("C", "width"), elements=OUT * PARTS, **archs)
-            for d in ("bf16", "fp32") for noise, kind in NOISES for hardware, (name, archs) in E2M1.items()]
+    return [
+        _spec(
+            _nvfp4_dequantize,
+            f"nvfp4 dequantize {d}{kind}{name}",
+            {
+                "data_ptr": "*u8",
+                "scale_ptr": "*u8",
+                "total_ptr": "*fp32",
+                "out_ptr": f"*{d}",
+                "C": "i32",
+                "width": "i32",
+                "tiles": "i32",
+                **aqn_triton.TYPES,
+            },
+            {"OUT": OUT, "PARTS": PARTS, "NOISE": noise, "HARDWARE": hardware},
+            OUT // 256,
+            load=0,
+            divisible=("C", "width"),
+            elements=OUT * PARTS,
+            **archs,
+        )
+        for d in ("bf16", "fp32")
+        for noise, kind in NOISES
+        for hardware, (name, archs) in E2M1.items()
+    ]
 
 
 def _fp8_quantize_specs(name: str, scales: str, blocks) -> list[KernelSpec]:
@@ -713,18 +1177,42 @@ def _fp8_quantize_specs(name: str, scales: str, blocks) -> list[KernelSpec]:
     for d in ("bf16", "fp32"):
         for label, rows, columns, groups in blocks:
             for random in (False, True):
-                found.append(_spec(
-                    _block_fp8_quantize, f"{name} quantize {d}{label}{' random' if random else ''}",
-                    {"x_ptr": f"*{d}", "data_ptr": "*u8", "inverse_ptr": scales, "R": "i32", "C": "i32",
-                     "bands": "i32", "tiles": "i32", "key": "i64"},
-                    {"ROWS": rows, "COLUMNS": columns, "TALL": rows, "WIDE": columns, "GROUPS": groups,
-                     "RANDOM": 2 * random, "HARDWARE": 1}, _warps(rows * columns * groups, random), divisible=("C",),
-                    elements=rows * columns * groups, **{} if random else E4M3))
+                found.append(
+                    _spec(
+                        _block_fp8_quantize,
+                        f"{name} quantize {d}{label}{' random' if random else ''}",
+                        {
+                            "x_ptr": f"*{d}",
+                            "data_ptr": "*u8",
+                            "inverse_ptr": scales,
+                            "R": "i32",
+                            "C": "i32",
+                            "bands": "i32",
+                            "tiles": "i32",
+                            "key": "i64",
+                        },
+                        {
+                            "ROWS": rows,
+                            "COLUMNS": columns,
+                            "TALL": rows,
+                            "WIDE": columns,
+                            "GROUPS": groups,
+                            "RANDOM": 2 * random,
+                            "HARDWARE": 1,
+                        },
+                        _warps(rows * columns * groups, random),
+                        divisible=("C",),
+                        elements=rows * columns * groups,
+                        **{} if random else E4M3,
+                    )
+                )
     return found
 
 
 def block_fp8_quantize_gate() -> list[KernelSpec]:
-    return _fp8_quantize_specs("block_fp8", "*fp32", ((" 128x128", 128, 128, 1), (" 1x128", 1, 128, TILE // 128)))
+    return _fp8_quantize_specs(
+        "block_fp8", "*fp32", ((" 128x128", 128, 128, 1), (" 1x128", 1, 128, TILE // 128))
+    )
 
 
 def mxfp8_quantize_gate() -> list[KernelSpec]:
@@ -732,12 +1220,37 @@ def mxfp8_quantize_gate() -> list[KernelSpec]:
 
 
 def _fp8_dequantize_specs(name: str, scales: str, rows: int, columns: int) -> list[KernelSpec]:
-    return [_spec(_block_fp8_dequantize, f"{name} dequantize {d}{kind}",
-                  {"data_ptr": "*u8", "inverse_ptr": scales, "out_ptr": f"*{d}", "R": "i32", "C": "i32",
-                   "tiles": "i32", **aqn_triton.TYPES},
-                  {"ROWS": rows, "COLUMNS": columns, "SPAN": columns, "OUT": OUT, "PARTS": PARTS, "NOISE": noise,
-                   "HARDWARE": 1}, OUT // 256, load=0, divisible=("C",), elements=OUT * PARTS, **E4M3)
-            for d in ("bf16", "fp32") for noise, kind in NOISES]
+    return [
+        _spec(
+            _block_fp8_dequantize,
+            f"{name} dequantize {d}{kind}",
+            {
+                "data_ptr": "*u8",
+                "inverse_ptr": scales,
+                "out_ptr": f"*{d}",
+                "R": "i32",
+                "C": "i32",
+                "tiles": "i32",
+                **aqn_triton.TYPES,
+            },
+            {
+                "ROWS": rows,
+                "COLUMNS": columns,
+                "SPAN": columns,
+                "OUT": OUT,
+                "PARTS": PARTS,
+                "NOISE": noise,
+                "HARDWARE": 1,
+            },
+            OUT // 256,
+            load=0,
+            divisible=("C",),
+            elements=OUT * PARTS,
+            **E4M3,
+        )
+        for d in ("bf16", "fp32")
+        for noise, kind in NOISES
+    ]
 
 
 def block_fp8_dequantize_gate() -> list[KernelSpec]:

@@ -1,9 +1,11 @@
-"""RMSNorm and add + RMSNorm in CuTe DSL, for sm_90 and sm_100. The definition is tilewright/ops/rmsnorm.py.
+"""RMSNorm and add + RMSNorm in CuTe DSL, for sm_90 and sm_100. The definition is
+tilewright/ops/rmsnorm.py.
 
-T = rows / H, H = heads (1 unless the weight is 2-D), D = columns. Row (t, h) lies at (t * H + h) * D. A row is read
-once and stays in registers, whatever its width: in those of part of a warp, of a block, or, from 16,384 columns on
-(backward: 8,192), of a cluster of up to 8 blocks, which add their sums through distributed shared memory. Sums and
-the weight gradient are fp32; each block adds up the weight gradient of its rows, and the blocks' shares are added in
+T = rows / H, H = heads (1 unless the weight is 2-D), D = columns. Row (t, h) lies at (t * H + h) *
+D. A row is read once and stays in registers, whatever its width: in those of part of a warp, of a
+block, or, from 16,384 columns on (backward: 8,192), of a cluster of up to 8 blocks, which add their
+sums through distributed shared memory. Sums and the weight gradient are fp32; each block adds up
+the weight gradient of its rows, and the blocks' shares are added in
 fixed order: no atomics, the same bits every run on one kind of device.
 """
 
@@ -21,9 +23,10 @@ from tilewright.kernels import cute as tw
 from tilewright.kernels import launchers
 from tilewright.kernels.spec import CuteSpec
 
-# Widest row of one block. Forward: 512 threads with 32 elements of x each. Backward also holds dy, w and the sums for
-# dw and db, and the next row's x and dy, so 16 elements each; in a cluster its blocks have 256 threads, which may have
-# 255 registers, as long as 8 of them are enough for the row. Not tuned on a GPU.
+# Widest row of one block. Forward: 512 threads with 32 elements of x each. Backward also holds dy,
+# w and the sums for dw and db, and the next row's x and dy, so 16 elements each; in a cluster its
+# blocks have 256 threads, which may have 255 registers, as long as 8 of them are enough for the
+# row. Not tuned on a GPU.
 ONE_BLOCK = 16384
 ONE_BLOCK_BACKWARD = 8192
 SHARED_BACKWARD = 4096
@@ -33,9 +36,11 @@ PER_THREAD_BACKWARD = 16
 
 @dataclass(frozen=True)
 class Plan:
-    """How a row of D columns is dealt out: chunk k of a thread is `vec` columns from `column(...)` on.
+    """How a row of D columns is dealt out: chunk k of a thread is `vec` columns from `column(...)`
+    on.
 
-    threads: that share a row in one block.   rows: of a block at once; 1 if threads > 32.   cluster: blocks a row.
+    threads: that share a row in one block.   rows: of a block at once; 1 if threads > 32.
+    cluster: blocks a row.
     chunks: of a thread.
     """
 
@@ -57,7 +62,9 @@ class Plan:
         return max(1, self.threads // 32)
 
     def column(self, rank, thread, k):
-        """First column of chunk k of a thread of block `rank`: neighbours in a warp read neighbouring chunks."""
+        """First column of chunk k of a thread of block `rank`: neighbours in a warp read
+        neighbouring chunks.
+        """
         return ((k * self.cluster + rank) * self.threads + thread) * self.vec
 
     def whole(self, k: int) -> bool:
@@ -71,20 +78,24 @@ def plan(D: int, H: int, vec: int, backward: bool = False) -> Plan:
     if backward:
         cluster = 1 if D <= ONE_BLOCK_BACKWARD else tw.cluster_for(D, SHARED_BACKWARD)
     threads = 1
-    while threads < 32 and threads * 16 < D:   # narrow rows share a warp, with 16 elements a thread
+    while threads < 32 and threads * 16 < D:  # narrow rows share a warp, with 16 elements a thread
         threads *= 2
     chunks = -(-(16 if threads < 32 or D <= 512 else per_thread) // vec)
     total = -(-D // vec)
     if total > threads * chunks:
         threads = 32 * -(-total // (32 * chunks * cluster))
-        if backward and cluster > 1 and threads > 256:   # 416, say, take more registers for addresses, and spilled
+        if (
+            backward and cluster > 1 and threads > 256
+        ):  # 416, say, take more registers for addresses, and spilled
             threads = 512
     chunks = -(-total // (threads * cluster))
     return Plan(D, H, vec, chunks, threads, max(1, 128 // threads) if threads <= 32 else 1, cluster)
 
 
 def _wanted(p: Plan, k: int, column, live):
-    """The condition under which chunk k is read: None if always. live: whether the row exists; None if it does."""
+    """The condition under which chunk k is read: None if always. live: whether the row exists;
+    None if it does.
+    """
     inside = None if p.whole(k) else column < p.D
     if inside is None or live is None:
         return live if inside is None else inside
@@ -98,9 +109,20 @@ def _where(p: Plan):
 
 
 @cute.kernel
-def _forward(x: cute.Pointer, residual: cute.Pointer | None, weight: cute.Pointer, bias: cute.Pointer | None,
-             y: cute.Pointer, total: cute.Pointer | None, rstd: cute.Pointer, T: Int64, eps: Float32, offset: Float32,
-             p: cutlass.Constexpr, round_xhat: cutlass.Constexpr):
+def _forward(
+    x: cute.Pointer,
+    residual: cute.Pointer | None,
+    weight: cute.Pointer,
+    bias: cute.Pointer | None,
+    y: cute.Pointer,
+    total: cute.Pointer | None,
+    rstd: cute.Pointer,
+    T: Int64,
+    eps: Float32,
+    offset: Float32,
+    p: cutlass.Constexpr,
+    round_xhat: cutlass.Constexpr,
+):
     thread = cute.arch.thread_idx()[0] % p.threads
     block, h = _where(p)
     rank = block % p.cluster
@@ -136,7 +158,8 @@ def _forward(x: cute.Pointer, residual: cute.Pointer | None, weight: cute.Pointe
     if first:
         rstd[row] = scale
 
-    # The weights come after the sum: their loads, from L2, would cost registers while the row is on its way.
+    # The weights come after the sum: their loads, from L2, would cost registers while the row is on
+    # its way.
     for k in cutlass.range_constexpr(p.chunks):
         inside = _wanted(p, k, columns[k], None)
         w = tw.load(weight, Int64(h) * p.D + columns[k], p.vec, inside).load().to(Float32) + offset
@@ -150,29 +173,64 @@ def _forward(x: cute.Pointer, residual: cute.Pointer | None, weight: cute.Pointe
 
 
 @cute.jit
-def _launch_forward(x: cute.Pointer, residual: cute.Pointer | None, weight: cute.Pointer, bias: cute.Pointer | None,
-                    y: cute.Pointer, total: cute.Pointer | None, rstd: cute.Pointer, T: Int64, eps: Float32,
-                    offset: Float32, p: cutlass.Constexpr, round_xhat: cutlass.Constexpr, blocks: Int32, heads: Int32,
-                    stream: cuda.CUstream):
+def _launch_forward(
+    x: cute.Pointer,
+    residual: cute.Pointer | None,
+    weight: cute.Pointer,
+    bias: cute.Pointer | None,
+    y: cute.Pointer,
+    total: cute.Pointer | None,
+    rstd: cute.Pointer,
+    T: Int64,
+    eps: Float32,
+    offset: Float32,
+    p: cutlass.Constexpr,
+    round_xhat: cutlass.Constexpr,
+    blocks: Int32,
+    heads: Int32,
+    stream: cuda.CUstream,
+):
     _forward(x, residual, weight, bias, y, total, rstd, T, eps, offset, p, round_xhat).launch(
-        grid=(blocks, heads, 1), block=(p.block, 1, 1), cluster=tw.shape(p.cluster), stream=stream,
-        min_blocks_per_mp=int(p.vec * x.dtype.width < 128))   # else it spilled 8 bytes at 40 registers, D=4100
+        grid=(blocks, heads, 1),
+        block=(p.block, 1, 1),
+        cluster=tw.shape(p.cluster),
+        stream=stream,
+        min_blocks_per_mp=int(p.vec * x.dtype.width < 128),
+    )  # else it spilled 8 bytes at 40 registers, D=4100
 
 
 def _read_rows(x, dy, rstd, t, T, h, columns, p: Plan):
     """This thread's chunks of x and of dy, and rstd, of row (t, h); zeros if t >= T."""
     row, live = t * p.H + h, t < T
     wanted = [_wanted(p, k, columns[k], live) for k in range(p.chunks)]
-    return [tw.load(data, row * p.D + columns[k], p.vec, wanted[k]) for data in (x, dy) for k in range(p.chunks)] + [
-        tw.load(rstd, row, 1, live)]
+    return [
+        tw.load(data, row * p.D + columns[k], p.vec, wanted[k])
+        for data in (x, dy)
+        for k in range(p.chunks)
+    ] + [tw.load(rstd, row, 1, live)]
 
 
 @cute.kernel
-def _backward(dy: cute.Pointer, dsum: cute.Pointer | None, x: cute.Pointer, rstd: cute.Pointer, weight: cute.Pointer,
-              dx: cute.Pointer, dw: cute.Pointer, db: cute.Pointer | None, T: Int64, P: Int32, offset: Float32,
-              p: cutlass.Constexpr, round_xhat: cutlass.Constexpr, ahead: cutlass.Constexpr):
-    """dx, and this cluster's share of dw and db: it takes blocks of rows c, c + P, c + 2P, ... of one head. ahead:
-    it reads the next rows while it works on these, and keeps the weights; else it reads those from L1 again."""
+def _backward(
+    dy: cute.Pointer,
+    dsum: cute.Pointer | None,
+    x: cute.Pointer,
+    rstd: cute.Pointer,
+    weight: cute.Pointer,
+    dx: cute.Pointer,
+    dw: cute.Pointer,
+    db: cute.Pointer | None,
+    T: Int64,
+    P: Int32,
+    offset: Float32,
+    p: cutlass.Constexpr,
+    round_xhat: cutlass.Constexpr,
+    ahead: cutlass.Constexpr,
+):
+    """dx, and this cluster's share of dw and db: it takes blocks of rows c, c + P, c + 2P, ... of
+    one head. ahead: it reads the next rows while it works on these, and keeps the weights; else it
+    reads those from L1 again.
+    """
     group = cute.arch.thread_idx()[0] // p.threads
     thread = cute.arch.thread_idx()[0] % p.threads
     block, h = _where(p)
@@ -186,7 +244,9 @@ def _backward(dy: cute.Pointer, dsum: cute.Pointer | None, x: cute.Pointer, rstd
     inside = [_wanted(p, k, columns[k], None) for k in range(p.chunks)]
     ws = None
     if const_expr(ahead):
-        ws = [tw.load(weight, Int64(h) * p.D + columns[k], p.vec, inside[k]) for k in range(p.chunks)]
+        ws = [
+            tw.load(weight, Int64(h) * p.D + columns[k], p.vec, inside[k]) for k in range(p.chunks)
+        ]
     dws = [cute.make_rmem_tensor(p.vec, Float32) for k in range(p.chunks)]
     dbs = [cute.make_rmem_tensor(p.vec, Float32) for k in range(p.chunks)]
     for k in cutlass.range_constexpr(p.chunks):
@@ -195,11 +255,13 @@ def _backward(dy: cute.Pointer, dsum: cute.Pointer | None, x: cute.Pointer, rstd
     if const_expr(p.cluster > 1):
         tw.meet()
 
-    rows = Int64(P) * p.rows   # from one block of rows to this cluster's next
+    rows = Int64(P) * p.rows  # from one block of rows to this cluster's next
     coming = None
     if const_expr(ahead):
         coming = _read_rows(x, dy, rstd, Int64(c) * p.rows + group, T, h, columns, p)
-    rounds = Int32(((T + p.rows - 1) // p.rows - c + P - 1) // P)   # the same in all blocks of a cluster
+    rounds = Int32(
+        ((T + p.rows - 1) // p.rows - c + P - 1) // P
+    )  # the same in all blocks of a cluster
     for i in cutlass.range(rounds, unroll=1):
         t = Int64(c) * p.rows + group + i * rows
         row = t * p.H + h
@@ -210,7 +272,7 @@ def _backward(dy: cute.Pointer, dsum: cute.Pointer | None, x: cute.Pointer, rstd
                 now = held.load()
                 held.store(read.load())
                 read.store(now)
-        xs, gs, scale = here[:p.chunks], here[p.chunks:-1], here[-1]
+        xs, gs, scale = here[: p.chunks], here[p.chunks : -1], here[-1]
 
         r = scale[0]
         dot = Float32(0.0)
@@ -224,9 +286,15 @@ def _backward(dy: cute.Pointer, dsum: cute.Pointer | None, x: cute.Pointer, rstd
                 dws[k].store(dws[k].load() + g * v.to(dy.dtype).to(Float32))
             else:
                 dws[k].store(dws[k].load() + g * v)
-            w = ws[k] if const_expr(ahead) else tw.load(weight, Int64(h) * p.D + columns[k], p.vec, inside[k])
+            w = (
+                ws[k]
+                if const_expr(ahead)
+                else tw.load(weight, Int64(h) * p.D + columns[k], p.vec, inside[k])
+            )
             gws[k].store(g * (w.load().to(Float32) + offset))
-            dot += (gws[k].load() * v).reduce(cute.ReductionOp.ADD, init_val=0.0, reduction_profile=0)
+            dot += (gws[k].load() * v).reduce(
+                cute.ReductionOp.ADD, init_val=0.0, reduction_profile=0
+            )
         dot = tw.row_sum(dot, buffer, i % 2, rank, p.threads, p.cluster) / Float32(p.D)
         for k in cutlass.range_constexpr(p.chunks):
             v = (gws[k].load() - xs[k].load().to(Float32) * r * dot) * r
@@ -241,12 +309,24 @@ def _backward(dy: cute.Pointer, dsum: cute.Pointer | None, x: cute.Pointer, rstd
 
 
 @cute.jit
-def _store_share(sums: list, out: cute.Pointer, share: Int64, columns: list, inside: list, group: Int32,
-                 thread: Int32, p: cutlass.Constexpr):
-    """Adds up what the block's groups of threads have, in fixed order, and writes it to out[share:]."""
+def _store_share(
+    sums: list,
+    out: cute.Pointer,
+    share: Int64,
+    columns: list,
+    inside: list,
+    group: Int32,
+    thread: Int32,
+    p: cutlass.Constexpr,
+):
+    """Adds up what the block's groups of threads have, in fixed order, and writes it to
+    out[share:].
+    """
     if const_expr(p.rows > 1):
-        part = cute.make_tensor(cute.arch.alloc_smem(Float32, p.rows * p.D, alignment=16),
-                                cute.make_layout((p.rows, p.D), stride=(p.D, 1)))
+        part = cute.make_tensor(
+            cute.arch.alloc_smem(Float32, p.rows * p.D, alignment=16),
+            cute.make_layout((p.rows, p.D), stride=(p.D, 1)),
+        )
         for k in cutlass.range_constexpr(p.chunks):
             for j in cutlass.range_constexpr(p.vec):
                 if columns[k] < p.D:
@@ -263,25 +343,60 @@ def _store_share(sums: list, out: cute.Pointer, share: Int64, columns: list, ins
 
 
 @cute.jit
-def _launch_backward(dy: cute.Pointer, dsum: cute.Pointer | None, x: cute.Pointer, rstd: cute.Pointer,
-                     weight: cute.Pointer, dx: cute.Pointer, dw: cute.Pointer, db: cute.Pointer | None, T: Int64,
-                     P: Int32, offset: Float32, p: cutlass.Constexpr, round_xhat: cutlass.Constexpr,
-                     ahead: cutlass.Constexpr, alone: cutlass.Constexpr, blocks: Int32, heads: Int32,
-                     stream: cuda.CUstream):
+def _launch_backward(
+    dy: cute.Pointer,
+    dsum: cute.Pointer | None,
+    x: cute.Pointer,
+    rstd: cute.Pointer,
+    weight: cute.Pointer,
+    dx: cute.Pointer,
+    dw: cute.Pointer,
+    db: cute.Pointer | None,
+    T: Int64,
+    P: Int32,
+    offset: Float32,
+    p: cutlass.Constexpr,
+    round_xhat: cutlass.Constexpr,
+    ahead: cutlass.Constexpr,
+    alone: cutlass.Constexpr,
+    blocks: Int32,
+    heads: Int32,
+    stream: cuda.CUstream,
+):
     _backward(dy, dsum, x, rstd, weight, dx, dw, db, T, P, offset, p, round_xhat, ahead).launch(
-        grid=(blocks, heads, 1), block=(p.block, 1, 1), cluster=tw.shape(p.cluster), stream=stream,
-        min_blocks_per_mp=int(alone))
+        grid=(blocks, heads, 1),
+        block=(p.block, 1, 1),
+        cluster=tw.shape(p.cluster),
+        stream=stream,
+        min_blocks_per_mp=int(alone),
+    )
 
 
 # ---- launchers
+
 
 def _run_forward(x, residual, weight, bias, eps, offset, round_xhat):
     T, H, D = launchers.sizes(x, weight)
     y, total, rstd = launchers.normalised(x, residual)
     if T:
         p = plan(D, H, tw.vector(D, x, residual, weight, bias, y, total))
-        tw.launch(_launch_forward, x, residual, weight, bias, y, total, rstd, T, eps, offset, p, round_xhat,
-                  -(-T // p.rows) * p.cluster, H)
+        tw.launch(
+            _launch_forward,
+            x,
+            residual,
+            weight,
+            bias,
+            y,
+            total,
+            rstd,
+            T,
+            eps,
+            offset,
+            p,
+            round_xhat,
+            -(-T // p.rows) * p.cluster,
+            H,
+        )
     return y, total, rstd
 
 
@@ -289,22 +404,36 @@ forward, add_forward = launchers.rmsnorm_forwards(_run_forward)
 
 
 def _clusters(x: torch.Tensor, p: Plan, T: int) -> int:
-    """How many clusters share the rows of a head: enough that the heads together give every multiprocessor about
-    512 threads, with 128 registers each. Each also costs a row of dw to write and to add."""
-    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+    """How many clusters share the rows of a head: enough that the heads together give every
+    multiprocessor about 512 threads, with 128 registers each. Each also costs a row of dw to write
+    and to add.
+    """
+    multiprocessors = (
+        torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+    )
     blocks = multiprocessors * max(1, 512 // p.block)
     return max(1, min(-(-T // p.rows), blocks // (p.cluster * p.H)))
 
 
 def _registers(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, has_bias: bool) -> int:
     """That a thread needs for this row's and the next one's x and dy, for w, dw and db."""
-    data, others = 2 * (x.element_size() + dy.element_size()), weight.element_size() + 4 + 4 * has_bias
+    data, others = (
+        2 * (x.element_size() + dy.element_size()),
+        weight.element_size() + 4 + 4 * has_bias,
+    )
     return PER_THREAD_BACKWARD * (data + others) // 4
 
 
-def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd: torch.Tensor,
-             weight: torch.Tensor, offset: float, round_xhat: bool,
-             has_bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    offset: float,
+    round_xhat: bool,
+    has_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     T, H, D = launchers.sizes(x, weight)
     dx = torch.empty_like(x)
     if T == 0:
@@ -312,14 +441,35 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
     p = plan(D, H, tw.vector(D, dy, dsum, x, weight, dx), backward=True)
     P = _clusters(x, p, T)
     dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
-    # 512 threads have 128 registers each; where these took 72 of them, ptxas spilled up to 24 bytes. 256 have 255, but
-    # ptxas keeps to 128, for a second block's sake, and spills 8 to 16 bytes, unless told that one is enough.
+    # 512 threads have 128 registers each; where these took 72 of them, ptxas spilled up to 24
+    # bytes. 256 have 255, but ptxas keeps to 128, for a second block's sake, and spills 8 to 16
+    # bytes, unless told that one is enough.
     many = _registers(dy, x, weight, has_bias) > 64
     ahead, alone = p.block <= 256 or not many, many or p.cluster > 1
     # Without registers to read ahead there are none for db either: PyTorch adds up dy.
-    db = torch.empty((P, H, D), dtype=torch.float32, device=x.device) if has_bias and ahead else None
-    tw.launch(_launch_backward, dy, dsum, x, rstd, weight, dx, dw, db, T, P, offset, p, round_xhat,
-              ahead, alone, P * p.cluster, H)
+    db = (
+        torch.empty((P, H, D), dtype=torch.float32, device=x.device) if has_bias and ahead else None
+    )
+    tw.launch(
+        _launch_backward,
+        dy,
+        dsum,
+        x,
+        rstd,
+        weight,
+        dx,
+        dw,
+        db,
+        T,
+        P,
+        offset,
+        p,
+        round_xhat,
+        ahead,
+        alone,
+        P * p.cluster,
+        H,
+    )
     dweight = dw.sum(0).reshape(weight.shape).to(weight.dtype)
     if not has_bias:
         return dx, dweight, weight.new_empty(0)
@@ -328,15 +478,23 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
 
 
 def specs() -> list[CuteSpec]:
-    """What the launchers above launch, for the compile gate: rows shared by part of a warp, a warp, a block and
-    clusters, and one of odd width; few options and all of them."""
+    """What the launchers above launch, for the compile gate: rows shared by part of a warp, a warp,
+    a block and clusters, and one of odd width; few options and all of them.
+    """
     bf16, fp32 = torch.bfloat16, torch.float32
-    usual, float_weight, all_float = (bf16, bf16, False, True), (bf16, fp32, True, True), (fp32, fp32, True, False)
+    usual, float_weight, all_float = (
+        (bf16, bf16, False, True),
+        (bf16, fp32, True, True),
+        (fp32, fp32, True, False),
+    )
     found = []
     for D in (128, 1024, 4096, 4097, 8192, 16384, 32768, 65536):
         variants = (usual,) if D in (4097, 32768) else (usual, float_weight, all_float)
-        needs = {"load": 0, "store": 0} if D == 4097 else {}   # a row begins at a multiple of 2 bytes
+        needs = (
+            {"load": 0, "store": 0} if D == 4097 else {}
+        )  # a row begins at a multiple of 2 bytes
         for data, weight_type, bias, cast in variants:
+
             def new(*shape, dtype=data):
                 return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -346,8 +504,23 @@ def specs() -> list[CuteSpec]:
             b = new(D, dtype=weight_type) if bias else None
             rstd = new(4, H, dtype=fp32)
             tail = f"{tw.name(data)} weight={tw.name(weight_type)}{' bias' if bias else ''} D={D}"
-            found += [tw.spec(f"cute forward {tail}", forward, x, w, b, 1e-6, 0.0, cast, **needs),
-                      tw.spec(f"cute add_forward {tail}", add_forward, x, x, w, b, 1e-6, 0.0, cast, **needs),
-                      tw.spec(f"cute backward {tail}", backward, x, x if bias else None, x, rstd, w, 0.0, cast, bias,
-                              **needs)]
+            found += [
+                tw.spec(f"cute forward {tail}", forward, x, w, b, 1e-6, 0.0, cast, **needs),
+                tw.spec(
+                    f"cute add_forward {tail}", add_forward, x, x, w, b, 1e-6, 0.0, cast, **needs
+                ),
+                tw.spec(
+                    f"cute backward {tail}",
+                    backward,
+                    x,
+                    x if bias else None,
+                    x,
+                    rstd,
+                    w,
+                    0.0,
+                    cast,
+                    bias,
+                    **needs,
+                ),
+            ]
     return found

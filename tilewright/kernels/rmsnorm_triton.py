@@ -1,10 +1,10 @@
 """RMSNorm and add + RMSNorm in Triton. The definition is tilewright/ops/rmsnorm.py.
 
-T = rows / H, H = heads (1 unless the weight is 2-D), D = columns. Row (t, h) lies at (t * H + h) * D.
-A program holds BLOCK_T rows of one head in registers while D <= 16,384 (backward: 8,192); wider rows are
-walked in column blocks and read a second time, mostly from L2. Sums and the weight gradient are fp32. The
-weight gradient is accumulated per program and reduced by a second kernel in fixed order: no atomics, the same
-bits every run on one kind of device.
+T = rows / H, H = heads (1 unless the weight is 2-D), D = columns. Row (t, h) lies at (t * H + h) *
+D. A program holds BLOCK_T rows of one head in registers while D <= 16,384 (backward: 8,192); wider
+rows are walked in column blocks and read a second time, mostly from L2. Sums and the weight
+gradient are fp32. The weight gradient is accumulated per program and reduced by a second kernel in
+fixed order: no atomics, the same bits every run on one kind of device.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
-WHOLE_ROW = 16384   # widest row kept in registers: 16,384 fp32 over 512 threads is 32 registers an operand
-# The same in backward, which holds x, dy, w and the sum for dw (and db): at 16,384 columns ptxas spills up to
-# 1,336 bytes a thread for sm_90 to sm_120, whether w is kept or loaded again for every row; at 8,192 none.
+WHOLE_ROW = (
+    16384  # widest row kept in registers: 16,384 fp32 over 512 threads is 32 registers an operand
+)
+# The same in backward, which holds x, dy, w and the sum for dw (and db): at 16,384 columns ptxas
+# spills up to 1,336 bytes a thread for sm_90 to sm_120, whether w is kept or loaded again for every
+# row; at 8,192 none.
 WHOLE_ROW_BACKWARD = 8192
-WALK_BLOCK = 8192   # column block beyond those
-# Of rows that a block of the backward has on their way, in shared memory: what sm_120 has for one block, and half of
-# what sm_90 has for all.
+WALK_BLOCK = 8192  # column block beyond those
+# Of rows that a block of the backward has on their way, in shared memory: what sm_120 has for one
+# block, and half of what sm_90 has for all.
 STAGED_BYTES = 96 * 2**10
-# Rows of so many columns share a program. For D=128 on sm_100 ptxas spills 8 bytes in the float32 forward with 16
-# elements a thread.
+# Rows of so many columns share a program. For D=128 on sm_100 ptxas spills 8 bytes in the float32
+# forward with 16 elements a thread.
 NARROW = 512
-# Programs a multiprocessor that share the rows of a forward with noise. Each makes the noise of its weight once, for
-# dozens of rows of a training step: made for every row, it would take longer than the row's way through memory.
+# Programs a multiprocessor that share the rows of a forward with noise. Each makes the noise of its
+# weight once, for
+# dozens of rows of a training step: made for every row, it would take longer than the row's way
+# through memory.
 NOISE_PROGRAMS = 4
 
 
@@ -38,13 +43,21 @@ def _heuristic(D: int, backward: bool) -> dict:
     """Aims at 16 to 32 elements a thread in one operand."""
     walk = (WHOLE_ROW_BACKWARD if backward else WHOLE_ROW) < D
     block_d = WALK_BLOCK if walk else launchers.next_power_of_2(D)
-    block_t = max(1, 1024 // block_d)   # narrow rows (QK norm) share a program: a warp's loads stay 512 B
+    block_t = max(
+        1, 1024 // block_d
+    )  # narrow rows (QK norm) share a program: a warp's loads stay 512 B
     warp = 256 if block_t > 1 and not backward else 512
-    return {"BLOCK_D": block_d, "BLOCK_T": block_t, "num_warps": min(16, max(1, block_d * block_t // warp))}
+    return {
+        "BLOCK_D": block_d,
+        "BLOCK_T": block_t,
+        "num_warps": min(16, max(1, block_d * block_t // warp)),
+    }
 
 
 def _blocks(D: int, backward: bool, least: int, most: int) -> list[dict]:
-    """Half, as many and twice as many rows a program, on 1 to 16 warps with `least` to `most` elements a thread."""
+    """Half, as many and twice as many rows a program, on 1 to 16 warps with `least` to `most`
+    elements a thread.
+    """
     base = _heuristic(D, backward)
     found = []
     for block_t in (base["BLOCK_T"] // 2, base["BLOCK_T"], 2 * base["BLOCK_T"]):
@@ -60,34 +73,54 @@ def _forward_heuristic(D: int, itemsize: int, add: bool) -> dict:
 
 def _forward_space(D: int, itemsize: int, add: bool) -> list[dict]:
     if D > WHOLE_ROW:
-        return [{"BLOCK_D": block, "BLOCK_T": 1, "num_warps": warps}
-                for block, warps in ((4096, 8), (4096, 16), (8192, 16))]
+        return [
+            {"BLOCK_D": block, "BLOCK_T": 1, "num_warps": warps}
+            for block, warps in ((4096, 8), (4096, 16), (8192, 16))
+        ]
     return _blocks(D, False, *((16 // itemsize, 8) if D <= NARROW else (8, 32)))
 
 
 def _backward_heuristic(D: int, itemsize: int) -> dict:
-    """STAGES: steps of the loop over rows that are under way; all but one of them are loads into shared memory."""
+    """STAGES: steps of the loop over rows that are under way; all but one of them are loads
+    into shared memory.
+    """
     c = _heuristic(D, True)
     return {**c, "STAGES": 1 if c["BLOCK_D"] < D else _most_stages(c, itemsize)}
 
 
 def _most_stages(c: dict, itemsize: int) -> int:
-    step = 3 * c["BLOCK_T"] * c["BLOCK_D"] * itemsize   # of dy, x and dsum
+    step = 3 * c["BLOCK_T"] * c["BLOCK_D"] * itemsize  # of dy, x and dsum
     # In narrow rows ptxas spills 4 bytes for sm_100 and sm_120 with a step that is loaded ahead.
     return 1 if c["BLOCK_D"] <= NARROW else 1 + min(2, STAGED_BYTES // step)
 
 
 def _backward_space(D: int, itemsize: int) -> list[dict]:
     if D > WHOLE_ROW_BACKWARD:
-        return [{"BLOCK_D": block, "BLOCK_T": 1, "num_warps": warps, "STAGES": 1}
-                for block, warps in ((4096, 16), (8192, 8))]
-    return [{**c, "STAGES": stages} for c in _blocks(D, True, 16 if D <= NARROW else 8, 16)
-            for stages in range(1, _most_stages(c, itemsize) + 1)]
+        return [
+            {"BLOCK_D": block, "BLOCK_T": 1, "num_warps": warps, "STAGES": 1}
+            for block, warps in ((4096, 16), (8192, 8))
+        ]
+    return [
+        {**c, "STAGES": stages}
+        for c in _blocks(D, True, 16 if D <= NARROW else 8, 16)
+        for stages in range(1, _most_stages(c, itemsize) + 1)
+    ]
 
 
 @triton.jit
-def _weight(w_ptr, h, start, offset, alpha, seed, step, layer, D: tl.constexpr, BLOCK_D: tl.constexpr,
-            NOISE: tl.constexpr):
+def _weight(
+    w_ptr,
+    h,
+    start,
+    offset,
+    alpha,
+    seed,
+    step,
+    layer,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NOISE: tl.constexpr,
+):
     """What columns from `start` on are multiplied by, [BLOCK_D]."""
     c = start + tl.arange(0, BLOCK_D)
     w = tl.load(w_ptr + h * D + c, mask=c < D, other=0.0).to(tl.float32) + offset
@@ -98,10 +131,32 @@ def _weight(w_ptr, h, start, offset, alpha, seed, step, layer, D: tl.constexpr, 
 
 
 @triton.jit
-def _rows(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, block, h, T, eps, offset, noisy,
-          H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr,
-          BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr, NOISE: tl.constexpr):
-    """BLOCK_T rows of one head, in registers. block: int64. noisy: the weight with noise, if there is some."""
+def _rows(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    sum_ptr,
+    rstd_ptr,
+    block,
+    h,
+    T,
+    eps,
+    offset,
+    noisy,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+    NOISE: tl.constexpr,
+):
+    """BLOCK_T rows of one head, in registers. block: int64. noisy: the weight with noise, if
+    there is some.
+    """
     t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     row = t * H + h
     cols = tl.arange(0, BLOCK_D)
@@ -130,21 +185,84 @@ def _rows(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, block, h,
 
 
 @triton.jit(do_not_specialize=["T", "seed", "step", "layer"])
-def _forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, T, eps, offset, alpha, seed: tl.int64,
-             step: tl.int64, layer: tl.int64, H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr,
-             BLOCK_D: tl.constexpr, WALK: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-             ROUND_XHAT: tl.constexpr, NOISE: tl.constexpr):
+def _forward(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    sum_ptr,
+    rstd_ptr,
+    T,
+    eps,
+    offset,
+    alpha,
+    seed: tl.int64,
+    step: tl.int64,
+    layer: tl.int64,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WALK: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+    NOISE: tl.constexpr,
+):
     first = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     if not WALK:
-        if NOISE:   # rows p, p + P, ... of one head
+        if NOISE:  # rows p, p + P, ... of one head
             w = _weight(w_ptr, h, 0, offset, alpha, seed, step, layer, D, BLOCK_D, True)
             for block in range(first, tl.cdiv(T, BLOCK_T), tl.num_programs(0)):
-                _rows(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, block, h, T, eps, offset, w, H, D,
-                      BLOCK_T, BLOCK_D, ADD, BIAS, ROUND_XHAT, True)
+                _rows(
+                    x_ptr,
+                    residual_ptr,
+                    w_ptr,
+                    b_ptr,
+                    y_ptr,
+                    sum_ptr,
+                    rstd_ptr,
+                    block,
+                    h,
+                    T,
+                    eps,
+                    offset,
+                    w,
+                    H,
+                    D,
+                    BLOCK_T,
+                    BLOCK_D,
+                    ADD,
+                    BIAS,
+                    ROUND_XHAT,
+                    True,
+                )
         else:
-            _rows(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, first, h, T, eps, offset, 0, H, D,
-                  BLOCK_T, BLOCK_D, ADD, BIAS, ROUND_XHAT, False)
+            _rows(
+                x_ptr,
+                residual_ptr,
+                w_ptr,
+                b_ptr,
+                y_ptr,
+                sum_ptr,
+                rstd_ptr,
+                first,
+                h,
+                T,
+                eps,
+                offset,
+                0,
+                H,
+                D,
+                BLOCK_T,
+                BLOCK_D,
+                ADD,
+                BIAS,
+                ROUND_XHAT,
+                False,
+            )
     else:
         t = first * BLOCK_T + tl.arange(0, BLOCK_T)
         row = t * H + h
@@ -168,7 +286,9 @@ def _forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, T, eps
             c = start + cols
             mask = in_t[:, None] & (c < D)[None, :]
             at = row[:, None] * D + c[None, :]
-            if ADD:  # recomputed from the inputs: this program's other threads may not see the stored sum yet
+            # recomputed from the inputs: this program's other threads may not see the stored sum
+            # yet
+            if ADD:
                 x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
                 x += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
                 x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
@@ -185,11 +305,34 @@ def _forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, rstd_ptr, T, eps
 
 
 @triton.jit(do_not_specialize=["T", "seed", "step", "layer"])
-def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, T, offset, alpha, seed: tl.int64,
-              step: tl.int64, layer: tl.int64, H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr,
-              BLOCK_D: tl.constexpr, DSUM: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr,
-              NOISE: tl.constexpr, STAGES: tl.constexpr):
-    """dx, and this program's share of dw and db: rows p, p + P, p + 2P, ... of one head, in registers."""
+def _backward(
+    dy_ptr,
+    dsum_ptr,
+    x_ptr,
+    rstd_ptr,
+    w_ptr,
+    dx_ptr,
+    dw_ptr,
+    db_ptr,
+    T,
+    offset,
+    alpha,
+    seed: tl.int64,
+    step: tl.int64,
+    layer: tl.int64,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DSUM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+    NOISE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dx, and this program's share of dw and db: rows p, p + P, p + 2P, ... of one head, in
+    registers.
+    """
     p = tl.program_id(0)
     h = tl.program_id(1)
     P = tl.num_programs(0)
@@ -198,10 +341,11 @@ def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, 
     w = _weight(w_ptr, h, 0, offset, alpha, seed, step, layer, D, BLOCK_D, NOISE)
     dw = tl.zeros([BLOCK_D], tl.float32)
     db = tl.zeros([BLOCK_D], tl.float32)
-    # Where a thread may have but one product of a sum, products are rounded first: of an fma with the first addition of
-    # an exchange between threads, each of two threads would have another last bit, and either could be the one that is
-    # kept. Seen of dw in narrow rows of 16 bits on four warps, and of c with noise, for a D that no four divide; not in
-    # float32, where with a bias and D=128 ptxas would spill 8 bytes for sm_90.
+    # Where a thread may have but one product of a sum, products are rounded first: of an fma with
+    # the first addition of an exchange between threads, each of two threads would have another last
+    # bit, and either could be the one that is kept. Seen of dw in narrow rows of 16 bits on four
+    # warps, and of c with noise, for a D that no four divide; not in float32, where with a bias and
+    # D=128 ptxas would spill 8 bytes for sm_90.
     APART: tl.constexpr = BLOCK_T > 1 and x_ptr.dtype.element_ty != tl.float32
     for block in tl.range(p, tl.cdiv(T, BLOCK_T), P, num_stages=STAGES):
         t = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
@@ -238,9 +382,25 @@ def _backward(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, 
 
 
 @triton.jit(do_not_specialize=["T", "seed", "step", "layer"])
-def _backward_walk(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, T, offset, alpha, seed: tl.int64, step: tl.int64,
-                   layer: tl.int64, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DSUM: tl.constexpr,
-                   NOISE: tl.constexpr):
+def _backward_walk(
+    dy_ptr,
+    dsum_ptr,
+    x_ptr,
+    rstd_ptr,
+    w_ptr,
+    dx_ptr,
+    T,
+    offset,
+    alpha,
+    seed: tl.int64,
+    step: tl.int64,
+    layer: tl.int64,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DSUM: tl.constexpr,
+    NOISE: tl.constexpr,
+):
     """dx of one wide row, in two walks over its columns."""
     row = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
     h = tl.program_id(1)
@@ -266,8 +426,19 @@ def _backward_walk(dy_ptr, dsum_ptr, x_ptr, rstd_ptr, w_ptr, dx_ptr, T, offset, 
 
 
 @triton.jit(do_not_specialize=["T"])
-def _weight_walk(dy_ptr, x_ptr, rstd_ptr, dw_ptr, db_ptr, T, H: tl.constexpr, D: tl.constexpr,
-                 BLOCK_D: tl.constexpr, BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr):
+def _weight_walk(
+    dy_ptr,
+    x_ptr,
+    rstd_ptr,
+    dw_ptr,
+    db_ptr,
+    T,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+):
     """dw and db of one column block over rows p, p + P, ...: for rows too wide for `_backward`."""
     p = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
@@ -277,7 +448,9 @@ def _weight_walk(dy_ptr, x_ptr, rstd_ptr, dw_ptr, db_ptr, T, H: tl.constexpr, D:
     for t in range(p, T, tl.num_programs(0)):
         row = t * H + h
         g = tl.load(dy_ptr + row * D + c, mask=c < D, other=0.0)
-        xhat = tl.load(x_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32) * tl.load(rstd_ptr + row)
+        xhat = tl.load(x_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32) * tl.load(
+            rstd_ptr + row
+        )
         if ROUND_XHAT:
             xhat = xhat.to(dy_ptr.dtype.element_ty).to(tl.float32)
         dw += g.to(tl.float32) * xhat
@@ -289,9 +462,13 @@ def _weight_walk(dy_ptr, x_ptr, rstd_ptr, dw_ptr, db_ptr, T, H: tl.constexpr, D:
 
 
 @triton.jit
-def _sum_programs(partial_ptr, out_ptr, second_ptr, P, COLUMNS, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr):
-    """out [COLUMNS] = the sum over the P rows of partial, in their order by BLOCK_P, rounded once. With second
-    [COLUMNS], partial is [P, 2, COLUMNS], and of a grid's second dimension 1 makes that one."""
+def _sum_programs(
+    partial_ptr, out_ptr, second_ptr, P, COLUMNS, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out [COLUMNS] = the sum over the P rows of partial, in their order by BLOCK_P, rounded once.
+    With second [COLUMNS], partial is [P, 2, COLUMNS], and of a grid's second dimension 1 makes that
+    one.
+    """
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     p = tl.arange(0, BLOCK_P)
     stride = COLUMNS
@@ -301,7 +478,9 @@ def _sum_programs(partial_ptr, out_ptr, second_ptr, P, COLUMNS, BLOCK_P: tl.cons
     acc = tl.zeros([BLOCK_P, BLOCK], tl.float32)
     for first in range(0, P, BLOCK_P):
         at = (first + p).to(tl.int64)[:, None] * stride + c[None, :]
-        acc += tl.load(partial_ptr + at, mask=(first + p < P)[:, None] & (c < COLUMNS)[None, :], other=0.0)
+        acc += tl.load(
+            partial_ptr + at, mask=(first + p < P)[:, None] & (c < COLUMNS)[None, :], other=0.0
+        )
     total, mask = tl.sum(acc, axis=0), c < COLUMNS
     if second_ptr is not None:
         which = tl.program_id(1) + tl.zeros([BLOCK], tl.int32)
@@ -310,44 +489,74 @@ def _sum_programs(partial_ptr, out_ptr, second_ptr, P, COLUMNS, BLOCK_P: tl.cons
     tl.store(out_ptr + c, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-_SUM = {"BLOCK_P": 32, "BLOCK": 32}   # a warp reads 128 bytes of each row; 128 programs for 4,096 columns
+_SUM = {
+    "BLOCK_P": 32,
+    "BLOCK": 32,
+}  # a warp reads 128 bytes of each row; 128 programs for 4,096 columns
 
 
-def summed(partial: torch.Tensor, out: torch.Tensor, second: torch.Tensor | None = None) -> torch.Tensor:
-    """out, which takes the sum over the first dimension of partial [P, *out.shape], contiguous and float32, in one
-    launch; with second, of out's shape, partial is [P, 2, *out.shape]."""
+def summed(
+    partial: torch.Tensor, out: torch.Tensor, second: torch.Tensor | None = None
+) -> torch.Tensor:
+    """out, which takes the sum over the first dimension of partial [P, *out.shape], contiguous and
+    float32, in one launch; with second, of out's shape, partial is [P, 2, *out.shape].
+    """
     columns = out.numel()
-    launch(_sum_programs, (launchers.cdiv(columns, _SUM["BLOCK"]), 1 if second is None else 2),
-           partial, out, second, partial.shape[0], columns, **_SUM)
+    launch(
+        _sum_programs,
+        (launchers.cdiv(columns, _SUM["BLOCK"]), 1 if second is None else 2),
+        partial,
+        out,
+        second,
+        partial.shape[0],
+        columns,
+        **_SUM,
+    )
     return out
 
 
 def resident(registers: int, shared: int, warps: int, of: object) -> int:
-    """How many blocks a multiprocessor holds at a time, at least 1. registers: a thread. shared: bytes a block.
+    """How many blocks a multiprocessor holds at a time, at least 1. registers: a thread. shared:
+    bytes a block.
     of: the device's properties, as torch.cuda.get_device_properties gives them.
 
-    Registers are given out to warps in units of 256, of shared memory a block costs 1 KiB more (compute capability 8.0
-    and up; CUDA C++ Programming Guide, "Technical Specifications").
+    Registers are given out to warps in units of 256, of shared memory a block costs 1 KiB more
+    (compute capability 8.0 and up; CUDA C++ Programming Guide, "Technical Specifications").
     """
     by_warp = max(1, -(-32 * registers // 256)) * 256
-    return max(1, min(of.regs_per_multiprocessor // by_warp // warps,
-                      of.shared_memory_per_multiprocessor // (shared + 1024),
-                      of.max_threads_per_multi_processor // (32 * warps)))
+    return max(
+        1,
+        min(
+            of.regs_per_multiprocessor // by_warp // warps,
+            of.shared_memory_per_multiprocessor // (shared + 1024),
+            of.max_threads_per_multi_processor // (32 * warps),
+        ),
+    )
 
 
 _resident: dict[tuple, int] = {}
 
 
-def _sharing(kernel, T: int, block_t: int, groups: int, warps: int, x: torch.Tensor, key: tuple, *arguments,
-             **constants) -> int:
-    """Programs that share the rows of each of `groups` columns of a grid: together as many as the device holds at a
-    time, so that there is no second, partial wave. key: what registers and shared memory follow beside the constants.
+def _sharing(
+    kernel,
+    T: int,
+    block_t: int,
+    groups: int,
+    warps: int,
+    x: torch.Tensor,
+    key: tuple,
+    *arguments,
+    **constants,
+) -> int:
+    """Programs that share the rows of each of `groups` columns of a grid: together as many as the
+    device holds at a time, so that there is no second, partial wave. key: what registers and shared
+    memory follow beside the constants.
     """
     each = 4 * groups
     if x.is_cuda:
         of = torch.cuda.get_device_properties(x.device)
         key = (kernel, x.device, warps, *key, *constants.values())
-        if key not in _resident:   # compiled by the warm-up as by the launch, and loaded by `run`
+        if key not in _resident:  # compiled by the warm-up as by the launch, and loaded by `run`
             compiled = kernel.warmup(*arguments, **constants, num_warps=warps, grid=(1,))
             _ = compiled.run
             _resident[key] = resident(compiled.n_regs, compiled.metadata.shared, warps, of)
@@ -357,7 +566,9 @@ def _sharing(kernel, T: int, block_t: int, groups: int, warps: int, x: torch.Ten
 
 def programs(t: torch.Tensor, each: int) -> int:
     """How many programs share the rows of a column reduction: `each` a multiprocessor."""
-    return each * torch.cuda.get_device_properties(t.device).multi_processor_count if t.is_cuda else 4
+    return (
+        each * torch.cuda.get_device_properties(t.device).multi_processor_count if t.is_cuda else 4
+    )
 
 
 def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat, alpha, seed, step, layer):
@@ -368,28 +579,85 @@ def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat, alpha, s
         walk, blocks = c["BLOCK_D"] < D, launchers.cdiv(T, c["BLOCK_T"])
         if alpha and not walk:
             blocks = min(blocks, max(1, programs(x, NOISE_PROGRAMS) // H))
-        launch(_forward, (blocks, H),
-               x, residual, weight, bias, y, total, rstd, T, eps, offset, alpha, seed, step, layer,
-               H=H, D=D, WALK=walk, ADD=residual is not None, BIAS=bias is not None,
-               ROUND_XHAT=round_xhat, NOISE=alpha != 0, **c)
+        launch(
+            _forward,
+            (blocks, H),
+            x,
+            residual,
+            weight,
+            bias,
+            y,
+            total,
+            rstd,
+            T,
+            eps,
+            offset,
+            alpha,
+            seed,
+            step,
+            layer,
+            H=H,
+            D=D,
+            WALK=walk,
+            ADD=residual is not None,
+            BIAS=bias is not None,
+            ROUND_XHAT=round_xhat,
+            NOISE=alpha != 0,
+            **c,
+        )
     return y, total, rstd
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float,
-            round_xhat: bool, alpha: float, seed: int, step: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    y, _, rstd = _launch_forward(x, None, weight, bias, eps, offset, round_xhat, alpha, seed, step, layer)
+def forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    round_xhat: bool,
+    alpha: float,
+    seed: int,
+    step: int,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, _, rstd = _launch_forward(
+        x, None, weight, bias, eps, offset, round_xhat, alpha, seed, step, layer
+    )
     return y, rstd
 
 
-def add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float,
-                offset: float, round_xhat: bool, alpha: float, seed: int, step: int,
-                layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _launch_forward(x, residual, weight, bias, eps, offset, round_xhat, alpha, seed, step, layer)
+def add_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    round_xhat: bool,
+    alpha: float,
+    seed: int,
+    step: int,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _launch_forward(
+        x, residual, weight, bias, eps, offset, round_xhat, alpha, seed, step, layer
+    )
 
 
-def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd: torch.Tensor,
-             weight: torch.Tensor, offset: float, round_xhat: bool, has_bias: bool, alpha: float, seed: int, step: int,
-             layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    offset: float,
+    round_xhat: bool,
+    has_bias: bool,
+    alpha: float,
+    seed: int,
+    step: int,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     T, H, D = launchers.sizes(x, weight)
     dx = torch.empty_like(x)
     if T == 0:
@@ -397,10 +665,32 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
     c = BACKWARD.config(x.device, D, x.element_size())
     block_d, warps = c["BLOCK_D"], c["num_warps"]
     walk = block_d < D
-    db = torch.empty(0, dtype=torch.float32, device=x.device)   # stands for both until the number of programs is known
+    db = torch.empty(
+        0, dtype=torch.float32, device=x.device
+    )  # stands for both until the number of programs is known
     if walk:
-        launch(_backward_walk, (T, H), dy, dsum, x, rstd, weight, dx, T, offset, alpha, seed, step, layer, H=H, D=D,
-               BLOCK_D=block_d, DSUM=dsum is not None, NOISE=alpha != 0, num_warps=warps)
+        launch(
+            _backward_walk,
+            (T, H),
+            dy,
+            dsum,
+            x,
+            rstd,
+            weight,
+            dx,
+            T,
+            offset,
+            alpha,
+            seed,
+            step,
+            layer,
+            H=H,
+            D=D,
+            BLOCK_D=block_d,
+            DSUM=dsum is not None,
+            NOISE=alpha != 0,
+            num_warps=warps,
+        )
         kernel, warps, block_t = _weight_walk, 4, 1
         columns = launchers.cdiv(D, 1024)
         constants = {"H": H, "D": D, "BLOCK_D": 1024, "BIAS": has_bias, "ROUND_XHAT": round_xhat}
@@ -409,11 +699,21 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
             return dy, x, rstd, dw, db, T
     else:
         kernel, block_t, columns = _backward, c["BLOCK_T"], 1
-        constants = {"H": H, "D": D, "BLOCK_T": block_t, "BLOCK_D": block_d, "DSUM": dsum is not None,
-                     "BIAS": has_bias, "ROUND_XHAT": round_xhat, "NOISE": alpha != 0, "STAGES": c["STAGES"]}
+        constants = {
+            "H": H,
+            "D": D,
+            "BLOCK_T": block_t,
+            "BLOCK_D": block_d,
+            "DSUM": dsum is not None,
+            "BIAS": has_bias,
+            "ROUND_XHAT": round_xhat,
+            "NOISE": alpha != 0,
+            "STAGES": c["STAGES"],
+        }
 
         def arguments(dw, db):
             return dy, dsum, x, rstd, weight, dx, dw, db, T, offset, alpha, seed, step, layer
+
     dtypes = (x.dtype, dy.dtype, weight.dtype, None if dsum is None else dsum.dtype)
     P = _sharing(kernel, T, block_t, H * columns, warps, x, dtypes, *arguments(db, db), **constants)
     dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
@@ -425,36 +725,63 @@ def backward(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, rstd:
     return dx, summed(dw, torch.empty_like(weight)), dbias
 
 
-# The usual training step; float32 weights, which cost most registers in forward; and all in float32:
-# x, weight, whether there is a bias, whether the normalised row is rounded.
-_TYPES = {2: (("bf16", "bf16", False, True), ("bf16", "fp32", True, True)), 4: (("fp32", "fp32", True, False),)}
+# The usual training step; float32 weights, which cost most registers in forward; and all in
+# float32: x, weight, whether there is a bias, whether the normalised row is rounded.
+_TYPES = {
+    2: (("bf16", "bf16", False, True), ("bf16", "fp32", True, True)),
+    4: (("fp32", "fp32", True, False),),
+}
 
 
 def _specs(D: int, itemsize: int, launches) -> list[KernelSpec]:
     found = []
     shape = {"H": 8 if D == 128 else 1, "D": D}
     for data, weight, bias, cast in _TYPES[itemsize]:
-        types = {"T": "i32", "eps": "fp32", "offset": "fp32", "rstd_ptr": "*fp32", "dw_ptr": "*fp32",
-                 "db_ptr": "*fp32", "w_ptr": f"*{weight}", "b_ptr": f"*{weight}",
-                 **{f"{n}_ptr": f"*{data}" for n in ("x", "residual", "y", "sum", "dy", "dsum", "dx")},
-                 **aqn_triton.TYPES}
-        # Noise without bias, as Qwen and Llama. (With both, float32 and D=1024, ptxas spills 8 bytes for sm_90.)
+        types = {
+            "T": "i32",
+            "eps": "fp32",
+            "offset": "fp32",
+            "rstd_ptr": "*fp32",
+            "dw_ptr": "*fp32",
+            "db_ptr": "*fp32",
+            "w_ptr": f"*{weight}",
+            "b_ptr": f"*{weight}",
+            **{f"{n}_ptr": f"*{data}" for n in ("x", "residual", "y", "sum", "dy", "dsum", "dx")},
+            **aqn_triton.TYPES,
+        }
+        # Noise without bias, as Qwen and Llama. (With both, float32 and D=1024, ptxas spills 8
+        # bytes for sm_90.)
         for noise in (False, True) if weight == data else (False,):
             tail = f"{data} weight={weight}{' noise' if noise else ' bias' if bias else ''} D={D}"
             options = {"BIAS": bias and not noise, "ROUND_XHAT": cast}
             for kernel, label, constexprs, warps in launches(options, noise):
                 signature = {n: types[n] for n in kernel.arg_names if n in types}
-                found.append(KernelSpec(kernel, f"{label} {tail}", signature, {**shape, **constexprs}, warps,
-                                        elements=constexprs.get("BLOCK_T", 1) * constexprs["BLOCK_D"]))
+                found.append(
+                    KernelSpec(
+                        kernel,
+                        f"{label} {tail}",
+                        signature,
+                        {**shape, **constexprs},
+                        warps,
+                        elements=constexprs.get("BLOCK_T", 1) * constexprs["BLOCK_D"],
+                    )
+                )
     return found
 
 
 def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
-    blocks = {n: config[n] for n in ("BLOCK_D", "BLOCK_T")} | {"WALK": config["BLOCK_D"] < key["D"], "ADD": key["add"]}
+    blocks = {n: config[n] for n in ("BLOCK_D", "BLOCK_T")} | {
+        "WALK": config["BLOCK_D"] < key["D"],
+        "ADD": key["add"],
+    }
 
     def launches(options, noise):
-        yield (_forward, "add_forward" if key["add"] else "forward", {**blocks, **options, "NOISE": noise},
-               config["num_warps"])
+        yield (
+            _forward,
+            "add_forward" if key["add"] else "forward",
+            {**blocks, **options, "NOISE": noise},
+            config["num_warps"],
+        )
 
     return _specs(key["D"], key["itemsize"], launches)
 
@@ -462,29 +789,68 @@ def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
 def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
     def launches(options, noise):
         if config["BLOCK_D"] < key["D"]:
-            yield (_backward_walk, "backward_walk", {"BLOCK_D": config["BLOCK_D"], "DSUM": True, "NOISE": noise},
-                   config["num_warps"])
+            yield (
+                _backward_walk,
+                "backward_walk",
+                {"BLOCK_D": config["BLOCK_D"], "DSUM": True, "NOISE": noise},
+                config["num_warps"],
+            )
             if not noise:
                 yield _weight_walk, "weight_walk", {**options, "BLOCK_D": 1024}, 4
         else:
             blocks = {n: config[n] for n in ("BLOCK_D", "BLOCK_T", "STAGES")}
-            yield _backward, "backward", {**blocks, **options, "DSUM": True, "NOISE": noise}, config["num_warps"]
+            yield (
+                _backward,
+                "backward",
+                {**blocks, **options, "DSUM": True, "NOISE": noise},
+                config["num_warps"],
+            )
 
     return _specs(key["D"], key["itemsize"], launches)
 
 
 _WIDTHS = (128, 1024, 4096, 8192, 16384, 65536)
-FORWARD = Tunable("rmsnorm", "forward", ("D", "itemsize", "add"), "forward", _forward_heuristic, _forward_space,
-                  [(D, size, add) for D in _WIDTHS for size in (2, 4) for add in (False, True)], _forward_specs)
-BACKWARD = Tunable("rmsnorm", "backward", ("D", "itemsize"), "backward", _backward_heuristic, _backward_space,
-                   [(D, size) for D in _WIDTHS for size in (2, 4)], _backward_specs)
+FORWARD = Tunable(
+    "rmsnorm",
+    "forward",
+    ("D", "itemsize", "add"),
+    "forward",
+    _forward_heuristic,
+    _forward_space,
+    [(D, size, add) for D in _WIDTHS for size in (2, 4) for add in (False, True)],
+    _forward_specs,
+)
+BACKWARD = Tunable(
+    "rmsnorm",
+    "backward",
+    ("D", "itemsize"),
+    "backward",
+    _backward_heuristic,
+    _backward_space,
+    [(D, size) for D in _WIDTHS for size in (2, 4)],
+    _backward_specs,
+)
 TUNABLES = (FORWARD, BACKWARD)
 
 
 def gate() -> tuple[KernelSpec, ...]:
-    """What sums the programs' shares, whose constants are not searched: 16 bytes a thread of what it reads."""
-    return tuple(KernelSpec(_sum_programs, f"sum of dw {t}{' twice' if two else ''}",
-                            {"partial_ptr": "*fp32", "out_ptr": f"*{t}", **({"second_ptr": f"*{t}"} if two else {}),
-                             "P": "i32", "COLUMNS": "i32"}, {**({} if two else {"second_ptr": None}), **_SUM},
-                            divisible=("COLUMNS",), store=32 if t == "fp32" else 16)
-                 for t, two in (("bf16", False), ("fp32", False), ("bf16", True)))
+    """What sums the programs' shares, whose constants are not searched: 16 bytes a thread of
+    what it reads.
+    """
+    return tuple(
+        KernelSpec(
+            _sum_programs,
+            f"sum of dw {t}{' twice' if two else ''}",
+            {
+                "partial_ptr": "*fp32",
+                "out_ptr": f"*{t}",
+                **({"second_ptr": f"*{t}"} if two else {}),
+                "P": "i32",
+                "COLUMNS": "i32",
+            },
+            {**({} if two else {"second_ptr": None}), **_SUM},
+            divisible=("COLUMNS",),
+            store=32 if t == "fp32" else 16,
+        )
+        for t, two in (("bf16", False), ("fp32", False), ("bf16", True))
+    )

@@ -1,12 +1,16 @@
-"""Choosing experts for tokens in Triton. The definition, and the formulas, are in tilewright/ops/route.py.
+"""Choosing experts for tokens in Triton. The definition, and the formulas, are in
+tilewright/ops/route.py.
 
-T = tokens, E = experts, K = experts a token. A program holds ROWS whole rows in registers, WIDTH = GP * SP columns
-each: groups and the experts of a group, each padded to a power of two, so that a reshape separates groups; padding
-comes after real columns, and column order is expert order. Choices compare integers in the order of their floats,
+T = tokens, E = experts, K = experts a token. A program holds ROWS whole rows in registers, WIDTH =
+GP * SP columns
+each: groups and the experts of a group, each padded to a power of two, so that a reshape separates
+groups; padding comes after real columns, and column order is expert order. Choices compare integers
+in the order of their floats,
 which makes ties exact: the largest of a row, lower column first, K times.
 
-Forward: programs walk disjoint runs of tokens and keep sums of probabilities and counts of choices; one last program
-adds the programs' sums in order. Backward: one pass, nothing kept but logits, choices and counts.
+Forward: programs walk disjoint runs of tokens and keep sums of probabilities and counts of choices;
+one last program adds the programs' sums in order. Backward: one pass, nothing kept but logits,
+choices and counts.
 """
 
 from __future__ import annotations
@@ -20,15 +24,17 @@ from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
-LOWEST = tl.constexpr(-0x80000000)   # below the key of -inf
+LOWEST = tl.constexpr(-0x80000000)  # below the key of -inf
 HIGHEST = tl.constexpr(0x7FFFFFFF)
 TINY = tl.constexpr(1e-20)
-PROGRAMS = 256   # at most, of the forward: as many rows of partial sums as one program adds in a few microseconds
+# at most, of the forward: as many rows of partial sums as one program adds in a few microseconds
+PROGRAMS = 256
 
 
 def _forward_heuristic(width: int) -> dict:
-    """8 elements a thread of each of half a dozen tiles, so that two programs find registers on a multiprocessor:
-    all PROGRAMS run at once."""
+    """8 elements a thread of each of half a dozen tiles, so that two programs find registers on a
+    multiprocessor: all PROGRAMS run at once.
+    """
     return {"ROWS": max(1, 2048 // width), "num_warps": 8}
 
 
@@ -39,8 +45,12 @@ def _backward_heuristic(width: int) -> dict:
 
 def _space(width: int) -> list[dict]:
     """4 to 16 elements a thread."""
-    return [{"ROWS": rows, "num_warps": warps} for warps in (4, 8) for each in (4, 8, 16)
-            if (rows := each * 32 * warps // width) >= 1]
+    return [
+        {"ROWS": rows, "num_warps": warps}
+        for warps in (4, 8)
+        for each in (4, 8, 16)
+        if (rows := each * 32 * warps // width) >= 1
+    ]
 
 
 def _backward_space(width: int) -> list[dict]:
@@ -70,8 +80,16 @@ def _columns(SIZE: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr, SP: tl.
 
 
 @triton.jit
-def _allowed(value, valid, BEST_TWO: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr,
-             GP: tl.constexpr, SP: tl.constexpr):
+def _allowed(
+    value,
+    valid,
+    BEST_TWO: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP: tl.constexpr,
+    ROWS: tl.constexpr,
+    GP: tl.constexpr,
+    SP: tl.constexpr,
+):
     """Whether a column is in one of the row's TOP best groups."""
     value = tl.reshape(tl.where(valid[None, :], value, float("-inf")), [ROWS, GP, SP])
     score = tl.max(value, axis=2)
@@ -91,10 +109,30 @@ def _allowed(value, valid, BEST_TWO: tl.constexpr, GROUPS: tl.constexpr, TOP: tl
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
-def _forward(logits_ptr, bias_ptr, index_ptr, weight_ptr, probability_ptr, count_ptr, square_ptr, T, stride, steps,
-             scale, E: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr,
-             BIASED: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr,
-             SP: tl.constexpr, ROWS: tl.constexpr):
+def _forward(
+    logits_ptr,
+    bias_ptr,
+    index_ptr,
+    weight_ptr,
+    probability_ptr,
+    count_ptr,
+    square_ptr,
+    T,
+    stride,
+    steps,
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP: tl.constexpr,
+    BIASED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    GP: tl.constexpr,
+    SP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     column, expert, valid = _columns(SIZE, GROUPS, GP, SP)
     WIDTH: tl.constexpr = GP * SP
     if BIASED:
@@ -105,8 +143,11 @@ def _forward(logits_ptr, bias_ptr, index_ptr, weight_ptr, probability_ptr, count
     for step in range(steps):
         t = (tl.program_id(0) * steps + step).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         inside = t < T
-        x = tl.load(logits_ptr + t[:, None] * stride + expert[None, :], mask=inside[:, None] & valid[None, :],
-                    other=0.0).to(tl.float32)
+        x = tl.load(
+            logits_ptr + t[:, None] * stride + expert[None, :],
+            mask=inside[:, None] & valid[None, :],
+            other=0.0,
+        ).to(tl.float32)
         x = tl.where(valid[None, :], x, float("-inf"))
         top = tl.max(x, axis=1)
         e = tl.exp(x - top[:, None])
@@ -126,7 +167,9 @@ def _forward(logits_ptr, bias_ptr, index_ptr, weight_ptr, probability_ptr, count
             value = choice
             if SIGMOID and not BIASED:
                 value = s
-            allowed = _allowed(value, valid, (SIGMOID or BIASED) and SIZE > 1, GROUPS, TOP, ROWS, GP, SP)
+            allowed = _allowed(
+                value, valid, (SIGMOID or BIASED) and SIZE > 1, GROUPS, TOP, ROWS, GP, SP
+            )
             keys = tl.where(allowed, keys, LOWEST)
         rank = tl.full([ROWS, WIDTH], K, tl.int32)
         for k in range(K):
@@ -136,10 +179,15 @@ def _forward(logits_ptr, bias_ptr, index_ptr, weight_ptr, probability_ptr, count
         w = s
         if RENORMALIZE:
             w = s / (tl.sum(tl.where(rank < K, s, 0.0), axis=1) + TINY)[:, None]
-        # Each of the K chosen columns stores to its own place: nothing has to be moved between threads.
+        # Each of the K chosen columns stores to its own place: nothing has to be moved between
+        # threads.
         chosen = (rank < K) & inside[:, None]
         at = t[:, None] * K + rank
-        tl.store(index_ptr + at, tl.broadcast_to(expert[None, :], [ROWS, WIDTH]).to(tl.int64), mask=chosen)
+        tl.store(
+            index_ptr + at,
+            tl.broadcast_to(expert[None, :], [ROWS, WIDTH]).to(tl.int64),
+            mask=chosen,
+        )
         tl.store(weight_ptr + at, w * scale, mask=chosen)
         probability += tl.where(inside[:, None], q, 0.0)
         count += chosen.to(tl.int32)
@@ -151,8 +199,19 @@ def _forward(logits_ptr, bias_ptr, index_ptr, weight_ptr, probability_ptr, count
 
 
 @triton.jit(do_not_specialize=["T", "programs"])
-def _finish(probability_ptr, count_ptr, square_ptr, total_ptr, balance_ptr, z_ptr, T, programs, E: tl.constexpr,
-            WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def _finish(
+    probability_ptr,
+    count_ptr,
+    square_ptr,
+    total_ptr,
+    balance_ptr,
+    z_ptr,
+    T,
+    programs,
+    E: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Adds the programs' sums: counts of choices, and the two losses."""
     c = tl.arange(0, WIDTH)
     r = tl.arange(0, ROWS)
@@ -175,9 +234,24 @@ def _finish(probability_ptr, count_ptr, square_ptr, total_ptr, balance_ptr, z_pt
 
 
 @triton.jit(do_not_specialize=["T"])
-def _backward(g_weight_ptr, g_balance_ptr, g_z_ptr, logits_ptr, index_ptr, count_ptr, out_ptr, T, stride, scale,
-              E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
-              WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def _backward(
+    g_weight_ptr,
+    g_balance_ptr,
+    g_z_ptr,
+    logits_ptr,
+    index_ptr,
+    count_ptr,
+    out_ptr,
+    T,
+    stride,
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     c = tl.arange(0, WIDTH)
     valid = c < E
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -189,7 +263,7 @@ def _backward(g_weight_ptr, g_balance_ptr, g_z_ptr, logits_ptr, index_ptr, count
     e = tl.exp(x - top[:, None])
     total = tl.sum(e, axis=1)
     p = e / total[:, None]
-    g_score = tl.zeros([ROWS, WIDTH], tl.float32)   # of chosen scores
+    g_score = tl.zeros([ROWS, WIDTH], tl.float32)  # of chosen scores
     chosen = tl.zeros([ROWS, WIDTH], tl.int32)
     for k in range(K):
         own = tl.load(index_ptr + t * K + k, mask=inside, other=-1).to(tl.int32)
@@ -211,7 +285,7 @@ def _backward(g_weight_ptr, g_balance_ptr, g_z_ptr, logits_ptr, index_ptr, count
         whole = tl.sum(s, axis=1) + TINY
         mean = tl.sum(s * balance[None, :], axis=1) / whole
         g_score += (balance[None, :] - mean[:, None]) / whole[:, None]
-        d = g_score * s * (1.0 / (1.0 + tl.exp(x)))   # 1 - s would cancel
+        d = g_score * s * (1.0 / (1.0 + tl.exp(x)))  # 1 - s would cancel
     else:
         g_score += balance[None, :]
         d = p * (g_score - tl.sum(p * g_score, axis=1)[:, None])
@@ -223,9 +297,13 @@ def _backward(g_weight_ptr, g_balance_ptr, g_z_ptr, logits_ptr, index_ptr, count
 def results(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
     """Uninitialised weights, indices, counts and the two losses."""
     T, E = logits.shape
-    return (logits.new_empty((T, k), dtype=torch.float32), logits.new_empty((T, k), dtype=torch.int64),
-            logits.new_empty(E, dtype=torch.int64), logits.new_empty((), dtype=torch.float32),
-            logits.new_empty((), dtype=torch.float32))
+    return (
+        logits.new_empty((T, k), dtype=torch.float32),
+        logits.new_empty((T, k), dtype=torch.int64),
+        logits.new_empty(E, dtype=torch.int64),
+        logits.new_empty((), dtype=torch.float32),
+        logits.new_empty((), dtype=torch.float32),
+    )
 
 
 def _rows(constants: dict, T: int) -> int:
@@ -233,10 +311,19 @@ def _rows(constants: dict, T: int) -> int:
     return min(constants["ROWS"], next_power_of_2(max(1, T)))
 
 
-def forward(logits: torch.Tensor, bias: torch.Tensor | None, k: int, sigmoid: bool, renormalize: bool, groups: int,
-            topk_groups: int,
-            scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """logits [T, E] with contiguous columns, bias [E] fp32 -> weights, indices, counts, balance loss, z loss."""
+def forward(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    k: int,
+    sigmoid: bool,
+    renormalize: bool,
+    groups: int,
+    topk_groups: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logits [T, E] with contiguous columns, bias [E] fp32 -> weights, indices, counts, balance
+    loss, z loss.
+    """
     T, E = logits.shape
     weight, index, counts, balance, z = found = results(logits, k)
     size = E // groups
@@ -250,20 +337,64 @@ def forward(logits: torch.Tensor, bias: torch.Tensor | None, k: int, sigmoid: bo
     count = logits.new_empty((programs, E), dtype=torch.int32)
     square = logits.new_empty(programs, dtype=torch.float32)
     if T:
-        launch(_forward, (programs,),
-               logits, bias, index, weight, probability, count, square, T, logits.stride(0), steps,
-               scale, E=E, K=k, SIZE=size, GROUPS=groups, TOP=topk_groups, BIASED=bias is not None,
-               SIGMOID=sigmoid, RENORMALIZE=renormalize, GP=GP, SP=SP, ROWS=rows,
-               num_warps=c["num_warps"])
+        launch(
+            _forward,
+            (programs,),
+            logits,
+            bias,
+            index,
+            weight,
+            probability,
+            count,
+            square,
+            T,
+            logits.stride(0),
+            steps,
+            scale,
+            E=E,
+            K=k,
+            SIZE=size,
+            GROUPS=groups,
+            TOP=topk_groups,
+            BIASED=bias is not None,
+            SIGMOID=sigmoid,
+            RENORMALIZE=renormalize,
+            GP=GP,
+            SP=SP,
+            ROWS=rows,
+            num_warps=c["num_warps"],
+        )
     width = next_power_of_2(E)
-    launch(_finish, (1,), probability, count, square, counts, balance, z, T, programs, E=E, WIDTH=width,
-           ROWS=max(1, 4096 // width), num_warps=8)
+    launch(
+        _finish,
+        (1,),
+        probability,
+        count,
+        square,
+        counts,
+        balance,
+        z,
+        T,
+        programs,
+        E=E,
+        WIDTH=width,
+        ROWS=max(1, 4096 // width),
+        num_warps=8,
+    )
     return found
 
 
-def backward(g_weight: torch.Tensor, g_balance: torch.Tensor, g_z: torch.Tensor, logits: torch.Tensor,
-             index: torch.Tensor, counts: torch.Tensor, sigmoid: bool, renormalize: bool,
-             scale: float) -> torch.Tensor:
+def backward(
+    g_weight: torch.Tensor,
+    g_balance: torch.Tensor,
+    g_z: torch.Tensor,
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    sigmoid: bool,
+    renormalize: bool,
+    scale: float,
+) -> torch.Tensor:
     """Gradient of the logits, contiguous, from those of weights and losses."""
     T, E = logits.shape
     out = logits.new_empty((T, E))
@@ -271,21 +402,76 @@ def backward(g_weight: torch.Tensor, g_balance: torch.Tensor, g_z: torch.Tensor,
         width = next_power_of_2(E)
         c = BACKWARD.config(logits.device, width)
         rows = _rows(c, T)
-        launch(_backward, (cdiv(T, rows),), g_weight, g_balance, g_z, logits, index, counts, out, T, logits.stride(0),
-                      scale, E=E, K=index.shape[1], SIGMOID=sigmoid, RENORMALIZE=renormalize,
-                      WIDTH=width, ROWS=rows, num_warps=c["num_warps"])
+        launch(
+            _backward,
+            (cdiv(T, rows),),
+            g_weight,
+            g_balance,
+            g_z,
+            logits,
+            index,
+            counts,
+            out,
+            T,
+            logits.stride(0),
+            scale,
+            E=E,
+            K=index.shape[1],
+            SIGMOID=sigmoid,
+            RENORMALIZE=renormalize,
+            WIDTH=width,
+            ROWS=rows,
+            num_warps=c["num_warps"],
+        )
     return out
 
 
 # Two routers: Qwen3-30B-A3B's, and DeepSeek-V3's with groups and a bias.
-_QWEN = {"E": 128, "K": 8, "SIZE": 128, "GROUPS": 1, "TOP": 1, "BIASED": False, "SIGMOID": False, "RENORMALIZE": True,
-         "GP": 1, "SP": 128, "WIDTH": 128}
-_DEEPSEEK = {"E": 256, "K": 8, "SIZE": 32, "GROUPS": 8, "TOP": 4, "BIASED": True, "SIGMOID": True,
-             "RENORMALIZE": True, "GP": 8, "SP": 32, "WIDTH": 256}
-_TYPES = {"bias_ptr": "*fp32", "index_ptr": "*i64", "weight_ptr": "*fp32", "probability_ptr": "*fp32",
-          "count_ptr": "*i32", "square_ptr": "*fp32", "total_ptr": "*i64", "balance_ptr": "*fp32", "z_ptr": "*fp32",
-          "g_weight_ptr": "*fp32", "g_balance_ptr": "*fp32", "g_z_ptr": "*fp32", "T": "i32", "stride": "i32",
-          "steps": "i32", "programs": "i32", "scale": "fp32"}
+_QWEN = {
+    "E": 128,
+    "K": 8,
+    "SIZE": 128,
+    "GROUPS": 1,
+    "TOP": 1,
+    "BIASED": False,
+    "SIGMOID": False,
+    "RENORMALIZE": True,
+    "GP": 1,
+    "SP": 128,
+    "WIDTH": 128,
+}
+_DEEPSEEK = {
+    "E": 256,
+    "K": 8,
+    "SIZE": 32,
+    "GROUPS": 8,
+    "TOP": 4,
+    "BIASED": True,
+    "SIGMOID": True,
+    "RENORMALIZE": True,
+    "GP": 8,
+    "SP": 32,
+    "WIDTH": 256,
+}
+_TYPES = {
+    "bias_ptr": "*fp32",
+    "index_ptr": "*i64",
+    "weight_ptr": "*fp32",
+    "probability_ptr": "*fp32",
+    "count_ptr": "*i32",
+    "square_ptr": "*fp32",
+    "total_ptr": "*i64",
+    "balance_ptr": "*fp32",
+    "z_ptr": "*fp32",
+    "g_weight_ptr": "*fp32",
+    "g_balance_ptr": "*fp32",
+    "g_z_ptr": "*fp32",
+    "T": "i32",
+    "stride": "i32",
+    "steps": "i32",
+    "programs": "i32",
+    "scale": "fp32",
+}
 
 
 def _spec(kernel, label, constexprs, warps, data, **more):
@@ -294,9 +480,19 @@ def _spec(kernel, label, constexprs, warps, data, **more):
         types["count_ptr"] = "*i64"
     chosen = {n: v for n, v in constexprs.items() if n in kernel.arg_names}
     signature = {n: types[n] for n in kernel.arg_names if n in types}
-    # Rows are a small part of a model's traffic and as short as a line of cache; results go to scattered places.
-    return KernelSpec(kernel, label, signature, chosen, warps, load=0, store=0, divisible=("stride",)
-                      if "stride" in signature else (), **more)
+    # Rows are a small part of a model's traffic and as short as a line of cache; results go to
+    # scattered places.
+    return KernelSpec(
+        kernel,
+        label,
+        signature,
+        chosen,
+        warps,
+        load=0,
+        store=0,
+        divisible=("stride",) if "stride" in signature else (),
+        **more,
+    )
 
 
 def _specs(kernel):
@@ -306,8 +502,15 @@ def _specs(kernel):
         for model, shape in (("qwen", _QWEN), ("deepseek", _DEEPSEEK)):
             if shape["WIDTH"] == key["width"]:
                 for data in ("bf16", "fp32"):
-                    found.append(_spec(kernel, f"{name} {model} {data}", {**shape, "ROWS": config["ROWS"]},
-                                       config["num_warps"], data))
+                    found.append(
+                        _spec(
+                            kernel,
+                            f"{name} {model} {data}",
+                            {**shape, "ROWS": config["ROWS"]},
+                            config["num_warps"],
+                            data,
+                        )
+                    )
         return found
 
     return specs
@@ -315,11 +518,30 @@ def _specs(kernel):
 
 def gate() -> list[KernelSpec]:
     """What no constants are searched for."""
-    return [_spec(_finish, f"finish E={E}", {"E": E, "WIDTH": E, "ROWS": 4096 // E}, 8, "bf16") for E in (128, 256)]
+    return [
+        _spec(_finish, f"finish E={E}", {"E": E, "WIDTH": E, "ROWS": 4096 // E}, 8, "bf16")
+        for E in (128, 256)
+    ]
 
 
-FORWARD = Tunable("route", "forward", ("width",), "forward", _forward_heuristic, _space, [(128,), (256,)],
-                  _specs(_forward))
-BACKWARD = Tunable("route", "backward", ("width",), "backward", _backward_heuristic, _backward_space,
-                   [(128,), (256,)], _specs(_backward))
+FORWARD = Tunable(
+    "route",
+    "forward",
+    ("width",),
+    "forward",
+    _forward_heuristic,
+    _space,
+    [(128,), (256,)],
+    _specs(_forward),
+)
+BACKWARD = Tunable(
+    "route",
+    "backward",
+    ("width",),
+    "backward",
+    _backward_heuristic,
+    _backward_space,
+    [(128,), (256,)],
+    _specs(_backward),
+)
 TUNABLES = (FORWARD, BACKWARD)

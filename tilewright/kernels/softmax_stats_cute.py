@@ -1,14 +1,15 @@
-"""Statistics of rows of logits, and the logits' gradient from theirs, in CuTe DSL for sm_90 and sm_100. The
-definition, and the formulas, are in tilewright/ops/_softmax_stats.py.
+"""Statistics of rows of logits, and the logits' gradient from theirs, in CuTe DSL for sm_90 and
+sm_100. The definition, and the formulas, are in tilewright/ops/_softmax_stats.py.
 
-T = rows, V = columns; rows are contiguous and may lie further apart than V. Forward: a row of up to 16,384 columns is
-walked once by one block, a wider one by a cluster of 2, 4 or 8, each thread with a running maximum and running sums of
-its own, so that nothing waits during the walk; at its end warps merge by shuffles and blocks through distributed
-shared memory. Backward: elementwise, in place if asked; rows whose gradients are all 0 are written without being read.
-Exponentials are base 2.
+T = rows, V = columns; rows are contiguous and may lie further apart than V. Forward: a row of up to
+16,384 columns is walked once by one block, a wider one by a cluster of 2, 4 or 8, each thread with
+a running maximum and running sums of its own, so that nothing waits during the walk; at its end
+warps merge by shuffles and blocks through distributed
+shared memory. Backward: elementwise, in place if asked; rows whose gradients are all 0 are written
+without being read. Exponentials are base 2.
 
-Any V, any stride and any address: the elements before the first multiple of 16 bytes and after the last one (`head`
-and the tail) are taken one by one, the rest in chunks of 16 bytes.
+Any V, any stride and any address: the elements before the first multiple of 16 bytes and after the
+last one (`head` and the tail) are taken one by one, the rest in chunks of 16 bytes.
 """
 
 from __future__ import annotations
@@ -26,25 +27,28 @@ from tilewright.kernels import cute as tw
 from tilewright.kernels import launchers
 from tilewright.kernels.spec import CuteSpec
 
-ONE_BLOCK = 16384   # columns that one block walks alone
+ONE_BLOCK = 16384  # columns that one block walks alone
 THREADS = 256
-# Chunks of 16 bytes that a thread has in flight: 64 KiB a multiprocessor at four blocks of 256 threads, where 25 KiB
-# cover its share of the memory's latency. Not tuned on a GPU.
+# Chunks of 16 bytes that a thread has in flight: 64 KiB a multiprocessor at four blocks of 256
+# threads, where 25 KiB cover its share of the memory's latency. Not tuned on a GPU.
 UNROLL = 4
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-FLOOR = -1024.0   # stands for what lies further below the peak: see softmax_stats_triton.py
+FLOOR = -1024.0  # stands for what lies further below the peak: see softmax_stats_triton.py
 LAST = 0x7FFFFFFF
 
-# Of a thread's state: largest logit, its z, and the sums of e, e (z - PEAK) and w (z - z of the row's first column).
+# Of a thread's state: largest logit, its z, and the sums of e, e (z - PEAK) and w (z - z of the
+# row's first column).
 TOP, PEAK, S, SZ, SW = range(5)
-SCALED = (2, 3, 5, 6)   # of what backward knows of a row: the gradients of its statistics
+SCALED = (2, 3, 5, 6)  # of what backward knows of a row: the gradients of its statistics
 
 
 @dataclass(frozen=True)
 class Options:
-    """vec: elements in a chunk.   cluster: blocks a row.   scale: 0 for none, 1 for one number, 2 for one a row."""
+    """vec: elements in a chunk.   cluster: blocks a row.   scale: 0 for none, 1 for one number,
+    2 for one a row.
+    """
 
     vec: int
     cluster: int
@@ -62,9 +66,11 @@ class Options:
 
 # ---- in both kernels
 
+
 def _tanh(x: cute.TensorSSA) -> tuple[cute.TensorSSA, cute.TensorSSA]:
-    """tanh to 2 ulp, and its derivative, by the formulas of softmax_stats_triton.py: below 0.625 a polynomial, since
-    1 - 2q / (1 + q), q = exp(-2 |x|), would lose the low bits of a small x."""
+    """tanh to 2 ulp, and its derivative, by the formulas of softmax_stats_triton.py: below 0.625 a
+    polynomial, since 1 - 2q / (1 + q), q = exp(-2 |x|), would lose the low bits of a small x.
+    """
     u = x * x
     p = u * -5.704986862838268e-3 + 2.063908614218235e-2
     p = p * u - 5.373971536755762e-2
@@ -74,7 +80,9 @@ def _tanh(x: cute.TensorSSA) -> tuple[cute.TensorSSA, cute.TensorSSA]:
     q = cute.math.exp2(cute.where(x < 0.0, x, -x) * (2.0 * LOG2E), fastmath=True)
     h = q / (1.0 + q)
     far = 1.0 - 2.0 * h
-    return cute.where((x < 0.625) & (x > -0.625), near, cute.where(x < 0.0, -far, far)), 4.0 * h * (1.0 - h)
+    return cute.where((x < 0.625) & (x > -0.625), near, cute.where(x < 0.0, -far, far)), 4.0 * h * (
+        1.0 - h
+    )
 
 
 def _capped(x, cap: tuple, o: Options):
@@ -124,29 +132,54 @@ def _split(start: cute.Pointer, V: Int32, o: Options):
 def _whole_chunks(start: cute.Pointer, head: Int32, o: Options) -> cute.Pointer:
     """Where the whole chunks of the row at `start` begin: aligned to a chunk."""
     itemsize = start.dtype.width // 8
-    return cute.make_ptr(start.dtype, start.toint() + Int64(head) * itemsize, start.memspace,
-                         assumed_align=o.vec * itemsize)
+    return cute.make_ptr(
+        start.dtype,
+        start.toint() + Int64(head) * itemsize,
+        start.memspace,
+        assumed_align=o.vec * itemsize,
+    )
 
 
 def _loose(thread: Int32, head: Int32, body: Int32, V: Int32, o: Options):
-    """(column, whether there is one) of the loose element that a thread takes: those of the head, then the tail."""
+    """(column, whether there is one) of the loose element that a thread takes: those of the
+    head, then the tail.
+    """
     column = cutlass.select_(thread < head, thread, body * o.vec + thread)
     return column, column < V
 
 
 # ---- forward
 
+
 @cute.jit
-def _take(chunks: list, columns: list, wanted: cutlass.Constexpr, conditions: list, weight: cute.Pointer | None,
-          origin: Float32, state: cute.Tensor, best: cute.Tensor, cap: tuple, o: cutlass.Constexpr):
-    """Takes chunks (first columns in `columns`, ascending) into a thread's running maximum and sums. wanted: whether
-    only those count whose condition holds; the others are -inf."""
+def _take(
+    chunks: list,
+    columns: list,
+    wanted: cutlass.Constexpr,
+    conditions: list,
+    weight: cute.Pointer | None,
+    origin: Float32,
+    state: cute.Tensor,
+    best: cute.Tensor,
+    cap: tuple,
+    o: cutlass.Constexpr,
+):
+    """Takes chunks (first columns in `columns`, ascending) into a thread's running maximum and
+    sums. wanted: whether only those count whose condition holds; the others are -inf.
+    """
     n = cute.size(chunks[0])
     here = -Float32.inf
     for i in cutlass.range_constexpr(len(chunks)):
-        here = cute.arch.fmax(here, chunks[i].load().to(Float32).reduce(
-            cute.ReductionOp.MAX, init_val=-Float32.inf, reduction_profile=0))
-    if const_expr(o.argmax):   # a thread's loose element, which it takes first, may lie behind its chunks
+        here = cute.arch.fmax(
+            here,
+            chunks[i]
+            .load()
+            .to(Float32)
+            .reduce(cute.ReductionOp.MAX, init_val=-Float32.inf, reduction_profile=0),
+        )
+    if const_expr(
+        o.argmax
+    ):  # a thread's loose element, which it takes first, may lie behind its chunks
         if (here > state[TOP]) | ((here == state[TOP]) & (columns[0] < best[0])):
             first = Int32(LAST)
             for i in cutlass.range_constexpr(len(chunks) - 1, -1, -1):
@@ -154,7 +187,7 @@ def _take(chunks: list, columns: list, wanted: cutlass.Constexpr, conditions: li
                     first = cutlass.select_(chunks[i][j].to(Float32) == here, columns[i] + j, first)
             best[0] = first
     state[TOP] = cute.arch.fmax(state[TOP], here)
-    peak = _cap(state[TOP], cap, o)   # the largest z but for rounding, which does not matter
+    peak = _cap(state[TOP], cap, o)  # the largest z but for rounding, which does not matter
     shift = _finite(peak)
     lower = _lower(state[PEAK], shift)
     shrink = _exp(lower)
@@ -163,7 +196,8 @@ def _take(chunks: list, columns: list, wanted: cutlass.Constexpr, conditions: li
         state[SZ] = (state[SZ] + state[S] * lower) * shrink
     state[S] = state[S] * shrink
     for i in cutlass.range_constexpr(len(chunks)):
-        # exp(-inf) is 0 and adds nothing, but softcap makes -inf a number and 0 * -inf would be NaN.
+        # exp(-inf) is 0 and adds nothing, but softcap makes -inf a number and 0 * -inf would be
+        # NaN.
         if const_expr(wanted and (o.capped or o.smooth)):
             if conditions[i]:
                 _add(chunks[i], columns[i], weight, origin, state, shift, cap, o)
@@ -175,11 +209,19 @@ def _sum(values: cute.TensorSSA) -> Float32:
     return values.reduce(cute.ReductionOp.ADD, init_val=0.0, reduction_profile=0)
 
 
-def _add(chunk: cute.Tensor, column: Int32, weight: cute.Pointer | None, origin: Float32, state: cute.Tensor,
-         shift: Float32, cap: tuple, o: Options) -> None:
+def _add(
+    chunk: cute.Tensor,
+    column: Int32,
+    weight: cute.Pointer | None,
+    origin: Float32,
+    state: cute.Tensor,
+    shift: Float32,
+    cap: tuple,
+    o: Options,
+) -> None:
     z = _capped(chunk.load().to(Float32), cap, o)
     below = z - shift
-    e = _exp(below)   # folded into one FMA, a large shift would cost its rounding
+    e = _exp(below)  # folded into one FMA, a large shift would cost its rounding
     state[S] = state[S] + _sum(e)
     if o.mean:
         state[SZ] = state[SZ] + _sum(e * cute.where(below > FLOOR, below, FLOOR))
@@ -206,8 +248,14 @@ def _join(a: tuple, b: tuple) -> tuple:
     left, right = _exp(lower), _exp(also)
     first = cutlass.select_(a[-1] < b[-1], a[-1], b[-1])
     first = cutlass.select_(a[TOP] > b[TOP], a[-1], cutlass.select_(a[TOP] < b[TOP], b[-1], first))
-    return (top, peak, a[S] * left + b[S] * right, (a[SZ] + a[S] * lower) * left + (b[SZ] + b[S] * also) * right,
-            a[SW] + b[SW], first)
+    return (
+        top,
+        peak,
+        a[S] * left + b[S] * right,
+        (a[SZ] + a[S] * lower) * left + (b[SZ] + b[S] * also) * right,
+        a[SW] + b[SW],
+        first,
+    )
 
 
 def _join_warp(values: tuple) -> tuple:
@@ -217,10 +265,23 @@ def _join_warp(values: tuple) -> tuple:
 
 
 @cute.kernel
-def _forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None,
-             weight_sum: cute.Pointer | None, peak: cute.Pointer, log_sum: cute.Pointer, picked: cute.Pointer,
-             weighted: cute.Pointer | None, mean: cute.Pointer | None, argmax: cute.Pointer | None, V: Int32,
-             stride: Int64, softcap: Float32, inverse: Float32, o: cutlass.Constexpr):
+def _forward(
+    logits: cute.Pointer,
+    target: cute.Pointer,
+    weight: cute.Pointer | None,
+    weight_sum: cute.Pointer | None,
+    peak: cute.Pointer,
+    log_sum: cute.Pointer,
+    picked: cute.Pointer,
+    weighted: cute.Pointer | None,
+    mean: cute.Pointer | None,
+    argmax: cute.Pointer | None,
+    V: Int32,
+    stride: Int64,
+    softcap: Float32,
+    inverse: Float32,
+    o: cutlass.Constexpr,
+):
     thread = cute.arch.thread_idx()[0]
     block = cute.arch.block_idx()[0]
     rank = block % o.cluster
@@ -228,13 +289,15 @@ def _forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | 
     warps = const_expr(THREADS // 32)
     buffer = tw.exchange_buffer(6, warps, o.cluster)
     if const_expr(o.cluster > 1):
-        cute.arch.cluster_arrive_relaxed(aligned=True)   # waited for after the walk: all blocks have begun then
+        cute.arch.cluster_arrive_relaxed(
+            aligned=True
+        )  # waited for after the walk: all blocks have begun then
 
     cap = (softcap, inverse)
     start = logits + row * stride
     head, body = _split(start, V, o)
     chunks = _whole_chunks(start, head, o)
-    origin = Float32(0.0)   # of the weighted sum, as long as the row's peak is not known
+    origin = Float32(0.0)  # of the weighted sum, as long as the row's peak is not known
     if const_expr(o.smooth):
         origin = _finite(_cap(start[0].to(Float32), cap, o))
     state = cute.make_rmem_tensor(5, Float32)
@@ -247,22 +310,58 @@ def _forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | 
     if rank == 0:
         column, wanted = _loose(thread, head, body, V, o)
         if wanted:
-            _take([tw.load(start, column, 1)], [column], False, None, weight, origin, state, best, cap, o)
+            _take(
+                [tw.load(start, column, 1)],
+                [column],
+                False,
+                None,
+                weight,
+                origin,
+                state,
+                best,
+                cap,
+                o,
+            )
     rounds = body // (THREADS * o.cluster * UNROLL)
     for i in cutlass.range(rounds, unroll=1):
         at = [o.chunk(rank, thread, i * UNROLL + k) for k in range(UNROLL)]
-        _take([tw.load(chunks, a * o.vec, o.vec) for a in at], [head + a * o.vec for a in at], False, None, weight,
-              origin, state, best, cap, o)
+        _take(
+            [tw.load(chunks, a * o.vec, o.vec) for a in at],
+            [head + a * o.vec for a in at],
+            False,
+            None,
+            weight,
+            origin,
+            state,
+            best,
+            cap,
+            o,
+        )
     if rounds * (THREADS * o.cluster * UNROLL) < body:
         at = [o.chunk(rank, thread, rounds * UNROLL + k) for k in range(UNROLL)]
         conditions = [a < body for a in at]
-        _take([tw.load(chunks, a * o.vec, o.vec, c, -float("inf")) for a, c in zip(at, conditions, strict=True)],
-              [head + a * o.vec for a in at], True, conditions, weight, origin, state, best, cap, o)
+        _take(
+            [
+                tw.load(chunks, a * o.vec, o.vec, c, -float("inf"))
+                for a, c in zip(at, conditions, strict=True)
+            ],
+            [head + a * o.vec for a in at],
+            True,
+            conditions,
+            weight,
+            origin,
+            state,
+            best,
+            cap,
+            o,
+        )
 
     mine = _join_warp((state[TOP], state[PEAK], state[S], state[SZ], state[SW], best[0]))
     if const_expr(o.cluster > 1):
         cute.arch.cluster_wait()
-    tw.exchange((*mine[:-1], _bits(mine[-1], Int32, Float32)), buffer, Int32(0), rank, warps, o.cluster)
+    tw.exchange(
+        (*mine[:-1], _bits(mine[-1], Int32, Float32)), buffer, Int32(0), rank, warps, o.cluster
+    )
     low, zero = -Float32.inf, Float32(0.0)
     whole = (low, low, zero, zero, zero, Int32(LAST))
     for i in cutlass.range_constexpr((warps * o.cluster + 31) // 32):
@@ -271,8 +370,13 @@ def _forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | 
         place = cutlass.select_(there, place, Int32(0))
         read = [buffer[0, v, place] for v in range(6)]
         read[-1] = _bits(read[-1], Float32, Int32)
-        whole = _join(whole, tuple(cutlass.select_(there, r, w) for r, w in zip(
-            read, (low, low, zero, zero, zero, Int32(LAST)), strict=True)))
+        whole = _join(
+            whole,
+            tuple(
+                cutlass.select_(there, r, w)
+                for r, w in zip(read, (low, low, zero, zero, zero, Int32(LAST)), strict=True)
+            ),
+        )
     whole = _join_warp(whole)
 
     if (thread == 0) & (rank == 0):
@@ -290,42 +394,98 @@ def _forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | 
             weighted[row] = whole[SW] + total * (origin - top)
         if const_expr(o.mean):
             mean[row] = whole[SZ] / whole[S]
-        if const_expr(o.argmax):   # with a NaN in the row, no thread may have an index
+        if const_expr(o.argmax):  # with a NaN in the row, no thread may have an index
             argmax[row] = Int64(cutlass.select_(whole[-1] < V, whole[-1], Int32(0)))
 
 
 @cute.jit
-def _launch_forward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None,
-                    weight_sum: cute.Pointer | None, peak: cute.Pointer, log_sum: cute.Pointer, picked: cute.Pointer,
-                    weighted: cute.Pointer | None, mean: cute.Pointer | None, argmax: cute.Pointer | None, V: Int32,
-                    stride: Int64, softcap: Float32, inverse: Float32, o: cutlass.Constexpr, blocks: Int32,
-                    parts: Int32, stream: cuda.CUstream):
-    _forward(logits, target, weight, weight_sum, peak, log_sum, picked, weighted, mean, argmax, V, stride, softcap,
-             inverse, o).launch(
-        grid=(blocks, parts, 1), block=(THREADS, 1, 1), cluster=tw.shape(o.cluster), stream=stream)
+def _launch_forward(
+    logits: cute.Pointer,
+    target: cute.Pointer,
+    weight: cute.Pointer | None,
+    weight_sum: cute.Pointer | None,
+    peak: cute.Pointer,
+    log_sum: cute.Pointer,
+    picked: cute.Pointer,
+    weighted: cute.Pointer | None,
+    mean: cute.Pointer | None,
+    argmax: cute.Pointer | None,
+    V: Int32,
+    stride: Int64,
+    softcap: Float32,
+    inverse: Float32,
+    o: cutlass.Constexpr,
+    blocks: Int32,
+    parts: Int32,
+    stream: cuda.CUstream,
+):
+    _forward(
+        logits,
+        target,
+        weight,
+        weight_sum,
+        peak,
+        log_sum,
+        picked,
+        weighted,
+        mean,
+        argmax,
+        V,
+        stride,
+        softcap,
+        inverse,
+        o,
+    ).launch(
+        grid=(blocks, parts, 1), block=(THREADS, 1, 1), cluster=tw.shape(o.cluster), stream=stream
+    )
 
 
 # ---- backward
 
+
 @cute.kernel
-def _backward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None, peak: cute.Pointer,
-              log_sum: cute.Pointer, mean: cute.Pointer | None, g_log_sum: cute.Pointer, g_target: cute.Pointer,
-              g_weighted: cute.Pointer | None, g_mean: cute.Pointer | None, scale: cute.Pointer | None,
-              out: cute.Pointer, V: Int32, stride: Int64, out_stride: Int64, softcap: Float32, inverse: Float32,
-              o: cutlass.Constexpr):
-    """dlogits = (p (g_log_sum + g_mean + g_mean (z - peak - mean)) + g_weighted w + [c = y] g_target) (1 - tanh^2),
-    every g times a scale"""
+def _backward(
+    logits: cute.Pointer,
+    target: cute.Pointer,
+    weight: cute.Pointer | None,
+    peak: cute.Pointer,
+    log_sum: cute.Pointer,
+    mean: cute.Pointer | None,
+    g_log_sum: cute.Pointer,
+    g_target: cute.Pointer,
+    g_weighted: cute.Pointer | None,
+    g_mean: cute.Pointer | None,
+    scale: cute.Pointer | None,
+    out: cute.Pointer,
+    V: Int32,
+    stride: Int64,
+    out_stride: Int64,
+    softcap: Float32,
+    inverse: Float32,
+    o: cutlass.Constexpr,
+):
+    """dlogits = (p (g_log_sum + g_mean + g_mean (z - peak - mean)) + g_weighted w + [c = y]
+    g_target) (1 - tanh^2), every g times a scale
+    """
     thread = cute.arch.thread_idx()[0]
     row = Int64(cute.arch.block_idx()[0])
     part = cute.arch.block_idx()[1]
     start = logits + row * stride
     out_start = out + row * out_stride
-    head, body = _split(start, V, o)   # of `out` too: the launcher has seen to it
+    head, body = _split(start, V, o)  # of `out` too: the launcher has seen to it
 
     y = target[row]
     learn = (g_log_sum[row] != 0.0) | ((g_target[row] != 0.0) & (y >= 0) & (y < V))
     # peak, log_sum, g_log_sum, g_target, mean, g_mean, g_weighted
-    numbers = [peak[row], log_sum[row], g_log_sum[row], g_target[row], Float32(0.0), Float32(0.0), Float32(0.0)]
+    numbers = [
+        peak[row],
+        log_sum[row],
+        g_log_sum[row],
+        g_target[row],
+        Float32(0.0),
+        Float32(0.0),
+        Float32(0.0),
+    ]
     if const_expr(o.mean):
         numbers[4] = mean[row]
         numbers[5] = g_mean[row]
@@ -343,10 +503,14 @@ def _backward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer |
     cap = (softcap, inverse)
     chunks, out_chunks = _whole_chunks(start, head, o), _whole_chunks(out_start, head, o)
     at = [(part * UNROLL + k) * THREADS + thread for k in range(UNROLL)]
-    if (part + 1) * (UNROLL * THREADS) <= body:   # no conditions: all reads are under way before the first is used
+    if (part + 1) * (
+        UNROLL * THREADS
+    ) <= body:  # no conditions: all reads are under way before the first is used
         _write(chunks, out_chunks, at, None, head, learn, y, numbers, weight, cap, o)
     else:
-        _write(chunks, out_chunks, at, [a < body for a in at], head, learn, y, numbers, weight, cap, o)
+        _write(
+            chunks, out_chunks, at, [a < body for a in at], head, learn, y, numbers, weight, cap, o
+        )
     if part == 0:
         column, wanted = _loose(thread, head, body, V, o)
         if wanted:
@@ -358,31 +522,58 @@ def _backward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer |
 
 
 @cute.jit
-def _write(chunks: cute.Pointer, out: cute.Pointer, at: list, conditions, head: Int32, learn: cutlass.Boolean,
-           y: Int32, numbers: list, weight: cute.Pointer | None, cap: tuple, o: cutlass.Constexpr):
-    """Gradients of this thread's chunks; zeros, and nothing read, in a row that none is to learn from."""
+def _write(
+    chunks: cute.Pointer,
+    out: cute.Pointer,
+    at: list,
+    conditions,
+    head: Int32,
+    learn: cutlass.Boolean,
+    y: Int32,
+    numbers: list,
+    weight: cute.Pointer | None,
+    cap: tuple,
+    o: cutlass.Constexpr,
+):
+    """Gradients of this thread's chunks; zeros, and nothing read, in a row that none is to
+    learn from.
+    """
     ds = [cute.make_rmem_tensor(o.vec, out.dtype) for a in at]
     for k in cutlass.range_constexpr(len(at)):
         ds[k].fill(0.0)
     if learn:
-        xs = [tw.load(chunks, a * o.vec, o.vec, None if conditions is None else conditions[k])
-              for k, a in enumerate(at)]
+        xs = [
+            tw.load(chunks, a * o.vec, o.vec, None if conditions is None else conditions[k])
+            for k, a in enumerate(at)
+        ]
         for k in cutlass.range_constexpr(len(at)):
             d = cute.make_rmem_tensor(o.vec, Float32)
             d.fill(0.0)
-            if const_expr(conditions is not None and o.weights):   # there are no weights beyond the row's end
+            if const_expr(
+                conditions is not None and o.weights
+            ):  # there are no weights beyond the row's end
                 if conditions[k]:
                     _gradient(xs[k], d, head + at[k] * o.vec, y, numbers, weight, cap, o)
             else:
                 _gradient(xs[k], d, head + at[k] * o.vec, y, numbers, weight, cap, o)
             ds[k].store(d.load().to(out.dtype))
     for k in cutlass.range_constexpr(len(at)):
-        tw.store(ds[k], out, at[k] * o.vec, None if const_expr(conditions is None) else conditions[k])
+        tw.store(
+            ds[k], out, at[k] * o.vec, None if const_expr(conditions is None) else conditions[k]
+        )
 
 
 @cute.jit
-def _gradient(x: cute.Tensor, d: cute.Tensor, column: Int32, y: Int32, numbers: list,
-              weight: cute.Pointer | None, cap: tuple, o: cutlass.Constexpr):
+def _gradient(
+    x: cute.Tensor,
+    d: cute.Tensor,
+    column: Int32,
+    y: Int32,
+    numbers: list,
+    weight: cute.Pointer | None,
+    cap: tuple,
+    o: cutlass.Constexpr,
+):
     """Of the elements x from `column` on, into d."""
     n = const_expr(cute.size(x))
     peak, log_sum, g_log_sum, g_target, mean, g_mean, g_weighted = numbers
@@ -391,7 +582,9 @@ def _gradient(x: cute.Tensor, d: cute.Tensor, column: Int32, y: Int32, numbers: 
         t, slope = _tanh(z * cap[1])
         z = cap[0] * t
     below = z - peak
-    p = cute.math.exp2(below * LOG2E - log_sum * LOG2E, fastmath=True)   # one FMA an element, and log_sum is small
+    p = cute.math.exp2(
+        below * LOG2E - log_sum * LOG2E, fastmath=True
+    )  # one FMA an element, and log_sum is small
     if const_expr(o.mean):
         v = p * (g_log_sum + g_mean + g_mean * (cute.where(below > FLOOR, below, FLOOR) - mean))
     else:
@@ -409,63 +602,177 @@ def _gradient(x: cute.Tensor, d: cute.Tensor, column: Int32, y: Int32, numbers: 
 
 
 @cute.jit
-def _launch_backward(logits: cute.Pointer, target: cute.Pointer, weight: cute.Pointer | None, peak: cute.Pointer,
-                     log_sum: cute.Pointer, mean: cute.Pointer | None, g_log_sum: cute.Pointer, g_target: cute.Pointer,
-                     g_weighted: cute.Pointer | None, g_mean: cute.Pointer | None, scale: cute.Pointer | None,
-                     out: cute.Pointer, V: Int32, stride: Int64, out_stride: Int64, softcap: Float32, inverse: Float32,
-                     o: cutlass.Constexpr, blocks: Int32, parts: Int32, stream: cuda.CUstream):
-    _backward(logits, target, weight, peak, log_sum, mean, g_log_sum, g_target, g_weighted, g_mean, scale, out, V,
-              stride, out_stride, softcap, inverse, o).launch(grid=(blocks, parts, 1), block=(THREADS, 1, 1),
-                                                              stream=stream)
+def _launch_backward(
+    logits: cute.Pointer,
+    target: cute.Pointer,
+    weight: cute.Pointer | None,
+    peak: cute.Pointer,
+    log_sum: cute.Pointer,
+    mean: cute.Pointer | None,
+    g_log_sum: cute.Pointer,
+    g_target: cute.Pointer,
+    g_weighted: cute.Pointer | None,
+    g_mean: cute.Pointer | None,
+    scale: cute.Pointer | None,
+    out: cute.Pointer,
+    V: Int32,
+    stride: Int64,
+    out_stride: Int64,
+    softcap: Float32,
+    inverse: Float32,
+    o: cutlass.Constexpr,
+    blocks: Int32,
+    parts: Int32,
+    stream: cuda.CUstream,
+):
+    _backward(
+        logits,
+        target,
+        weight,
+        peak,
+        log_sum,
+        mean,
+        g_log_sum,
+        g_target,
+        g_weighted,
+        g_mean,
+        scale,
+        out,
+        V,
+        stride,
+        out_stride,
+        softcap,
+        inverse,
+        o,
+    ).launch(grid=(blocks, parts, 1), block=(THREADS, 1, 1), stream=stream)
 
 
 # ---- launchers
 
-def forward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
-            smooth: bool, entropy: bool, argmax: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
-                                                                torch.Tensor, torch.Tensor]:
+
+def forward(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    softcap: float,
+    smooth: bool,
+    entropy: bool,
+    argmax: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Results that were not asked for are empty."""
     T, V = logits.shape
-    peak, log_sum, picked, weighted, mean, best = launchers.statistics(logits, smooth, entropy, argmax)
+    peak, log_sum, picked, weighted, mean, best = launchers.statistics(
+        logits, smooth, entropy, argmax
+    )
     if T:
         weights = class_weight if smooth else None
-        o = Options(16 // logits.element_size(), tw.cluster_for(V, ONE_BLOCK), softcap != 0, smooth,
-                    weights is not None, entropy, argmax)
-        tw.launch(_launch_forward, logits, target, weights, None if weights is None else weights.sum(), peak, log_sum,
-                  picked, weighted if smooth else None, mean if entropy else None, best if argmax else None, V,
-                  logits.stride(0), softcap, launchers.inverse(softcap), o, T * o.cluster, 1)
+        o = Options(
+            16 // logits.element_size(),
+            tw.cluster_for(V, ONE_BLOCK),
+            softcap != 0,
+            smooth,
+            weights is not None,
+            entropy,
+            argmax,
+        )
+        tw.launch(
+            _launch_forward,
+            logits,
+            target,
+            weights,
+            None if weights is None else weights.sum(),
+            peak,
+            log_sum,
+            picked,
+            weighted if smooth else None,
+            mean if entropy else None,
+            best if argmax else None,
+            V,
+            logits.stride(0),
+            softcap,
+            launchers.inverse(softcap),
+            o,
+            T * o.cluster,
+            1,
+        )
     return peak, log_sum, picked, weighted, mean, best
 
 
 def _common(logits: torch.Tensor, out: torch.Tensor) -> int:
-    """Elements in the widest chunks, up to 16 bytes, whose bounds fall alike in both tensors' rows."""
+    """Elements in the widest chunks, up to 16 bytes, whose bounds fall alike in both tensors'
+    rows.
+    """
     itemsize = logits.element_size()
-    apart = math.gcd(16, tw.address(logits) - tw.address(out), (logits.stride(0) - out.stride(0)) * itemsize)
+    apart = math.gcd(
+        16, tw.address(logits) - tw.address(out), (logits.stride(0) - out.stride(0)) * itemsize
+    )
     return apart // itemsize
 
 
-def _run_backward(out, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
-                  g_mean, scale):
+def _run_backward(
+    out,
+    logits,
+    target,
+    class_weight,
+    softcap,
+    peak,
+    log_sum,
+    mean,
+    g_log_sum,
+    g_target,
+    g_weighted,
+    g_mean,
+    scale,
+):
     T, V = logits.shape
     if T == 0:
         return
     weights = class_weight if g_weighted is not None else None
-    o = Options(_common(logits, out), 1, softcap != 0, g_weighted is not None, weights is not None, g_mean is not None,
-                scale=0 if scale is None else 1 if scale.numel() == 1 else 2)
-    tw.launch(_launch_backward, logits, target, weights, peak, log_sum, mean if o.mean else None, g_log_sum, g_target,
-              g_weighted, g_mean, scale, out, V, logits.stride(0), out.stride(0), softcap,
-              launchers.inverse(softcap), o, T, max(1, -(-(V // o.vec) // (UNROLL * THREADS))))
+    o = Options(
+        _common(logits, out),
+        1,
+        softcap != 0,
+        g_weighted is not None,
+        weights is not None,
+        g_mean is not None,
+        scale=0 if scale is None else 1 if scale.numel() == 1 else 2,
+    )
+    tw.launch(
+        _launch_backward,
+        logits,
+        target,
+        weights,
+        peak,
+        log_sum,
+        mean if o.mean else None,
+        g_log_sum,
+        g_target,
+        g_weighted,
+        g_mean,
+        scale,
+        out,
+        V,
+        logits.stride(0),
+        out.stride(0),
+        softcap,
+        launchers.inverse(softcap),
+        o,
+        T,
+        max(1, -(-(V // o.vec) // (UNROLL * THREADS))),
+    )
 
 
 backward, backward_ = launchers.statistics_backwards(_run_backward)
 
 
 def specs() -> list[CuteSpec]:
-    """What the launchers above launch, for the compile gate: no option and all of them. V is no constant of a
-    kernel, but the cluster that it asks for is."""
+    """What the launchers above launch, for the compile gate: no option and all of them. V is no
+    constant of a kernel, but the cluster that it asks for is.
+    """
     found = []
     for data in (torch.bfloat16, torch.float32):
         for everything in (False, True):
+
             def new(*shape, dtype=torch.float32):
                 return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -473,14 +780,62 @@ def specs() -> list[CuteSpec]:
             y, rows = new(4, dtype=torch.int64), new(4)
             more = rows if everything else None
             softcap = 30.0 if everything else 0.0
-            for V in (16000, 32000, 50257, 128256):   # forward stores a number or two a row
+            for V in (16000, 32000, 50257, 128256):  # forward stores a number or two a row
                 x, w = new(4, V, dtype=data), new(V) if everything else None
-                found.append(tw.spec(f"cute forward {label} V={V}", forward, x, y, w, softcap, everything, everything,
-                                     everything, store=0))
+                found.append(
+                    tw.spec(
+                        f"cute forward {label} V={V}",
+                        forward,
+                        x,
+                        y,
+                        w,
+                        softcap,
+                        everything,
+                        everything,
+                        everything,
+                        store=0,
+                    )
+                )
             scale = rows if everything else new()
-            found.append(tw.spec(f"cute backward {label}", backward, x, y, w, softcap, rows, rows, more, rows, rows,
-                                 more, more, scale))
-            apart = new(4, V + 1, dtype=data)[:, :V]   # rows one element further apart than those of the gradient
-            found.append(tw.spec(f"cute backward {label} odd stride", backward, apart, y, w, softcap, rows, rows, more,
-                                 rows, rows, more, more, scale, load=0, store=0))
+            found.append(
+                tw.spec(
+                    f"cute backward {label}",
+                    backward,
+                    x,
+                    y,
+                    w,
+                    softcap,
+                    rows,
+                    rows,
+                    more,
+                    rows,
+                    rows,
+                    more,
+                    more,
+                    scale,
+                )
+            )
+            apart = new(4, V + 1, dtype=data)[
+                :, :V
+            ]  # rows one element further apart than those of the gradient
+            found.append(
+                tw.spec(
+                    f"cute backward {label} odd stride",
+                    backward,
+                    apart,
+                    y,
+                    w,
+                    softcap,
+                    rows,
+                    rows,
+                    more,
+                    rows,
+                    rows,
+                    more,
+                    more,
+                    scale,
+                    load=0,
+                    store=0,
+                )
+            )
     return found

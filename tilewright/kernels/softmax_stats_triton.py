@@ -1,16 +1,19 @@
-"""Statistics of rows of logits, and the logits' gradient from theirs, in Triton. The definition, and the
-formulas, are in tilewright/ops/_softmax_stats.py.
+"""Statistics of rows of logits, and the logits' gradient from theirs, in Triton. The definition,
+and the formulas, are in tilewright/ops/_softmax_stats.py.
 
-T = rows, V = columns; rows are contiguous and may lie further apart than V. Forward: a program walks one row
-once, in column blocks, and keeps a running maximum (a scalar) and running sums (a lane of the block each,
-reduced at the end). Backward: a program an output block; one read, one write, in place if asked. Exponentials
-are base 2. Rows whose gradients are all 0 are written without being read. Between them `_losses`, one program:
-losses, their sum and their derivatives from the statistics, so that nothing is left to small kernels.
+T = rows, V = columns; rows are contiguous and may lie further apart than V. Forward: a program
+walks one row once, in column blocks, and keeps a running maximum (a scalar) and running sums (a
+lane of the block each,
+reduced at the end). Backward: a program an output block; one read, one write, in place if asked.
+Exponentials are base 2. Rows whose gradients are all 0 are written without being read. Between them
+`_losses`, one program: losses, their sum and their derivatives from the statistics, so that nothing
+is left to small kernels.
 
-A row that does not start at a multiple of 16 bytes (V odd, say) is walked from the multiple of 16 bytes below
-its start, so that all loads but those of its first and last block stay 128 bits wide. Strides come in units of UNIT
-elements and V in units of V_UNIT, 16 bytes where they are multiples of that: it is then in the code that rows and
-masks are aligned, where Triton by itself takes note of multiples of 16 elements only (32 bytes, of bf16).
+A row that does not start at a multiple of 16 bytes (V odd, say) is walked from the multiple of 16
+bytes below its start, so that all loads but those of its first and last block stay 128 bits wide.
+Strides come in units of UNIT elements and V in units of V_UNIT, 16 bytes where they are multiples
+of that: it is then in the code that rows and masks are aligned, where Triton by itself takes note
+of multiples of 16 elements only (32 bytes, of bf16).
 """
 
 from __future__ import annotations
@@ -26,39 +29,50 @@ from tilewright.kernels.tuning import Tunable
 
 
 def _forward_heuristic(V: int, itemsize: int, plain: bool) -> dict:
-    """16 elements a thread, as many running sums beside them, 48 registers (bf16, sm_90); the loop copies two blocks
-    ahead, 80 KiB in flight a multiprocessor."""
+    """16 elements a thread, as many running sums beside them, 48 registers (bf16, sm_90); the loop
+    copies two blocks ahead, 80 KiB in flight a multiprocessor.
+    """
     return {"BLOCK": 4096, "STAGES": 3, "num_warps": 8}
 
 
 def _forward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
     # With all options ptxas spills for 8,192 columns, and for 4,096 on 8 warps with two stages.
     blocks = ((2048, 4), (4096, 16), *(((4096, 8), (8192, 16)) if plain else ()))
-    return [{"BLOCK": block, "STAGES": stages, "num_warps": warps} for block, warps in blocks for stages in (2, 3, 4)
-            if block * stages * itemsize <= 64 * 1024]
+    return [
+        {"BLOCK": block, "STAGES": stages, "num_warps": warps}
+        for block, warps in blocks
+        for stages in (2, 3, 4)
+        if block * stages * itemsize <= 64 * 1024
+    ]
 
 
 def _backward_heuristic(V: int, itemsize: int, plain: bool) -> dict:
-    """No sums are kept: 32 elements a thread, so 64 bytes of bf16 in flight, 53 registers. (8 warps make ptxas spill
-    32 bytes in fp32 for sm_120.)"""
+    """No sums are kept: 32 elements a thread, so 64 bytes of bf16 in flight, 53 registers. (8 warps
+    make ptxas spill 32 bytes in fp32 for sm_120.)
+    """
     return {"BLOCK": 4096, "num_warps": 4}
 
 
 def _backward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
-    return [{"BLOCK": block, "num_warps": warps} for block, warps in ((1024, 4), (2048, 4), (2048, 8), (8192, 8))]
+    return [
+        {"BLOCK": block, "num_warps": warps}
+        for block, warps in ((1024, 4), (2048, 4), (2048, 8), (8192, 8))
+    ]
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# Stands for what lies further below the peak, -inf too: its exponential is 0 all the same, and 0 * -inf is NaN.
+# Stands for what lies further below the peak, -inf too: its exponential is 0 all the same, and 0 *
+# -inf is NaN.
 FLOOR = tl.constexpr(-1024.0)
 
 
 @triton.jit
 def _tanh(x):
-    """tanh to 2 ulp, and its derivative 1 - tanh^2, which would cancel where tanh is near 1. Below 0.625 an odd
-    polynomial (least maximum relative error, 4e-9, fitted to tanh(x) / x): 1 - 2q / (1 + q), q = exp(-2 |x|), would
-    lose the low bits of a small x."""
+    """tanh to 2 ulp, and its derivative 1 - tanh^2, which would cancel where tanh is near 1. Below
+    0.625 an odd polynomial (least maximum relative error, 4e-9, fitted to tanh(x) / x): 1 - 2q / (1
+    + q), q = exp(-2 |x|), would lose the low bits of a small x.
+    """
     u = x * x
     p = -5.704986862838268e-3
     p = p * u + 2.063908614218235e-2
@@ -89,7 +103,9 @@ def _finite(x):
 
 @triton.jit
 def _row_start(row, stride, UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr):
-    """Offset from which a row is walked, and how many elements before the row's own first one that is."""
+    """Offset from which a row is walked, and how many elements before the row's own first one
+    that is.
+    """
     own = row * stride * UNIT
     start = own
     if PEEL:
@@ -98,21 +114,44 @@ def _row_start(row, stride, UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.c
 
 
 @triton.jit
-def _forward(logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, peak_ptr, log_sum_ptr, picked_ptr, weighted_ptr,
-             mean_ptr, argmax_ptr, V, stride, softcap, inverse, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-             UNIT: tl.constexpr, V_UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr, CAPPED: tl.constexpr,
-             SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr, ARGMAX: tl.constexpr):
+def _forward(
+    logits_ptr,
+    target_ptr,
+    weight_ptr,
+    weight_sum_ptr,
+    peak_ptr,
+    log_sum_ptr,
+    picked_ptr,
+    weighted_ptr,
+    mean_ptr,
+    argmax_ptr,
+    V,
+    stride,
+    softcap,
+    inverse,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNIT: tl.constexpr,
+    V_UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PEEL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    MEAN: tl.constexpr,
+    ARGMAX: tl.constexpr,
+):
     V = V * V_UNIT
     row = tl.program_id(0).to(tl.int64)
     start, before = _row_start(row, stride, UNIT, VECTOR, PEEL)
     lanes = tl.arange(0, BLOCK)
-    extent = V + before   # columns to walk, those before the row's first included
+    extent = V + before  # columns to walk, those before the row's first included
     full = extent // BLOCK * BLOCK
     x_ptr = logits_ptr + start + lanes
-    top = float("-inf")   # largest logit so far; peak is its z
+    top = float("-inf")  # largest logit so far; peak is its z
     peak = float("-inf")
     best = 0
-    origin = 0.0   # of the weighted sum, as long as the row's peak is not known
+    origin = 0.0  # of the weighted sum, as long as the row's peak is not known
     if SMOOTH:
         first = tl.load(logits_ptr + row * stride * UNIT).to(tl.float32)
         origin = _finite(_capped(first, softcap, inverse, CAPPED))
@@ -120,9 +159,9 @@ def _forward(logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, peak_ptr, log_s
     sz = tl.zeros([BLOCK], tl.float32)
     sw = tl.zeros([BLOCK], tl.float32)
 
-    # Only the first block (if it starts before the row) and the last are masked: a mask that is not constant
-    # over 16 bytes would split their loads. Blocks 0 to `edge` and `full` to the end are those; one body
-    # serves all three.
+    # Only the first block (if it starts before the row) and the last are masked: a mask that is not
+    # constant over 16 bytes would split their loads. Blocks 0 to `edge` and `full` to the end are
+    # those; one body serves all three.
     edge = 0
     if PEEL:
         edge = BLOCK
@@ -130,19 +169,76 @@ def _forward(logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, peak_ptr, log_s
         c = at + lanes - before
         mask = (c >= 0) & (c < V)
         x = tl.load(x_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
-        top, peak, best, s, sz, sw = _step(x, c, mask, top, peak, best, s, sz, sw, origin, weight_ptr, softcap,
-                                           inverse, True, CAPPED, SMOOTH, WEIGHTS, MEAN, ARGMAX)
+        top, peak, best, s, sz, sw = _step(
+            x,
+            c,
+            mask,
+            top,
+            peak,
+            best,
+            s,
+            sz,
+            sw,
+            origin,
+            weight_ptr,
+            softcap,
+            inverse,
+            True,
+            CAPPED,
+            SMOOTH,
+            WEIGHTS,
+            MEAN,
+            ARGMAX,
+        )
     for at in tl.range(edge, full, BLOCK, num_stages=STAGES):
         c = at + lanes - before
         x = tl.load(x_ptr + at).to(tl.float32)
-        top, peak, best, s, sz, sw = _step(x, c, c >= 0, top, peak, best, s, sz, sw, origin, weight_ptr, softcap,
-                                           inverse, False, CAPPED, SMOOTH, WEIGHTS, MEAN, ARGMAX)
+        top, peak, best, s, sz, sw = _step(
+            x,
+            c,
+            c >= 0,
+            top,
+            peak,
+            best,
+            s,
+            sz,
+            sw,
+            origin,
+            weight_ptr,
+            softcap,
+            inverse,
+            False,
+            CAPPED,
+            SMOOTH,
+            WEIGHTS,
+            MEAN,
+            ARGMAX,
+        )
     for at in range(tl.maximum(full, edge), extent, BLOCK):
         c = at + lanes - before
         mask = c < V
         x = tl.load(x_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
-        top, peak, best, s, sz, sw = _step(x, c, mask, top, peak, best, s, sz, sw, origin, weight_ptr, softcap,
-                                           inverse, True, CAPPED, SMOOTH, WEIGHTS, MEAN, ARGMAX)
+        top, peak, best, s, sz, sw = _step(
+            x,
+            c,
+            mask,
+            top,
+            peak,
+            best,
+            s,
+            sz,
+            sw,
+            origin,
+            weight_ptr,
+            softcap,
+            inverse,
+            True,
+            CAPPED,
+            SMOOTH,
+            WEIGHTS,
+            MEAN,
+            ARGMAX,
+        )
 
     total = tl.sum(s, axis=0)
     peak = _finite(peak)
@@ -164,9 +260,27 @@ def _forward(logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, peak_ptr, log_s
 
 
 @triton.jit
-def _step(x, c, mask, top, peak, best, s, sz, sw, origin, weight_ptr, softcap, inverse, MASKED: tl.constexpr,
-          CAPPED: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr,
-          ARGMAX: tl.constexpr):
+def _step(
+    x,
+    c,
+    mask,
+    top,
+    peak,
+    best,
+    s,
+    sz,
+    sw,
+    origin,
+    weight_ptr,
+    softcap,
+    inverse,
+    MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    MEAN: tl.constexpr,
+    ARGMAX: tl.constexpr,
+):
     """Takes one block x (masked lanes: -inf) into the running maximum and sums."""
     here = tl.max(x, axis=0)
     if ARGMAX:
@@ -176,13 +290,15 @@ def _step(x, c, mask, top, peak, best, s, sz, sw, origin, weight_ptr, softcap, i
     z = _capped(x, softcap, inverse, CAPPED)
     if CAPPED and MASKED:
         z = tl.where(mask, z, float("-inf"))
-    higher = _capped(top, softcap, inverse, CAPPED)   # the largest z but for rounding, which does not matter
+    higher = _capped(
+        top, softcap, inverse, CAPPED
+    )  # the largest z but for rounding, which does not matter
     shift = _finite(higher)
     # Above 0 only once a logit was inf, and then 0 times its exponential could be NaN.
     lower = tl.minimum(tl.maximum(peak - shift, FLOOR), 0.0)
     shrink = tl.exp2(lower * LOG2E)
     below = z - shift
-    e = tl.exp2(below * LOG2E)   # folded into one FMA, a large shift would cost its rounding
+    e = tl.exp2(below * LOG2E)  # folded into one FMA, a large shift would cost its rounding
     if MEAN:
         sz = (sz + s * lower) * shrink + e * tl.maximum(below, FLOOR)
     s = s * shrink + e
@@ -202,13 +318,39 @@ def _scaled(g, scale):
 
 
 @triton.jit
-def _backward(logits_ptr, target_ptr, weight_ptr, peak_ptr, log_sum_ptr, mean_ptr, g_log_sum_ptr, g_target_ptr,
-              g_weighted_ptr, g_mean_ptr, scale_ptr, out_ptr, V, stride, out_stride, softcap, inverse,
-              BLOCK: tl.constexpr, UNIT: tl.constexpr, V_UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr,
-              CAPPED: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr,
-              SCALE: tl.constexpr):
-    """dlogits = (p (g_log_sum + g_mean + g_mean (z - peak - mean)) + g_weighted w + [c = y] g_target) (1 - tanh^2),
-    every g times a scale. SCALE: 0 for none, 1 for one number, 2 for one a row."""
+def _backward(
+    logits_ptr,
+    target_ptr,
+    weight_ptr,
+    peak_ptr,
+    log_sum_ptr,
+    mean_ptr,
+    g_log_sum_ptr,
+    g_target_ptr,
+    g_weighted_ptr,
+    g_mean_ptr,
+    scale_ptr,
+    out_ptr,
+    V,
+    stride,
+    out_stride,
+    softcap,
+    inverse,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    V_UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PEEL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    MEAN: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """dlogits = (p (g_log_sum + g_mean + g_mean (z - peak - mean)) + g_weighted w + [c = y]
+    g_target) (1 - tanh^2),
+    every g times a scale. SCALE: 0 for none, 1 for one number, 2 for one a row.
+    """
     V = V * V_UNIT
     row = tl.program_id(0).to(tl.int64)
     start, before = _row_start(row, stride, UNIT, VECTOR, PEEL)
@@ -234,34 +376,95 @@ def _backward(logits_ptr, target_ptr, weight_ptr, peak_ptr, log_sum_ptr, mean_pt
         g_target = _scaled(g_target, scale)
         g_mean = _scaled(g_mean, scale)
         g_weighted = _scaled(g_weighted, scale)
-    learn = (g_log_sum != 0.0) | ((g_target != 0.0) & (y >= 0) & (y < V)) | (g_mean != 0.0) | (g_weighted != 0.0)
+    learn = (
+        (g_log_sum != 0.0)
+        | ((g_target != 0.0) & (y >= 0) & (y < V))
+        | (g_mean != 0.0)
+        | (g_weighted != 0.0)
+    )
 
     first = tl.program_id(1) * BLOCK
-    inner = (first >= before) & (first + BLOCK <= V + before)   # needs no mask: loads and stores stay wide
+    inner = (first >= before) & (
+        first + BLOCK <= V + before
+    )  # needs no mask: loads and stores stay wide
     if learn & inner:
         x = tl.load(logits_ptr + start + at).to(tl.float32)
-        d = _gradient(x, c, c >= 0, y, peak, log_sum, mean, g_log_sum, g_target, g_weighted, g_mean, weight_ptr,
-                      softcap, inverse, CAPPED, SMOOTH, WEIGHTS, MEAN)
+        d = _gradient(
+            x,
+            c,
+            c >= 0,
+            y,
+            peak,
+            log_sum,
+            mean,
+            g_log_sum,
+            g_target,
+            g_weighted,
+            g_mean,
+            weight_ptr,
+            softcap,
+            inverse,
+            CAPPED,
+            SMOOTH,
+            WEIGHTS,
+            MEAN,
+        )
         tl.store(out_ptr + out_start + at, d.to(out_ptr.dtype.element_ty))
     else:
         mask = (c >= 0) & (c < V)
         d = tl.zeros([BLOCK], tl.float32)
         if learn:
             x = tl.load(logits_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
-            d = _gradient(x, c, mask, y, peak, log_sum, mean, g_log_sum, g_target, g_weighted, g_mean, weight_ptr,
-                          softcap, inverse, CAPPED, SMOOTH, WEIGHTS, MEAN)
+            d = _gradient(
+                x,
+                c,
+                mask,
+                y,
+                peak,
+                log_sum,
+                mean,
+                g_log_sum,
+                g_target,
+                g_weighted,
+                g_mean,
+                weight_ptr,
+                softcap,
+                inverse,
+                CAPPED,
+                SMOOTH,
+                WEIGHTS,
+                MEAN,
+            )
         tl.store(out_ptr + out_start + at, d.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _gradient(x, c, mask, y, peak, log_sum, mean, g_log_sum, g_target, g_weighted, g_mean, weight_ptr, softcap,
-              inverse, CAPPED: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, MEAN: tl.constexpr):
+def _gradient(
+    x,
+    c,
+    mask,
+    y,
+    peak,
+    log_sum,
+    mean,
+    g_log_sum,
+    g_target,
+    g_weighted,
+    g_mean,
+    weight_ptr,
+    softcap,
+    inverse,
+    CAPPED: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    MEAN: tl.constexpr,
+):
     slope = x
     if CAPPED:
         t, slope = _tanh(x * inverse)
         x = softcap * t
     below = x - peak
-    p = tl.exp2(below * LOG2E - log_sum * LOG2E)   # one FMA an element, and log_sum is small
+    p = tl.exp2(below * LOG2E - log_sum * LOG2E)  # one FMA an element, and log_sum is small
     if MEAN:
         d = p * (g_log_sum + g_mean + g_mean * (tl.maximum(below, FLOOR) - mean))
     else:
@@ -294,14 +497,44 @@ def _weight(class_weight_ptr, y, learn, WEIGHTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "rows", "ignore_index"])
-def _losses(peak_ptr, log_sum_ptr, picked_ptr, weighted_ptr, target_ptr, every_target_ptr, class_weight_ptr,
-            weight_sum_ptr, token_weight_ptr, num_tokens_ptr, before_ptr, losses_ptr, total_ptr, divisor_ptr,
-            g_log_sum_ptr, g_target_ptr, g_weighted_ptr, rows, T, V, ignore_index, num_tokens, label_smoothing, z_loss,
-            SMOOTH: tl.constexpr, WEIGHTS: tl.constexpr, Z_LOSS: tl.constexpr, TOKENS: tl.constexpr,
-            DIVISOR: tl.constexpr, DIVIDE: tl.constexpr, FIRST: tl.constexpr):
-    """The loss of each of `rows` rows, their sum on top of that of the rows before (unless FIRST), and its derivatives.
+def _losses(
+    peak_ptr,
+    log_sum_ptr,
+    picked_ptr,
+    weighted_ptr,
+    target_ptr,
+    every_target_ptr,
+    class_weight_ptr,
+    weight_sum_ptr,
+    token_weight_ptr,
+    num_tokens_ptr,
+    before_ptr,
+    losses_ptr,
+    total_ptr,
+    divisor_ptr,
+    g_log_sum_ptr,
+    g_target_ptr,
+    g_weighted_ptr,
+    rows,
+    T,
+    V,
+    ignore_index,
+    num_tokens,
+    label_smoothing,
+    z_loss,
+    SMOOTH: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """The loss of each of `rows` rows, their sum on top of that of the rows before (unless FIRST),
+    and its derivatives.
 
-    DIVISOR: "" for none, "count" for that of all T targets, "tensor" or "number" for num_tokens, "known" for what an
+    DIVISOR: "" for none, "count" for that of all T targets, "tensor" or "number" for num_tokens,
+    "known" for what an
     earlier launch has found.   DIVIDE: whether the sum and the derivatives are divided.
     """
     lanes = tl.arange(0, LOSS_BLOCK)
@@ -371,12 +604,19 @@ def _losses(peak_ptr, log_sum_ptr, picked_ptr, weighted_ptr, target_ptr, every_t
     tl.store(total_ptr, total)
 
 
-def losses(stats: launchers.Stats, rows: slice, asked: launchers.Asked, found: launchers.Found,
-           before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Writes the losses of some rows, in one launch. Returns the total, which is the sum of the losses so far times
-    their token weights, and its derivatives in these rows' log_sum, target and weighted (None without label smoothing).
+def losses(
+    stats: launchers.Stats,
+    rows: slice,
+    asked: launchers.Asked,
+    found: launchers.Found,
+    before: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Writes the losses of some rows, in one launch. Returns the total, which is the sum of the
+    losses so far times their token weights, and its derivatives in these rows' log_sum, target and
+    weighted (None without label smoothing).
 
-    stats: of these rows.   before: the total of the rows before them; None for the first, which give the divisor.
+    stats: of these rows.   before: the total of the rows before them; None for the first, which
+    give the divisor.
     """
     first, smooth = before is None, asked.label_smoothing != 0
     number, tensor = 1.0, None
@@ -386,22 +626,54 @@ def losses(stats: launchers.Stats, rows: slice, asked: launchers.Asked, found: l
         how = "known"
     elif asked.num_tokens is None:
         how = "count"
-    elif isinstance(asked.num_tokens, torch.Tensor) and asked.num_tokens.device == asked.target.device:
+    elif (
+        isinstance(asked.num_tokens, torch.Tensor)
+        and asked.num_tokens.device == asked.target.device
+    ):
         how, tensor = "tensor", asked.num_tokens
-    else:   # also of a tensor on the CPU, which needs no wait
+    else:  # also of a tensor on the CPU, which needs no wait
         how, number = "number", float(asked.num_tokens)
     target = asked.target[rows]
     n, T = target.shape[0], asked.target.shape[0]
     weights = asked.class_weight
     g = [torch.empty_like(stats.log_sum) for _ in range(3 if smooth else 2)]
     total = stats.log_sum.new_empty(())
-    launch(_losses, (1,), stats.peak, stats.log_sum, stats.target, stats.weighted, target,
-           asked.target if how == "count" else None, weights, asked.weight_sum,
-           None if asked.token_weight is None else asked.token_weight[rows], tensor, before,
-           found.losses[rows], total, found.divisor, g[0], g[1], g[2] if smooth else None, n, T, asked.V,
-           asked.ignore_index, number, asked.label_smoothing, asked.z_loss, SMOOTH=smooth,
-           WEIGHTS=weights is not None, Z_LOSS=asked.z_loss != 0, TOKENS=asked.token_weight is not None,
-           DIVISOR=how, DIVIDE=asked.divide, FIRST=first, num_warps=LOSS_WARPS)
+    launch(
+        _losses,
+        (1,),
+        stats.peak,
+        stats.log_sum,
+        stats.target,
+        stats.weighted,
+        target,
+        asked.target if how == "count" else None,
+        weights,
+        asked.weight_sum,
+        None if asked.token_weight is None else asked.token_weight[rows],
+        tensor,
+        before,
+        found.losses[rows],
+        total,
+        found.divisor,
+        g[0],
+        g[1],
+        g[2] if smooth else None,
+        n,
+        T,
+        asked.V,
+        asked.ignore_index,
+        number,
+        asked.label_smoothing,
+        asked.z_loss,
+        SMOOTH=smooth,
+        WEIGHTS=weights is not None,
+        Z_LOSS=asked.z_loss != 0,
+        TOKENS=asked.token_weight is not None,
+        DIVISOR=how,
+        DIVIDE=asked.divide,
+        FIRST=first,
+        num_warps=LOSS_WARPS,
+    )
     return total, g[0], g[1], g[2] if smooth else None
 
 
@@ -412,8 +684,10 @@ SCALE_BLOCK = tl.constexpr(4096)
 
 @triton.jit(do_not_specialize=["n"])
 def _scale(out_ptr, factor_ptr, n):
-    """out *= factor, in float32; nothing is read or written where the factor is 1. A grid of few programs walks the
-    blocks, since to launch as many as there are blocks would take time even if none did anything."""
+    """out *= factor, in float32; nothing is read or written where the factor is 1. A grid of few
+    programs walks the blocks, since to launch as many as there are blocks would take time even if
+    none did anything.
+    """
     factor = tl.load(factor_ptr)
     if factor != 1.0:
         lanes = tl.arange(0, SCALE_BLOCK)
@@ -422,7 +696,11 @@ def _scale(out_ptr, factor_ptr, n):
         for at in range(program * SCALE_BLOCK, full, tl.num_programs(0).to(tl.int64) * SCALE_BLOCK):
             x = tl.load(out_ptr + at + lanes).to(tl.float32)
             tl.store(out_ptr + at + lanes, (x * factor).to(out_ptr.dtype.element_ty))
-        if program == 0:   # a mask that is not constant over 16 bytes splits accesses: only where there must be one
+        if (
+            program == 0
+            # a mask that is not constant over 16 bytes splits accesses: only where there must be
+            # one
+        ):
             mask = full + lanes < n
             x = tl.load(out_ptr + full + lanes, mask=mask).to(tl.float32)
             tl.store(out_ptr + full + lanes, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
@@ -433,8 +711,14 @@ def scale_(out: torch.Tensor, factor: torch.Tensor) -> None:
     n = out.numel()
     if n:
         # Four programs of eight warps fill a multiprocessor's bandwidth.
-        most = 4 * torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else 2
-        launch(_scale, (min(most, launchers.cdiv(n, SCALE_BLOCK.value)),), out, factor, n, num_warps=8)
+        most = (
+            4 * torch.cuda.get_device_properties(out.device).multi_processor_count
+            if out.is_cuda
+            else 2
+        )
+        launch(
+            _scale, (min(most, launchers.cdiv(n, SCALE_BLOCK.value)),), out, factor, n, num_warps=8
+        )
 
 
 def vector(t: torch.Tensor) -> int:
@@ -445,39 +729,86 @@ def vector(t: torch.Tensor) -> int:
 def units(V: int, *tensors: torch.Tensor) -> dict[str, int]:
     """Elements in which row strides and V are counted."""
     size = vector(tensors[0])
-    return {"UNIT": size if all(t.stride(0) % size == 0 for t in tensors) else 1,
-            "V_UNIT": size if V % size == 0 else 1}
+    return {
+        "UNIT": size if all(t.stride(0) % size == 0 for t in tensors) else 1,
+        "V_UNIT": size if V % size == 0 else 1,
+    }
 
 
 def peels(V: int, *tensors: torch.Tensor) -> bool:
-    """Whether rows start off a multiple of 16 bytes, all tensors' alike, so that walking them from the
-    multiple below helps. Where their row strides differ it cannot be had for both, and where memory itself is
-    off 16 bytes (a view into the middle of something) not at all."""
+    """Whether rows start off a multiple of 16 bytes, all tensors' alike, so that walking them from
+    the multiple below helps. Where their row strides differ it cannot be had for both, and where
+    memory itself is off 16 bytes (a view into the middle of something) not at all.
+    """
     strides = {t.stride(0) for t in tensors}
     return len(strides) == 1 and strides.pop() % vector(tensors[0]) != 0 and V > 0
 
 
-def forward(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, softcap: float,
-            smooth: bool, entropy: bool, argmax: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
-                                                                torch.Tensor, torch.Tensor]:
+def forward(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    softcap: float,
+    smooth: bool,
+    entropy: bool,
+    argmax: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Results that were not asked for are empty."""
     T, V = logits.shape
-    peak, log_sum, picked, weighted, mean, best = launchers.statistics(logits, smooth, entropy, argmax)
+    peak, log_sum, picked, weighted, mean, best = launchers.statistics(
+        logits, smooth, entropy, argmax
+    )
     if T:
         weights = class_weight if smooth else None
-        c = FORWARD.config(logits.device, V, logits.element_size(), not (softcap or smooth or entropy or argmax))
+        c = FORWARD.config(
+            logits.device, V, logits.element_size(), not (softcap or smooth or entropy or argmax)
+        )
         by = units(V, logits)
-        launch(_forward, (T,),
-               logits, target, weights, None if weights is None else weights.sum(), peak, log_sum, picked,
-               weighted, mean, best, V // by["V_UNIT"], logits.stride(0) // by["UNIT"], softcap,
-               launchers.inverse(softcap), **by, VECTOR=vector(logits), PEEL=peels(V, logits),
-               CAPPED=softcap != 0, SMOOTH=smooth, WEIGHTS=weights is not None, MEAN=entropy,
-               ARGMAX=argmax, **c)
+        launch(
+            _forward,
+            (T,),
+            logits,
+            target,
+            weights,
+            None if weights is None else weights.sum(),
+            peak,
+            log_sum,
+            picked,
+            weighted,
+            mean,
+            best,
+            V // by["V_UNIT"],
+            logits.stride(0) // by["UNIT"],
+            softcap,
+            launchers.inverse(softcap),
+            **by,
+            VECTOR=vector(logits),
+            PEEL=peels(V, logits),
+            CAPPED=softcap != 0,
+            SMOOTH=smooth,
+            WEIGHTS=weights is not None,
+            MEAN=entropy,
+            ARGMAX=argmax,
+            **c,
+        )
     return peak, log_sum, picked, weighted, mean, best
 
 
-def _launch_backward(out, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target,
-                     g_weighted, g_mean, scale):
+def _launch_backward(
+    out,
+    logits,
+    target,
+    class_weight,
+    softcap,
+    peak,
+    log_sum,
+    mean,
+    g_log_sum,
+    g_target,
+    g_weighted,
+    g_mean,
+    scale,
+):
     T, V = logits.shape
     if T == 0:
         return
@@ -486,24 +817,71 @@ def _launch_backward(out, logits, target, class_weight, softcap, peak, log_sum, 
     c = BACKWARD.config(logits.device, V, logits.element_size(), plain)
     blocks = launchers.cdiv(V + (vector(logits) - 1 if peel else 0), c["BLOCK"])
     by = units(V, logits, out)
-    launch(_backward, (T, blocks), logits, target, class_weight, peak, log_sum, mean, g_log_sum, g_target, g_weighted,
-           g_mean, scale, out, V // by["V_UNIT"], logits.stride(0) // by["UNIT"],
-           out.stride(0) // by["UNIT"], softcap, launchers.inverse(softcap), **by,
-           VECTOR=vector(logits), PEEL=peel, CAPPED=softcap != 0, SMOOTH=g_weighted is not None,
-           WEIGHTS=g_weighted is not None and class_weight is not None,
-           MEAN=g_mean is not None, SCALE=0 if scale is None else 1 if scale.numel() == 1 else 2, **c)
+    launch(
+        _backward,
+        (T, blocks),
+        logits,
+        target,
+        class_weight,
+        peak,
+        log_sum,
+        mean,
+        g_log_sum,
+        g_target,
+        g_weighted,
+        g_mean,
+        scale,
+        out,
+        V // by["V_UNIT"],
+        logits.stride(0) // by["UNIT"],
+        out.stride(0) // by["UNIT"],
+        softcap,
+        launchers.inverse(softcap),
+        **by,
+        VECTOR=vector(logits),
+        PEEL=peel,
+        CAPPED=softcap != 0,
+        SMOOTH=g_weighted is not None,
+        WEIGHTS=g_weighted is not None and class_weight is not None,
+        MEAN=g_mean is not None,
+        SCALE=0 if scale is None else 1 if scale.numel() == 1 else 2,
+        **c,
+    )
 
 
 backward, backward_ = launchers.statistics_backwards(_launch_backward)
 
 
 def _specs(kernel):
-    """No option or all of them, whole and odd row strides. Whole ones are multiples of 16 bytes, and no argument says
-    that they are of more."""
-    types = {"target_ptr": "*i64", "argmax_ptr": "*i64", "V": "i32", "stride": "i32", "out_stride": "i32",
-             "softcap": "fp32", "inverse": "fp32",
-             **{f"{n}_ptr": "*fp32" for n in ("weight", "weight_sum", "peak", "log_sum", "picked", "weighted", "mean",
-                                              "g_log_sum", "g_target", "g_weighted", "g_mean", "scale")}}
+    """No option or all of them, whole and odd row strides. Whole ones are multiples of 16 bytes,
+    and no argument says that they are of more.
+    """
+    types = {
+        "target_ptr": "*i64",
+        "argmax_ptr": "*i64",
+        "V": "i32",
+        "stride": "i32",
+        "out_stride": "i32",
+        "softcap": "fp32",
+        "inverse": "fp32",
+        **{
+            f"{n}_ptr": "*fp32"
+            for n in (
+                "weight",
+                "weight_sum",
+                "peak",
+                "log_sum",
+                "picked",
+                "weighted",
+                "mean",
+                "g_log_sum",
+                "g_target",
+                "g_weighted",
+                "g_mean",
+                "scale",
+            )
+        },
+    }
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         found = []
@@ -514,44 +892,115 @@ def _specs(kernel):
             flags = dict.fromkeys(("CAPPED", "SMOOTH", "WEIGHTS", "MEAN", "ARGMAX"), options)
             size = 16 // key["itemsize"]
             unit = 1 if peel else size
-            constexprs = {"UNIT": unit, "V_UNIT": unit, "VECTOR": size, "PEEL": peel, "SCALE": 2 if options else 1,
-                          **flags, **config}
+            constexprs = {
+                "UNIT": unit,
+                "V_UNIT": unit,
+                "VECTOR": size,
+                "PEEL": peel,
+                "SCALE": 2 if options else 1,
+                **flags,
+                **config,
+            }
             label = f"{data}{' all options' if options else ''}{' odd' if peel else ''}"
-            found.append(KernelSpec(kernel, f"{kernel.fn.__name__[1:]} {label}", signature,
-                                    {n: v for n, v in constexprs.items() if n in kernel.arg_names},
-                                    config["num_warps"],
-                                    # Forward writes a few scalars a row, and no vector.
-                                    store=0 if kernel is _forward else 128))
+            found.append(
+                KernelSpec(
+                    kernel,
+                    f"{kernel.fn.__name__[1:]} {label}",
+                    signature,
+                    {n: v for n, v in constexprs.items() if n in kernel.arg_names},
+                    config["num_warps"],
+                    # Forward writes a few scalars a row, and no vector.
+                    store=0 if kernel is _forward else 128,
+                )
+            )
         return found
 
     return specs
 
 
 _KEYS = [(128256, size, plain) for size in (2, 4) for plain in (True, False)]
-FORWARD = Tunable("cross_entropy", "forward", ("V", "itemsize", "plain"), "forward", _forward_heuristic,
-                  _forward_space, _KEYS, _specs(_forward))
-BACKWARD = Tunable("cross_entropy", "backward", ("V", "itemsize", "plain"), "backward", _backward_heuristic,
-                   _backward_space, _KEYS, _specs(_backward))
+FORWARD = Tunable(
+    "cross_entropy",
+    "forward",
+    ("V", "itemsize", "plain"),
+    "forward",
+    _forward_heuristic,
+    _forward_space,
+    _KEYS,
+    _specs(_forward),
+)
+BACKWARD = Tunable(
+    "cross_entropy",
+    "backward",
+    ("V", "itemsize", "plain"),
+    "backward",
+    _backward_heuristic,
+    _backward_space,
+    _KEYS,
+    _specs(_backward),
+)
 TUNABLES = (FORWARD, BACKWARD)
 
 
 def gate() -> list[KernelSpec]:
     """The kernels without constants to tune: no option and all of them."""
-    pointers = {f"{n}_ptr": "*fp32" for n in ("peak", "log_sum", "picked", "weighted", "class_weight", "weight_sum",
-                                              "token_weight", "before", "losses", "total", "divisor", "g_log_sum",
-                                              "g_target", "g_weighted")}
-    known = {**pointers, "target_ptr": "*i64", "every_target_ptr": "*i64", "num_tokens_ptr": "*i64", "rows": "i32",
-             "T": "i32", "V": "i32", "ignore_index": "i32", "num_tokens": "fp32", "label_smoothing": "fp32",
-             "z_loss": "fp32"}
+    pointers = {
+        f"{n}_ptr": "*fp32"
+        for n in (
+            "peak",
+            "log_sum",
+            "picked",
+            "weighted",
+            "class_weight",
+            "weight_sum",
+            "token_weight",
+            "before",
+            "losses",
+            "total",
+            "divisor",
+            "g_log_sum",
+            "g_target",
+            "g_weighted",
+        )
+    }
+    known = {
+        **pointers,
+        "target_ptr": "*i64",
+        "every_target_ptr": "*i64",
+        "num_tokens_ptr": "*i64",
+        "rows": "i32",
+        "T": "i32",
+        "V": "i32",
+        "ignore_index": "i32",
+        "num_tokens": "fp32",
+        "label_smoothing": "fp32",
+        "z_loss": "fp32",
+    }
     found = []
     for options in (False, True):
         flags = dict.fromkeys(("SMOOTH", "WEIGHTS", "Z_LOSS", "TOKENS"), options)
         for how, first in (("count", True), ("known", False)):
             constexprs = {**flags, "DIVISOR": how, "DIVIDE": True, "FIRST": first}
-            found.append(KernelSpec(_losses, f"losses {how}{' all options' if options else ''}",
-                                    {n: known[n] for n in _losses.arg_names if n in known}, constexprs, LOSS_WARPS,
-                                    # Any number of rows, a few numbers each: masks are not constant over 16 bytes.
-                                    load=0, store=0))
-    found.extend(KernelSpec(_scale, f"scale {data}", {"out_ptr": f"*{data}", "factor_ptr": "*fp32", "n": "i64"}, {}, 8)
-                 for data in ("bf16", "fp32"))
+            found.append(
+                KernelSpec(
+                    _losses,
+                    f"losses {how}{' all options' if options else ''}",
+                    {n: known[n] for n in _losses.arg_names if n in known},
+                    constexprs,
+                    LOSS_WARPS,
+                    # Any number of rows, a few numbers each: masks are not constant over 16 bytes.
+                    load=0,
+                    store=0,
+                )
+            )
+    found.extend(
+        KernelSpec(
+            _scale,
+            f"scale {data}",
+            {"out_ptr": f"*{data}", "factor_ptr": "*fp32", "n": "i64"},
+            {},
+            8,
+        )
+        for data in ("bf16", "fp32")
+    )
     return found

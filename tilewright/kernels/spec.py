@@ -12,17 +12,22 @@ class KernelSpec:
     """One compilation of one Triton kernel, as the launcher would launch it.
 
     kernel: the @triton.jit function.   label: unique within the op, e.g. "forward bf16 D=4096".
-    signature: argument name -> Triton type ("*bf16", "*fp32", "i32", "i64", "fp32"), for every argument that is not a
-        constexpr. Pointers are taken as 16-byte aligned, as torch's allocator gives them.
-    constexprs: argument name -> value.   divisible: integer arguments that the launch knows to be multiples of 16.
-    min_arch, max_arch: the lowest and the highest compute capability that launches this (80, 90, 100, ...): sm_120 has
-        less shared memory than sm_90 and sm_100.
+    signature: argument name -> Triton type ("*bf16", "*fp32", "i32", "i64", "fp32"), for every
+        argument that is not a constexpr. Pointers are taken as 16-byte aligned, as torch's
+        allocator gives them.
+    constexprs: argument name -> value.   divisible: integer arguments that the launch knows to be
+    multiples of 16.
+    min_arch, max_arch: the lowest and the highest compute capability that launches this (80, 90,
+        100, ...): sm_120 has less shared memory than sm_90 and sm_100.
 
-    What it needs to reach its floors of memory and arithmetic, which the gate finds in PTX and in machine code:
-    load, store: bits of the widest access to global memory; 0 for a kernel that is narrow by nature, with the
+    What it needs to reach its floors of memory and arithmetic, which the gate finds in PTX and in
+    machine code:
+    load, store: bits of the widest access to global memory; 0 for a kernel that is narrow by
+    nature, with the
         reason beside it.   uses: compute capability -> families of instructions, keys of
         `bench.machine_code.FAMILIES`, e.g. {90: ("wgmma", "tma"), 100: ("tcgen05", "tma")}.
-    elements: of a streaming kernel, how many elements a program takes: instructions an element are then budgeted.
+    elements: of a streaming kernel, how many elements a program takes: instructions an element are
+    then budgeted.
     undivided: no loop may divide, which the gate looks for in PTX.
     """
 
@@ -48,8 +53,8 @@ class CuteSpec:
     """One compilation of one CuTe DSL kernel, as the launcher would launch it.
 
     function: the @cute.jit host function.   label: unique within the op.
-    types: of its arguments but the last, which is the stream: "*bf16 16" (pointer to memory aligned to 16 bytes),
-        "i32", "i64", "fp32", None, or a constant.
+    types: of its arguments but the last, which is the stream: "*bf16 16" (pointer to memory aligned
+        to 16 bytes), "i32", "i64", "fp32", None, or a constant.
     min_arch, max_arch, load, store, uses: as KernelSpec's.
     """
 

@@ -1,7 +1,9 @@
-"""Launch constants: a heuristic for every launch, and a table of tuned ones for the devices that were tuned.
+"""Launch constants: a heuristic for every launch, and a table of tuned ones for the devices that
+were tuned.
 
-A launcher asks its `Tunable` for constants by a key, such as the width of a row and the size of an element. The answer
-is the entry of `tuned/<device>/<op>.json` if that table has this very key, else the heuristic's. Nothing is ever
+A launcher asks its `Tunable` for constants by a key, such as the width of a row and the size of an
+element. The answer is the entry of `tuned/<device>/<op>.json` if that table has this very key, else
+the heuristic's. Nothing is ever
 searched while a program runs: `python -m tilewright.bench tune` does that, and writes the tables.
 """
 
@@ -30,19 +32,29 @@ def _no_specs(key: dict[str, Any], config: Config) -> list:
 class Tunable:
     """The constants of one launch.
 
-    op, launch: where its tuned constants are filed: `launches[launch]` of tuned/<device>/<op>.json. Ops that share a
-        launch share its entries.
+    op, launch: where its tuned constants are filed: `launches[launch]` of tuned/<device>/<op>.json.
+        Ops that share a launch share its entries.
     fields: names of the key's parts, which are ints, bools or strings.
-    which: the pass of the op that is timed in a search: "forward", "backward" or "forward_backward".
+    which: the pass of the op that is timed in a search: "forward", "backward" or
+    "forward_backward".
     heuristic: (**key) -> constants. Its names are all the names there are.
     space: (**key) -> constants worth trying; the heuristic's need not be among them.
     keys: keys that stand for the others, for which the compile gate compiles the whole space.
-    specs: (key, constants) -> what the gate compiles for them; [] for constants of something that is not compiled.
+    specs: (key, constants) -> what the gate compiles for them; [] for constants of something that
+    is not compiled.
     """
 
-    def __init__(self, op: str, launch: str, fields: tuple[str, ...], which: str,
-                 heuristic: Callable[..., Config], space: Callable[..., Iterable[Config]],
-                 keys: Iterable[tuple] = (), specs: Callable[[dict[str, Any], Config], list] = _no_specs):
+    def __init__(
+        self,
+        op: str,
+        launch: str,
+        fields: tuple[str, ...],
+        which: str,
+        heuristic: Callable[..., Config],
+        space: Callable[..., Iterable[Config]],
+        keys: Iterable[tuple] = (),
+        specs: Callable[[dict[str, Any], Config], list] = _no_specs,
+    ):
         self.op, self.launch, self.fields, self.which = op, launch, fields, which
         self.heuristic, self.specs, self.keys = heuristic, specs, tuple(keys)
         self._space = space
@@ -67,8 +79,11 @@ class Tunable:
         for entry in table(device_folder(device), self.op).get(self.launch, ()):
             if entry["key"] == named:
                 if set(entry["config"]) != set(usual):
-                    raise ValueError(f"{_path(device_folder(device), self.op)}: {self.launch}: the config of {named} "
-                                     f"must name {sorted(usual)}, got {sorted(entry['config'])}")
+                    raise ValueError(
+                        f"{_path(device_folder(device), self.op)}: {self.launch}: the config of "
+                        f"{named} "
+                        f"must name {sorted(usual)}, got {sorted(entry['config'])}"
+                    )
                 return entry["config"]
         return usual
 
@@ -80,7 +95,9 @@ class Tunable:
         found = [self.heuristic(**key)]
         for config in self._space(**key):
             if set(config) != set(found[0]):
-                raise ValueError(f"{self.name}: a candidate must name {sorted(found[0])}, got {sorted(config)}")
+                raise ValueError(
+                    f"{self.name}: a candidate must name {sorted(found[0])}, got {sorted(config)}"
+                )
             if config not in found:
                 found.append(config)
         return found
@@ -114,7 +131,9 @@ def recording() -> Iterator[dict[tuple[Tunable, tuple], None]]:
 
 def device_folder(device: torch.device) -> str:
     """The name of a device's folder of tables."""
-    return platform.slug(torch.cuda.get_device_name(device) if device.type == "cuda" else platform.cpu_name())
+    return platform.slug(
+        torch.cuda.get_device_name(device) if device.type == "cuda" else platform.cpu_name()
+    )
 
 
 def _path(folder: str, op: str) -> pathlib.Path:
@@ -123,13 +142,17 @@ def _path(folder: str, op: str) -> pathlib.Path:
 
 @functools.cache
 def table(folder: str, op: str) -> dict[str, list[dict[str, Any]]]:
-    """Entries by launch; {} where nothing was tuned. Raises ValueError, naming the file, for one that is malformed."""
+    """Entries by launch; {} where nothing was tuned. Raises ValueError, naming the file, for
+    one that is malformed.
+    """
     path = _path(folder, op)
     return read(path)["launches"] if path.exists() else {}
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """A table file: {"schema", "device", "device_type", "launches": {launch: [{"key", "config", ...}]}}."""
+    """A table file: {"schema", "device", "device_type", "launches": {launch: [{"key", "config",
+    ...}]}}.
+    """
     try:
         document = json.loads(path.read_text())
         if document["schema"] != SCHEMA:
@@ -139,7 +162,9 @@ def read(path: pathlib.Path) -> dict[str, Any]:
                 if not (isinstance(entry["key"], dict) and isinstance(entry["config"], dict)):
                     raise ValueError(f"an entry must have a key and a config, got {entry!r}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: not a table of tuned constants: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{path}: not a table of tuned constants: {type(error).__name__}: {error}"
+        ) from error
     return document
 
 
@@ -153,6 +178,9 @@ def tuned(tunable: Tunable) -> Iterator[tuple[str, dict[str, Any], Config]]:
             key, config = entry["key"], entry["config"]
             names = None if set(key) != set(tunable.fields) else set(tunable.heuristic(**key))
             if names is None or set(config) != names:
-                raise ValueError(f"{path}: {tunable.launch}: the key must name {list(tunable.fields)} and the config "
-                                 f"what the heuristic does, got {key} and {config}")
+                raise ValueError(
+                    f"{path}: {tunable.launch}: the key must name {list(tunable.fields)} and the "
+                    f"config "
+                    f"what the heuristic does, got {key} and {config}"
+                )
             yield path.parent.name, key, config

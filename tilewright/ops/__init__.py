@@ -30,26 +30,110 @@ from tilewright.ops.linear_cross_entropy import (
 )
 from tilewright.ops.moe import MOE_MLP, moe_mlp
 from tilewright.ops.moe_lora import MOE_LORA, moe_lora
-from tilewright.ops.mxfp8 import DEQUANTIZE_MXFP8, MXFP8, QUANTIZE_MXFP8, dequantize_mxfp8, quantize_mxfp8
+from tilewright.ops.mxfp8 import (
+    DEQUANTIZE_MXFP8,
+    MXFP8,
+    QUANTIZE_MXFP8,
+    dequantize_mxfp8,
+    quantize_mxfp8,
+)
 from tilewright.ops.nf4 import DEQUANTIZE_NF4, NF4, QUANTIZE_NF4, dequantize_nf4, quantize_nf4
-from tilewright.ops.nvfp4 import DEQUANTIZE_NVFP4, NVFP4, QUANTIZE_NVFP4, dequantize_nvfp4, quantize_nvfp4
+from tilewright.ops.nvfp4 import (
+    DEQUANTIZE_NVFP4,
+    NVFP4,
+    QUANTIZE_NVFP4,
+    dequantize_nvfp4,
+    quantize_nvfp4,
+)
 from tilewright.ops.permute import PERMUTE, UNPERMUTE, permute, sort_by_expert, unpermute
 from tilewright.ops.qk_norm_rope import QK_NORM_ROPE, qk_norm_rope
-from tilewright.ops.quantized_linear import FP8_LINEAR, QUANTIZED_LINEAR, fp8_linear, quantized_linear
+from tilewright.ops.quantized_linear import (
+    FP8_LINEAR,
+    QUANTIZED_LINEAR,
+    fp8_linear,
+    quantized_linear,
+)
 from tilewright.ops.rmsnorm import ADD_RMSNORM, RMSNORM, add_rmsnorm, rmsnorm
 from tilewright.ops.rope import ROPE, rope
 from tilewright.ops.route import ROUTE, route
 
-OPS = {op.name: op for op in (RMSNORM, ADD_RMSNORM, SILU_MUL, GELU_MUL, ROPE, QK_NORM_ROPE, ATTENTION, CROSS_ENTROPY,
-                              LINEAR_CROSS_ENTROPY, LINEAR_LOGPROB, ROUTE, PERMUTE, UNPERMUTE, GROUPED_GEMM,
-                              MOE_MLP, MOE_LORA, QUANTIZE_NF4, DEQUANTIZE_NF4, QUANTIZE_NVFP4, DEQUANTIZE_NVFP4,
-                              QUANTIZE_BLOCK_FP8, DEQUANTIZE_BLOCK_FP8, QUANTIZE_MXFP8, DEQUANTIZE_MXFP8, HADAMARD,
-                              SILU_MUL_QUANTIZE, RMSNORM_QUANTIZE, ADD_RMSNORM_QUANTIZE, QUANTIZED_LINEAR, FP8_LINEAR,
-                              AQN_NOISE)}
+OPS = {
+    op.name: op
+    for op in (
+        RMSNORM,
+        ADD_RMSNORM,
+        SILU_MUL,
+        GELU_MUL,
+        ROPE,
+        QK_NORM_ROPE,
+        ATTENTION,
+        CROSS_ENTROPY,
+        LINEAR_CROSS_ENTROPY,
+        LINEAR_LOGPROB,
+        ROUTE,
+        PERMUTE,
+        UNPERMUTE,
+        GROUPED_GEMM,
+        MOE_MLP,
+        MOE_LORA,
+        QUANTIZE_NF4,
+        DEQUANTIZE_NF4,
+        QUANTIZE_NVFP4,
+        DEQUANTIZE_NVFP4,
+        QUANTIZE_BLOCK_FP8,
+        DEQUANTIZE_BLOCK_FP8,
+        QUANTIZE_MXFP8,
+        DEQUANTIZE_MXFP8,
+        HADAMARD,
+        SILU_MUL_QUANTIZE,
+        RMSNORM_QUANTIZE,
+        ADD_RMSNORM_QUANTIZE,
+        QUANTIZED_LINEAR,
+        FP8_LINEAR,
+        AQN_NOISE,
+    )
+}
 
-__all__ = ["AQN", "MXFP8", "NF4", "NVFP4", "OPS", "BlockFP8", "Gate", "add_rmsnorm", "add_rmsnorm_quantize",
-           "aqn_noise", "aqn_schedule", "attention", "checked_targets", "cross_entropy", "dequantize_block_fp8",
-           "dequantize_mxfp8", "dequantize_nf4", "dequantize_nvfp4", "fp8_linear", "gelu_mul", "grouped_gemm",
-           "hadamard", "linear_cross_entropy", "linear_logprob", "moe_lora", "moe_mlp", "permute", "qk_norm_rope",
-           "quantize_block_fp8", "quantize_mxfp8", "quantize_nf4", "quantize_nvfp4", "quantized_linear", "rmsnorm",
-           "rmsnorm_quantize", "rope", "route", "silu_mul", "silu_mul_quantize", "sort_by_expert", "unpermute"]
+__all__ = [
+    "AQN",
+    "MXFP8",
+    "NF4",
+    "NVFP4",
+    "OPS",
+    "BlockFP8",
+    "Gate",
+    "add_rmsnorm",
+    "add_rmsnorm_quantize",
+    "aqn_noise",
+    "aqn_schedule",
+    "attention",
+    "checked_targets",
+    "cross_entropy",
+    "dequantize_block_fp8",
+    "dequantize_mxfp8",
+    "dequantize_nf4",
+    "dequantize_nvfp4",
+    "fp8_linear",
+    "gelu_mul",
+    "grouped_gemm",
+    "hadamard",
+    "linear_cross_entropy",
+    "linear_logprob",
+    "moe_lora",
+    "moe_mlp",
+    "permute",
+    "qk_norm_rope",
+    "quantize_block_fp8",
+    "quantize_mxfp8",
+    "quantize_nf4",
+    "quantize_nvfp4",
+    "quantized_linear",
+    "rmsnorm",
+    "rmsnorm_quantize",
+    "rope",
+    "route",
+    "silu_mul",
+    "silu_mul_quantize",
+    "sort_by_expert",
+    "unpermute",
+]

@@ -1,5 +1,7 @@
-"""Argument checks that public functions share. Each raises one error that names the argument, its value and what is
-accepted. TypeError for a wrong type or dtype, ValueError for a wrong shape or value."""
+"""Argument checks that public functions share. Each raises one error that names the argument, its
+value and what is accepted. TypeError for a wrong type or dtype, ValueError for a wrong shape or
+value.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tilewright.ops._library import define
 from tilewright.registry import FLOATS, ImplementationUnavailable, short
 
 ACCEPTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# What is > 0 and finite in float32, in which kernels take their numbers, and has a finite inverse there.
+# What is > 0 and finite in float32, in which kernels take their numbers, and has a finite inverse
+# there.
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 INT64 = torch.iinfo(torch.int64)
 
@@ -25,41 +28,52 @@ def floating(name: str, t: torch.Tensor) -> None:
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
     if t.dtype not in ACCEPTED:
-        raise TypeError(f"{name} must be one of {', '.join(map(short, ACCEPTED))}, got {short(t.dtype)}")
+        raise TypeError(
+            f"{name} must be one of {', '.join(map(short, ACCEPTED))}, got {short(t.dtype)}"
+        )
     dense(name, t)
 
 
 def dense(name: str, t: torch.Tensor) -> None:
-    if t.layout != torch.strided or t.is_nested:   # kernels read memory
-        raise TypeError(f"{name} must be a strided (dense) tensor, got "
-                        f"{'a nested one' if t.is_nested else f'layout {short(t.layout)}'}")
+    if t.layout != torch.strided or t.is_nested:  # kernels read memory
+        raise TypeError(
+            f"{name} must be a strided (dense) tensor, got "
+            f"{'a nested one' if t.is_nested else f'layout {short(t.layout)}'}"
+        )
 
 
 def number(name: str, value: object, low: float, high: float, accepted: str) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not low <= value <= high:   # also NaN, and ints that no float holds
+    if not low <= value <= high:  # also NaN, and ints that no float holds
         raise ValueError(f"{name} must be {accepted}, got {value!r}")
 
 
 def overlaps_itself(t: torch.Tensor) -> bool:
-    """Whether elements of t may share memory: where a stride is no larger than what the smaller ones walk through."""
+    """Whether elements of t may share memory: where a stride is no larger than what the smaller
+    ones walk through.
+    """
     if t.numel() == 0:
         return False
-    last = 0   # the largest offset so far
-    for stride, n in sorted((stride, n) for n, stride in zip(t.shape, t.stride(), strict=True) if n > 1):
+    last = 0  # the largest offset so far
+    for stride, n in sorted(
+        (stride, n) for n, stride in zip(t.shape, t.stride(), strict=True) if n > 1
+    ):
         if stride <= last:
             return True
         last += (n - 1) * stride
     return False
 
 
-# What an op does under torch.autocast: what PyTorch's own function for the same does on that device type.
+# What an op does under torch.autocast: what PyTorch's own function for the same does on that device
+# type.
 CONVENTIONS = {
     "products": "as `F.linear` and `F.scaled_dot_product_attention`: computes in autocast's dtype",
-    "norm": "as `F.rms_norm`: computes in float32 and returns it; on a CPU, whose lists leave norms out, in the "
-            "inputs' dtype",
-    "float32": "as `F.cross_entropy`: statistics and results are float32 whatever the inputs are, so nothing is cast",
+    "norm": "as `F.rms_norm`: computes in float32 and returns it; on a CPU, whose lists leave "
+    "norms out, in the "
+    "inputs' dtype",
+    "float32": "as `F.cross_entropy`: statistics and results are float32 whatever the inputs are, "
+    "so nothing is cast",
     "inputs": "as `F.silu`: follows the dtypes of its inputs",
 }
 
@@ -72,19 +86,25 @@ class Autocast(NamedTuple):
 
 
 def autocasts(device: str) -> bool:
-    """Whether autocast is on. PyTorch raises for a device type that it does not know, such as meta."""
-    return (device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)) and torch.is_autocast_enabled(device)
+    """Whether autocast is on. PyTorch raises for a device type that it does not know, such as
+    meta.
+    """
+    return (
+        device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
+    ) and torch.is_autocast_enabled(device)
 
 
 def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]:
-    """A decorator of a public function: what torch.autocast makes of it. `Op.autocast` reads it there.
+    """A decorator of a public function: what torch.autocast makes of it. `Op.autocast` reads it
+    there.
 
-    convention: one of CONVENTIONS.   arguments: tensors that "products" and "norm" cast, the function's first argument
-        first, whose device type counts.
-    As in PyTorch, each is cast by itself, if it is float32, bfloat16 or float16 (float64 is left as it is) and on that
-    device type; gradients come back in its own dtype. Within "products" autocast is off. Casts come before checks of
-    dtypes. Where autocast is off, a call costs one question.
+    convention: one of CONVENTIONS.   arguments: tensors that "products" and "norm" cast, the
+        function's first argument first, whose device type counts.
+    As in PyTorch, each is cast by itself, if it is float32, bfloat16 or float16 (float64 is left as
+    it is) and on that device type; gradients come back in its own dtype. Within "products" autocast
+    is off. Casts come before checks of dtypes. Where autocast is off, a call costs one question.
     """
+
     def decorate(fn):
         fn.autocast = Autocast(convention, arguments)
         if not arguments:
@@ -119,9 +139,13 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
             try:
                 with torch.autocast(device, enabled=False):
                     return fn(*args, **kwargs)
-            except ImplementationUnavailable as error:   # the dtype that it names may not be the caller's
-                raise ImplementationUnavailable(f"{error}; under torch.autocast, which makes {', '.join(arguments)} "
-                                                f"{short(dtype)}") from None
+            except (
+                ImplementationUnavailable
+            ) as error:  # the dtype that it names may not be the caller's
+                raise ImplementationUnavailable(
+                    f"{error}; under torch.autocast, which makes {', '.join(arguments)} "
+                    f"{short(dtype)}"
+                ) from None
 
         return following
 
@@ -129,12 +153,20 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
 
 
 def no_autocast(t: torch.Tensor) -> contextlib.AbstractContextManager:
-    """A context without autocast on t's device: kernels do not follow it, so what stands in for them may not either."""
-    return torch.autocast(t.device.type, enabled=False) if autocasts(t.device.type) else contextlib.nullcontext()
+    """A context without autocast on t's device: kernels do not follow it, so what stands in for
+    them may not either.
+    """
+    return (
+        torch.autocast(t.device.type, enabled=False)
+        if autocasts(t.device.type)
+        else contextlib.nullcontext()
+    )
 
 
 def same_device(**tensors: torch.Tensor | None) -> None:
-    """Of tensors, or None. Where two devices are known to be equal, comparing them costs a third of this call."""
+    """Of tensors, or None. Where two devices are known to be equal, comparing them costs a
+    third of this call.
+    """
     first = device = None
     for name, t in tensors.items():
         if t is None:
@@ -144,7 +176,9 @@ def same_device(**tensors: torch.Tensor | None) -> None:
         if first is None:
             first, device = name, t.device
         elif t.device != device:
-            raise ValueError(f"{name} is on {t.device}, {first} on {device}; they must be on one device")
+            raise ValueError(
+                f"{name} is on {t.device}, {first} on {device}; they must be on one device"
+            )
 
 
 def shape(name: str, t: torch.Tensor, expected: tuple[int, ...], why: str) -> None:
@@ -160,7 +194,8 @@ def choice(name: str, value: object, accepted: tuple) -> None:
 def cu_seqlens(cu: torch.Tensor, tokens: int, *, wait: bool) -> torch.Tensor:
     """Packed documents' boundaries as int64 [documents + 1]: from 0, never decreasing, to `tokens`.
 
-    wait: check the values on a CUDA device too, which waits for it. On a CPU they are always checked, in compiled code
+    wait: check the values on a CUDA device too, which waits for it. On a CPU they are always
+    checked, in compiled code
     when it runs: the check is an operator, whose result the caller must use.
     """
     same_device(cu_seqlens=cu)
@@ -169,8 +204,11 @@ def cu_seqlens(cu: torch.Tensor, tokens: int, *, wait: bool) -> torch.Tensor:
     if cu.dim() != 1 or cu.shape[0] < 2:
         raise ValueError(f"cu_seqlens must have shape [documents + 1], got {list(cu.shape)}")
     if wait and cu.is_meta:
-        raise ValueError("cu_seqlens must be on a device that holds values, which decide how many documents there are; "
-                         "got one on meta")
+        raise ValueError(
+            "cu_seqlens must be on a device that holds values, which decide how many documents "
+            "there are; "
+            "got one on meta"
+        )
     return _checked_cu_seqlens(cu, tokens, wait)
 
 
@@ -181,11 +219,18 @@ def _cu_seqlens(cu: torch.Tensor, tokens: int, wait: bool) -> torch.Tensor:
             raise ValueError(f"cu_seqlens must start at 0, got {ends[0]}")
         for i, (a, b) in enumerate(itertools.pairwise(ends)):
             if b < a:
-                raise ValueError(f"cu_seqlens must not decrease, got {b} after {a} at index {i + 1}")
+                raise ValueError(
+                    f"cu_seqlens must not decrease, got {b} after {a} at index {i + 1}"
+                )
         if ends[-1] != tokens:
-            raise ValueError(f"cu_seqlens must end at {tokens}, the number of tokens, got {ends[-1]}")
+            raise ValueError(
+                f"cu_seqlens must end at {tokens}, the number of tokens, got {ends[-1]}"
+            )
     return cu.to(torch.int64, copy=True)
 
 
-_checked_cu_seqlens = define("checked_cu_seqlens", _cu_seqlens,
-                             lambda cu, tokens, wait: torch.empty_like(cu, dtype=torch.int64))
+_checked_cu_seqlens = define(
+    "checked_cu_seqlens",
+    _cu_seqlens,
+    lambda cu, tokens, wait: torch.empty_like(cu, dtype=torch.int64),
+)

@@ -1,4 +1,6 @@
-"""How a pair of launchers becomes a `torch.library` operator that autograd and torch.compile understand."""
+"""How a pair of launchers becomes a `torch.library` operator that autograd and torch.compile
+understand.
+"""
 
 from __future__ import annotations
 
@@ -16,39 +18,62 @@ _LIBRARY = torch.library.Library("tilewright", "FRAGMENT")
 _ADVICE = "use implementation='eager'"
 
 
-# Asked in each call of an operator. The first is a constant where Dynamo traces, so that it sees no other.
+# Asked in each call of an operator. The first is a constant where Dynamo traces, so that it sees no
+# other.
 _tracing, _recording = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _modes, _function_modes = _torch.torch_dispatch_modes, _torch.torch_function_modes
-_profiled, _traced, _any_requires_grad = _torch.profiled, _torch.traced_by_jit, _torch.any_requires_grad
+_profiled, _traced, _any_requires_grad = (
+    _torch.profiled,
+    _torch.traced_by_jit,
+    _torch.any_requires_grad,
+)
 _in_forward_mode = _torch.in_forward_mode
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Types, by those of a schema, that launchers take as they are. The dispatcher converts others, or refuses them.
-_TYPES = {"Tensor": _PLAIN, "float": (float,), "int": (int,), "SymInt": (int,), "bool": (bool,), "str": (str,),
-          "ScalarType": (torch.dtype,), "List[int]": (list,), "List[SymInt]": (list,)}
+# Types, by those of a schema, that launchers take as they are. The dispatcher converts others, or
+# refuses them.
+_TYPES = {
+    "Tensor": _PLAIN,
+    "float": (float,),
+    "int": (int,),
+    "SymInt": (int,),
+    "bool": (bool,),
+    "str": (str,),
+    "ScalarType": (torch.dtype,),
+    "List[int]": (list,),
+    "List[SymInt]": (list,),
+}
 
 
 class Operator:
     """A `torch.library` operator, which is called past the dispatcher where nothing needs it.
 
-    A call through the dispatcher converts its arguments three times, which takes longer than a launch. So plain tensors
-    on a CPU or a CUDA device go straight to the launcher; where a graph is recorded, by an autograd.Function. Whatever
-    traces, transforms or watches operators (torch.compile, other tensors, modes, torch.func, forward-mode derivatives,
-    torch.jit.trace, the profiler) gets the operator itself: `overload`.
+    A call through the dispatcher converts its arguments three times, which takes longer than a
+    launch. So plain tensors on a CPU or a CUDA device go straight to the launcher; where a graph is
+    recorded, by an autograd.Function. Whatever traces, transforms or watches operators
+    (torch.compile, other tensors, modes, torch.func, forward-mode derivatives, torch.jit.trace, the
+    profiler) gets the operator itself: `overload`.
     """
 
     def __init__(self, overload: Callable, launch: Callable, *, cuda: bool):
         self.overload, self._launch, self._cuda = overload, launch, cuda
-        self.__name__ = self.__qualname__ = overload.name()   # as functions have them
-        self._apply: Callable | None = None   # of the launcher with its derivative
-        self._first: dict[tuple[type, ...], int] = {}   # types of arguments -> `_first_tensor`
+        self.__name__ = self.__qualname__ = overload.name()  # as functions have them
+        self._apply: Callable | None = None  # of the launcher with its derivative
+        self._first: dict[tuple[type, ...], int] = {}  # types of arguments -> `_first_tensor`
 
     def name(self) -> str:
         return self.overload.name()
 
     def __call__(self, *args):
-        if (_tracing() or _modes() or _function_modes() or in_transform() or _in_forward_mode()
-                or _profiled() or _traced()):
+        if (
+            _tracing()
+            or _modes()
+            or _function_modes()
+            or in_transform()
+            or _in_forward_mode()
+            or _profiled()
+            or _traced()
+        ):
             return self.overload(*args)
         types = tuple(map(type, args))
         first = self._first.get(types)
@@ -68,13 +93,19 @@ class Operator:
         return (self._apply or self.overload)(*args)
 
     def _first_tensor(self, types: tuple[type, ...]) -> int:
-        """Its place in arguments of these types; -1 where not all of them are such that the launcher takes them."""
+        """Its place in arguments of these types; -1 where not all of them are such that the
+        launcher takes them.
+        """
         schema = self.overload._schema
         if schema.is_mutable or len(types) != len(schema.arguments):
             return -1
         for found, argument in zip(types, schema.arguments, strict=True):
             kind = str(argument.real_type)
-            wanted = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
+            wanted = (
+                kind.removeprefix("Optional[").removesuffix("]")
+                if kind.startswith("Optional[")
+                else kind
+            )
             if found not in _TYPES.get(wanted, ()) and not (wanted != kind and found is type(None)):
                 return -1
         return next((i for i, found in enumerate(types) if found in _PLAIN), -1)
@@ -87,10 +118,13 @@ def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = 
     fake: same signature, returns empty tensors of the right shapes, dtypes and strides.
     mutates: names of arguments that `fn` writes.
 
-    The low-level Library is used, not torch.library.custom_op: same operator, about half the host time a call.
+    The low-level Library is used, not torch.library.custom_op: same operator, about half the host
+    time a call.
     """
-    _LIBRARY.define(name + torch.library.infer_schema(fn, mutates_args=mutates),
-                    tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.define(
+        name + torch.library.infer_schema(fn, mutates_args=mutates),
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
     _LIBRARY.impl(name, fn, "CPU")
     _LIBRARY.impl(name, on_its_device(fn), "CUDA")
     torch.library.register_fake(f"tilewright::{name}", fake, lib=_LIBRARY)
@@ -98,8 +132,10 @@ def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = 
 
 
 def on_its_device(fn: Callable) -> Callable:
-    """fn(*args), run with the device of its first CUDA tensor current, on whose stream kernels are launched. A device
-    that is current already is left alone."""
+    """fn(*args), run with the device of its first CUDA tensor current, on whose stream kernels are
+    launched. A device that is current already is left alone.
+    """
+
     @functools.wraps(fn)
     def guarded(*args):
         for t in args:
@@ -121,12 +157,14 @@ def adopt(name: str, fake: Callable) -> Operator:
     return Operator(overload, on_cpu, cuda=False)
 
 
-def differentiate(op: Operator, backward: Callable, setup_context: Callable, *, twice: bool = False) -> None:
+def differentiate(
+    op: Operator, backward: Callable, setup_context: Callable, *, twice: bool = False
+) -> None:
     """Gives an operator its autograd formula, and refuses derivatives that it does not have.
 
-    Kernels have no formulas of their own, so autograd would take what a formula returns for a constant: a second
-    derivative would be wrong and nothing would say so. twice: the formula is made of differentiable calls only.
-    Forward-mode tangents would be dropped as silently.
+    Kernels have no formulas of their own, so autograd would take what a formula returns for a
+    constant: a second derivative would be wrong and nothing would say so. twice: the formula is
+    made of differentiable calls only. Forward-mode tangents would be dropped as silently.
     """
     name = op.name().split(".")[0]
     formula = backward if twice else once(name, backward)
@@ -139,12 +177,19 @@ def differentiate(op: Operator, backward: Callable, setup_context: Callable, *, 
         return result
 
     # The same, past the dispatcher.
-    direct = type(name.replace("::", "_"), (torch.autograd.Function,),
-                  {"forward": staticmethod(forward), "backward": staticmethod(formula)})
-    op._apply = super(torch.autograd.Function, direct).apply   # without Function's own, which prepares for torch.func
+    direct = type(
+        name.replace("::", "_"),
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(formula)},
+    )
+    op._apply = super(
+        torch.autograd.Function, direct
+    ).apply  # without Function's own, which prepares for torch.func
 
     class InTransform(_torch.SingleLevelFunction):
-        """What `kernel` applies, for one level of torch.func's transforms, which the operator's dispatch is at."""
+        """What `kernel` applies, for one level of torch.func's transforms, which the operator's
+        dispatch is at.
+        """
 
         @staticmethod
         def forward(ctx, keyset, *args):
@@ -173,7 +218,9 @@ def differentiate(op: Operator, backward: Callable, setup_context: Callable, *, 
 
 
 def refuse_tangents(name: str, *args: object) -> None:
-    """Raises RuntimeError, in the name of an operator that would drop it, if an argument has a forward-mode tangent."""
+    """Raises RuntimeError, in the name of an operator that would drop it, if an argument has a
+    forward-mode tangent.
+    """
     if _in_forward_mode():
         for arg in args:
             if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
@@ -182,7 +229,9 @@ def refuse_tangents(name: str, *args: object) -> None:
 
 @contextlib.contextmanager
 def _single_level():
-    """PyTorch refuses a Function within torch.func's transforms, which is to be one at every level, unless told."""
+    """PyTorch refuses a Function within torch.func's transforms, which is to be one at every
+    level, unless told.
+    """
     allowed = _torch.single_level_allowed()
     _torch.allow_single_level(True)
     try:
@@ -192,7 +241,9 @@ def _single_level():
 
 
 def _refuse_beneath(name, tensors):
-    """Refuses grad of grad, and grad of what autograd records: an outer level would see nothing of this one."""
+    """Refuses grad of grad, and grad of what autograd records: an outer level would see nothing
+    of this one.
+    """
     for t in tensors:
         while isinstance(t, torch.Tensor) and _torch.is_wrapped(t):
             t = _torch.unwrapped(t)
@@ -215,7 +266,9 @@ def _again(name: str) -> str:
 
 
 def once(name: str, backward: Callable) -> Callable:
-    """A backward(ctx, *grads) that refuses derivatives of what it returns, in the name of an operator."""
+    """A backward(ctx, *grads) that refuses derivatives of what it returns, in the name of an
+    operator.
+    """
     again = _again(name)
 
     def refusing(ctx, *grads):
@@ -225,28 +278,40 @@ def once(name: str, backward: Callable) -> Callable:
         with torch.no_grad():
             found = backward(ctx, *grads)
         behind = [t for t in ctx.saved_tensors if t is not None and t.requires_grad]
-        if not behind:   # as where gradients are made in forward: nothing here that an error could be tied to
-            raise RuntimeError(f"{name} has no derivative within torch.func; {_ADVICE}" if in_transform() else again)
+        if (
+            not behind
+        ):  # as where gradients are made in forward: nothing here that an error could be tied to
+            raise RuntimeError(
+                f"{name} has no derivative within torch.func; {_ADVICE}"
+                if in_transform()
+                else again
+            )
         behind += [g for g in grads if g is not None and g.requires_grad]
-        # torch.autograd.function.once_differentiable ties its error to new leaves, so that autograd.grad with respect
-        # to the real ones walks past it. This one is tied to what the result is made of.
+        # torch.autograd.function.once_differentiable ties its error to new leaves, so that
+        # autograd.grad with respect to the real ones walks past it. This one is tied to what the
+        # result is made of.
         several = isinstance(found, tuple)
         found = found if several else (found,)
         error = _torch.DelayedError(again.encode(), len(found) + len(behind))
-        refused = error(*found, *behind)[:len(found)]
+        refused = error(*found, *behind)[: len(found)]
         return refused if several else refused[0]
 
     return refusing
 
 
 def once_across(name: str) -> Callable[[Callable], Callable]:
-    """A decorator of a backward that communicates, in the name of an op. Communication has no graph: a second
-    derivative would leave out what went through it, and say nothing."""
+    """A decorator of a backward that communicates, in the name of an op. Communication has no
+    graph: a second derivative would leave out what went through it, and say nothing.
+    """
+
     def decorate(backward: Callable) -> Callable:
         @functools.wraps(backward)
         def guarded(ctx, *grads):
-            if torch.is_grad_enabled():   # create_graph=True
-                raise RuntimeError(f"{name} is differentiable once; there are no higher derivatives across processes")
+            if torch.is_grad_enabled():  # create_graph=True
+                raise RuntimeError(
+                    f"{name} is differentiable once; there are no higher derivatives across "
+                    f"processes"
+                )
             return backward(ctx, *grads)
 
         return guarded
@@ -260,6 +325,6 @@ class _ReadOnce:
     def __init__(self, ctx):
         self._ctx = ctx
 
-    def __getattr__(self, name):   # only for what is not here yet
+    def __getattr__(self, name):  # only for what is not here yet
         value = self.__dict__[name] = getattr(self._ctx, name)
         return value

@@ -1,4 +1,5 @@
-"""Gated activations: silu(gate) * up (SwiGLU, Shazeer 2020, arXiv:2002.05202) and gelu(gate) * up (GeGLU).
+"""Gated activations: silu(gate) * up (SwiGLU, Shazeer 2020, arXiv:2002.05202) and gelu(gate) * up
+(GeGLU).
 
 Shapes: I = inner width, the last dimension. float32 math, one rounding, on store.
 """
@@ -22,18 +23,20 @@ APPROXIMATE = {"tanh": GELU_TANH, "none": GELU_ERF}
 
 @dataclass(frozen=True)
 class Gate:
-    """What the experts of a mixture make of a gate g and an up u: a(g) * (u + up_offset), as `moe_mlp` takes it.
+    """What the experts of a mixture make of a gate g and an up u: a(g) * (u + up_offset), as
+    `moe_mlp` takes it.
 
-    activation: a. "silu": g sigmoid(alpha g); "gelu_tanh", "gelu": as `gelu_mul`'s "tanh" and "none"; "softcapped":
-        limit tanh(g / limit) sigmoid(alpha g).
+    activation: a. "silu": g sigmoid(alpha g); "gelu_tanh", "gelu": as `gelu_mul`'s "tanh" and
+        "none"; "softcapped": limit tanh(g / limit) sigmoid(alpha g).
     alpha: a finite number, 1 unless the activation has a sigmoid.
-    limit: > 0; gates above it count as it, None for no limit.   up_limit: > 0; ups count as no less than -up_limit and
-        no more than it. Gradients of what lies beyond are 0. "softcapped" needs both, and u becomes
-        up_limit tanh(u / up_limit).
+    limit: > 0; gates above it count as it, None for no limit.   up_limit: > 0; ups count as no less
+        than -up_limit and no more than it. Gradients of what lies beyond are 0. "softcapped" needs
+        both, and u becomes up_limit tanh(u / up_limit).
     up_offset: a finite number.
-    interleaved: gate_up_proj's rows are gate, up, gate, up, ..., and so are its bias's elements; False: all gates come
-        before all ups.
-    gpt-oss, arXiv:2508.10925: Gate(alpha=1.702, limit=7.0, up_limit=7.0, up_offset=1.0, interleaved=True).
+    interleaved: gate_up_proj's rows are gate, up, gate, up, ..., and so are its bias's elements;
+        False: all gates come before all ups.
+    gpt-oss, arXiv:2508.10925: Gate(alpha=1.702, limit=7.0, up_limit=7.0, up_offset=1.0,
+    interleaved=True).
     """
 
     activation: str = "silu"
@@ -46,40 +49,53 @@ class Gate:
     def __post_init__(self):
         _checks.choice("activation", self.activation, ACTIVATIONS)
         for name in ("alpha", "up_offset"):
-            _checks.number(name, getattr(self, name), -_checks.LARGEST, _checks.LARGEST, "a finite number")
+            _checks.number(
+                name, getattr(self, name), -_checks.LARGEST, _checks.LARGEST, "a finite number"
+            )
         for name in ("limit", "up_limit"):
             if getattr(self, name) is not None:
-                _checks.number(name, getattr(self, name), _checks.SMALLEST, _checks.LARGEST,
-                               "None or a positive finite number")
+                _checks.number(
+                    name,
+                    getattr(self, name),
+                    _checks.SMALLEST,
+                    _checks.LARGEST,
+                    "None or a positive finite number",
+                )
         if not isinstance(self.interleaved, bool):
             raise TypeError(f"interleaved must be True or False, got {self.interleaved!r}")
         if self.alpha != 1 and self.activation.startswith("gelu"):
-            raise ValueError(f"alpha must be 1 for {self.activation!r}, which has no sigmoid, got {self.alpha!r}")
+            raise ValueError(
+                f"alpha must be 1 for {self.activation!r}, which has no sigmoid, got {self.alpha!r}"
+            )
         if self.activation == "softcapped" and None in (self.limit, self.up_limit):
-            raise ValueError("'softcapped' needs a limit and an up_limit, got "
-                             f"limit={self.limit!r} and up_limit={self.up_limit!r}")
+            raise ValueError(
+                "'softcapped' needs a limit and an up_limit, got "
+                f"limit={self.limit!r} and up_limit={self.up_limit!r}"
+            )
 
     def split(self, pre: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gates and ups of pre [..., 2 I]: views."""
         return (pre[..., ::2], pre[..., 1::2]) if self.interleaved else pre.chunk(2, -1)
 
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "softcapped")   # of a Gate; in kernels each is its index
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "softcapped")  # of a Gate; in kernels each is its index
 
 
 @_checks.autocast("inputs")
-def silu_mul(gate: torch.Tensor, up: torch.Tensor | None = None, *,
-             implementation: str = "auto") -> torch.Tensor:
+def silu_mul(
+    gate: torch.Tensor, up: torch.Tensor | None = None, *, implementation: str = "auto"
+) -> torch.Tensor:
     """silu(gate) * up, where silu(g) = g / (1 + exp(-g)).
 
-    gate, up: [..., I] fp32 | bf16 | fp16 (fp64 with eager and torch), one dtype, any strides; rows of a wider
-        tensor (contiguous last dimension, leading dimensions that merge into one stride) are read in place,
-        others are copied. With one argument, gate is packed: [..., 2 I] = [gate; up].
+    gate, up: [..., I] fp32 | bf16 | fp16 (fp64 with eager and torch), one dtype, any strides; rows
+        of a wider tensor (contiguous last dimension, leading dimensions that merge into one stride)
+        are read in place, others are copied. With one argument, gate is packed: [..., 2 I] = [gate;
+        up].
     Returns [..., I], contiguous, in gate's dtype. float32 math, one rounding on store.
-    Differentiable in both, once: the backward recomputes the activation from the inputs, which are all it keeps,
-    and for a packed input writes one packed gradient.
-    Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named
-    implementation that cannot run here.
+    Differentiable in both, once: the backward recomputes the activation from the inputs, which are
+    all it keeps, and for a packed input writes one packed gradient. Raises TypeError or ValueError
+    for arguments that do not fit, ImplementationUnavailable for a named implementation that cannot
+    run here.
     Source: SwiGLU without its projections, arXiv:2002.05202; as in transformers' LlamaMLP.
     """
     _validate(gate, up)
@@ -87,12 +103,18 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor | None = None, *,
 
 
 @_checks.autocast("inputs")
-def gelu_mul(gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: str = "tanh",
-             implementation: str = "auto") -> torch.Tensor:
+def gelu_mul(
+    gate: torch.Tensor,
+    up: torch.Tensor | None = None,
+    *,
+    approximate: str = "tanh",
+    implementation: str = "auto",
+) -> torch.Tensor:
     """gelu(gate) * up, the GeGLU of Gemma.
 
-    approximate: "tanh" for 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))), "none" for g Phi(g) with the
-        normal distribution function Phi (the fused kernels keep its relative accuracy in the negative tail too).
+    approximate: "tanh" for 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))), "none" for g Phi(g)
+        with the normal distribution function Phi (the fused kernels keep its relative accuracy in
+        the negative tail too).
     Shapes, dtypes, precision, differentiability and errors as in `silu_mul`.
     Source: arXiv:2002.05202 and arXiv:1606.08415; "tanh" as in transformers' GemmaMLP.
     """
@@ -107,7 +129,9 @@ def _validate(gate, up):
         raise ValueError("gate must have at least one dimension, got a scalar")
     if up is None:
         if gate.shape[-1] % 2:
-            raise ValueError(f"a packed gate must have an even last dimension, got {list(gate.shape)}")
+            raise ValueError(
+                f"a packed gate must have an even last dimension, got {list(gate.shape)}"
+            )
         return
     _checks.floating("up", up)
     if up.shape != gate.shape:
@@ -120,12 +144,17 @@ def _validate(gate, up):
 
 # ---- the definition
 
+
 def act_mul_eager(gate, up=None, kind=SILU):
     if up is None:
         gate, up = gate.chunk(2, -1)
     acc = torch.promote_types(gate.dtype, torch.float32)
     g = gate.to(acc)
-    a = F.silu(g) if kind == SILU else F.gelu(g, approximate="tanh" if kind == GELU_TANH else "none")
+    a = (
+        F.silu(g)
+        if kind == SILU
+        else F.gelu(g, approximate="tanh" if kind == GELU_TANH else "none")
+    )
     return (a * up.to(acc)).to(gate.dtype)
 
 
@@ -145,8 +174,11 @@ def gate_eager(pre: torch.Tensor, gate: Gate) -> torch.Tensor:
     return (a * (u + gate.up_offset)).to(pre.dtype)
 
 
-def gate_parts(pre: torch.Tensor, gate: Gate) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """a, da/dg, v = u + up_offset and dv/du, in float32: `gate_eager` is a * v, and its gradients dh v da and dh a dv.
+def gate_parts(
+    pre: torch.Tensor, gate: Gate
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """a, da/dg, v = u + up_offset and dv/du, in float32: `gate_eager` is a * v, and its
+    gradients dh v da and dh a dv.
     """
     g, u = (t.float() for t in gate.split(pre))
     above, du = None, torch.ones((), device=pre.device)
@@ -162,8 +194,11 @@ def gate_parts(pre: torch.Tensor, gate: Gate) -> tuple[torch.Tensor, torch.Tenso
     if gate.activation == "gelu":
         s = 0.5 * torch.erfc(g * -math.sqrt(0.5))
         a, da = g * s, s + g * torch.exp(-0.5 * g.square()) * (1 / math.sqrt(2 * math.pi))
-    elif gate.activation == "gelu_tanh":   # (1 + tanh z) / 2 is sigmoid(2 z)
-        c, z = math.sqrt(8 / math.pi), g.clamp(-20, 20)   # beyond, s or 1 - s is 0, and a cube may overflow
+    elif gate.activation == "gelu_tanh":  # (1 + tanh z) / 2 is sigmoid(2 z)
+        c, z = (
+            math.sqrt(8 / math.pi),
+            g.clamp(-20, 20),
+        )  # beyond, s or 1 - s is 0, and a cube may overflow
         s = torch.sigmoid(c * (z + 0.044715 * z * z * z))
         a = g * s
         da = s + a * (1 - s) * (c * (1 + 0.134145 * z * z))
@@ -184,6 +219,7 @@ def gate_parts(pre: torch.Tensor, gate: Gate) -> tuple[torch.Tensor, torch.Tenso
 
 # ---- PyTorch's own: its activation, then a product, each rounded
 
+
 def _torch():
     def act_mul_torch(gate, up, kind):
         if up is None:
@@ -197,10 +233,15 @@ def _torch():
 
 # ---- fused implementations
 
+
 def _rows(t: torch.Tensor) -> torch.Tensor:
-    """[..., I] as [rows, I]: a view if the last dimension is contiguous and the others merge, else a copy."""
+    """[..., I] as [rows, I]: a view if the last dimension is contiguous and the others merge,
+    else a copy.
+    """
     if t.dim() != 2:
-        t = t.reshape(t.numel() // max(1, t.shape[-1]), t.shape[-1])   # -1 fails where there are no elements
+        t = t.reshape(
+            t.numel() // max(1, t.shape[-1]), t.shape[-1]
+        )  # -1 fails where there are no elements
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
 
 
@@ -208,7 +249,9 @@ _loaded: dict[str, object] = {}
 
 
 def _rows_or_dense(t: torch.Tensor) -> torch.Tensor:
-    """The same, but a contiguous tensor is left as it is: a view takes longer than half of a launch."""
+    """The same, but a contiguous tensor is left as it is: a view takes longer than half of a
+    launch.
+    """
     return t if t.is_contiguous() else _rows(t)
 
 
@@ -222,8 +265,9 @@ def _register(name, forward, backward, rows=_rows):
         y = forward(rows(gate), rows(up), kind)
         return y if y.dim() == gate.dim() else y.view(gate.shape)
 
-    def split_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor,
-                       kind: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def split_backward(
+        dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
         backward(rows(dy), rows(gate), rows(up), rows(dgate), rows(dup), kind)
         return dgate, dup
@@ -237,25 +281,43 @@ def _register(name, forward, backward, rows=_rows):
     def packed_backward(dy: torch.Tensor, packed: torch.Tensor, kind: int) -> torch.Tensor:
         inner = packed.shape[-1] // 2
         both, d = _rows(packed), packed.new_empty(packed.shape)
-        flat = _rows(d)   # a view: d is contiguous
-        backward(_rows(dy), both[:, :inner], both[:, inner:], flat[:, :inner], flat[:, inner:], kind)
+        flat = _rows(d)  # a view: d is contiguous
+        backward(
+            _rows(dy), both[:, :inner], both[:, inner:], flat[:, :inner], flat[:, inner:], kind
+        )
         return d
 
-    split = define(f"act_mul_{name}_split_forward", split_forward,
-                   lambda gate, up, kind: gate.new_empty(gate.shape))
-    split_bwd = define(f"act_mul_{name}_split_backward", split_backward,
-                       lambda dy, gate, up, kind: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
-    packed = define(f"act_mul_{name}_packed_forward", packed_forward,
-                    lambda packed, kind: packed.new_empty((*packed.shape[:-1], packed.shape[-1] // 2)))
-    packed_bwd = define(f"act_mul_{name}_packed_backward", packed_backward,
-                        lambda dy, packed, kind: packed.new_empty(packed.shape))
+    split = define(
+        f"act_mul_{name}_split_forward",
+        split_forward,
+        lambda gate, up, kind: gate.new_empty(gate.shape),
+    )
+    split_bwd = define(
+        f"act_mul_{name}_split_backward",
+        split_backward,
+        lambda dy, gate, up, kind: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
+    )
+    packed = define(
+        f"act_mul_{name}_packed_forward",
+        packed_forward,
+        lambda packed, kind: packed.new_empty((*packed.shape[:-1], packed.shape[-1] // 2)),
+    )
+    packed_bwd = define(
+        f"act_mul_{name}_packed_backward",
+        packed_backward,
+        lambda dy, packed, kind: packed.new_empty(packed.shape),
+    )
 
     def setup(ctx, inputs, output):
         *tensors, ctx.kind = inputs
         ctx.save_for_backward(*tensors)
 
-    differentiate(split, lambda ctx, dy: (*split_bwd(dy, *ctx.saved_tensors, ctx.kind), None), setup)
-    differentiate(packed, lambda ctx, dy: (packed_bwd(dy, *ctx.saved_tensors, ctx.kind), None), setup)
+    differentiate(
+        split, lambda ctx, dy: (*split_bwd(dy, *ctx.saved_tensors, ctx.kind), None), setup
+    )
+    differentiate(
+        packed, lambda ctx, dy: (packed_bwd(dy, *ctx.saved_tensors, ctx.kind), None), setup
+    )
 
     def act_mul(gate, up, kind):
         return packed(gate, kind) if up is None else split(gate, up, kind)
@@ -274,7 +336,9 @@ def _triton():
 def _cpp():
     if "cpp" not in _loaded:
         ops = torch.ops.tilewright
-        _loaded["cpp"] = _register("cpp", ops.act_mul_cpp_forward.default, ops.act_mul_cpp_backward.default)
+        _loaded["cpp"] = _register(
+            "cpp", ops.act_mul_cpp_forward.default, ops.act_mul_cpp_backward.default
+        )
     return _loaded["cpp"]
 
 
@@ -286,6 +350,7 @@ def _tunables(op):
 
 # ---- cases
 
+
 def _case(name, rows, inner, *, packed=False, strided=False, tags=cases.CONTRACT, **options):
     n = inner
     for r in rows:
@@ -295,13 +360,17 @@ def _case(name, rows, inner, *, packed=False, strided=False, tags=cases.CONTRACT
         new = {"device": device, "dtype": dtype, "gen": cases.generator(device, seed), "scale": 2.0}
         if packed:
             return {"gate": cases.randn(*rows, 2 * inner, **new), **options}
-        if strided:   # rows of wider tensors
+        if strided:  # rows of wider tensors
             wide = [cases.randn(*rows, 3 * inner, **new, requires_grad=False) for _ in range(2)]
-            gate, up = (t[..., inner:2 * inner].requires_grad_() for t in wide)
+            gate, up = (t[..., inner : 2 * inner].requires_grad_() for t in wide)
             return {"gate": gate, "up": up, **options}
-        return {"gate": cases.randn(*rows, inner, **new), "up": cases.randn(*rows, inner, **new), **options}
+        return {
+            "gate": cases.randn(*rows, inner, **new),
+            "up": cases.randn(*rows, inner, **new),
+            **options,
+        }
 
-    def cost(itemsize):   # forward: 2 in, 1 out; backward: 3 in, 2 out
+    def cost(itemsize):  # forward: 2 in, 1 out; backward: 3 in, 2 out
         return Cost(3 * n * itemsize, 5 * n * itemsize, 5 * n, 12 * n)
 
     return Case(name, make, cost, tags)
@@ -316,31 +385,66 @@ def _all_cases(models, **options):
         _case("one_row", (1,), 17, **options),
         _case("no_columns", (3,), 0, **options),
         _case("wide", (2,), 2500, packed=True, **options),
-        _case("by_eight", (3,), 1048, packed=True, **options),   # rows aligned to 16 bytes and no more
+        _case(
+            "by_eight", (3,), 1048, packed=True, **options
+        ),  # rows aligned to 16 bytes and no more
     ]
     timed = []
     for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU)):
         for name in models:
-            tokens = cases.TOKENS[device] * (8 if name == "qwen3-30b-a3b" else 1)   # 8 experts for each token
-            timed.append(_case(name, (tokens,), cases.MODELS[name].inner, packed=True, tags=tags, **options))
+            tokens = cases.TOKENS[device] * (
+                8 if name == "qwen3-30b-a3b" else 1
+            )  # 8 experts for each token
+            timed.append(
+                _case(name, (tokens,), cases.MODELS[name].inner, packed=True, tags=tags, **options)
+            )
     return (*small, *timed, _case("big", (2**17 + 1,), 16384, tags=cases.BIG, **options))
 
 
 def _implementations(op):
     return (
-        Implementation("triton", _triton, platform.no_triton, batch_invariant=cases.ANYWHERE,
-                       tunables=lambda: _tunables(op)),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16),
-                       batch_invariant=("cpu",)),
-        Implementation("torch", _torch, devices=("cuda", "cpu"), rounds_between=True,
-                       dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+        Implementation(
+            "triton",
+            _triton,
+            platform.no_triton,
+            batch_invariant=cases.ANYWHERE,
+            tunables=lambda: _tunables(op),
+        ),
+        Implementation(
+            "cpp",
+            _cpp,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+            batch_invariant=("cpu",),
+        ),
+        Implementation(
+            "torch",
+            _torch,
+            devices=("cuda", "cpu"),
+            rounds_between=True,
+            dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        ),
     )
 
 
-SILU_MUL = Op("silu_mul", silu_mul, act_mul_eager, _implementations("silu_mul"),
-              _all_cases(("qwen3-8b", "qwen3-30b-a3b", "llama-3-8b", "deepseek-v3")),
-              goals=cases.near_copy(92, "forward", "backward"))
-GELU_MUL = Op("gelu_mul", gelu_mul, act_mul_eager, _implementations("gelu_mul"),
-              (*_all_cases(("gemma-3-4b",)), _case("erf", (3, 5), 200, approximate="none"),
-               _case("erf_packed", (3,), 33, packed=True, approximate="none")),
-              goals=cases.near_copy(92, "forward", "backward"))
+SILU_MUL = Op(
+    "silu_mul",
+    silu_mul,
+    act_mul_eager,
+    _implementations("silu_mul"),
+    _all_cases(("qwen3-8b", "qwen3-30b-a3b", "llama-3-8b", "deepseek-v3")),
+    goals=cases.near_copy(92, "forward", "backward"),
+)
+GELU_MUL = Op(
+    "gelu_mul",
+    gelu_mul,
+    act_mul_eager,
+    _implementations("gelu_mul"),
+    (
+        *_all_cases(("gemma-3-4b",)),
+        _case("erf", (3, 5), 200, approximate="none"),
+        _case("erf_packed", (3,), 33, packed=True, approximate="none"),
+    ),
+    goals=cases.near_copy(92, "forward", "backward"),
+)

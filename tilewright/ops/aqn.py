@@ -1,10 +1,12 @@
-"""Adaptive quantisation noise (AQN): normal values that are a function of (seed, step, layer, element) alone.
+"""Adaptive quantisation noise (AQN): normal values that are a function of (seed, step, layer,
+element) alone.
 
-Counter-based, so that nothing is stored: forward, recompute and backward make the same values again, wherever they run.
-In compiled code, step, seed and layer become symbols when they first change, so that a training step is not compiled
-again; alpha is a constant of the graph of a fused operator, which is compiled once for each.
-Those who add them make them in registers: `dequantize_*` (in units of the local quantisation step) and `rmsnorm` (QeRL,
-arXiv 2510.11696).
+Counter-based, so that nothing is stored: forward, recompute and backward make the same values
+again, wherever they run. In compiled code, step, seed and layer become symbols when they first
+change, so that a training step is not compiled again; alpha is a constant of the graph of a fused
+operator, which is compiled once for each.
+Those who add them make them in registers: `dequantize_*` (in units of the local quantisation step)
+and `rmsnorm` (QeRL, arXiv 2510.11696).
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from tilewright.registry import Case, Cost, Implementation, On, Op
 class AQN:
     """Which noise, and how much of it.
 
-    alpha: its scale, >= 0. On a quantised weight, in units of the local quantisation step; on the weight of a norm, its
-        standard deviation. 0 is no noise, bit for bit.
-    seed: 0 to 2^63 - 1.   step: of training, 0 to 2^31 - 1.   layer: which weight, 0 to 2^32 - 1; two weights with one
-        number get the same noise.
+    alpha: its scale, >= 0. On a quantised weight, in units of the local quantisation step; on the
+        weight of a norm, its standard deviation. 0 is no noise, bit for bit.
+    seed: 0 to 2^63 - 1.   step: of training, 0 to 2^31 - 1.   layer: which weight, 0 to 2^32 - 1;
+        two weights with one number get the same noise.
     """
 
     alpha: float
@@ -48,22 +50,30 @@ class AQN:
 
 
 @_checks.autocast("inputs")
-def aqn_noise(size: int | Sequence[int], noise: AQN, *, device: torch.device | str | None = None,
-              dtype: torch.dtype = torch.float32, implementation: str = "auto") -> torch.Tensor:
+def aqn_noise(
+    size: int | Sequence[int],
+    noise: AQN,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+    implementation: str = "auto",
+) -> torch.Tensor:
     """The normal values of a noise, mean 0 and variance 1: what others add alpha times.
 
     size: of the result, an int or several.   noise: its alpha is not used.
-    device: of the result; torch's default device by default.   dtype: fp32 | bf16 | fp16 (fp64 with eager).
+    device: of the result; torch's default device by default.   dtype: fp32 | bf16 | fp16 (fp64 with
+    eager).
     implementation: "auto", or one of triton, cpp, eager.
 
-    Element i (row-major) is of block i // 4 of Philox4x32-10 (Salmon et al., SC 2011) with key seed and the counter
-    words (block, block >> 32, layer, 2^31 + step): of its words w come u = ((w >> 8) + 1/2) / 2^24, and of those
-    sqrt(-2 ln u0) times cos and sin of 2 pi u1, and sqrt(-2 ln u2) times cos and sin of 2 pi u3 (Box and Muller, 1958).
-    So no value is beyond 5.89. Computed in float32 (the eager twin: float64) and rounded once.
-    Not differentiable. Deterministic: equal bits from equal arguments, in one implementation on one kind of device;
-    others agree to some units in the last place.
-    Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
-    that cannot run here.
+    Element i (row-major) is of block i // 4 of Philox4x32-10 (Salmon et al., SC 2011) with key seed
+    and the counter words (block, block >> 32, layer, 2^31 + step): of its words w come u = ((w >>
+    8) + 1/2) / 2^24, and of those sqrt(-2 ln u0) times cos and sin of 2 pi u1, and sqrt(-2 ln u2)
+    times cos and sin of 2 pi u3 (Box and Muller, 1958). So no value is beyond 5.89. Computed in
+    float32 (the eager twin: float64) and rounded once.
+    Not differentiable. Deterministic: equal bits from equal arguments, in one implementation on one
+    kind of device; others agree to some units in the last place. Raises TypeError or ValueError for
+    arguments that do not fit, ImplementationUnavailable for a named implementation that cannot run
+    here.
     """
     shape = (size,) if isinstance(size, (int, torch.SymInt)) else tuple(size)
     for n in shape:
@@ -80,15 +90,21 @@ def aqn_noise(size: int | Sequence[int], noise: AQN, *, device: torch.device | s
 
 
 def aqn_schedule(step: int, total_steps: int, *, start: float, end: float, stages: int) -> float:
-    """QeRL's standard deviation for a step of training: none in the first of the stages, then from `start` in the
-    second to `end` in the last by equal factors.
+    """QeRL's standard deviation for a step of training: none in the first of the stages, then from
+    `start` in the second to `end` in the last by equal factors.
 
-    step: from 0; those from total_steps on have the last stage's.   total_steps: >= 1, divided into `stages` equal
-        stages (to within a step).   start, end: > 0 and finite.   stages: >= 2; two have noise `start` in the second.
+    step: from 0; those from total_steps on have the last stage's.   total_steps: >= 1, divided into
+    `stages` equal
+        stages (to within a step).   start, end: > 0 and finite.   stages: >= 2; two have noise
+        `start` in the second.
     Raises TypeError or ValueError for arguments that do not fit.
     Source: arXiv 2510.11696, section 3.3 (adaptive quantisation noise).
     """
-    for name, value, least in (("step", step, 0), ("total_steps", total_steps, 1), ("stages", stages, 2)):
+    for name, value, least in (
+        ("step", step, 0),
+        ("total_steps", total_steps, 1),
+        ("stages", stages, 2),
+    ):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} must be an int, got {value!r}")
         if value < least:
@@ -110,41 +126,52 @@ NONE = (0.0, 0, 0, 0)
 
 
 def arguments(noise: AQN | None) -> tuple[float, int, int, int]:
-    """alpha, seed, step and layer, as operators take them; alpha 0 is none. Raises TypeError for what is no AQN."""
+    """alpha, seed, step and layer, as operators take them; alpha 0 is none. Raises TypeError
+    for what is no AQN.
+    """
     if noise is None:
         return NONE
     if not isinstance(noise, AQN):
         raise TypeError(f"noise must be an AQN or None, got {type(noise).__name__}")
-    if noise.alpha == 0:   # whatever else it says: compiled code has one graph for no noise
+    if noise.alpha == 0:  # whatever else it says: compiled code has one graph for no noise
         return NONE
     return float(noise.alpha), noise.seed, noise.step, noise.layer
 
 
-def add_eager(values: torch.Tensor, amount: torch.Tensor | float, seed: int, step: int, layer: int) -> torch.Tensor:
+def add_eager(
+    values: torch.Tensor, amount: torch.Tensor | float, seed: int, step: int, layer: int
+) -> torch.Tensor:
     """values + amount * the noise of their shape, in values' dtype."""
-    n = noise_eager(values.new_empty(0), 0, values.numel(), seed, step, layer, values.dtype).view(values.shape)
+    n = noise_eager(values.new_empty(0), 0, values.numel(), seed, step, layer, values.dtype).view(
+        values.shape
+    )
     return values + amount * n
 
 
 # ---- the definition
 
-def _noise_eager(like: torch.Tensor, first: int, n: int, seed: int, step: int, layer: int,
-                 dtype: torch.dtype) -> torch.Tensor:
+
+def _noise_eager(
+    like: torch.Tensor, first: int, n: int, seed: int, step: int, layer: int, dtype: torch.dtype
+) -> torch.Tensor:
     skip = first % 4
-    words = quantize.philox(seed, n + skip, like.device, (layer, 0x80000000 | step), first // 4, whole=True)
+    words = quantize.philox(
+        seed, n + skip, like.device, (layer, 0x80000000 | step), first // 4, whole=True
+    )
     u = ((words >> 8).double() + 0.5) * 2.0**-24
     r = torch.sqrt(-2.0 * torch.log(u[:, ::2]))
     angle = 2.0 * math.pi * u[:, 1::2]
     values = torch.stack([r * torch.cos(angle), r * torch.sin(angle)], -1)
-    return values.view(-1)[skip:skip + n].to(dtype)
+    return values.view(-1)[skip : skip + n].to(dtype)
 
 
 def _fake(like, first, n, seed, step, layer, dtype):
     return like.new_empty(n, dtype=dtype)
 
 
-# An operator, so that a compiler cannot round it one way in forward and another way where it is recomputed. In float64,
-# since float32 has no room for the last bit of u: near 1 that is half of what ln u is.
+# An operator, so that a compiler cannot round it one way in forward and another way where it is
+# recomputed. In float64, since float32 has no room for the last bit of u: near 1 that is half of
+# what ln u is.
 noise_eager = define("aqn_eager_noise", _noise_eager, _fake)
 
 
@@ -163,8 +190,12 @@ def _triton():
 
 def _cpp():
     if "cpp" not in _loaded:
-        low = adopt("aqn_cpp_noise", lambda *arguments: _fake(
-            *arguments[:-1], torch.bfloat16 if arguments[-1] else torch.float32))
+        low = adopt(
+            "aqn_cpp_noise",
+            lambda *arguments: _fake(
+                *arguments[:-1], torch.bfloat16 if arguments[-1] else torch.float32
+            ),
+        )
         _loaded["cpp"] = lambda *arguments: low(*arguments[:-1], arguments[-1] == torch.bfloat16)
     return _loaded["cpp"]
 
@@ -177,30 +208,47 @@ def _gate():
 
 # ---- cases
 
-SOME = AQN(0.75, seed=2**40 + 11, step=70, layer=3)   # of other ops' cases
+SOME = AQN(0.75, seed=2**40 + 11, step=70, layer=3)  # of other ops' cases
 
 
 def _case(name, size, noise=SOME, tags=cases.CONTRACT):
     def make(device, dtype, seed):
-        return {"size": size, "noise": AQN(noise.alpha, noise.seed + seed, noise.step, noise.layer), "device": device,
-                "dtype": dtype}
+        return {
+            "size": size,
+            "noise": AQN(noise.alpha, noise.seed + seed, noise.step, noise.layer),
+            "device": device,
+            "dtype": dtype,
+        }
 
     return Case(name, make, lambda itemsize: Cost(math.prod(size) * itemsize, 0, 0, 0), tags)
 
 
-# A case has no tensor that could be of another dtype, so truth is the twin in the result's own. float32: three units in
-# the last place, of the logarithm, its root, the polynomials and their product (measured: 2.1 at most in 10^8 values).
+# A case has no tensor that could be of another dtype, so truth is the twin in the result's own.
+# float32: three units in the last place, of the logarithm, its root, the polynomials and their
+# product (measured: 2.1 at most in 10^8 values).
 # 16 bits: where the twin's value lies next to a tie, float32's may lie on the other side: one unit.
-ATOL = {torch.float32: 3 * torch.finfo(torch.float32).eps, torch.bfloat16: torch.finfo(torch.bfloat16).eps,
-        torch.float16: torch.finfo(torch.float16).eps}
+ATOL = {
+    torch.float32: 3 * torch.finfo(torch.float32).eps,
+    torch.bfloat16: torch.finfo(torch.bfloat16).eps,
+    torch.float16: torch.finfo(torch.float16).eps,
+}
 
 AQN_NOISE = Op(
-    "aqn_noise", aqn_noise, noise_eager,
-    (Implementation("triton", _triton, platform.no_triton, gate=_gate),
-     Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16))),
-    (_case("ragged", (5, 33)), _case("experts", (3, 7, 24), AQN(1.0, 1, 2**31 - 1, 2**32 - 1)), _case("one", (1,)),
-     _case("scalar", ()), _case("no_elements", (3, 0)),
-     _case("llama-3-8b-down", quantize.SHAPES["llama-3-8b-down"], tags=cases.CUDA),
-     _case("llama-3-8b-down", quantize.SHAPES["llama-3-8b-down"], tags=cases.CPU)),
+    "aqn_noise",
+    aqn_noise,
+    noise_eager,
+    (
+        Implementation("triton", _triton, platform.no_triton, gate=_gate),
+        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+    ),
+    (
+        _case("ragged", (5, 33)),
+        _case("experts", (3, 7, 24), AQN(1.0, 1, 2**31 - 1, 2**32 - 1)),
+        _case("one", (1,)),
+        _case("scalar", ()),
+        _case("no_elements", (3, 0)),
+        _case("llama-3-8b-down", quantize.SHAPES["llama-3-8b-down"], tags=cases.CUDA),
+        _case("llama-3-8b-down", quantize.SHAPES["llama-3-8b-down"], tags=cases.CPU),
+    ),
     atol=ATOL,
 )

@@ -1,5 +1,6 @@
-"""float8_e4m3fn with a float32 scale for each block of a matrix: 128 x 128 for weights and 1 x 128 for activations, as
-DeepSeek-V3's checkpoints have them."""
+"""float8_e4m3fn with a float32 scale for each block of a matrix: 128 x 128 for weights and 1 x 128
+for activations, as DeepSeek-V3's checkpoints have them.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +16,18 @@ from tilewright.ops.aqn import AQN
 from tilewright.ops.nvfp4 import all_cases, draw
 from tilewright.registry import Case, Cost, Implementation, On, Op
 
-STEP = 0.125   # of noise, in scales
-LEAST = 2.0**-100   # what a smaller largest magnitude counts as: the inverse of its scale is finite
-MOST_ELEMENTS = 2**14   # of a block: the Triton kernel holds one in registers
+STEP = 0.125  # of noise, in scales
+LEAST = 2.0**-100  # what a smaller largest magnitude counts as: the inverse of its scale is finite
+MOST_ELEMENTS = 2**14  # of a block: the Triton kernel holds one in registers
 
 
 @dataclass(frozen=True)
 class BlockFP8(quantize.Quantized):
     """A tensor in block-scaled FP8. Made by `quantize_block_fp8` or `BlockFP8.from_safetensors`.
 
-    data: float8_e4m3fn [..., R, C].   scale_inv: float32 [..., ceil(R / block[0]), ceil(C / block[1])]; an element is
-        its value times its block's.   block: rows and columns.   dtype: of the tensor that was quantised.
+    data: float8_e4m3fn [..., R, C].   scale_inv: float32 [..., ceil(R / block[0]), ceil(C /
+        block[1])]; an element is its value times its block's.   block: rows and columns.   dtype:
+        of the tensor that was quantised.
     """
 
     data: torch.Tensor
@@ -42,10 +44,18 @@ class BlockFP8(quantize.Quantized):
         return {prefix: self.data, f"{prefix}_scale_inv": self.scale_inv}
 
     @classmethod
-    def from_safetensors(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "weight", *,
-                         block: tuple[int, int] = (128, 128), dtype: torch.dtype = torch.bfloat16) -> BlockFP8:
-        """The reverse. block: the configuration's weight_block_size. Raises KeyError for what is missing, and TypeError
-        or ValueError, naming the tensor, for what does not fit together. Reads scales on the host."""
+    def from_safetensors(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        prefix: str = "weight",
+        *,
+        block: tuple[int, int] = (128, 128),
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> BlockFP8:
+        """The reverse. block: the configuration's weight_block_size. Raises KeyError for what is
+        missing, and TypeError or ValueError, naming the tensor, for what does not fit together.
+        Reads scales on the host.
+        """
         data = quantize.key(tensors, prefix)
         scale, name = quantize.float_scales(tensors, f"{prefix}_scale_inv"), f"{prefix}_scale_inv"
         rows, columns = _block(block)
@@ -58,27 +68,35 @@ quantize.register(BlockFP8, ("data", "scale_inv"))
 
 
 @_checks.autocast("inputs")
-def quantize_block_fp8(x: torch.Tensor, *, block: tuple[int, int] = (128, 128), seed: int | None = None,
-                       transpose: bool = False, implementation: str = "auto") -> BlockFP8 | tuple[BlockFP8, BlockFP8]:
+def quantize_block_fp8(
+    x: torch.Tensor,
+    *,
+    block: tuple[int, int] = (128, 128),
+    seed: int | None = None,
+    transpose: bool = False,
+    implementation: str = "auto",
+) -> BlockFP8 | tuple[BlockFP8, BlockFP8]:
     """x in block-scaled FP8, or x and its transpose.
 
-    x: [..., R, C], or [C] for blocks of one row; fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. R and C
-        need not divide.
-    block: rows and columns of a block of the last two dimensions, 16,384 elements at most: (128, 128) for weights,
-        (1, 128) for activations.
-    seed: None rounds to nearest, ties to even. A number rounds up or down at random, as in `quantize_nvfp4`.
-    transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give: in blocks of 1 x 128,
-        what a layer's forward multiplies by and what its weight gradient does. x has 2 dimensions or more. Triton reads
-        x once for blocks whose sides are powers of two up to 128 and no seed, C++ for blocks of which one side divides
-        by the other.
+    x: [..., R, C], or [C] for blocks of one row; fp32 | bf16 | fp16 (fp64 with eager, through
+        fp32); finite. R and C need not divide.
+    block: rows and columns of a block of the last two dimensions, 16,384 elements at most: (128,
+        128) for weights, (1, 128) for activations.
+    seed: None rounds to nearest, ties to even. A number rounds up or down at random, as in
+    `quantize_nvfp4`.
+    transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give: in
+        blocks of 1 x 128, what a layer's forward multiplies by and what its weight gradient does. x
+        has 2 dimensions or more. Triton reads x once for blocks whose sides are powers of two up to
+        128 and no seed, C++ for blocks of which one side divides by the other.
     implementation: "auto", or one of triton, cpp, eager.
 
-    In float32, with m a block's largest magnitude (2^-100 if smaller, but not 0): scale_inv = m / 448 and the codes are
-    of x * (1 / m * 448); scale_inv is 1 for a block of zeros.
-    Not differentiable: x is detached. Deterministic, and the same in every implementation.
-    Raises TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite (on CUDA, where
-    looking would wait for the device, such a block's scale_inv is not finite and its codes are unspecified),
-    ImplementationUnavailable for a named implementation that cannot run here.
+    In float32, with m a block's largest magnitude (2^-100 if smaller, but not 0): scale_inv = m /
+    448 and the codes are of x * (1 / m * 448); scale_inv is 1 for a block of zeros.
+    Not differentiable: x is detached. Deterministic, and the same in every implementation. Raises
+    TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite
+    (on CUDA, where looking would wait for the device, such a block's scale_inv is not finite and
+    its codes are unspecified), ImplementationUnavailable for a named implementation that cannot run
+    here.
     """
     quantize.source(x)
     quantize.seed(seed)
@@ -88,7 +106,9 @@ def quantize_block_fp8(x: torch.Tensor, *, block: tuple[int, int] = (128, 128), 
     if x.dim() == 0:
         raise ValueError("x must have at least 1 dimension, got a scalar")
     matrices = quantize.as_3d(x.detach(), least=1 + (rows > 1 or transpose))
-    found = QUANTIZE_BLOCK_FP8.pick(implementation, matrices)(matrices, rows, columns, seed, transpose)
+    found = QUANTIZE_BLOCK_FP8.pick(implementation, matrices)(
+        matrices, rows, columns, seed, transpose
+    )
     q = blocks_of(*found[:2], x.shape, (rows, columns), x.dtype)
     if not transpose:
         return q
@@ -96,22 +116,36 @@ def quantize_block_fp8(x: torch.Tensor, *, block: tuple[int, int] = (128, 128), 
 
 
 def blocks_of(data, inverse, shape, block, dtype, what="x", *, looked=False) -> BlockFP8:
-    """Of what an implementation returns: codes [..] and inverse scales [matrices, bands, across].   what: the name of
-    what must be finite.   looked: at another tensor that holds the same values."""
+    """Of what an implementation returns: codes [..] and inverse scales [matrices, bands, across].
+    what: the name of
+    what must be finite.   looked: at another tensor that holds the same values.
+    """
     inverse = inverse if looked else quantize.finite(inverse, what)
     lead = (*shape[:-2], *inverse.shape[1:2]) if len(shape) > 1 else ()
-    return BlockFP8(data.view(quantize.E4M3).view(shape), inverse.view(*lead, inverse.shape[2]), tuple(block), dtype)
+    return BlockFP8(
+        data.view(quantize.E4M3).view(shape),
+        inverse.view(*lead, inverse.shape[2]),
+        tuple(block),
+        dtype,
+    )
 
 
 @_checks.autocast("inputs")
-def dequantize_block_fp8(q: BlockFP8, *, dtype: torch.dtype | None = None, noise: AQN | None = None,
-                         implementation: str = "auto") -> torch.Tensor:
-    """The tensor that q stands for: value * scale_inv in float32, then rounded to the result's dtype.
+def dequantize_block_fp8(
+    q: BlockFP8,
+    *,
+    dtype: torch.dtype | None = None,
+    noise: AQN | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """The tensor that q stands for: value * scale_inv in float32, then rounded to the result's
+    dtype.
 
     q: what `quantize_block_fp8` or `BlockFP8.from_safetensors` returns.
-    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by default.
-    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape and step =
-        0.125 * scale_inv, the gap from 1 on. None, or an alpha of 0, adds nothing.
+    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by
+    default.
+    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape
+        and step = 0.125 * scale_inv, the gap from 1 on. None, or an alpha of 0, adds nothing.
     Returns a contiguous tensor of q.shape. Not differentiable. Deterministic.
     Raises TypeError or ValueError for a q that does not fit together, ImplementationUnavailable as
     `quantize_block_fp8`.
@@ -121,10 +155,14 @@ def dequantize_block_fp8(q: BlockFP8, *, dtype: torch.dtype | None = None, noise
     of_noise = aqn.arguments(noise)
     rows, columns = _block(q.block)
     quantize.part("q.data", q.data, quantize.E4M3, q.shape, q.data)
-    quantize.part("q.scale_inv", q.scale_inv, torch.float32, _scales_shape(q.shape, rows, columns), q.data)
+    quantize.part(
+        "q.scale_inv", q.scale_inv, torch.float32, _scales_shape(q.shape, rows, columns), q.data
+    )
     run = DEQUANTIZE_BLOCK_FP8.pick(implementation, On(q.data.device, dtype))
     data = quantize.as_3d(q.data.contiguous().view(torch.uint8), "q.data", 1 + (rows > 1))
-    return run(data, quantize.as_3d(q.scale_inv, "q.scale_inv"), rows, columns, dtype, *of_noise).view(q.shape)
+    return run(
+        data, quantize.as_3d(q.scale_inv, "q.scale_inv"), rows, columns, dtype, *of_noise
+    ).view(q.shape)
 
 
 def _scales_shape(shape, rows: int, columns: int) -> tuple[int, ...]:
@@ -135,11 +173,19 @@ def _block(block) -> tuple[int, int]:
     good = isinstance(block, (tuple, list)) and len(block) == 2
     if good:
         rows, columns = block
-        good = isinstance(rows, int) and isinstance(columns, int) and 1 <= rows <= MOST_ELEMENTS and (
-            1 <= columns <= MOST_ELEMENTS) and _power_of_2(rows) * _power_of_2(columns) <= MOST_ELEMENTS
+        good = (
+            isinstance(rows, int)
+            and isinstance(columns, int)
+            and 1 <= rows <= MOST_ELEMENTS
+            and (1 <= columns <= MOST_ELEMENTS)
+            and _power_of_2(rows) * _power_of_2(columns) <= MOST_ELEMENTS
+        )
     if not good:
-        raise ValueError(f"block must be two positive ints (rows, columns), of at most {MOST_ELEMENTS} elements with "
-                         f"both rounded up to powers of two, got {block!r}")
+        raise ValueError(
+            f"block must be two positive ints (rows, columns), of at most {MOST_ELEMENTS} "
+            f"elements with "
+            f"both rounded up to powers of two, got {block!r}"
+        )
     return rows, columns
 
 
@@ -149,9 +195,12 @@ def _power_of_2(n: int) -> int:
 
 # ---- the definitions
 
+
 def quantize_eager(x, rows, columns, seed, transpose=False):
     if transpose:
-        return *quantize_eager(x, rows, columns, seed), *quantize_eager(x.mT.contiguous(), rows, columns, seed)
+        return *quantize_eager(x, rows, columns, seed), *quantize_eager(
+            x.mT.contiguous(), rows, columns, seed
+        )
     B, R, C = x.shape
     v = quantize.pad_to(quantize.pad_to(x.float(), -1, columns), -2, rows)
     blocks = v.view(B, v.shape[1] // rows, rows, v.shape[2] // columns, columns)
@@ -167,7 +216,9 @@ def quantize_eager(x, rows, columns, seed, transpose=False):
 def dequantize_eager(data, inverse, rows, columns, dtype, alpha=0.0, seed=0, step=0, layer=0):
     acc = torch.promote_types(dtype, torch.float32)
     _, R, C = data.shape
-    factor = inverse.to(acc).repeat_interleave(rows, 1)[:, :R].repeat_interleave(columns, 2)[:, :, :C]
+    factor = (
+        inverse.to(acc).repeat_interleave(rows, 1)[:, :R].repeat_interleave(columns, 2)[:, :, :C]
+    )
     values = data.view(quantize.E4M3).to(acc) * factor
     if alpha:
         values = aqn.add_eager(values, alpha * STEP * factor, seed, step, layer)
@@ -181,8 +232,10 @@ _loaded: dict[str, tuple] = {}
 
 def _fake_quantize(x, rows, columns, seed):
     B, R, C = x.shape
-    return (x.new_empty(x.shape, dtype=torch.uint8),
-            x.new_empty((B, (R + rows - 1) // rows, (C + columns - 1) // columns), dtype=torch.float32))
+    return (
+        x.new_empty(x.shape, dtype=torch.uint8),
+        x.new_empty((B, (R + rows - 1) // rows, (C + columns - 1) // columns), dtype=torch.float32),
+    )
 
 
 def _fake_dequantize(data, inverse, rows, columns, dtype, *noise):
@@ -190,11 +243,15 @@ def _fake_dequantize(data, inverse, rows, columns, dtype, *noise):
 
 
 def _fake_both(x, rows, columns, seed):
-    return *_fake_quantize(x, rows, columns, seed), *_fake_quantize(x.mT.contiguous(), rows, columns, seed)
+    return *_fake_quantize(x, rows, columns, seed), *_fake_quantize(
+        x.mT.contiguous(), rows, columns, seed
+    )
 
 
 def _either(one, both):
-    return lambda x, rows, columns, seed, transpose: (both if transpose else one)(x, rows, columns, seed)
+    return lambda x, rows, columns, seed, transpose: (both if transpose else one)(
+        x, rows, columns, seed
+    )
 
 
 def _triton():
@@ -203,16 +260,22 @@ def _triton():
         from tilewright.kernels import quantize_triton as k
 
         _loaded["triton"] = (
-            _either(define("block_fp8_triton_quantize", k.block_fp8_quantize, _fake_quantize),
-                    define("block_fp8_triton_quantize_both", fused.block_fp8_quantize_both, _fake_both)),
-            define("block_fp8_triton_dequantize", k.block_fp8_dequantize, _fake_dequantize))
+            _either(
+                define("block_fp8_triton_quantize", k.block_fp8_quantize, _fake_quantize),
+                define("block_fp8_triton_quantize_both", fused.block_fp8_quantize_both, _fake_both),
+            ),
+            define("block_fp8_triton_dequantize", k.block_fp8_dequantize, _fake_dequantize),
+        )
     return _loaded["triton"]
 
 
 def _cpp():
     if "cpp" not in _loaded:
         quantise, dequantise = quantize.of_extension("block_fp8", _fake_quantize, _fake_dequantize)
-        _loaded["cpp"] = _either(quantise, adopt("block_fp8_cpp_quantize_both", _fake_both)), dequantise
+        _loaded["cpp"] = (
+            _either(quantise, adopt("block_fp8_cpp_quantize_both", _fake_both)),
+            dequantise,
+        )
     return _loaded["cpp"]
 
 
@@ -224,18 +287,27 @@ def _gate():
 
 # ---- cases
 
+
 def _case(name, shape, quantised=False, noise=None, **options):
     def make(device, dtype, seed):
         x = draw(device, dtype, seed, shape)
-        return {"q": quantize_block_fp8(x, **options), "noise": noise} if quantised else {"x": x, **options}
+        return (
+            {"q": quantize_block_fp8(x, **options), "noise": noise}
+            if quantised
+            else {"x": x, **options}
+        )
 
     return Case(name, make)
 
 
 def _variants(quantised):
-    case = lambda *a, **k: _case(*a, quantised, **k)   # noqa: E731
-    return [case("weights", (150, 130)), case("weights_experts", (2, 20, 33), block=(16, 32)),
-            case("odd_blocks", (10, 50), block=(3, 7)), case("activations", (7, 200), block=(1, 128))]
+    case = lambda *a, **k: _case(*a, quantised, **k)  # noqa: E731
+    return [
+        case("weights", (150, 130)),
+        case("weights_experts", (2, 20, 33), block=(16, 32)),
+        case("odd_blocks", (10, 50), block=(3, 7)),
+        case("activations", (7, 200), block=(1, 128)),
+    ]
 
 
 def _timed_transposes():
@@ -247,31 +319,56 @@ def _timed_transposes():
         def make(device, dtype, seed):
             return {"x": draw(device, dtype, seed, shape), **options}
 
-        return Case("qwen3-8b-transpose", make, lambda itemsize: Cost(n * itemsize + int(2 * n * 8.25 / 8)), tags)
+        return Case(
+            "qwen3-8b-transpose",
+            make,
+            lambda itemsize: Cost(n * itemsize + int(2 * n * 8.25 / 8)),
+            tags,
+        )
 
     return [case("cuda", cases.CUDA), case("cpu", cases.CPU)]
 
 
 _COMPILED = (torch.float32, torch.bfloat16)
 QUANTIZE_BLOCK_FP8 = Op(
-    "quantize_block_fp8", quantize_block_fp8, quantize_eager,
-    (Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate),
-     Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED)),
-    (*all_cases(lambda x: {"x": x, "block": (1, 128)}, 8.25), *_variants(False),
-     _case("random", (5, 36), block=(3, 7), seed=1), _case("random_weights", (40, 52), block=(32, 32), seed=7),
-     _case("transpose", (40, 37), block=(1, 16), transpose=True),
-     _case("transpose_activations", (7, 130), block=(1, 128), transpose=True),
-     _case("transpose_weights", (2, 20, 33), block=(16, 32), transpose=True, seed=3),
-     _case("transpose_odd_blocks", (10, 50), block=(3, 7), transpose=True), *_timed_transposes()),
+    "quantize_block_fp8",
+    quantize_block_fp8,
+    quantize_eager,
+    (
+        Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate),
+        Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
+    ),
+    (
+        *all_cases(lambda x: {"x": x, "block": (1, 128)}, 8.25),
+        *_variants(False),
+        _case("random", (5, 36), block=(3, 7), seed=1),
+        _case("random_weights", (40, 52), block=(32, 32), seed=7),
+        _case("transpose", (40, 37), block=(1, 16), transpose=True),
+        _case("transpose_activations", (7, 130), block=(1, 128), transpose=True),
+        _case("transpose_weights", (2, 20, 33), block=(16, 32), transpose=True, seed=3),
+        _case("transpose_odd_blocks", (10, 50), block=(3, 7), transpose=True),
+        *_timed_transposes(),
+    ),
     goals=cases.near_copy(85, "forward"),
 )
 DEQUANTIZE_BLOCK_FP8 = Op(
-    "dequantize_block_fp8", dequantize_block_fp8, dequantize_eager,
-    (Implementation("triton", lambda: _triton()[1], platform.no_triton,
-                    gate=quantize.gate("block_fp8_dequantize_gate")),
-     Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED)),
-    (*all_cases(lambda x: {"q": quantize_block_fp8(x, block=(1, 128))}, 8.25), *_variants(True),
-     _case("noise", (3, 10, 72), True, aqn.SOME, block=(16, 16)),
-     _case("noise_ragged", (5, 37), True, aqn.SOME, block=(3, 7))),
+    "dequantize_block_fp8",
+    dequantize_block_fp8,
+    dequantize_eager,
+    (
+        Implementation(
+            "triton",
+            lambda: _triton()[1],
+            platform.no_triton,
+            gate=quantize.gate("block_fp8_dequantize_gate"),
+        ),
+        Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
+    ),
+    (
+        *all_cases(lambda x: {"q": quantize_block_fp8(x, block=(1, 128))}, 8.25),
+        *_variants(True),
+        _case("noise", (3, 10, 72), True, aqn.SOME, block=(16, 16)),
+        _case("noise_ragged", (5, 37), True, aqn.SOME, block=(3, 7)),
+    ),
     goals=cases.near_copy(90, "forward"),
 )

@@ -1,7 +1,7 @@
 """One product an expert: y[r] = weight[e(r)] x[r], where e(r) is the expert whose rows r is among.
 
-R = rows, E = experts, K = columns of x, N = columns of y. Rows are sorted by expert; those of expert e end at
-offsets[e], and the rows from offsets[-1] on, the tail, belong to none:
+R = rows, E = experts, K = columns of x, N = columns of y. Rows are sorted by expert; those of
+expert e end at offsets[e], and the rows from offsets[-1] on, the tail, belong to none:
 
     dx[r] = weight[e(r)]^T dy[r]        dweight[e] = the sum over e's rows of dy[r] x[r]^T
 
@@ -23,22 +23,29 @@ from tilewright.registry import Case, Cost, Goal, Implementation, Op, short
 
 
 @_checks.autocast("products", "x", "weight")
-def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *,
-                 implementation: str = "auto") -> torch.Tensor:
+def grouped_gemm(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *, implementation: str = "auto"
+) -> torch.Tensor:
     """y[r] = weight[e] @ x[r] for offsets[e - 1] <= r < offsets[e], and 0 from offsets[-1] on.
 
-    x: [R, K] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read in place.
-    weight: [E, N, K] in x's dtype, E not 0; also the transpose of a contiguous [E, K, N], which is read in place.
-    offsets: [E] int32 on x's device: the end of each expert's rows. They do not decrease, and lie within 0 and R.
-    Returns [R, N], contiguous, in x's dtype. Summed in float32, rounded once. float32 is multiplied in full precision.
+    x: [R, K] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read in
+    place.
+    weight: [E, N, K] in x's dtype, E not 0; also the transpose of a contiguous [E, K, N], which is
+    read in place.
+    offsets: [E] int32 on x's device: the end of each expert's rows. They do not decrease, and lie
+    within 0 and R. Returns [R, N], contiguous, in x's dtype. Summed in float32, rounded once.
+    float32 is multiplied in full precision.
         Under torch.autocast x and weight are cast to its dtype, as by F.linear (not by grouped_mm).
-    Differentiable in x and weight, once; the gradient of an expert without rows is 0. What is kept for the backward: x,
+    Differentiable in x and weight, once; the gradient of an expert without rows is 0. What is kept
+    for the backward: x,
         weight, offsets. Deterministic: no atomics.
-    Raises TypeError or ValueError for arguments that do not fit (on CUDA, where looking would wait for the device, the
-        values of offsets are not checked: they are cut to the rules), ImplementationUnavailable for a named
-        implementation that cannot run here.
-    Source: the per-expert linear layers of a mixture of experts (arXiv:2101.03961), without padding or dropped tokens
-        as in MegaBlocks, arXiv:2211.15841; the signature is that of torch.nn.functional.grouped_mm.
+    Raises TypeError or ValueError for arguments that do not fit (on CUDA, where looking would wait
+    for the device, the
+        values of offsets are not checked: they are cut to the rules), ImplementationUnavailable for
+        a named implementation that cannot run here.
+    Source: the per-expert linear layers of a mixture of experts (arXiv:2101.03961), without padding
+        or dropped tokens as in MegaBlocks, arXiv:2211.15841; the signature is that of
+        torch.nn.functional.grouped_mm.
     """
     _validate(x, weight, offsets)
     if not offsets.is_cuda and not offsets.is_meta:
@@ -69,18 +76,25 @@ def _look_at_offsets(offsets: torch.Tensor, rows: int) -> torch.Tensor:
     last = 0
     for e, end in enumerate(offsets.tolist() if not offsets.is_cuda else ()):
         if not last <= end <= rows:
-            raise ValueError(f"offsets must not decrease and lie within 0 and {rows}, the number of rows; got {end} at "
-                             f"index {e}" + (f" after {last}" if e else ""))
+            raise ValueError(
+                f"offsets must not decrease and lie within 0 and {rows}, the number of rows; got "
+                f"{end} at "
+                f"index {e}" + (f" after {last}" if e else "")
+            )
         last = end
     return offsets.clone(memory_format=torch.contiguous_format)
 
 
 # An operator, so that compiled code checks when it runs; the caller uses its result.
-_checked_offsets = define("checked_offsets", _look_at_offsets, lambda offsets, rows: torch.empty_like(
-    offsets, memory_format=torch.contiguous_format))
+_checked_offsets = define(
+    "checked_offsets",
+    _look_at_offsets,
+    lambda offsets, rows: torch.empty_like(offsets, memory_format=torch.contiguous_format),
+)
 
 
 # ---- the definition
+
 
 def grouped_gemm_eager(x, weight, offsets):
     acc = torch.promote_types(x.dtype, torch.float32)
@@ -111,6 +125,7 @@ def _fake_backward_weight(dy, x, offsets):
 
 def _register(forward, backward_x, backward_weight):
     """Autograd for three operators."""
+
     def setup(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
 
@@ -125,16 +140,22 @@ def _register(forward, backward_x, backward_weight):
 
 
 def _defined(name, forward, backward_x, backward_weight):
-    return _register(define(f"grouped_gemm_{name}_forward", forward, _fake_rows),
-                     define(f"grouped_gemm_{name}_backward_x", backward_x, _fake_backward_x),
-                     define(f"grouped_gemm_{name}_backward_weight", backward_weight, _fake_backward_weight))
+    return _register(
+        define(f"grouped_gemm_{name}_forward", forward, _fake_rows),
+        define(f"grouped_gemm_{name}_backward_x", backward_x, _fake_backward_x),
+        define(f"grouped_gemm_{name}_backward_weight", backward_weight, _fake_backward_weight),
+    )
 
 
 def operators(name: str) -> tuple[Callable, Callable, Callable]:
-    """forward, backward_x and backward_weight of a fused implementation, for ops that are composed of them."""
+    """forward, backward_x and backward_weight of a fused implementation, for ops that are
+    composed of them.
+    """
     forward = GROUPED_GEMM.implementation(name).load()
-    return forward, *(getattr(torch.ops.tilewright, f"grouped_gemm_{name}_{which}").default
-                      for which in ("backward_x", "backward_weight"))
+    return forward, *(
+        getattr(torch.ops.tilewright, f"grouped_gemm_{name}_{which}").default
+        for which in ("backward_x", "backward_weight")
+    )
 
 
 def _triton():
@@ -144,10 +165,14 @@ def _triton():
         def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
             return k.forward(x, weight, offsets)
 
-        def backward_x(dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        def backward_x(
+            dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
+        ) -> torch.Tensor:
             return k.backward_x(dy, weight, offsets)
 
-        def backward_weight(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        def backward_weight(
+            dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor
+        ) -> torch.Tensor:
             return k.backward_weight(dy, x, offsets)
 
         _loaded["triton"] = _defined("triton", forward, backward_x, backward_weight)
@@ -156,17 +181,22 @@ def _triton():
 
 def _cpp():
     if "cpp" not in _loaded:
-        _loaded["cpp"] = _register(adopt("grouped_gemm_cpp_forward", _fake_rows),
-                                   adopt("grouped_gemm_cpp_backward_x", _fake_backward_x),
-                                   adopt("grouped_gemm_cpp_backward_weight", _fake_backward_weight))
+        _loaded["cpp"] = _register(
+            adopt("grouped_gemm_cpp_forward", _fake_rows),
+            adopt("grouped_gemm_cpp_backward_x", _fake_backward_x),
+            adopt("grouped_gemm_cpp_backward_weight", _fake_backward_weight),
+        )
     return _loaded["cpp"]
 
 
-# ---- others' kernels: a product of rows with one matrix an expert, and a sum over rows. They want rows at multiples of
-# 16 bytes, and leave the tail, and perhaps what an expert without rows should get, as it was.
+# ---- kernels of other libraries: rows times one matrix per expert, and a sum over rows. They need
+# rows at multiples of 16 bytes, and may leave the tail and the experts without rows unwritten.
+
 
 def _padded(t: torch.Tensor) -> torch.Tensor:
-    """t, contiguous, with zeros up to a multiple of 16 bytes in its last dimension, and in the last but one of 3."""
+    """t, contiguous, with zeros up to a multiple of 16 bytes in its last dimension, and in the
+    last but one of 3.
+    """
     step = 16 // t.element_size()
     missing = [-n % step for n in reversed(t.shape[1:])]
     return F.pad(t, [n for m in missing for n in (0, m)]) if any(missing) else t.contiguous()
@@ -178,17 +208,23 @@ def _without_tail(y: torch.Tensor, columns: int, offsets: torch.Tensor) -> torch
 
 
 def _adapt(name, rows_by_matrix, sum_over_rows):
-    """rows_by_matrix: (x [R, K], w [E, K, N], offsets) -> [R, N].   sum_over_rows: (a [N, R], b [R, K], offsets) ->
-    [E, N, K]. Both with padded sizes."""
+    """rows_by_matrix: (x [R, K], w [E, K, N], offsets) -> [R, N].   sum_over_rows: (a [N, R], b [R,
+    K], offsets) -> [E, N, K]. Both with padded sizes.
+    """
+
     def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         if x.numel() == 0 or weight.numel() == 0:
             return x.new_zeros(x.shape[0], weight.shape[1])
-        return _without_tail(rows_by_matrix(_padded(x), _padded(weight).mT, offsets), weight.shape[1], offsets)
+        return _without_tail(
+            rows_by_matrix(_padded(x), _padded(weight).mT, offsets), weight.shape[1], offsets
+        )
 
     def backward_x(dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         if dy.numel() == 0 or weight.numel() == 0:
             return dy.new_zeros(dy.shape[0], weight.shape[2])
-        return _without_tail(rows_by_matrix(_padded(dy), _padded(weight), offsets), weight.shape[2], offsets)
+        return _without_tail(
+            rows_by_matrix(_padded(dy), _padded(weight), offsets), weight.shape[2], offsets
+        )
 
     def backward_weight(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         N, K = dy.shape[1], x.shape[1]
@@ -203,6 +239,7 @@ def _adapt(name, rows_by_matrix, sum_over_rows):
 
 def _native():
     if "native" not in _loaded:
+
         def product(a, b, offsets):
             return F.grouped_mm(a, b, offs=offsets)
 
@@ -212,7 +249,9 @@ def _native():
 
 def _no_native(device_type: str) -> str | None:
     if not hasattr(F, "grouped_mm"):
-        return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm (2.10 and later have)"
+        return (
+            f"torch {torch.__version__} has no torch.nn.functional.grouped_mm (2.10 and later have)"
+        )
     if device_type not in ("cpu", "cuda"):
         return f"torch's grouped_mm takes CPU and CUDA tensors, not {device_type}"
     return _not_hopper_or_blackwell("torch's grouped_mm") if device_type == "cuda" else None
@@ -223,14 +262,22 @@ def _not_hopper_or_blackwell(what: str) -> str | None:
         return reason
     major, minor = torch.cuda.get_device_capability()
     fits = (major, minor) == (9, 0) or major == 10
-    return None if fits else f"{what} has kernels for compute capability 9.0 and 10.x, this device has {major}.{minor}"
+    return (
+        None
+        if fits
+        else f"{what} has kernels for compute capability 9.0 and 10.x, this device has {major}.{minor}"
+    )
 
 
 @dataclass(frozen=True)
 class _Native(Implementation):
-    """On CUDA torch's kernels are for bfloat16; it takes other dtypes in a loop that waits for the device."""
+    """On CUDA torch's kernels are for bfloat16; it takes other dtypes in a loop that waits for
+    the device.
+    """
 
-    def why_not(self, device_type: str, dtype: torch.dtype | None = None, request: object = None) -> str | None:
+    def why_not(
+        self, device_type: str, dtype: torch.dtype | None = None, request: object = None
+    ) -> str | None:
         reason = super().why_not(device_type, dtype, request)
         if reason is None and device_type == "cuda" and dtype not in (None, torch.bfloat16):
             return f"torch's grouped_mm has CUDA kernels for bfloat16, not {short(dtype)}"
@@ -246,8 +293,10 @@ def _quack():
 
         # tuned=False: quack would search for constants at the first call of every number of rows.
         _loaded["quack"] = _adapt(
-            "quack", lambda a, b, offsets: gemm(a, b, cu_seqlens_m=ends(offsets), tuned=False),
-            lambda a, b, offsets: gemm(a, b, cu_seqlens_k=ends(offsets), tuned=False))
+            "quack",
+            lambda a, b, offsets: gemm(a, b, cu_seqlens_m=ends(offsets), tuned=False),
+            lambda a, b, offsets: gemm(a, b, cu_seqlens_k=ends(offsets), tuned=False),
+        )
     return _loaded["quack"]
 
 
@@ -270,6 +319,7 @@ def _of_triton(what):
 
 # ---- cases
 
+
 def _ends(shares: list[float], rows: int) -> list[int]:
     """Offsets of experts whose numbers of rows are as these shares."""
     whole, ends, total = sum(shares), [], 0.0
@@ -285,29 +335,40 @@ def _uniform(experts: int, seed: int) -> list[float]:
 
 
 def _skewed(experts: int, seed: int) -> list[float]:
-    """Zipf's: the first expert has as many rows as the second and the third together, and so on; in random order."""
+    """Zipf's: the first expert has as many rows as the second and the third together, and so
+    on; in random order.
+    """
     order = torch.randperm(experts, generator=cases.generator("cpu", seed))
     return (1 / (1 + order.double())).tolist()
 
 
 def _case(name, experts, rows, n, k, counts=None, shares=_uniform, tags=cases.CONTRACT):
-    """counts: rows of each expert, in place of shares; what they leave of `rows` is the tail, which is NaN."""
+    """counts: rows of each expert, in place of shares; what they leave of `rows` is the tail,
+    which is NaN.
+    """
+
     def make(device, dtype, seed):
         g = cases.generator(device, seed)
         x = cases.randn(rows, k, device=device, dtype=dtype, gen=g, requires_grad=False)
-        weight = cases.randn(experts, n, k, device=device, dtype=dtype, gen=g, scale=k**-0.5 if k else 1.0)
+        weight = cases.randn(
+            experts, n, k, device=device, dtype=dtype, gen=g, scale=k**-0.5 if k else 1.0
+        )
         if counts is None:
             ends = _ends(shares(experts, seed), rows)
         else:
             ends = torch.tensor(counts).cumsum(0).tolist()
-            x[ends[-1]:] = float("nan")
+            x[ends[-1] :] = float("nan")
         offsets = torch.tensor(ends, dtype=torch.int32, device=device)
         return {"x": x.requires_grad_(), "weight": weight, "offsets": offsets}
 
     def cost(itemsize):
         w = experts * n * k
-        return Cost((rows * (n + k) + w) * itemsize, (rows * (n + 2 * k) + 2 * w) * itemsize,
-                    2 * rows * n * k, 4 * rows * n * k)
+        return Cost(
+            (rows * (n + k) + w) * itemsize,
+            (rows * (n + 2 * k) + 2 * w) * itemsize,
+            2 * rows * n * k,
+            4 * rows * n * k,
+        )
 
     return Case(name, make, cost, tags)
 
@@ -316,25 +377,53 @@ def _timed():
     qwen, hidden, inner = "qwen3-30b-a3b", 2048, 768
     found = []
     for tokens in (8192, 32768):
-        found += [_case(f"{qwen}_up_{tokens}", 128, 8 * tokens, 2 * inner, hidden, tags=cases.CUDA),
-                  _case(f"{qwen}_down_{tokens}", 128, 8 * tokens, hidden, inner, tags=cases.CUDA)]
+        found += [
+            _case(f"{qwen}_up_{tokens}", 128, 8 * tokens, 2 * inner, hidden, tags=cases.CUDA),
+            _case(f"{qwen}_down_{tokens}", 128, 8 * tokens, hidden, inner, tags=cases.CUDA),
+        ]
     found += [
-        _case(f"{qwen}_up_32768_skewed", 128, 8 * 32768, 2 * inner, hidden, shares=_skewed, tags=cases.CUDA),
+        _case(
+            f"{qwen}_up_32768_skewed",
+            128,
+            8 * 32768,
+            2 * inner,
+            hidden,
+            shares=_skewed,
+            tags=cases.CUDA,
+        ),
         _case("mixtral-8x7b_up_8192", 8, 2 * 8192, 2 * 14336, 4096, tags=cases.CUDA),
         _case("mixtral-8x7b_down_8192", 8, 2 * 8192, 4096, 14336, tags=cases.CUDA),
-        _case("mixtral-8x7b_up_8192_skewed", 8, 2 * 8192, 2 * 14336, 4096, shares=_skewed, tags=cases.CUDA),
+        _case(
+            "mixtral-8x7b_up_8192_skewed",
+            8,
+            2 * 8192,
+            2 * 14336,
+            4096,
+            shares=_skewed,
+            tags=cases.CUDA,
+        ),
         # A quarter of the experts: all, with gradients and float64 truth, are 20 GiB.
         _case(f"{qwen}-32e_up_4_rows", 32, 32 * 4, 2 * inner, hidden, tags=cases.CPU),
         _case(f"{qwen}-32e_up_32_rows", 32, 32 * 32, 2 * inner, hidden, tags=cases.CPU),
         _case(f"{qwen}-32e_down_32_rows", 32, 32 * 32, hidden, inner, tags=cases.CPU),
-        _case(f"{qwen}-32e_up_32_rows_skewed", 32, 32 * 32, 2 * inner, hidden, shares=_skewed, tags=cases.CPU),
+        _case(
+            f"{qwen}-32e_up_32_rows_skewed",
+            32,
+            32 * 32,
+            2 * inner,
+            hidden,
+            shares=_skewed,
+            tags=cases.CPU,
+        ),
     ]
     return found
 
 
 _CASES = (
     _case("ragged", 4, 37, 21, 19, (5, 20, 0, 12)),
-    _case("aligned", 3, 150, 144, 80, (129, 0, 21)),    # rows and edges that divide no tile, at multiples of 16
+    _case(
+        "aligned", 3, 150, 144, 80, (129, 0, 21)
+    ),  # rows and edges that divide no tile, at multiples of 16
     _case("tail", 4, 30, 24, 16, (3, 0, 9, 7)),
     _case("tail_odd", 2, 9, 7, 5, (2, 4)),
     _case("no_rows", 3, 0, 8, 16, (0, 0, 0)),
@@ -342,7 +431,7 @@ _CASES = (
     _case("one_expert_has_all", 5, 33, 16, 32, (0, 0, 33, 0, 0)),
     _case("one_expert", 1, 20, 12, 8, (20,)),
     _case("many_experts", 40, 64, 6, 8, tuple(i % 4 for i in range(40))),
-    _case("long", 2, 300, 8, 24, (283, 17)),            # more rows than a tile of any size
+    _case("long", 2, 300, 8, 24, (283, 17)),  # more rows than a tile of any size
     *_timed(),
     _case("big", 4, 2**19 + 8, 4096, 64, tags=cases.BIG),
     _case("big_weight", 33, 33 * 8, 8192, 8192, tags=cases.BIG),
@@ -351,17 +440,36 @@ _CASES = (
 _QWEN_32768 = ("qwen3-30b-a3b_up_32768", "qwen3-30b-a3b_down_32768")
 
 GROUPED_GEMM = Op(
-    "grouped_gemm", grouped_gemm, grouped_gemm_eager,
+    "grouped_gemm",
+    grouped_gemm,
+    grouped_gemm_eager,
     (
-        Implementation("triton", _triton, platform.no_triton, gate=_of_triton("gate"),
-                       tunables=_of_triton("tunables")),
+        Implementation(
+            "triton",
+            _triton,
+            platform.no_triton,
+            gate=_of_triton("gate"),
+            tunables=_of_triton("tunables"),
+        ),
         Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
         _Native("native", _native, _no_native, devices=("cuda", "cpu")),
         # Never chosen by auto: here to be asked for and compared with.
-        Implementation("quack", _quack, _no_quack, devices=(), dtypes=(torch.bfloat16, torch.float16)),
+        Implementation(
+            "quack", _quack, _no_quack, devices=(), dtypes=(torch.bfloat16, torch.float16)
+        ),
     ),
     _CASES,
     # 500 and 420 TFLOP/s where a matrix product reaches 790.
-    goals=tuple(Goal(cases.DATACENTER, which, "matmul_percent", at_least=least, cases=_QWEN_32768,
-                     dtypes=("bfloat16",)) for which, least in (("forward", 63), ("backward", 53))),
-    on_host=("eager",))
+    goals=tuple(
+        Goal(
+            cases.DATACENTER,
+            which,
+            "matmul_percent",
+            at_least=least,
+            cases=_QWEN_32768,
+            dtypes=("bfloat16",),
+        )
+        for which, least in (("forward", 63), ("backward", 53))
+    ),
+    on_host=("eager",),
+)

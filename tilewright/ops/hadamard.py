@@ -1,8 +1,10 @@
-"""The block Hadamard transform, with random signs or without:  y = H (s * x) / sqrt(size) in each block of 16 or 32
+"""The block Hadamard transform, with random signs or without:  y = H (s * x) / sqrt(size) in each
+block of 16 or 32
 
-H is Sylvester's matrix of +-1: H[i, j] = (-1)^(number of bits that i and j share). H / sqrt(size) is symmetric and its
-own inverse. It spreads one large element over its block, so that a block's scale in FP4 fits the other ones, and in a
-product of two tensors that are transformed along the summed dimension it cancels: (H a) . (H b) = a . b.
+H is Sylvester's matrix of +-1: H[i, j] = (-1)^(number of bits that i and j share). H / sqrt(size)
+is symmetric and its own inverse. It spreads one large element over its block, so that a block's
+scale in FP4 fits the other ones, and in a product of two tensors that are transformed along the
+summed dimension it cancels: (H a) . (H b) = a . b.
 """
 
 from __future__ import annotations
@@ -20,27 +22,35 @@ SIZES = (16, 32)
 
 
 @_checks.autocast("inputs")
-def hadamard(x: torch.Tensor, size: int = 16, *, seed: int | None = None, inverse: bool = False,
-             implementation: str = "auto") -> torch.Tensor:
+def hadamard(
+    x: torch.Tensor,
+    size: int = 16,
+    *,
+    seed: int | None = None,
+    inverse: bool = False,
+    implementation: str = "auto",
+) -> torch.Tensor:
     """The orthonormal Hadamard transform of each block of `size` elements along the last dimension.
 
-    x: [..., C] fp32 | bf16 | fp16 (fp64 with eager), any strides (others than contiguous are copied). C must divide by
-        size.
+    x: [..., C] fp32 | bf16 | fp16 (fp64 with eager), any strides (others than contiguous are
+        copied). C must divide by size.
     size: 16 or 32.
-    seed: None for no signs. A number, 0 to 2^63 - 1, multiplies position i of every block by a random sign s_i first:
-        negative where the lowest bit of word i % 4 of Philox4x32-10 with counter i // 4 and key seed is 1. The signs
-        are the same for all blocks and tensors, so that they cancel in a product.
+    seed: None for no signs. A number, 0 to 2^63 - 1, multiplies position i of every block by a
+        random sign s_i first: negative where the lowest bit of word i % 4 of Philox4x32-10 with
+        counter i // 4 and key seed is 1. The signs are the same for all blocks and tensors, so that
+        they cancel in a product.
     inverse: x = s * (H y / sqrt(size)), which undoes the transform with this size and seed.
     implementation: "auto", or one of triton, cpp, eager.
 
-    Returns [..., C], contiguous, in x's dtype. In float32 (fp64 for fp64), in a fixed order: log2(size) stages of sums
-    and differences with the element 1, 2, 4, ... positions away, then one product by size^-1/2, then one rounding.
-    Every implementation gives the same bits. Differentiable any number of times: the gradient is the other direction.
-    Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
+    Returns [..., C], contiguous, in x's dtype. In float32 (fp64 for fp64), in a fixed order:
+    log2(size) stages of sums and differences with the element 1, 2, 4, ... positions away, then one
+    product by size^-1/2, then one rounding. Every implementation gives the same bits.
+    Differentiable any number of times: the gradient is the other direction. Raises TypeError or
+    ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
     that cannot run here.
-    Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, which transforms the inputs of the
-    weight gradient in blocks of 16 with one vector of signs for all of a run, as Transformer Engine's NVFP4 recipe
-    does.
+    Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, which
+    transforms the inputs of the weight gradient in blocks of 16 with one vector of signs for all of
+    a run, as Transformer Engine's NVFP4 recipe does.
     """
     _checks.floating("x", x)
     if x.dim() == 0:
@@ -51,7 +61,9 @@ def hadamard(x: torch.Tensor, size: int = 16, *, seed: int | None = None, invers
     return HADAMARD.pick(implementation, x)(x.contiguous(), size, seed, inverse)
 
 
-def check_options(columns: int, size: object, seed: int | None, name: str = "size", seed_name: str = "seed") -> None:
+def check_options(
+    columns: int, size: object, seed: int | None, name: str = "size", seed_name: str = "seed"
+) -> None:
     """Raises for a size, or a seed, that does not fit rows of so many elements."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"{name} must be one of {list(SIZES)}, got {size!r}")
@@ -63,8 +75,11 @@ def check_options(columns: int, size: object, seed: int | None, name: str = "siz
 
 # ---- the definition
 
+
 def hadamard_eager(x, size, seed, inverse):
-    v = x.to(torch.promote_types(x.dtype, torch.float32)).view(*x.shape[:-1], x.shape[-1] // size, size)
+    v = x.to(torch.promote_types(x.dtype, torch.float32)).view(
+        *x.shape[:-1], x.shape[-1] // size, size
+    )
     signs = None
     if seed is not None:
         signs = (1 - 2 * (quantize.philox(seed, size, x.device) & 1)).to(v.dtype)
@@ -123,6 +138,7 @@ def _gate():
 
 # ---- cases
 
+
 def _case(name, shape, tags=cases.CONTRACT, **options):
     def make(device, dtype, seed):
         gen = cases.generator(device, seed)
@@ -136,17 +152,36 @@ def _case(name, shape, tags=cases.CONTRACT, **options):
 
 
 HADAMARD = Op(
-    "hadamard", hadamard, hadamard_eager,
-    (Implementation("triton", _triton, platform.no_triton, gate=_gate),
-     Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16))),
-    (_case("plain", (3, 5, 48)), _case("signs", (7, 64), seed=1),
-     _case("inverse", (5, 32), seed=2**40 + 3, inverse=True),
-     _case("by_32", (3, 5, 96), size=32), _case("by_32_inverse", (5, 32), size=32, seed=5, inverse=True),
-     _case("vector", (16,), seed=0), _case("no_rows", (0, 32)), _case("no_columns", (3, 0)),
-     _case("several_tiles", (9, 496), size=16, seed=9),
-     *(_case(name, (cases.TOKENS[device], cases.MODELS[name].hidden), tags, size=16, seed=1)
-       for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU)) for name in ("qwen3-8b", "deepseek-v3")),
-     _case("llama-3-8b-32", (cases.TOKENS["cuda"], cases.MODELS["llama-3-8b"].inner), cases.CUDA, size=32, seed=1),
-     _case("big", (2**18 + 1, 8192), cases.BIG, seed=1)),
+    "hadamard",
+    hadamard,
+    hadamard_eager,
+    (
+        Implementation("triton", _triton, platform.no_triton, gate=_gate),
+        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+    ),
+    (
+        _case("plain", (3, 5, 48)),
+        _case("signs", (7, 64), seed=1),
+        _case("inverse", (5, 32), seed=2**40 + 3, inverse=True),
+        _case("by_32", (3, 5, 96), size=32),
+        _case("by_32_inverse", (5, 32), size=32, seed=5, inverse=True),
+        _case("vector", (16,), seed=0),
+        _case("no_rows", (0, 32)),
+        _case("no_columns", (3, 0)),
+        _case("several_tiles", (9, 496), size=16, seed=9),
+        *(
+            _case(name, (cases.TOKENS[device], cases.MODELS[name].hidden), tags, size=16, seed=1)
+            for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU))
+            for name in ("qwen3-8b", "deepseek-v3")
+        ),
+        _case(
+            "llama-3-8b-32",
+            (cases.TOKENS["cuda"], cases.MODELS["llama-3-8b"].inner),
+            cases.CUDA,
+            size=32,
+            seed=1,
+        ),
+        _case("big", (2**18 + 1, 8192), cases.BIG, seed=1),
+    ),
     goals=cases.near_copy(90, "forward", "backward"),
 )

@@ -1,5 +1,7 @@
-"""MXFP8: float8_e4m3fn with a power of two for each 32 consecutive elements of a row, an E8M0 byte b for 2^(b - 127),
-as tensor cores of compute capability 10 take their inputs (OCP Microscaling Formats 1.0)."""
+"""MXFP8: float8_e4m3fn with a power of two for each 32 consecutive elements of a row, an E8M0 byte
+b for 2^(b - 127), as tensor cores of compute capability 10 take their inputs (OCP Microscaling
+Formats 1.0).
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,16 @@ from tilewright.registry import Case, Cost, Implementation, On, Op
 
 BLOCK = 32
 E8M0 = torch.float8_e8m0fnu
-NAN = 255   # the byte
+NAN = 255  # the byte
 
 
 @dataclass(frozen=True)
 class MXFP8(quantize.Quantized):
     """A tensor in MXFP8. Made by `quantize_mxfp8` or `MXFP8.from_safetensors`.
 
-    data: float8_e4m3fn [..., C].   scale: float8_e8m0fnu [..., ceil(C / 32)], of each block, in rows (a product that
-        wants them in tiles reorders them); an element is its value times its block's.   dtype: of the tensor that was
-        quantised.
+    data: float8_e4m3fn [..., C].   scale: float8_e8m0fnu [..., ceil(C / 32)], of each block, in
+        rows (a product that wants them in tiles reorders them); an element is its value times its
+        block's.   dtype: of the tensor that was quantised.
     """
 
     data: torch.Tensor
@@ -40,14 +42,23 @@ class MXFP8(quantize.Quantized):
         return tuple(self.data.shape)
 
     def to_safetensors(self, prefix: str = "weight") -> dict[str, torch.Tensor]:
-        """The tensors of a checkpoint, as compressed-tensors has them: `prefix`, and `prefix_scale` as bytes."""
+        """The tensors of a checkpoint, as compressed-tensors has them: `prefix`, and
+        `prefix_scale` as bytes.
+        """
         return {prefix: self.data, f"{prefix}_scale": self.scale.view(torch.uint8)}
 
     @classmethod
-    def from_safetensors(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "weight", *,
-                         dtype: torch.dtype = torch.bfloat16) -> MXFP8:
-        """The reverse; scales may also be float8_e8m0fnu. Raises KeyError for what is missing, and TypeError or
-        ValueError, naming the tensor, for what does not fit together. Reads scales on the host."""
+    def from_safetensors(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        prefix: str = "weight",
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> MXFP8:
+        """The reverse; scales may also be float8_e8m0fnu. Raises KeyError for what is missing, and
+        TypeError or ValueError, naming the tensor, for what does not fit together. Reads scales on
+        the host.
+        """
         name = f"{prefix}_scale"
         data, scale = quantize.key(tensors, prefix), quantize.key(tensors, name)
         scale = scale.view(torch.uint8) if scale.dtype == E8M0 else scale
@@ -60,26 +71,36 @@ quantize.register(MXFP8, ("data", "scale"))
 
 
 @_checks.autocast("inputs")
-def quantize_mxfp8(x: torch.Tensor, *, seed: int | None = None, transpose: bool = False,
-                   implementation: str = "auto") -> MXFP8 | tuple[MXFP8, MXFP8]:
+def quantize_mxfp8(
+    x: torch.Tensor,
+    *,
+    seed: int | None = None,
+    transpose: bool = False,
+    implementation: str = "auto",
+) -> MXFP8 | tuple[MXFP8, MXFP8]:
     """x in MXFP8, or x and its transpose.
 
     x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. C need not divide by 32.
-    seed: None rounds to nearest, ties to even. A number rounds up or down at random, as in `quantize_nvfp4`.
-    transpose: returns (q, that of x.mT) with the same seed, bit for bit what two calls give, from one read of x (eager:
-        two): what a layer's forward multiplies by and what its backward does. x has 2 dimensions or more.
+    seed: None rounds to nearest, ties to even. A number rounds up or down at random, as in
+    `quantize_nvfp4`.
+    transpose: returns (q, that of x.mT) with the same seed, bit for bit what two calls give, from
+    one read of x (eager:
+        two): what a layer's forward multiplies by and what its backward does. x has 2 dimensions or
+        more.
     implementation: "auto", or one of triton, cpp, eager.
 
-    A block's scale is the least power of two s with (largest magnitude) / s <= 448, so that nothing saturates, and
-    2^-127 if that is smaller or all is 0; codes are of x / s in float32. The scale comes from the bits of the largest
-    magnitude by integer operations. 1 / s is a normal number (s is at most 2^120), so x / s is exact, or below 2^-126,
-    where its code is 0 however it is rounded.
-    Not differentiable: x is detached. Deterministic, and the same in every implementation.
-    Raises TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite (on CUDA, where
-    looking would wait for the device, such a block's scale is NaN, byte 255, and its codes are unspecified),
-    ImplementationUnavailable for a named implementation that cannot run here.
-    Source: OCP Microscaling Formats (MX) Specification 1.0, section 5, with the exponent rounded up where section 6.3
-    rounds it down.
+    A block's scale is the least power of two s with (largest magnitude) / s <= 448, so that nothing
+    saturates, and 2^-127 if that is smaller or all is 0; codes are of x / s in float32. The scale
+    comes from the bits of the largest magnitude by integer operations. 1 / s is a normal number (s
+    is at most 2^120), so x / s is exact, or below 2^-126, where its code is 0 however it is
+    rounded.
+    Not differentiable: x is detached. Deterministic, and the same in every implementation. Raises
+    TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite
+    (on CUDA, where looking would wait for the device, such a block's scale is NaN, byte 255, and
+    its codes are unspecified), ImplementationUnavailable for a named implementation that cannot run
+    here.
+    Source: OCP Microscaling Formats (MX) Specification 1.0, section 5, with the exponent rounded up
+    where section 6.3 rounds it down.
     """
     quantize.source(x)
     quantize.seed(seed)
@@ -94,23 +115,33 @@ def quantize_mxfp8(x: torch.Tensor, *, seed: int | None = None, transpose: bool 
 
 
 def blocks_of(data, scale, shape, dtype, what="x", *, looked=False) -> MXFP8:
-    """Of what an implementation returns: codes [..] and bytes of scales [matrices, rows, blocks].   what: the name of
-    what must be finite.   looked: at another tensor that holds the same values."""
+    """Of what an implementation returns: codes [..] and bytes of scales [matrices, rows, blocks].
+    what: the name of
+    what must be finite.   looked: at another tensor that holds the same values.
+    """
     scale = scale if looked else quantize.finite(scale, what)
-    return MXFP8(data.view(quantize.E4M3).view(shape), scale.view(E8M0).view(_scales_shape(shape)), dtype)
+    return MXFP8(
+        data.view(quantize.E4M3).view(shape), scale.view(E8M0).view(_scales_shape(shape)), dtype
+    )
 
 
 @_checks.autocast("inputs")
-def dequantize_mxfp8(q: MXFP8, *, dtype: torch.dtype | None = None, noise: AQN | None = None,
-                     implementation: str = "auto") -> torch.Tensor:
+def dequantize_mxfp8(
+    q: MXFP8,
+    *,
+    dtype: torch.dtype | None = None,
+    noise: AQN | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
     """The tensor that q stands for: value * scale in float32, then rounded to the result's dtype.
 
     q: what `quantize_mxfp8` or `MXFP8.from_safetensors` returns.
-    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by default.
-    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape and step =
-        0.125 * scale, the gap from 1 on. None, or an alpha of 0, adds nothing.
-    Returns a contiguous tensor of q.shape. Not differentiable. Deterministic.
-    Raises TypeError or ValueError for a q that does not fit together, ImplementationUnavailable as `quantize_mxfp8`.
+    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by
+    default.
+    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape
+        and step = 0.125 * scale, the gap from 1 on. None, or an alpha of 0, adds nothing.
+    Returns a contiguous tensor of q.shape. Not differentiable. Deterministic. Raises TypeError or
+    ValueError for a q that does not fit together, ImplementationUnavailable as `quantize_mxfp8`.
     """
     quantize.instance(q, MXFP8)
     dtype = quantize.output_dtype(dtype, q.dtype)
@@ -133,23 +164,31 @@ def _scales_shape(shape) -> tuple[int, ...]:
 
 # ---- the definitions
 
+
 def quantize_eager(x, seed, transpose=False):
     if transpose:
         return *quantize_eager(x, seed), *quantize_eager(x.mT.contiguous(), seed)
     B, R, C = x.shape
     v = quantize.pad_to(x.float(), -1, BLOCK)
     blocks = v.view(B, R, v.shape[2] // BLOCK, BLOCK)
-    most = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(-1)   # bits, among which a NaN is the largest
-    # Of m 2^e with 1 <= m < 2 the exponent e - 8, one more where m > 1.75: then the sum carries into the exponent.
+    most = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(
+        -1
+    )  # bits, among which a NaN is the largest
+    # Of m 2^e with 1 <= m < 2 the exponent e - 8, one more where m > 1.75: then the sum carries
+    # into the exponent.
     e = ((most + 0x1FFFFF >> 23) - 8).clamp_min(0).masked_fill(most >= 0x7F800000, NAN)
-    scaled = (blocks * (254 - e << 23).view(torch.float32)[..., None]).view(v.shape)[..., :C].contiguous()
+    scaled = (
+        (blocks * (254 - e << 23).view(torch.float32)[..., None])
+        .view(v.shape)[..., :C]
+        .contiguous()
+    )
     random = None if seed is None else quantize.philox(seed, x.numel(), x.device).view(B, R, C)
     return quantize.to_e4m3(scaled, random), e.to(torch.uint8)
 
 
 def dequantize_eager(data, scale, dtype, alpha=0.0, seed=0, step=0, layer=0):
     acc = torch.promote_types(dtype, torch.float32)
-    factor = scale.view(E8M0).to(acc).repeat_interleave(BLOCK, 1)[:, :data.shape[1]]
+    factor = scale.view(E8M0).to(acc).repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
     values = data.view(quantize.E4M3).to(acc) * factor
     if alpha:
         values = aqn.add_eager(values, alpha * STEP * factor, seed, step, layer)
@@ -162,8 +201,10 @@ _loaded: dict[str, tuple] = {}
 
 
 def fake_quantize(x, seed):
-    return (x.new_empty(x.shape, dtype=torch.uint8),
-            x.new_empty((*x.shape[:-1], (x.shape[-1] + BLOCK - 1) // BLOCK), dtype=torch.uint8))
+    return (
+        x.new_empty(x.shape, dtype=torch.uint8),
+        x.new_empty((*x.shape[:-1], (x.shape[-1] + BLOCK - 1) // BLOCK), dtype=torch.uint8),
+    )
 
 
 def fake_both(x, seed):
@@ -184,9 +225,12 @@ def _triton():
         from tilewright.kernels import quantize_triton as k
 
         _loaded["triton"] = (
-            _either(define("mxfp8_triton_quantize", k.mxfp8_quantize, fake_quantize),
-                    define("mxfp8_triton_quantize_both", fused.mxfp8_quantize_both, fake_both)),
-            define("mxfp8_triton_dequantize", k.mxfp8_dequantize, _fake_dequantize))
+            _either(
+                define("mxfp8_triton_quantize", k.mxfp8_quantize, fake_quantize),
+                define("mxfp8_triton_quantize_both", fused.mxfp8_quantize_both, fake_both),
+            ),
+            define("mxfp8_triton_dequantize", k.mxfp8_dequantize, _fake_dequantize),
+        )
     return _loaded["triton"]
 
 
@@ -205,10 +249,15 @@ def _gate():
 
 # ---- cases
 
+
 def _case(name, shape, quantised=False, noise=None, **options):
     def make(device, dtype, seed):
         x = draw(device, dtype, seed, shape)
-        return {"q": quantize_mxfp8(x, **options), "noise": noise} if quantised else {"x": x, **options}
+        return (
+            {"q": quantize_mxfp8(x, **options), "noise": noise}
+            if quantised
+            else {"x": x, **options}
+        )
 
     return Case(name, make)
 
@@ -221,26 +270,52 @@ def _timed_transposes():
         def make(device, dtype, seed):
             return {"x": draw(device, dtype, seed, shape), "transpose": True}
 
-        return Case("qwen3-8b-transpose", make, lambda itemsize: Cost(n * itemsize + int(2 * n * 8.25 / 8)), tags)
+        return Case(
+            "qwen3-8b-transpose",
+            make,
+            lambda itemsize: Cost(n * itemsize + int(2 * n * 8.25 / 8)),
+            tags,
+        )
 
     return [case("cuda", cases.CUDA), case("cpu", cases.CPU)]
 
 
 _COMPILED = (torch.float32, torch.bfloat16)
 QUANTIZE_MXFP8 = Op(
-    "quantize_mxfp8", quantize_mxfp8, quantize_eager,
-    (Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate),
-     Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED)),
-    (*all_cases(lambda x: {"x": x}, 8.25), _case("random", (5, 37), seed=1),
-     _case("transpose", (40, 70), transpose=True), _case("transpose_experts", (2, 33, 48), transpose=True),
-     _case("transpose_random", (2, 20, 36), transpose=True, seed=3), *_timed_transposes()),
+    "quantize_mxfp8",
+    quantize_mxfp8,
+    quantize_eager,
+    (
+        Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate),
+        Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
+    ),
+    (
+        *all_cases(lambda x: {"x": x}, 8.25),
+        _case("random", (5, 37), seed=1),
+        _case("transpose", (40, 70), transpose=True),
+        _case("transpose_experts", (2, 33, 48), transpose=True),
+        _case("transpose_random", (2, 20, 36), transpose=True, seed=3),
+        *_timed_transposes(),
+    ),
     goals=cases.near_copy(85, "forward"),
 )
 DEQUANTIZE_MXFP8 = Op(
-    "dequantize_mxfp8", dequantize_mxfp8, dequantize_eager,
-    (Implementation("triton", lambda: _triton()[1], platform.no_triton, gate=quantize.gate("mxfp8_dequantize_gate")),
-     Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED)),
-    (*all_cases(lambda x: {"q": quantize_mxfp8(x)}, 8.25), _case("noise", (3, 5, 72), True, aqn.SOME),
-     _case("noise_ragged", (5, 37), True, aqn.SOME)),
+    "dequantize_mxfp8",
+    dequantize_mxfp8,
+    dequantize_eager,
+    (
+        Implementation(
+            "triton",
+            lambda: _triton()[1],
+            platform.no_triton,
+            gate=quantize.gate("mxfp8_dequantize_gate"),
+        ),
+        Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
+    ),
+    (
+        *all_cases(lambda x: {"q": quantize_mxfp8(x)}, 8.25),
+        _case("noise", (3, 5, 72), True, aqn.SOME),
+        _case("noise_ragged", (5, 37), True, aqn.SOME),
+    ),
     goals=cases.near_copy(90, "forward"),
 )

@@ -1,5 +1,6 @@
-"""NVFP4: 4-bit floats (e2m1), a float8_e4m3fn scale for each block of 16 along the last dimension, and one float32
-scale for the tensor."""
+"""NVFP4: 4-bit floats (e2m1), a float8_e4m3fn scale for each block of 16 along the last dimension,
+and one float32 scale for the tensor.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +19,16 @@ from tilewright.registry import Case, Cost, Goal, Implementation, On, Op
 
 BLOCK = 16
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Of scales, so that their inverses and the inverses of products with block scales are finite in float32.
-LEAST, LEAST_BLOCK = 2.0**-112, 2.0**-9   # the latter is e4m3's smallest number
-STEP = 0.5   # of noise, in scales
+# Of scales, so that their inverses and the inverses of products with block scales are finite in
+# float32.
+LEAST, LEAST_BLOCK = 2.0**-112, 2.0**-9  # the latter is e4m3's smallest number
+STEP = 0.5  # of noise, in scales
 LAYOUTS = ("compressed-tensors", "modelopt")
 
 
-_values = quantize.constant("nvfp4_values", lambda: torch.tensor((*VALUES, *(-v for v in VALUES))), 16)
+_values = quantize.constant(
+    "nvfp4_values", lambda: torch.tensor((*VALUES, *(-v for v in VALUES))), 16
+)
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,8 @@ class NVFP4(quantize.Quantized):
     """A tensor in NVFP4. Made by `quantize_nvfp4` or `NVFP4.from_safetensors`.
 
     data: uint8 [..., ceil(C / 2)] of rows of C elements, the even one in the low nibble.
-    scale: float8_e4m3fn [..., ceil(C / 16)], of each block.   global_scale: float32 [], of the tensor. An element is
-        its value times scale * global_scale.
+    scale: float8_e4m3fn [..., ceil(C / 16)], of each block.   global_scale: float32 [], of the
+        tensor. An element is its value times scale * global_scale.
     shape, dtype: of the tensor that was quantised.
     """
 
@@ -43,26 +47,46 @@ class NVFP4(quantize.Quantized):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def to_safetensors(self, prefix: str = "weight", layout: str = "compressed-tensors") -> dict[str, torch.Tensor]:
-        """The tensors of a checkpoint. compressed-tensors: `prefix_packed`, `prefix_scale` and `prefix_global_scale`,
-        which is the inverse of global_scale; modelopt: `prefix`, `prefix_scale` and `prefix_scale_2`, which is
-        global_scale."""
+    def to_safetensors(
+        self, prefix: str = "weight", layout: str = "compressed-tensors"
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a checkpoint. compressed-tensors: `prefix_packed`, `prefix_scale` and
+        `prefix_global_scale`, which is the inverse of global_scale; modelopt: `prefix`,
+        `prefix_scale` and `prefix_scale_2`, which is global_scale.
+        """
         _checks.choice("layout", layout, LAYOUTS)
         if layout == "modelopt":
-            return {prefix: self.data, f"{prefix}_scale": self.scale, f"{prefix}_scale_2": self.global_scale}
-        return {f"{prefix}_packed": self.data, f"{prefix}_scale": self.scale,
-                f"{prefix}_global_scale": (1.0 / self.global_scale).reshape(1)}
+            return {
+                prefix: self.data,
+                f"{prefix}_scale": self.scale,
+                f"{prefix}_scale_2": self.global_scale,
+            }
+        return {
+            f"{prefix}_packed": self.data,
+            f"{prefix}_scale": self.scale,
+            f"{prefix}_global_scale": (1.0 / self.global_scale).reshape(1),
+        }
 
     @classmethod
-    def from_safetensors(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "weight", *,
-                         dtype: torch.dtype = torch.bfloat16, shape: tuple[int, ...] | None = None) -> NVFP4:
-        """The reverse, of the layout whose keys there are. shape: needed for rows of an odd number of elements; the
-        checkpoints do not hold it. An inverse's inverse may differ in the last bit. Raises KeyError for what is
-        missing, and TypeError or ValueError, naming the tensor, for what does not fit together. Reads scales on the
-        host."""
+    def from_safetensors(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        prefix: str = "weight",
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        shape: tuple[int, ...] | None = None,
+    ) -> NVFP4:
+        """The reverse, of the layout whose keys there are. shape: needed for rows of an odd number
+        of elements; the checkpoints do not hold it. An inverse's inverse may differ in the last
+        bit. Raises KeyError for what is missing, and TypeError or ValueError, naming the tensor,
+        for what does not fit together. Reads scales on the host.
+        """
         modelopt = f"{prefix}_scale_2" in tensors
-        name, name_of_total = (prefix, f"{prefix}_scale_2") if modelopt else (f"{prefix}_packed",
-                                                                              f"{prefix}_global_scale")
+        name, name_of_total = (
+            (prefix, f"{prefix}_scale_2")
+            if modelopt
+            else (f"{prefix}_packed", f"{prefix}_global_scale")
+        )
         scale, data = quantize.key(tensors, f"{prefix}_scale"), quantize.key(tensors, name)
         total = quantize.float_scales(tensors, name_of_total)
         if total.numel() != 1:
@@ -70,11 +94,15 @@ class NVFP4(quantize.Quantized):
         total = total.reshape(())
         good = 0 < total < math.inf
         if not good or (not modelopt and 1.0 / total == math.inf):
-            raise ValueError(f"{name_of_total} must be a finite number > 0, got {total.item():g}"
-                             f"{', whose inverse is infinite' if good else ''}")
+            raise ValueError(
+                f"{name_of_total} must be a finite number > 0, got {total.item():g}"
+                f"{', whose inverse is infinite' if good else ''}"
+            )
         shape = (*data.shape[:-1], 2 * data.shape[-1]) if shape is None else tuple(shape)
         quantize.part(name, data, torch.uint8, (*shape[:-1], -(-shape[-1] // 2)), data)
-        quantize.part(f"{prefix}_scale", scale, quantize.E4M3, (*shape[:-1], -(-shape[-1] // BLOCK)), data)
+        quantize.part(
+            f"{prefix}_scale", scale, quantize.E4M3, (*shape[:-1], -(-shape[-1] // BLOCK)), data
+        )
         quantize.scales(f"{prefix}_scale", scale)
         return cls(data, scale, total if modelopt else 1.0 / total, shape, dtype)
 
@@ -83,34 +111,45 @@ quantize.register(NVFP4, ("data", "scale", "global_scale"))
 
 
 @_checks.autocast("inputs")
-def quantize_nvfp4(x: torch.Tensor, *, square: bool = False, global_scale: torch.Tensor | None = None,
-                   seed: int | None = None, hadamard: int | None = None, hadamard_seed: int | None = None,
-                   transpose: bool = False, implementation: str = "auto") -> NVFP4 | tuple[NVFP4, NVFP4]:
+def quantize_nvfp4(
+    x: torch.Tensor,
+    *,
+    square: bool = False,
+    global_scale: torch.Tensor | None = None,
+    seed: int | None = None,
+    hadamard: int | None = None,
+    hadamard_seed: int | None = None,
+    transpose: bool = False,
+    implementation: str = "auto",
+) -> NVFP4 | tuple[NVFP4, NVFP4]:
     """x in NVFP4; or its Hadamard transform, or x and its transpose.
 
-    x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite, and its transform too. C need not divide by
-        16.
-    square: one scale for each 16 x 16 block of the last two dimensions, so that a transpose has the same values; it
-        is stored for each of the block's rows.
-    global_scale: float32 [], to share among tensors; by default (largest magnitude of x) / 2688, 1 if that is 0.
-    seed: None rounds to nearest, ties to even. A number rounds up or down at random, the mean being x / scale: with
-        word i % 4 of Philox4x32-10 for element i (row-major), counter i // 4 and key seed. Block scales are always
-        rounded to nearest.
-    hadamard: 16 or 32 puts `hadamard(x.float(), hadamard, seed=hadamard_seed)` in x's place: in float32, so that
-        nothing is rounded to x's dtype on the way, and never written to memory. C must divide by it. `dequantize_nvfp4`
-        then gives the transform; tilewright.ops.hadamard with inverse=True undoes it.
-    transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give, from one read of x
-        after that for the largest magnitude: a layer's forward needs one, its backward the other. x has 2 dimensions or
-        more. Not with hadamard, since the transforms of the two differ.
+    x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite, and its transform too. C
+        need not divide by 16.
+    square: one scale for each 16 x 16 block of the last two dimensions, so that a transpose has the
+        same values; it is stored for each of the block's rows.
+    global_scale: float32 [], to share among tensors; by default (largest magnitude of x) / 2688, 1
+    if that is 0.
+    seed: None rounds to nearest, ties to even. A number rounds up or down at random, the mean being
+        x / scale: with word i % 4 of Philox4x32-10 for element i (row-major), counter i // 4 and
+        key seed. Block scales are always rounded to nearest.
+    hadamard: 16 or 32 puts `hadamard(x.float(), hadamard, seed=hadamard_seed)` in x's place: in
+        float32, so that nothing is rounded to x's dtype on the way, and never written to memory. C
+        must divide by it. `dequantize_nvfp4` then gives the transform; tilewright.ops.hadamard with
+        inverse=True undoes it.
+    transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give,
+    from one read of x
+        after that for the largest magnitude: a layer's forward needs one, its backward the other. x
+        has 2 dimensions or more. Not with hadamard, since the transforms of the two differ.
     implementation: "auto", or one of triton, cpp, eager.
 
-    In float32, with m a block's largest magnitude: scale = e4m3(m / 6 / global_scale), at least e4m3's smallest number
-    where m is not 0, and 0 where it is; codes are of x * (1 / global_scale / scale), so that they make up for the
-    rounding of the scale. Magnitudes above 6 become 6.
-    Not differentiable: x is detached. Deterministic, and the same in every implementation.
-    Raises TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite (on CUDA, where
-    looking would wait for the device, global_scale is then not finite), ImplementationUnavailable for a named
-    implementation that cannot run here.
+    In float32, with m a block's largest magnitude: scale = e4m3(m / 6 / global_scale), at least
+    e4m3's smallest number where m is not 0, and 0 where it is; codes are of x * (1 / global_scale /
+    scale), so that they make up for the rounding of the scale. Magnitudes above 6 become 6.
+    Not differentiable: x is detached. Deterministic, and the same in every implementation. Raises
+    TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite
+    (on CUDA, where looking would wait for the device, global_scale is then not finite),
+    ImplementationUnavailable for a named implementation that cannot run here.
     """
     quantize.source(x)
     quantize.seed(seed)
@@ -122,8 +161,11 @@ def quantize_nvfp4(x: torch.Tensor, *, square: bool = False, global_scale: torch
     if hadamard is not None:
         check_options(x.shape[-1], hadamard, hadamard_seed, "hadamard", "hadamard_seed")
         if transpose:
-            raise ValueError(f"transpose must be False with a hadamard of {hadamard}: transforms of x and of its "
-                             "transpose differ; quantise x.mT by itself")
+            raise ValueError(
+                f"transpose must be False with a hadamard of {hadamard}: transforms of x and of "
+                f"its "
+                "transpose differ; quantise x.mT by itself"
+            )
     elif hadamard_seed is not None:
         raise ValueError(f"hadamard_seed must be None without hadamard, got {hadamard_seed!r}")
     matrices = quantize.as_3d(x.detach(), least=1 + (square or transpose))
@@ -133,24 +175,37 @@ def quantize_nvfp4(x: torch.Tensor, *, square: bool = False, global_scale: torch
     total, *found = run(matrices, global_scale, square, seed, hadamard, hadamard_seed, transpose)
 
     def made(data, scale, shape):
-        return NVFP4(data.view(*shape[:-1], data.shape[-1]),
-                     scale.view(quantize.E4M3).view(*shape[:-1], scale.shape[-1]), total, tuple(shape), x.dtype)
+        return NVFP4(
+            data.view(*shape[:-1], data.shape[-1]),
+            scale.view(quantize.E4M3).view(*shape[:-1], scale.shape[-1]),
+            total,
+            tuple(shape),
+            x.dtype,
+        )
 
     q = made(*found[:2], x.shape)
     return (q, made(*found[2:], x.mT.shape)) if transpose else q
 
 
 @_checks.autocast("inputs")
-def dequantize_nvfp4(q: NVFP4, *, dtype: torch.dtype | None = None, noise: AQN | None = None,
-                     implementation: str = "auto") -> torch.Tensor:
-    """The tensor that q stands for: value * (scale * global_scale) in float32, then rounded to the result's dtype.
+def dequantize_nvfp4(
+    q: NVFP4,
+    *,
+    dtype: torch.dtype | None = None,
+    noise: AQN | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """The tensor that q stands for: value * (scale * global_scale) in float32, then rounded to the
+    result's dtype.
 
     q: what `quantize_nvfp4` or `NVFP4.from_safetensors` returns.
-    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by default.
-    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape and step =
-        0.5 * scale * global_scale, the gap next to 0. None, or an alpha of 0, adds nothing.
-    Returns a contiguous tensor of q.shape. Not differentiable. Deterministic.
-    Raises TypeError or ValueError for a q that does not fit together, ImplementationUnavailable as `quantize_nvfp4`.
+    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by
+    default.
+    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape
+        and step = 0.5 * scale * global_scale, the gap next to 0. None, or an alpha of 0, adds
+        nothing.
+    Returns a contiguous tensor of q.shape. Not differentiable. Deterministic. Raises TypeError or
+    ValueError for a q that does not fit together, ImplementationUnavailable as `quantize_nvfp4`.
     """
     quantize.instance(q, NVFP4)
     dtype = quantize.output_dtype(dtype, q.dtype)
@@ -161,9 +216,14 @@ def dequantize_nvfp4(q: NVFP4, *, dtype: torch.dtype | None = None, noise: AQN |
     quantize.part("q.global_scale", q.global_scale, torch.float32, (), q.data)
     rows = math.prod(lead)
     run = DEQUANTIZE_NVFP4.pick(implementation, On(q.data.device, dtype))
-    out = run(q.data.contiguous().view(rows, -(-C // 2)),
-              q.scale.contiguous().view(torch.uint8).view(rows, -(-C // BLOCK)), q.global_scale, C, dtype,
-              *of_noise)
+    out = run(
+        q.data.contiguous().view(rows, -(-C // 2)),
+        q.scale.contiguous().view(torch.uint8).view(rows, -(-C // BLOCK)),
+        q.global_scale,
+        C,
+        dtype,
+        *of_noise,
+    )
     return out.view(q.shape)
 
 
@@ -172,13 +232,14 @@ def _largest_of(x: torch.Tensor) -> torch.Tensor:
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
     low, high = x.aminmax()
-    return torch.maximum(-low.float(), high.float()).abs()   # abs: -0.0 is no largest magnitude
+    return torch.maximum(-low.float(), high.float()).abs()  # abs: -0.0 is no largest magnitude
 
 
 _largest = define("largest_magnitude", _largest_of, lambda x: x.new_empty((), dtype=torch.float32))
 
 
 # ---- the definitions
+
 
 def quantize_eager(x, global_scale, square, seed, hadamard=None, hadamard_seed=None):
     if hadamard is not None:
@@ -205,8 +266,10 @@ def quantize_eager(x, global_scale, square, seed, hadamard=None, hadamard_seed=N
 
 
 def both_eager(x, global_scale, square, seed):
-    return (*quantize_eager(x, global_scale, square, seed),
-            *quantize_eager(x.mT.contiguous(), global_scale, square, seed))
+    return (
+        *quantize_eager(x, global_scale, square, seed),
+        *quantize_eager(x.mT.contiguous(), global_scale, square, seed),
+    )
 
 
 def largest_eager(x, hadamard, hadamard_seed):
@@ -214,12 +277,17 @@ def largest_eager(x, hadamard, hadamard_seed):
 
 
 def _whole(quantise, both, largest):
-    """What the public function calls: the tensor's scale first, then codes and block scales, once or twice."""
+    """What the public function calls: the tensor's scale first, then codes and block scales,
+    once or twice.
+    """
+
     def run(x, global_scale, square, seed, hadamard, hadamard_seed, transpose):
-        most = quantize.finite(_largest(x) if hadamard is None else largest(x, hadamard, hadamard_seed))
+        most = quantize.finite(
+            _largest(x) if hadamard is None else largest(x, hadamard, hadamard_seed)
+        )
         if global_scale is None:
             global_scale = torch.where(most > 0, (most / 2688.0).clamp_min(LEAST), 1.0)
-        else:   # an x that is not finite still shows
+        else:  # an x that is not finite still shows
             global_scale = global_scale * torch.where(most.isfinite(), 1.0, most)
         if transpose:
             return global_scale, *both(x, global_scale, square, seed)
@@ -230,7 +298,9 @@ def _whole(quantise, both, largest):
 
 def dequantize_eager(data, scale, global_scale, C, dtype, alpha=0.0, seed=0, step=0, layer=0):
     acc = torch.promote_types(dtype, torch.float32)
-    codes = torch.stack([data & 15, data >> 4], -1).view(data.shape[0], 2 * data.shape[1])[:, :C].long()
+    codes = (
+        torch.stack([data & 15, data >> 4], -1).view(data.shape[0], 2 * data.shape[1])[:, :C].long()
+    )
     factor = scale.view(quantize.E4M3).to(acc) * global_scale.to(acc)
     factor = factor.repeat_interleave(BLOCK, 1)[:, :C]
     values = _values(data).to(acc)[codes] * factor
@@ -246,8 +316,10 @@ _loaded: dict[str, tuple] = {}
 
 def _fake_quantize(x, global_scale, square, seed, hadamard=0, signs=None):
     B, R, C = x.shape
-    return (x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8),
-            x.new_empty((B, R, (C + BLOCK - 1) // BLOCK), dtype=torch.uint8))
+    return (
+        x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8),
+        x.new_empty((B, R, (C + BLOCK - 1) // BLOCK), dtype=torch.uint8),
+    )
 
 
 def _fake_dequantize(data, scale, global_scale, C, dtype, *noise):
@@ -255,7 +327,10 @@ def _fake_dequantize(data, scale, global_scale, C, dtype, *noise):
 
 
 def _fake_both(x, global_scale, square, seed):
-    return (*_fake_quantize(x, global_scale, square, seed), *_fake_quantize(x.mT, global_scale, square, seed))
+    return (
+        *_fake_quantize(x, global_scale, square, seed),
+        *_fake_quantize(x.mT, global_scale, square, seed),
+    )
 
 
 def _fake_largest(x, hadamard, signs):
@@ -263,8 +338,13 @@ def _fake_largest(x, hadamard, signs):
 
 
 def _fused(quantise, both, largest):
-    return _whole(lambda x, total, square, seed, size, signs: quantise(x, total, square, seed, size or 0, signs), both,
-                  largest)
+    return _whole(
+        lambda x, total, square, seed, size, signs: quantise(
+            x, total, square, seed, size or 0, signs
+        ),
+        both,
+        largest,
+    )
 
 
 def _triton():
@@ -272,30 +352,48 @@ def _triton():
         from tilewright.kernels import fused_quantize_triton as fused
         from tilewright.kernels import quantize_triton as k
 
-        _loaded["triton"] = (_fused(define("nvfp4_triton_quantize", k.nvfp4_quantize, _fake_quantize),
-                                    define("nvfp4_triton_quantize_both", fused.nvfp4_quantize_both, _fake_both),
-                                    define("nvfp4_triton_largest", fused.nvfp4_largest, _fake_largest)),
-                             define("nvfp4_triton_dequantize", k.nvfp4_dequantize, _fake_dequantize))
+        _loaded["triton"] = (
+            _fused(
+                define("nvfp4_triton_quantize", k.nvfp4_quantize, _fake_quantize),
+                define("nvfp4_triton_quantize_both", fused.nvfp4_quantize_both, _fake_both),
+                define("nvfp4_triton_largest", fused.nvfp4_largest, _fake_largest),
+            ),
+            define("nvfp4_triton_dequantize", k.nvfp4_dequantize, _fake_dequantize),
+        )
     return _loaded["triton"]
 
 
 def _cpp():
     if "cpp" not in _loaded:
         quantise, dequantise = quantize.of_extension("nvfp4", _fake_quantize, _fake_dequantize)
-        _loaded["cpp"] = (_fused(quantise, adopt("nvfp4_cpp_quantize_both", _fake_both),
-                                 adopt("nvfp4_cpp_largest", _fake_largest)), dequantise)
+        _loaded["cpp"] = (
+            _fused(
+                quantise,
+                adopt("nvfp4_cpp_quantize_both", _fake_both),
+                adopt("nvfp4_cpp_largest", _fake_largest),
+            ),
+            dequantise,
+        )
     return _loaded["cpp"]
 
 
 # ---- cases
 
+
 def draw(device, dtype, seed, shape):
-    """Normal values, the start of the first row zeros, and some columns so much smaller than others that scales of
-    their blocks are subnormal or nearly nothing."""
-    x = cases.randn(*shape, device=device, dtype=torch.float32, gen=cases.generator(device, seed), requires_grad=False)
-    x[..., :shape[-1] // 3] *= 3e-5
+    """Normal values, the start of the first row zeros, and some columns so much smaller than others
+    that scales of their blocks are subnormal or nearly nothing.
+    """
+    x = cases.randn(
+        *shape,
+        device=device,
+        dtype=torch.float32,
+        gen=cases.generator(device, seed),
+        requires_grad=False,
+    )
+    x[..., : shape[-1] // 3] *= 3e-5
     if x.dim() > 1:
-        x[1:2, ..., :shape[-1] // 3] *= 1e-4
+        x[1:2, ..., : shape[-1] // 3] *= 1e-4
     if x.numel():
         x.view(-1, shape[-1])[0, :40] = 0
     return x.to(dtype)
@@ -303,51 +401,86 @@ def draw(device, dtype, seed, shape):
 
 def _plain(device, dtype, seed, shape):
     """For timed cases: torchao has no subnormal scales."""
-    return cases.randn(*shape, device=device, dtype=dtype, gen=cases.generator(device, seed), requires_grad=False)
+    return cases.randn(
+        *shape, device=device, dtype=dtype, gen=cases.generator(device, seed), requires_grad=False
+    )
 
 
-SMALL = {"ragged": (5, 33), "odd_rows": (19, 40), "matrix": (32, 128), "vector": (70,), "experts": (3, 17, 18),
-         "one": (1, 1), "no_rows": (0, 32), "no_columns": (3, 0)}
+SMALL = {
+    "ragged": (5, 33),
+    "odd_rows": (19, 40),
+    "matrix": (32, 128),
+    "vector": (70,),
+    "experts": (3, 17, 18),
+    "one": (1, 1),
+    "no_rows": (0, 32),
+    "no_columns": (3, 0),
+}
 
 
 def all_cases(make, bits):
     shapes = [(name, shape, cases.CONTRACT) for name, shape in SMALL.items()]
-    shapes += [(name, shape, tags) for tags in (cases.CUDA, cases.CPU) for name, shape in quantize.SHAPES.items()
-               if tags is cases.CUDA or name == "llama-3-8b-down"]
+    shapes += [
+        (name, shape, tags)
+        for tags in (cases.CUDA, cases.CPU)
+        for name, shape in quantize.SHAPES.items()
+        if tags is cases.CUDA or name == "llama-3-8b-down"
+    ]
 
     def case(name, shape, tags):
         n = math.prod(shape)
         drawn = draw if tags is cases.CONTRACT else _plain
-        return Case(name, lambda device, dtype, seed: make(drawn(device, dtype, seed, shape)),
-                    lambda itemsize: Cost(n * itemsize + int(n * bits / 8), 0, 0, 0), tags)
+        return Case(
+            name,
+            lambda device, dtype, seed: make(drawn(device, dtype, seed, shape)),
+            lambda itemsize: Cost(n * itemsize + int(n * bits / 8), 0, 0, 0),
+            tags,
+        )
 
     return [case(*s) for s in shapes]
 
 
 def _variants():
     def case(name, shape, **options):
-        return Case(name, lambda device, dtype, seed: {"x": draw(device, dtype, seed, shape), **options})
+        return Case(
+            name, lambda device, dtype, seed: {"x": draw(device, dtype, seed, shape), **options}
+        )
 
-    return [case("square", (19, 40), square=True), case("square_experts", (2, 33, 48), square=True),
-            case("random", (5, 37), seed=1), case("random_square", (18, 50), seed=2**40 + 3, square=True),
-            case("hadamard", (5, 48), hadamard=16), case("hadamard_signs", (3, 7, 64), hadamard=32, hadamard_seed=3),
-            case("hadamard_square", (18, 32), hadamard=16, hadamard_seed=1, square=True, seed=4),
-            case("transpose", (19, 70), transpose=True), case("transpose_random", (2, 17, 33), transpose=True, seed=1),
-            case("transpose_square", (40, 24), transpose=True, square=True)]
+    return [
+        case("square", (19, 40), square=True),
+        case("square_experts", (2, 33, 48), square=True),
+        case("random", (5, 37), seed=1),
+        case("random_square", (18, 50), seed=2**40 + 3, square=True),
+        case("hadamard", (5, 48), hadamard=16),
+        case("hadamard_signs", (3, 7, 64), hadamard=32, hadamard_seed=3),
+        case("hadamard_square", (18, 32), hadamard=16, hadamard_seed=1, square=True, seed=4),
+        case("transpose", (19, 70), transpose=True),
+        case("transpose_random", (2, 17, 33), transpose=True, seed=1),
+        case("transpose_square", (40, 24), transpose=True, square=True),
+    ]
 
 
 def _timed_variants():
     """The passes over memory: for the largest magnitude, and to quantise."""
+
     def case(name, device, tags, results, **options):
         shape = (cases.TOKENS[device], cases.MODELS["qwen3-8b"].hidden)
         n = math.prod(shape)
-        return Case(name, lambda device, dtype, seed: {"x": draw(device, dtype, seed, shape), **options},
-                    lambda itemsize: Cost(2 * n * itemsize + int(results * n * 4.5 / 8)), tags)
+        return Case(
+            name,
+            lambda device, dtype, seed: {"x": draw(device, dtype, seed, shape), **options},
+            lambda itemsize: Cost(2 * n * itemsize + int(results * n * 4.5 / 8)),
+            tags,
+        )
 
-    return [case(f"qwen3-8b-{name}", device, tags, results, **options)
-            for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU))
-            for name, results, options in (("hadamard", 1, {"hadamard": 16, "hadamard_seed": 1}),
-                                           ("transpose", 2, {"transpose": True}))]
+    return [
+        case(f"qwen3-8b-{name}", device, tags, results, **options)
+        for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU))
+        for name, results, options in (
+            ("hadamard", 1, {"hadamard": 16, "hadamard_seed": 1}),
+            ("transpose", 2, {"transpose": True}),
+        )
+    ]
 
 
 def _gate():
@@ -358,23 +491,44 @@ def _gate():
 
 def _noisy():
     def case(name, shape):
-        return Case(name, lambda device, dtype, seed: {"q": quantize_nvfp4(draw(device, dtype, seed, shape)),
-                                                       "noise": aqn.SOME})
+        return Case(
+            name,
+            lambda device, dtype, seed: {
+                "q": quantize_nvfp4(draw(device, dtype, seed, shape)),
+                "noise": aqn.SOME,
+            },
+        )
 
-    return [case("noise", (3, 5, 72)), case("noise_ragged", (5, 37))]   # rows of whole blocks of random bits, and not
+    return [
+        case("noise", (3, 5, 72)),
+        case("noise_ragged", (5, 37)),
+    ]  # rows of whole blocks of random bits, and not
 
 
 _COMPILED = (torch.float32, torch.bfloat16)
 QUANTIZE_NVFP4 = Op(
-    "quantize_nvfp4", quantize_nvfp4, _whole(quantize_eager, both_eager, largest_eager),
-    (Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate),
-     Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED)),
+    "quantize_nvfp4",
+    quantize_nvfp4,
+    _whole(quantize_eager, both_eager, largest_eager),
+    (
+        Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate),
+        Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
+    ),
     (*all_cases(lambda x: {"x": x}, 4.5), *_variants(), *_timed_variants()),
 )
 DEQUANTIZE_NVFP4 = Op(
-    "dequantize_nvfp4", dequantize_nvfp4, dequantize_eager,
-    (Implementation("triton", lambda: _triton()[1], platform.no_triton, gate=quantize.gate("nvfp4_dequantize_gate")),
-     Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED)),
+    "dequantize_nvfp4",
+    dequantize_nvfp4,
+    dequantize_eager,
+    (
+        Implementation(
+            "triton",
+            lambda: _triton()[1],
+            platform.no_triton,
+            gate=quantize.gate("nvfp4_dequantize_gate"),
+        ),
+        Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
+    ),
     (*all_cases(lambda x: {"q": quantize_nvfp4(x)}, 4.5), *_noisy()),
     goals=(*cases.near_copy(90, "forward"), Goal("EPYC", "forward", "over torchao", at_least=3)),
 )

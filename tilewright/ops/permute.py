@@ -1,8 +1,10 @@
-"""Rows of tokens in the order of their experts, and back: what stands before and after a grouped product.
+"""Rows of tokens in the order of their experts, and back: what stands before and after a grouped
+product.
 
-T = tokens, K = experts a token, R = T * K slots (slot t * K + k is token t's k-th expert) and rows, E = experts,
-H = columns. An expert index equal to E is a sentinel: the slot has no expert here, as under expert parallelism. All
-shapes depend on shapes alone, and on CUDA nothing is read on the host.
+T = tokens, K = experts a token, R = T * K slots (slot t * K + k is token t's k-th expert) and rows,
+E = experts, H = columns. An expert index equal to E is a sentinel: the slot has no expert here, as
+under expert parallelism. All shapes depend on shapes alone, and on CUDA nothing is read on the
+host.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from tilewright.ops import _checks, cases
 from tilewright.ops._library import adopt, define, differentiate
 from tilewright.registry import Case, Cost, Implementation, On, Op, short
 
-MOST_EXPERTS = 4096   # the sort keeps a number for each in registers
+MOST_EXPERTS = 4096  # the sort keeps a number for each in registers
 
 
 class Order(NamedTuple):
-    """Slots sorted by expert. offsets [E]: the end of each expert's rows, so that offsets[-1] rows are in use;
-    slots [R]: the slot of each row; position [T, K]: the row of each slot, -1 for a sentinel. All int32."""
+    """Slots sorted by expert. offsets [E]: the end of each expert's rows, so that offsets[-1] rows
+    are in use;
+    slots [R]: the slot of each row; position [T, K]: the row of each slot, -1 for a sentinel. All
+    int32.
+    """
 
     offsets: torch.Tensor
     slots: torch.Tensor
@@ -37,56 +42,74 @@ class Permuted(NamedTuple):
     position: torch.Tensor
 
 
-def sort_by_expert(expert_index: torch.Tensor, num_experts: int, *, implementation: str = "auto") -> Order:
+def sort_by_expert(
+    expert_index: torch.Tensor, num_experts: int, *, implementation: str = "auto"
+) -> Order:
     """A stable counting sort of slots by expert; within an expert by slot, sentinels last.
 
     expert_index: [T, K] int32 or int64, 0 to num_experts (the sentinel). T * K is below 2^31.
-    num_experts: E, 1 to 4,096.
-    Returns Order. Deterministic, and the same in every implementation. Not differentiable.
-    Raises TypeError or ValueError for arguments that do not fit, and IndexError for an index outside; on CUDA, where
-    looking would wait for the device, such an index counts as a sentinel. ImplementationUnavailable as `permute`.
+    num_experts: E, 1 to 4,096. Returns Order. Deterministic, and the same in every implementation.
+    Not differentiable. Raises TypeError or ValueError for arguments that do not fit, and IndexError
+    for an index outside; on CUDA, where looking would wait for the device, such an index counts as
+    a sentinel. ImplementationUnavailable as `permute`.
     """
     index = checked_index(expert_index, num_experts)
     return Order(*PERMUTE.pick(implementation, On(index.device))(None, index, num_experts)[1:])
 
 
 @_checks.autocast("inputs")
-def permute(x: torch.Tensor, expert_index: torch.Tensor, num_experts: int, *,
-            implementation: str = "auto") -> Permuted:
+def permute(
+    x: torch.Tensor, expert_index: torch.Tensor, num_experts: int, *, implementation: str = "auto"
+) -> Permuted:
     """A copy of x's row for each of its experts, in the order of `sort_by_expert`.
 
-    x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read in place.
+    x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read in
+    place.
     expert_index, num_experts: as in `sort_by_expert`.
-    Returns Permuted: rows[r] = x[slots[r] // K] for r < offsets[-1], and 0 for the rest, in x's dtype.
-    Differentiable in x: dx[t] is the sum over k of drows[position[t, k]] for those that are not sentinels, in float32,
-    in the order of k, rounded once. The backward keeps `position` alone.
-    Raises what `sort_by_expert` does, and ImplementationUnavailable for a named implementation that cannot run here.
+    Returns Permuted: rows[r] = x[slots[r] // K] for r < offsets[-1], and 0 for the rest, in x's
+    dtype.
+    Differentiable in x: dx[t] is the sum over k of drows[position[t, k]] for those that are not
+    sentinels, in float32, in the order of k, rounded once. The backward keeps `position` alone.
+    Raises what `sort_by_expert` does, and ImplementationUnavailable for a named implementation that
+    cannot run here.
     """
     _checks.floating("x", x)
     if x.dim() != 2:
         raise ValueError(f"x must have shape [T, H], got {list(x.shape)}")
     _checks.same_device(x=x, expert_index=expert_index)
     if expert_index.dim() == 2 and expert_index.shape[0] != x.shape[0]:
-        raise ValueError(f"expert_index must have a row for each of x's {x.shape[0]}, got {list(expert_index.shape)}")
+        raise ValueError(
+            f"expert_index must have a row for each of x's {x.shape[0]}, got "
+            f"{list(expert_index.shape)}"
+        )
     index = checked_index(expert_index, num_experts)
     return Permuted(*PERMUTE.pick(implementation, x)(x, index, num_experts))
 
 
 @_checks.autocast("inputs")
-def unpermute(rows: torch.Tensor, expert_weight: torch.Tensor | None, position: torch.Tensor, *,
-              implementation: str = "auto") -> torch.Tensor:
-    """The weighted sum of each token's rows: y[t] = sum_k expert_weight[t, k] * rows[position[t, k]].
+def unpermute(
+    rows: torch.Tensor,
+    expert_weight: torch.Tensor | None,
+    position: torch.Tensor,
+    *,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """The weighted sum of each token's rows: y[t] = sum_k expert_weight[t, k] * rows[position[t,
+    k]].
 
     rows: [T * K, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
     expert_weight: [T, K], any floating dtype, used in float32; None for ones.
-    position: [T, K] int32, as `permute` gives it: the slots that are not -1 have the rows 0, 1, ... between them, each
+    position: [T, K] int32, as `permute` gives it: the slots that are not -1 have the rows 0, 1, ...
+    between them, each
         once. Rows that no slot has are not read: NaN there does no harm.
     Returns [T, H], contiguous, in rows' dtype: summed in float32 in the order of k, rounded once.
-    Differentiable in rows (0 for those that no slot has) and expert_weight (<dy[t], rows[position[t, k]]> in float32, 0
-    for a sentinel). The backward keeps expert_weight and position, and rows if expert_weight needs a gradient.
-    Raises TypeError or ValueError for arguments that do not fit, IndexError for positions other than those above
-    (on CUDA, where looking would wait for the device, one outside rows counts as -1, and the gradient of rows that
-    share a position is undefined), ImplementationUnavailable for a named implementation that cannot run here.
+    Differentiable in rows (0 for those that no slot has) and expert_weight (<dy[t],
+    rows[position[t, k]]> in float32, 0 for a sentinel). The backward keeps expert_weight and
+    position, and rows if expert_weight needs a gradient. Raises TypeError or ValueError for
+    arguments that do not fit, IndexError for positions other than those above (on CUDA, where
+    looking would wait for the device, one outside rows counts as -1, and the gradient of rows that
+    share a position is undefined), ImplementationUnavailable for a named implementation that cannot
+    run here.
     """
     _checks.floating("rows", rows)
     _checks.same_device(rows=rows, expert_weight=expert_weight, position=position)
@@ -96,8 +119,11 @@ def unpermute(rows: torch.Tensor, expert_weight: torch.Tensor | None, position: 
     if position.dim() != 2 or position.shape[1] == 0:
         raise ValueError(f"position must have shape [T, K], K not 0, got {list(position.shape)}")
     if rows.dim() != 2 or rows.shape[0] != position.numel():
-        raise ValueError(f"rows must have shape [T * K, H], a row for each of position's {position.numel()} slots, "
-                         f"got {list(rows.shape)}")
+        raise ValueError(
+            f"rows must have shape [T * K, H], a row for each of position's {position.numel()} "
+            f"slots, "
+            f"got {list(rows.shape)}"
+        )
     if expert_weight is not None:
         _checks.floating("expert_weight", expert_weight)
         _checks.shape("expert_weight", expert_weight, tuple(position.shape), "that of position")
@@ -115,7 +141,9 @@ def checked_index(index, num_experts):
     if index.dim() != 2 or index.shape[1] == 0:
         raise ValueError(f"expert_index must have shape [T, K], K not 0, got {list(index.shape)}")
     if index.numel() >= 2**31:
-        raise ValueError(f"expert_index must have fewer than 2^31 elements, got {list(index.shape)}")
+        raise ValueError(
+            f"expert_index must have fewer than 2^31 elements, got {list(index.shape)}"
+        )
     if not isinstance(num_experts, int) or isinstance(num_experts, bool):
         raise TypeError(f"num_experts must be an int, got {num_experts!r}")
     if not 1 <= num_experts <= MOST_EXPERTS:
@@ -128,8 +156,11 @@ def _look_at_index(index: torch.Tensor, num_experts: int) -> torch.Tensor:
         low, high = index.aminmax()
         if low < 0 or high > num_experts:
             first = ((index < 0) | (index > num_experts)).nonzero()[0].tolist()
-            raise IndexError(f"expert_index{first} is {int(index[tuple(first)])}; accepted are 0 to {num_experts - 1}, "
-                             f"and {num_experts} for a slot without an expert")
+            raise IndexError(
+                f"expert_index{first} is {int(index[tuple(first)])}; accepted are 0 to "
+                f"{num_experts - 1}, "
+                f"and {num_experts} for a slot without an expert"
+            )
     return index.clone(memory_format=torch.contiguous_format)
 
 
@@ -139,20 +170,30 @@ def _look_at_position(position: torch.Tensor) -> torch.Tensor:
         seen = torch.zeros(used.shape[0] + 1, dtype=torch.bool)
         seen[used.clamp(max=used.shape[0])] = True
         if position.min() < -1 or not seen[:-1].all():
-            raise IndexError(f"position must be -1 or a row, and its {used.shape[0]} rows be 0 to {used.shape[0] - 1}, "
-                             f"each once; got rows from {int(position.min())} to {int(position.max())}")
+            raise IndexError(
+                f"position must be -1 or a row, and its {used.shape[0]} rows be 0 to "
+                f"{used.shape[0] - 1}, "
+                f"each once; got rows from {int(position.min())} to {int(position.max())}"
+            )
     return position.clone(memory_format=torch.contiguous_format)
 
 
-# Operators, so that torch.compile leaves the look at values for run time, and ones whose result is used, so that they
-# are not removed.
-_checked_index = define("checked_expert_index", _look_at_index, lambda index, num_experts: torch.empty_like(
-    index, memory_format=torch.contiguous_format))
-_checked_position = define("checked_position", _look_at_position, lambda position: torch.empty_like(
-    position, memory_format=torch.contiguous_format))
+# Operators, so that torch.compile leaves the look at values for run time, and ones whose result is
+# used, so that they are not removed.
+_checked_index = define(
+    "checked_expert_index",
+    _look_at_index,
+    lambda index, num_experts: torch.empty_like(index, memory_format=torch.contiguous_format),
+)
+_checked_position = define(
+    "checked_position",
+    _look_at_position,
+    lambda position: torch.empty_like(position, memory_format=torch.contiguous_format),
+)
 
 
 # ---- the definitions
+
 
 def sort_eager(expert_index, num_experts):
     E = num_experts
@@ -161,7 +202,9 @@ def sort_eager(expert_index, num_experts):
     slots = expert.argsort(stable=True)
     counts = torch.zeros(E + 1, dtype=torch.int64, device=expert.device)
     offsets = counts.scatter_add(0, expert, torch.ones_like(expert))[:E].cumsum(0)
-    row = torch.empty_like(slots).scatter(0, slots, torch.arange(slots.shape[0], device=slots.device))
+    row = torch.empty_like(slots).scatter(
+        0, slots, torch.arange(slots.shape[0], device=slots.device)
+    )
     position = torch.where(expert < E, row, -1).view(expert_index.shape)
     return offsets.int(), slots.int(), position.int()
 
@@ -170,7 +213,9 @@ def permute_eager(x, expert_index, num_experts):
     offsets, slots, position = sort_eager(expert_index, num_experts)
     if x is None:
         return None, offsets, slots, position
-    acc = torch.promote_types(x.dtype, torch.float32)   # for the backward: a sum over each token's rows
+    acc = torch.promote_types(
+        x.dtype, torch.float32
+    )  # for the backward: a sum over each token's rows
     rows = x.to(acc).index_select(0, slots // expert_index.shape[1])
     used = torch.arange(slots.shape[0], device=x.device) < offsets[-1]
     return torch.where(used[:, None], rows, 0).to(x.dtype), offsets, slots, position
@@ -181,7 +226,7 @@ def unpermute_eager(rows, expert_weight, position):
     acc = torch.promote_types(rows.dtype, torch.float32)
     there = position >= 0
     picked = rows.to(acc).index_select(0, position.flatten().clamp_min(0)).view(T, K, H)
-    picked = torch.where(there[..., None], picked, 0)   # before the product: 0 times NaN is NaN
+    picked = torch.where(there[..., None], picked, 0)  # before the product: 0 times NaN is NaN
     if expert_weight is not None:
         picked = picked * torch.where(there, expert_weight.to(acc), 0)[..., None]
     return picked.sum(1).to(rows.dtype)
@@ -198,8 +243,11 @@ def _rows(t):
 
 def _fake_sort(expert_index, num_experts):
     index, R = expert_index, expert_index.shape[0] * expert_index.shape[1]
-    return (index.new_empty(num_experts, dtype=torch.int32), index.new_empty(R, dtype=torch.int32),
-            index.new_empty(index.shape, dtype=torch.int32))
+    return (
+        index.new_empty(num_experts, dtype=torch.int32),
+        index.new_empty(R, dtype=torch.int32),
+        index.new_empty(index.shape, dtype=torch.int32),
+    )
 
 
 def _fake_spread(x, position, offsets):
@@ -216,8 +264,11 @@ def _fake_backward(dy, rows, weight, position):
 
 
 def _register(sort, spread, collect, backward):
-    """permute and unpermute of the four operators: `spread` writes a token's row to its experts' rows, `collect` sums
-    them, and each is the other's backward; with weights, `backward` is the second's."""
+    """permute and unpermute of the four operators: `spread` writes a token's row to its experts'
+    rows, `collect` sums them, and each is the other's backward; with weights, `backward` is the
+    second's.
+    """
+
     def setup_spread(ctx, inputs, output):
         ctx.save_for_backward(inputs[1])
 
@@ -243,7 +294,9 @@ def _register(sort, spread, collect, backward):
         return None if x is None else spread(_rows(x), position, offsets), offsets, slots, position
 
     def unpermute_fused(rows, expert_weight, position):
-        return collect(_rows(rows), None if expert_weight is None else expert_weight.contiguous(), position)
+        return collect(
+            _rows(rows), None if expert_weight is None else expert_weight.contiguous(), position
+        )
 
     return permute_fused, unpermute_fused
 
@@ -252,18 +305,23 @@ def _triton():
     if "triton" not in _loaded:
         from tilewright.kernels import permute_triton as k
 
-        _loaded["triton"] = _register(define("permute_triton_sort", k.sort, _fake_sort),
-                                      define("permute_triton_spread", k.spread, _fake_spread),
-                                      define("permute_triton_collect", k.collect, _fake_collect),
-                                      define("permute_triton_backward", k.backward, _fake_backward))
+        _loaded["triton"] = _register(
+            define("permute_triton_sort", k.sort, _fake_sort),
+            define("permute_triton_spread", k.spread, _fake_spread),
+            define("permute_triton_collect", k.collect, _fake_collect),
+            define("permute_triton_backward", k.backward, _fake_backward),
+        )
     return _loaded["triton"]
 
 
 def _cpp():
     if "cpp" not in _loaded:
-        _loaded["cpp"] = _register(adopt("permute_cpp_sort", _fake_sort), adopt("permute_cpp_spread", _fake_spread),
-                                   adopt("permute_cpp_collect", _fake_collect),
-                                   adopt("permute_cpp_backward", _fake_backward))
+        _loaded["cpp"] = _register(
+            adopt("permute_cpp_sort", _fake_sort),
+            adopt("permute_cpp_spread", _fake_spread),
+            adopt("permute_cpp_collect", _fake_collect),
+            adopt("permute_cpp_backward", _fake_backward),
+        )
     return _loaded["cpp"]
 
 
@@ -284,54 +342,77 @@ def _gate(which):
 
 # ---- cases
 
-# E, K, H, and tokens of timed cases: on a GPU as many as make the rows large, half of them where rows are wide, so that
-# float64 truth fits beside them.
-MODELS = {"qwen3-30b-a3b": (128, 8, 2048, 1), "mixtral-8x7b": (8, 2, 4096, 1), "deepseek-v3": (256, 8, 7168, 2)}
+# E, K, H, and tokens of timed cases: on a GPU as many as make the rows large, half of them where
+# rows are wide, so that float64 truth fits beside them.
+MODELS = {
+    "qwen3-30b-a3b": (128, 8, 2048, 1),
+    "mixtral-8x7b": (8, 2, 4096, 1),
+    "deepseek-v3": (256, 8, 7168, 2),
+}
 
 
 def _index(device, gen, T, E, K, kind):
-    """A token's experts, all different. kind: "sentinels" for some slots without one, "none" for none at all, "empty"
-    for experts that nobody chose, "one" for the last expert only (K is 1)."""
+    """A token's experts, all different. kind: "sentinels" for some slots without one, "none" for
+    none at all, "empty" for experts that nobody chose, "one" for the last expert only (K is 1).
+    """
     if kind == "none":
         return torch.full((T, K), E, device=device)
     if kind == "one":
         return torch.full((T, K), E - 1, device=device)
     scores = torch.rand(T, E, device=device, generator=gen)
     if kind == "empty":
-        scores[:, E // 3:2 * E // 3] -= 2
-    index = scores.argsort(dim=1)[:, -K:] if T else torch.zeros(0, K, dtype=torch.int64, device=device)
+        scores[:, E // 3 : 2 * E // 3] -= 2
+    index = (
+        scores.argsort(dim=1)[:, -K:] if T else torch.zeros(0, K, dtype=torch.int64, device=device)
+    )
     if kind == "sentinels":
         index[torch.rand(T, K, device=device, generator=gen) < 0.4] = E
     return index.contiguous()
 
 
-def _permute_case(name, T, E, K, H, *, kind="", strided=False, small_index=False, tags=cases.CONTRACT):
+def _permute_case(
+    name, T, E, K, H, *, kind="", strided=False, small_index=False, tags=cases.CONTRACT
+):
     def make(device, dtype, seed):
         g = cases.generator(device, seed)
         new = {"device": device, "dtype": dtype, "gen": g, "requires_grad": False}
-        x = cases.randn(T, 3 * H, **new)[:, H:2 * H] if strided else cases.randn(T, H, **new)
+        x = cases.randn(T, 3 * H, **new)[:, H : 2 * H] if strided else cases.randn(T, H, **new)
         index = _index(device, g, T, E, K, kind)
-        return {"x": x.requires_grad_(), "expert_index": index.int() if small_index else index, "num_experts": E}
+        return {
+            "x": x.requires_grad_(),
+            "expert_index": index.int() if small_index else index,
+            "num_experts": E,
+        }
 
-    def cost(itemsize):   # a row in, K out, an index in, two tables out; backward: K rows in, one out, one table in
+    def cost(
+        itemsize,
+    ):  # a row in, K out, an index in, two tables out; backward: K rows in, one out, one table in
         n = T * (K + 1) * H * itemsize
         return Cost(n + T * K * 16, n + T * K * 4, 0, T * K * H)
 
     return Case(name, make, cost, tags)
 
 
-def _unpermute_case(name, T, E, K, H, *, kind="", strided=False, weighted=True, fixed=False, tags=cases.CONTRACT):
+def _unpermute_case(
+    name, T, E, K, H, *, kind="", strided=False, weighted=True, fixed=False, tags=cases.CONTRACT
+):
     def make(device, dtype, seed):
         g = cases.generator(device, seed)
         new = {"device": device, "dtype": dtype, "gen": g, "requires_grad": False}
-        rows = cases.randn(T * K, 3 * H, **new)[:, H:2 * H] if strided else cases.randn(T * K, H, **new)
+        rows = (
+            cases.randn(T * K, 3 * H, **new)[:, H : 2 * H]
+            if strided
+            else cases.randn(T * K, H, **new)
+        )
         weight = None
         if weighted:
             weight = torch.rand(T, K, device=device, generator=g).requires_grad_(not fixed)
         position = sort_eager(_index(device, g, T, E, K, kind), E)[2]
         return {"rows": rows.requires_grad_(), "expert_weight": weight, "position": position}
 
-    def cost(itemsize):   # K rows in, one out; backward: one in, K out, and K in for the weights' gradient
+    def cost(
+        itemsize,
+    ):  # K rows in, one out; backward: one in, K out, and K in for the weights' gradient
         n = T * (K + 1) * H * itemsize
         return Cost(n + T * K * 8, n + T * K * (H * itemsize + 12), 2 * T * K * H, 3 * T * K * H)
 
@@ -351,38 +432,61 @@ def _all_cases(case, more):
         case("k_is_all", 5, 6, 6, 18),
         case("more_than_eight", 3, 20, 11, 10, kind="sentinels"),
         case("strided", 6, 4, 2, 36, strided=True),
-        case("by_eight", 3, 5, 2, 1048),   # rows aligned to 16 bytes and no more
+        case("by_eight", 3, 5, 2, 1048),  # rows aligned to 16 bytes and no more
         case("wide", 2, 4, 2, 2500),
         case("no_columns", 3, 4, 2, 0),
-        case("many_slots", 70, 130, 4, 1, kind="sentinels"),   # several tiles, and blocks of experts
+        case("many_slots", 70, 130, 4, 1, kind="sentinels"),  # several tiles, and blocks of experts
         *more,
     ]
-    timed = [case(name, cases.TOKENS[device] // part, E, K, H, tags=tags)
-             for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU))
-             for name, (E, K, H, part) in MODELS.items()]
+    timed = [
+        case(name, cases.TOKENS[device] // part, E, K, H, tags=tags)
+        for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU))
+        for name, (E, K, H, part) in MODELS.items()
+    ]
     return (*small, *timed, case("big", 2**17 + 1, 128, 8, 2048, kind="sentinels", tags=cases.BIG))
 
 
 PERMUTE = Op(
-    "permute", permute, permute_eager,
+    "permute",
+    permute,
+    permute_eager,
     (
-        Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate("sort_gate"),
-                       tunables=lambda: _tunables("permute")),
-        Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        Implementation(
+            "triton",
+            lambda: _triton()[0],
+            platform.no_triton,
+            gate=_gate("sort_gate"),
+            tunables=lambda: _tunables("permute"),
+        ),
+        Implementation(
+            "cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)
+        ),
     ),
     _all_cases(_permute_case, [_permute_case("int32", 7, 5, 2, 9, small_index=True)]),
     goals=cases.near_copy(92, "forward", "backward"),
 )
 UNPERMUTE = Op(
-    "unpermute", unpermute, unpermute_eager,
+    "unpermute",
+    unpermute,
+    unpermute_eager,
     (
-        Implementation("triton", lambda: _triton()[1], platform.no_triton, gate=_gate("count_gate"),
-                       tunables=lambda: _tunables("unpermute")),
-        Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        Implementation(
+            "triton",
+            lambda: _triton()[1],
+            platform.no_triton,
+            gate=_gate("count_gate"),
+            tunables=lambda: _tunables("unpermute"),
+        ),
+        Implementation(
+            "cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)
+        ),
     ),
-    _all_cases(_unpermute_case, [
-        _unpermute_case("unweighted", 7, 5, 2, 19, weighted=False, kind="sentinels"),
-        _unpermute_case("fixed_weights", 7, 5, 2, 19, fixed=True, kind="sentinels"),
-    ]),
+    _all_cases(
+        _unpermute_case,
+        [
+            _unpermute_case("unweighted", 7, 5, 2, 19, weighted=False, kind="sentinels"),
+            _unpermute_case("fixed_weights", 7, 5, 2, 19, fixed=True, kind="sentinels"),
+        ],
+    ),
     goals=cases.near_copy(92, "forward", "backward"),
 )

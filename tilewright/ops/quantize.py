@@ -1,9 +1,10 @@
-"""What the quantised formats share: rounding to few bits, random bits, checks. The formats are in nf4.py, nvfp4.py,
-block_fp8.py and mxfp8.py.
+"""What the quantised formats share: rounding to few bits, random bits, checks. The formats are in
+nf4.py, nvfp4.py, block_fp8.py and mxfp8.py.
 
-Every implementation of a `quantize_*` gives the same bytes: each step is one correctly rounded float32 operation or an
-integer one, and the eager twins write the steps down. Nothing here is differentiable: weights are frozen, and a
-gradient through rounding would be a matter of the training recipe.
+Every implementation of a `quantize_*` gives the same bytes: each step is one correctly rounded
+float32 operation or an integer one, and the eager twins write the steps down. Nothing here is
+differentiable: weights are frozen, and a gradient through rounding would be a matter of the
+training recipe.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SHAPES = {"llama-3-8b-down": (4096, 14336), "deepseek-v3-o": (7168, 16384)}
 
 
 class Quantized:
-    """What quantised tensors share: NF4, NVFP4, BlockFP8 and MXFP8. Each is a frozen dataclass and a node of pytrees.
+    """What quantised tensors share: NF4, NVFP4, BlockFP8 and MXFP8. Each is a frozen dataclass and
+    a node of pytrees.
 
     shape, dtype: of the tensor that was quantised.
     """
@@ -49,7 +51,9 @@ class Quantized:
 
 
 def register(cls, tensors: tuple[str, ...]):
-    """Makes a dataclass a node of pytrees: its tensors are the children, all else is the context, which is compared."""
+    """Makes a dataclass a node of pytrees: its tensors are the children, all else is the
+    context, which is compared.
+    """
     rest = tuple(n for n in cls.__dataclass_fields__ if n not in tensors)
 
     def flatten(q):
@@ -59,20 +63,35 @@ def register(cls, tensors: tuple[str, ...]):
         return [(pytree.GetAttrKey(n), getattr(q, n)) for n in tensors], flatten(q)[1]
 
     def unflatten(children, context):
-        return cls(**dict(zip(tensors, children, strict=True)), **dict(zip(rest, context, strict=True)))
+        return cls(
+            **dict(zip(tensors, children, strict=True)), **dict(zip(rest, context, strict=True))
+        )
 
-    pytree.register_pytree_node(cls, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys,
-                                 serialized_type_name=f"tilewright.{cls.__name__}")
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        flatten_with_keys_fn=flatten_with_keys,
+        serialized_type_name=f"tilewright.{cls.__name__}",
+    )
     return cls
 
 
 # ---- implementations
 
-def of_extension(name: str, fake_quantize: Callable, fake_dequantize: Callable) -> tuple[Callable, Callable]:
-    """A format's two operators in C++, whose dequantise is told of a dtype only whether it is bfloat16. What follows it
-    are the noise's four numbers."""
-    low = adopt(f"{name}_cpp_dequantize", lambda *arguments: fake_dequantize(
-        *arguments[:-5], torch.bfloat16 if arguments[-5] else torch.float32))
+
+def of_extension(
+    name: str, fake_quantize: Callable, fake_dequantize: Callable
+) -> tuple[Callable, Callable]:
+    """A format's two operators in C++, whose dequantise is told of a dtype only whether it is
+    bfloat16. What follows it are the noise's four numbers.
+    """
+    low = adopt(
+        f"{name}_cpp_dequantize",
+        lambda *arguments: fake_dequantize(
+            *arguments[:-5], torch.bfloat16 if arguments[-5] else torch.float32
+        ),
+    )
 
     def dequantize_cpp(*arguments):
         return low(*arguments[:-5], arguments[-5] == torch.bfloat16, *arguments[-4:])
@@ -81,7 +100,10 @@ def of_extension(name: str, fake_quantize: Callable, fake_dequantize: Callable) 
 
 
 def gate(which: str) -> Callable:
-    """What the compile gate asks for: a function of the Triton kernels' module, imported when it is asked."""
+    """What the compile gate asks for: a function of the Triton kernels' module, imported when
+    it is asked.
+    """
+
     def specs():
         from tilewright.kernels import quantize_triton
 
@@ -91,6 +113,7 @@ def gate(which: str) -> Callable:
 
 
 # ---- checks
+
 
 def source(x: torch.Tensor, name: str = "x") -> None:
     _checks.floating(name, x)
@@ -121,7 +144,9 @@ def instance(q, cls) -> None:
         raise TypeError(f"q must be tilewright.ops' {cls.__name__}, got {type(q).__name__}")
 
 
-def part(name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], like: torch.Tensor) -> None:
+def part(
+    name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], like: torch.Tensor
+) -> None:
     """One tensor of a quantised one."""
     if not isinstance(t, torch.Tensor) or t.dtype != dtype:
         got = short(t.dtype) if isinstance(t, torch.Tensor) else type(t).__name__
@@ -137,7 +162,9 @@ def key(tensors, name: str) -> torch.Tensor:
 
 
 def scales(name: str, t: torch.Tensor) -> torch.Tensor:
-    """Scales of a file, whose values are looked at on any device: ValueError for an infinity or a NaN."""
+    """Scales of a file, whose values are looked at on any device: ValueError for an infinity or
+    a NaN.
+    """
     if not t.is_meta and not t.float().isfinite().all():
         raise ValueError(f"{name} must be finite, got an infinity or a NaN")
     return t
@@ -152,27 +179,38 @@ def float_scales(tensors, name: str) -> torch.Tensor:
 
 
 def _look(scales: torch.Tensor, what: str) -> torch.Tensor:
-    """A copy of the scales of the blocks of x (or what else), which are not finite where x is not: as bytes of E8M0
-    255."""
-    if not scales.is_cuda and (bad := scales == 255 if scales.dtype == torch.uint8 else ~scales.isfinite()).any():
+    """A copy of the scales of the blocks of x (or what else), which are not finite where x is not:
+    as bytes of E8M0 255.
+    """
+    if (
+        not scales.is_cuda
+        and (bad := scales == 255 if scales.dtype == torch.uint8 else ~scales.isfinite()).any()
+    ):
         where = bad.nonzero()[0].tolist()
-        raise ValueError(f"{what} must be finite (in float32), got an infinity or a NaN" +
-                         (f" in block {where}" if where else ""))
+        raise ValueError(
+            f"{what} must be finite (in float32), got an infinity or a NaN"
+            + (f" in block {where}" if where else "")
+        )
     return scales.clone()
 
 
-# An operator, so that torch.compile leaves the look at values for run time; the caller uses its result.
+# An operator, so that torch.compile leaves the look at values for run time; the caller uses its
+# result.
 _checked_scales = define("checked_scales", _look, lambda scales, what: torch.empty_like(scales))
 
 
 def finite(scales: torch.Tensor, what: str = "x") -> torch.Tensor:
-    """The scales; on a CPU after a look at them, on CUDA, where that would wait for the device, as they are."""
+    """The scales; on a CPU after a look at them, on CUDA, where that would wait for the device,
+    as they are.
+    """
     return scales if scales.is_cuda else _checked_scales(scales, what)
 
 
 def constant(name: str, make: Callable[[], torch.Tensor], size: int) -> Callable:
-    """An operator: like -> a copy of make()'s float32 table on like's device, where it is made once. A compiler calls
-    it as it is; without one it would trace the cache away, and copy the table from the host in each call."""
+    """An operator: like -> a copy of make()'s float32 table on like's device, where it is made
+    once. A compiler calls it as it is; without one it would trace the cache away, and copy the
+    table from the host in each call.
+    """
     made: dict[torch.device, torch.Tensor] = {}
 
     def table(like: torch.Tensor) -> torch.Tensor:
@@ -185,16 +223,23 @@ def constant(name: str, make: Callable[[], torch.Tensor], size: int) -> Callable
 
 # ---- rounding
 
-def encode(v: torch.Tensor, mantissa: int, lowest: int, largest: float, random: torch.Tensor | None) -> torch.Tensor:
-    """Codes (int32, without signs) of |v| in a format with that many bits of mantissa, whose smallest normal number is
-    2^lowest. Larger values become the largest. To nearest, ties to even; or, with 32 random bits an element, up with
-    the probability that is the distance from the lower neighbour in units of the last place.
 
-    Neighbouring numbers have neighbouring codes, across exponents too, so a code is a count of units in the last place.
+def encode(
+    v: torch.Tensor, mantissa: int, lowest: int, largest: float, random: torch.Tensor | None
+) -> torch.Tensor:
+    """Codes (int32, without signs) of |v| in a format with that many bits of mantissa, whose
+    smallest normal number is 2^lowest. Larger values become the largest. To nearest, ties to even;
+    or, with 32 random bits an element, up with the probability that is the distance from the lower
+    neighbour in units of the last place.
+
+    Neighbouring numbers have neighbouring codes, across exponents too, so a code is a count of
+    units in the last place.
     """
     v = v.abs().clamp_max(largest)
     e = ((v.view(torch.int32) >> 23) - 127).clamp_min(lowest)
-    units = v * ((mantissa - e + 127) << 23).view(torch.float32)   # v / 2^(e - mantissa), exactly; at most 16
+    units = v * ((mantissa - e + 127) << 23).view(
+        torch.float32
+    )  # v / 2^(e - mantissa), exactly; at most 16
     if random is None:
         n = units.round().int()
     else:
@@ -214,20 +259,34 @@ def to_e2m1(v: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor
     return (encode(v, 1, 0, LARGEST_E2M1, random) | sign).to(torch.uint8)
 
 
-def philox(key: int, count: int, device: torch.device, words: tuple[int, int] = (0, 0), first: int = 0, *,
-           whole: bool = False) -> torch.Tensor:
-    """32 random bits (int64) for each element i < count: word i % 4 of Philox4x32-10 (Salmon et al., SC 2011) with
-    counter first + i // 4 and a 64-bit key. A function of (key, words, first, i) alone.
+def philox(
+    key: int,
+    count: int,
+    device: torch.device,
+    words: tuple[int, int] = (0, 0),
+    first: int = 0,
+    *,
+    whole: bool = False,
+) -> torch.Tensor:
+    """32 random bits (int64) for each element i < count: word i % 4 of Philox4x32-10 (Salmon et
+    al., SC 2011) with counter first + i // 4 and a 64-bit key. A function of (key, words, first, i)
+    alone.
 
     words: the upper half of the counter, 32 bits each; other ones are another stream.
     whole: the four words of each block instead, [ceil(count / 4), 4].
     """
     low = 0xFFFFFFFF
     block = torch.arange(-(-count // 4), device=device) + first
-    c = [block & low, block >> 32 & low, torch.full_like(block, words[0]), torch.full_like(block, words[1])]
+    c = [
+        block & low,
+        block >> 32 & low,
+        torch.full_like(block, words[0]),
+        torch.full_like(block, words[1]),
+    ]
     k0, k1 = key & low, key >> 32
     for _ in range(10):
-        # A product of two 32-bit numbers may wrap to a negative int64; its bits are right, and the mask keeps 32.
+        # A product of two 32-bit numbers may wrap to a negative int64; its bits are right, and the
+        # mask keeps 32.
         a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
         c = [(b >> 32 & low) ^ c[1] ^ k0, b & low, (a >> 32 & low) ^ c[3] ^ k1, a & low]
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
@@ -244,7 +303,10 @@ def pad_to(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
 def as_3d(t: torch.Tensor, name: str = "x", least: int = 1) -> torch.Tensor:
     """[matrices, rows, columns] of a tensor of any shape: contiguous."""
     if t.dim() < least:
-        raise ValueError(f"{name} must have at least {least} dimension{'s' * (least > 1)} for such blocks, got shape "
-                         f"{list(t.shape)}")
+        raise ValueError(
+            f"{name} must have at least {least} dimension{'s' * (least > 1)} for such blocks, got "
+            f"shape "
+            f"{list(t.shape)}"
+        )
     rows = t.shape[-2] if t.dim() > 1 else 1
     return t.reshape(math.prod(t.shape[:-2]), rows, t.shape[-1]).contiguous()

@@ -1,15 +1,16 @@
 """Linear layers over a frozen quantised weight, with the gradients of x and of bias.
 
-    quantized_linear   y = x @ dequant(q)^T + bias
-    fp8_linear         y = dequant(fp8(x)) @ dequant(q)^T + bias, of which both factors are multiplied in FP8
+    quantized_linear   y = x @ dequant(q)^T + bias fp8_linear         y = dequant(fp8(x)) @
+    dequant(q)^T + bias, of which both factors are multiplied in FP8
 
-T = rows of x, K = its columns, N = rows of q. What is kept for the backward is q's own tensors: the backward
-dequantises again, and neither needs x, since no gradient of the weight is made.
+T = rows of x, K = its columns, N = rows of q. What is kept for the backward is q's own tensors: the
+backward dequantises again, and neither needs x, since no gradient of the weight is made.
 
-With many rows the weight is dequantised once, into x's dtype, and multiplied by PyTorch's GEMM; the copy lives as long
-as that product. With few rows, where reading and writing a copy would take longest, the codes become numbers on their
-way to the product. The gradient of x is always of the first kind: few rows are what generation has, which needs no
-gradients, and a training step with that few is bound elsewhere.
+With many rows the weight is dequantised once, into x's dtype, and multiplied by PyTorch's GEMM; the
+copy lives as long as that product. With few rows, where reading and writing a copy would take
+longest, the codes become numbers on their way to the product. The gradient of x is always of the
+first kind: few rows are what generation has, which needs no gradients, and a training step with
+that few is bound elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from tilewright import platform
 from tilewright.ops import _checks, cases, nf4, quantize
 from tilewright.ops._library import define, differentiate
 from tilewright.ops.aqn import AQN
-from tilewright.ops.block_fp8 import DEQUANTIZE_BLOCK_FP8, BlockFP8, dequantize_block_fp8, quantize_block_fp8
+from tilewright.ops.block_fp8 import (
+    DEQUANTIZE_BLOCK_FP8,
+    BlockFP8,
+    dequantize_block_fp8,
+    quantize_block_fp8,
+)
 from tilewright.ops.mxfp8 import BLOCK as MX_BLOCK
 from tilewright.ops.mxfp8 import DEQUANTIZE_MXFP8, E8M0, MXFP8
 from tilewright.ops.nf4 import DEQUANTIZE_NF4, NF4, quantize_nf4
@@ -31,14 +37,24 @@ from tilewright.ops.nvfp4 import DEQUANTIZE_NVFP4, NVFP4, quantize_nvfp4
 from tilewright.ops.quantize import Quantized
 from tilewright.registry import Case, Cost, Implementation, On, Op, short
 
-_DEQUANTIZE = {NF4: DEQUANTIZE_NF4, NVFP4: DEQUANTIZE_NVFP4, BlockFP8: DEQUANTIZE_BLOCK_FP8,
-               MXFP8: DEQUANTIZE_MXFP8}
+_DEQUANTIZE = {
+    NF4: DEQUANTIZE_NF4,
+    NVFP4: DEQUANTIZE_NVFP4,
+    BlockFP8: DEQUANTIZE_BLOCK_FP8,
+    MXFP8: DEQUANTIZE_MXFP8,
+}
 
 
-def dequantize(q: Quantized, *, dtype: torch.dtype | None = None, noise: AQN | None = None,
-               implementation: str = "auto") -> torch.Tensor:
-    """`dequantize_nf4`, `dequantize_nvfp4`, `dequantize_block_fp8` or `dequantize_mxfp8`, by q's format, whose
-    arguments these are."""
+def dequantize(
+    q: Quantized,
+    *,
+    dtype: torch.dtype | None = None,
+    noise: AQN | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """`dequantize_nf4`, `dequantize_nvfp4`, `dequantize_block_fp8` or `dequantize_mxfp8`, by q's
+    format, whose arguments these are.
+    """
     if type(q) not in _DEQUANTIZE:
         raise TypeError(f"q must be an NF4, NVFP4, BlockFP8 or MXFP8, got {type(q).__name__}")
     options = {} if noise is None else {"noise": noise}
@@ -46,21 +62,27 @@ def dequantize(q: Quantized, *, dtype: torch.dtype | None = None, noise: AQN | N
 
 
 @_checks.autocast("products", "x", "bias")
-def quantized_linear(x: torch.Tensor, q: Quantized, bias: torch.Tensor | None = None, *, noise: AQN | None = None,
-                     implementation: str = "auto") -> torch.Tensor:
+def quantized_linear(
+    x: torch.Tensor,
+    q: Quantized,
+    bias: torch.Tensor | None = None,
+    *,
+    noise: AQN | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
     """y = x @ dequant(q)^T + bias.
 
     x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides.
-    q: NF4, NVFP4, BlockFP8 or MXFP8 of shape [N, K]; frozen. It is read in x's dtype, whatever dtype it was quantised
-        from.
+    q: NF4, NVFP4, BlockFP8 or MXFP8 of shape [N, K]; frozen. It is read in x's dtype, whatever
+        dtype it was quantised from.
     bias: [N] in x's dtype, or None.
-    noise: what `dequantize_*` adds to the weight, the same in forward and backward; None for nothing.
-    Returns [..., N] in x's dtype. The weight is dequantised in float32 and rounded to x's dtype; products are summed in
-    float32 and rounded once, with bias (in float32, PyTorch's GEMM follows torch.backends.cuda.matmul.allow_tf32).
-    Under torch.autocast x and bias are cast to its dtype.
-    Differentiable in x and bias, any number of times: dx = dy @ dequant(q). Kept for the backward: q's tensors, not a
-    copy of them, and not x. Deterministic.
-    Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
+    noise: what `dequantize_*` adds to the weight, the same in forward and backward; None for
+    nothing. Returns [..., N] in x's dtype. The weight is dequantised in float32 and rounded to x's
+    dtype; products are summed in float32 and rounded once, with bias (in float32, PyTorch's GEMM
+    follows torch.backends.cuda.matmul.allow_tf32). Under torch.autocast x and bias are cast to its
+    dtype. Differentiable in x and bias, any number of times: dx = dy @ dequant(q). Kept for the
+    backward: q's tensors, not a copy of them, and not x. Deterministic. Raises TypeError or
+    ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
     that cannot run here.
     Source: QLoRA, arXiv:2305.14314, equation 5.
     """
@@ -70,20 +92,23 @@ def quantized_linear(x: torch.Tensor, q: Quantized, bias: torch.Tensor | None = 
 
 
 @_checks.autocast("products", "x", "bias")
-def fp8_linear(x: torch.Tensor, q: BlockFP8, bias: torch.Tensor | None = None, *,
-               implementation: str = "auto") -> torch.Tensor:
-    """y = dequant(fp8(x)) @ dequant(q)^T + bias: x too is rounded to FP8, and FP8 is what is multiplied.
+def fp8_linear(
+    x: torch.Tensor, q: BlockFP8, bias: torch.Tensor | None = None, *, implementation: str = "auto"
+) -> torch.Tensor:
+    """y = dequant(fp8(x)) @ dequant(q)^T + bias: x too is rounded to FP8, and FP8 is what is
+    multiplied.
 
     x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides; finite. It is quantised as
         `quantize_block_fp8(x, block=(1, 128))` does: a scale for each 128 columns of a row.
-    q: BlockFP8 of shape [N, K] with blocks of 128 x 128.   bias: [N] in x's dtype, or None.
-    Returns [..., N] in x's dtype. Products within 128 columns are summed by the tensor cores, in their precision; they
-    are scaled and added up in float32, and rounded once, with bias. Under torch.autocast as `quantized_linear`.
-    Its own op, and never what `quantized_linear` chooses, because a result differs by what x loses: half a unit in the
-    last of three bits of mantissa, 3 % of a product on average.
-    Differentiable in x and bias, with the rounding of x left out of the gradient: that of `quantized_linear`, dx =
-    dy @ dequant(q) with the weight in x's dtype. Kept for the backward: q's tensors. Deterministic.
-    Raises as `quantized_linear`, ValueError for other blocks.
+    q: BlockFP8 of shape [N, K] with blocks of 128 x 128.   bias: [N] in x's dtype, or None. Returns
+    [..., N] in x's dtype. Products within 128 columns are summed by the tensor cores, in their
+    precision; they are scaled and added up in float32, and rounded once, with bias. Under
+    torch.autocast as `quantized_linear`. Its own op, and never what `quantized_linear` chooses,
+    because a result differs by what x loses: half a unit in the last of three bits of mantissa, 3 %
+    of a product on average. Differentiable in x and bias, with the rounding of x left out of the
+    gradient: that of `quantized_linear`, dx = dy @ dequant(q) with the weight in x's dtype. Kept
+    for the backward: q's tensors. Deterministic. Raises as `quantized_linear`, ValueError for other
+    blocks.
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
     """
     _validate(x, q, bias)
@@ -117,11 +142,13 @@ def checked_noise(noise):
 
 # ---- a quantised tensor, and noise, as arguments of an operator
 
-class Packed(NamedTuple):
-    """data, scale, first, second: q's tensors, those that its format has not None; FP8 as bytes, which share memory.
 
-    format: "nf4", "nvfp4", "block_fp8" or "mxfp8".   shape: q's.   block: NF4's block_size, block FP8's rows and
-        columns.
+class Packed(NamedTuple):
+    """data, scale, first, second: q's tensors, those that its format has not None; FP8 as bytes,
+    which share memory.
+
+    format: "nf4", "nvfp4", "block_fp8" or "mxfp8".   shape: q's.   block: NF4's block_size, block
+        FP8's rows and columns.
     alpha, key: of the noise, its scale and (seed, step, layer).
     """
 
@@ -138,20 +165,62 @@ class Packed(NamedTuple):
 
 def pack(q: Quantized, noise: AQN | None) -> Packed:
     """Raises TypeError for FP8 of another kind: its bytes would be taken for those of this one."""
-    for cls, name, dtype in ((NVFP4, "scale", quantize.E4M3), (BlockFP8, "data", quantize.E4M3),
-                             (MXFP8, "data", quantize.E4M3), (MXFP8, "scale", E8M0)):
+    for cls, name, dtype in (
+        (NVFP4, "scale", quantize.E4M3),
+        (BlockFP8, "data", quantize.E4M3),
+        (MXFP8, "data", quantize.E4M3),
+        (MXFP8, "scale", E8M0),
+    ):
         if isinstance(q, cls) and (t := getattr(q, name)).dtype != dtype:
             raise TypeError(f"q.{name} must be a {short(dtype)} tensor, got {short(t.dtype)}")
-    of_noise = (0.0, [0, 0, 0]) if noise is None else (float(noise.alpha), [noise.seed, noise.step, noise.layer])
+    of_noise = (
+        (0.0, [0, 0, 0])
+        if noise is None
+        else (float(noise.alpha), [noise.seed, noise.step, noise.layer])
+    )
     if isinstance(q, NF4):
-        return Packed(q.data, q.absmax, q.nested_absmax, q.offset, "nf4", list(q.shape), [q.block_size], *of_noise)
+        return Packed(
+            q.data,
+            q.absmax,
+            q.nested_absmax,
+            q.offset,
+            "nf4",
+            list(q.shape),
+            [q.block_size],
+            *of_noise,
+        )
     if isinstance(q, NVFP4):
-        return Packed(q.data, q.scale.view(torch.uint8), q.global_scale, None, "nvfp4", list(q.shape), [], *of_noise)
+        return Packed(
+            q.data,
+            q.scale.view(torch.uint8),
+            q.global_scale,
+            None,
+            "nvfp4",
+            list(q.shape),
+            [],
+            *of_noise,
+        )
     if isinstance(q, MXFP8):
-        return Packed(q.data.view(torch.uint8), q.scale.view(torch.uint8), None, None, "mxfp8", list(q.shape), [],
-                      *of_noise)
-    return Packed(q.data.view(torch.uint8), q.scale_inv, None, None, "block_fp8", list(q.shape), list(q.block),
-                  *of_noise)
+        return Packed(
+            q.data.view(torch.uint8),
+            q.scale.view(torch.uint8),
+            None,
+            None,
+            "mxfp8",
+            list(q.shape),
+            [],
+            *of_noise,
+        )
+    return Packed(
+        q.data.view(torch.uint8),
+        q.scale_inv,
+        None,
+        None,
+        "block_fp8",
+        list(q.shape),
+        list(q.block),
+        *of_noise,
+    )
 
 
 def unpack(p: Packed, dtype: torch.dtype) -> tuple[Quantized, AQN | None]:
@@ -167,7 +236,9 @@ def unpack(p: Packed, dtype: torch.dtype) -> tuple[Quantized, AQN | None]:
 
 
 def dense(p: Packed, dtype: torch.dtype, implementation: str | None) -> torch.Tensor:
-    """The tensor that a packed one stands for. implementation: of dequantize_*; None: the `unpinned` one."""
+    """The tensor that a packed one stands for. implementation: of dequantize_*; None: the
+    `unpinned` one.
+    """
     q, noise = unpack(p, dtype)
     if implementation is None:
         implementation = _DEQUANTIZE[type(q)].unpinned(On(p.data.device, dtype))
@@ -181,9 +252,13 @@ def _check_parts(p: Packed) -> None:
         blocks = -(-N * K // p.block[0])
         quantize.part("q.data", p.data, torch.uint8, (-(-N * K // 2),), p.data)
         nested = p.second is not None
-        quantize.part("q.absmax", p.scale, torch.uint8 if nested else torch.float32, (blocks,), p.data)
+        quantize.part(
+            "q.absmax", p.scale, torch.uint8 if nested else torch.float32, (blocks,), p.data
+        )
         if nested:
-            quantize.part("q.nested_absmax", p.first, torch.float32, (-(-blocks // nf4.NESTED_BLOCK),), p.data)
+            quantize.part(
+                "q.nested_absmax", p.first, torch.float32, (-(-blocks // nf4.NESTED_BLOCK),), p.data
+            )
             quantize.part("q.offset", p.second, torch.float32, (), p.data)
     elif p.format == "nvfp4":
         quantize.part("q.data", p.data, torch.uint8, (N, -(-K // 2)), p.data)
@@ -191,10 +266,13 @@ def _check_parts(p: Packed) -> None:
         quantize.part("q.global_scale", p.first, torch.float32, (), p.data)
     else:
         rows, columns = p.block
-        quantize.part("q.scale_inv", p.scale, torch.float32, (-(-N // rows), -(-K // columns)), p.data)
+        quantize.part(
+            "q.scale_inv", p.scale, torch.float32, (-(-N // rows), -(-K // columns)), p.data
+        )
 
 
 # ---- the definitions
+
 
 def quantized_linear_eager(x, q, bias, noise):
     acc = torch.promote_types(x.dtype, torch.float32)
@@ -247,18 +325,39 @@ def _mm(x, w, bias):
 
 
 def _register(name, few_rows):
-    """The product's operator, the one of its gradient, and what calls them. few_rows: (x, bias, packed) -> y, or None
-    where the weight should be dequantised."""
-    def forward(x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, scale: torch.Tensor,
-                first: torch.Tensor | None, second: torch.Tensor | None, format: str, shape: list[int],
-                block: list[int], alpha: float, key: list[int]) -> torch.Tensor:
+    """The product's operator, the one of its gradient, and what calls them. few_rows: (x, bias,
+    packed) -> y, or None where the weight should be dequantised.
+    """
+
+    def forward(
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        data: torch.Tensor,
+        scale: torch.Tensor,
+        first: torch.Tensor | None,
+        second: torch.Tensor | None,
+        format: str,
+        shape: list[int],
+        block: list[int],
+        alpha: float,
+        key: list[int],
+    ) -> torch.Tensor:
         packed = Packed(data, scale, first, second, format, shape, block, alpha, key)
         y = few_rows(x, bias, packed) if alpha == 0 else None
         return _mm(x, dense(packed, x.dtype, name).t(), bias) if y is None else y
 
-    def backward(dy: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, first: torch.Tensor | None,
-                 second: torch.Tensor | None, format: str, shape: list[int], block: list[int], alpha: float,
-                 key: list[int]) -> torch.Tensor:
+    def backward(
+        dy: torch.Tensor,
+        data: torch.Tensor,
+        scale: torch.Tensor,
+        first: torch.Tensor | None,
+        second: torch.Tensor | None,
+        format: str,
+        shape: list[int],
+        block: list[int],
+        alpha: float,
+        key: list[int],
+    ) -> torch.Tensor:
         packed = Packed(data, scale, first, second, format, shape, block, alpha, key)
         return _mm(dy, dense(packed, dy.dtype, name), None)
 
@@ -285,8 +384,14 @@ def _register(name, few_rows):
     differentiate(transposed, formula_transposed, setup_transposed, twice=True)
 
     def call(x, q, bias, noise):
-        y = product(x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), bias, *pack(q, noise))
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], q.shape[0])   # no view where none is needed
+        y = product(
+            x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
+            bias,
+            *pack(q, noise),
+        )
+        return (
+            y if x.dim() == 2 else y.view(*x.shape[:-1], q.shape[0])
+        )  # no view where none is needed
 
     return call
 
@@ -299,16 +404,18 @@ _tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def _nf4_tables(like):
-    """The values of NF4's codes and those of the codes of scales, made once a device. Within an operator, where no
-    compiler looks."""
+    """The values of NF4's codes and those of the codes of scales, made once a device. Within an
+    operator, where no compiler looks.
+    """
     if like.device not in _tables:
         _tables[like.device] = nf4.codes_of().to(like.device), nf4.dynamic_map().to(like.device)
     return _tables[like.device]
 
 
 def _read_by_kernel(x, bias, packed):
-    """Arguments that the fused kernels share: bias, data, scale, nested scales, their codes' values, the number that
-    goes with all scales, the codes' values."""
+    """Arguments that the fused kernels share: bias, data, scale, nested scales, their codes'
+    values, the number that goes with all scales, the codes' values.
+    """
     _check_parts(packed)
     values, table, nested, extra = None, None, None, None
     if packed.format == "nf4":
@@ -316,8 +423,15 @@ def _read_by_kernel(x, bias, packed):
         nested, extra = packed.first, packed.second
     elif packed.format == "nvfp4":
         extra = packed.first
-    return (None if bias is None else bias.contiguous(), packed.data.contiguous(), packed.scale.contiguous(), nested,
-            table if nested is not None else None, extra, values)
+    return (
+        None if bias is None else bias.contiguous(),
+        packed.data.contiguous(),
+        packed.scale.contiguous(),
+        nested,
+        table if nested is not None else None,
+        extra,
+        values,
+    )
 
 
 def _triton():
@@ -325,13 +439,21 @@ def _triton():
         from tilewright.kernels import quantized_linear_triton as k
 
         def few_rows(x, bias, packed):
-            if packed.format == "mxfp8":   # a step of the kernel takes more columns than share a scale
+            if (
+                packed.format == "mxfp8"
+            ):  # a step of the kernel takes more columns than share a scale
                 return None
             config = k.constants(x, packed.format, packed.shape[0], packed.block)
             if config is None:
                 return None
-            return k.few_rows(x, *_read_by_kernel(x, bias, packed), packed.format, packed.shape[0], packed.block,
-                              config)
+            return k.few_rows(
+                x,
+                *_read_by_kernel(x, bias, packed),
+                packed.format,
+                packed.shape[0],
+                packed.block,
+                config,
+            )
 
         _loaded["triton"] = _register("triton", few_rows)
     return _loaded["triton"]
@@ -343,31 +465,59 @@ def _cpp():
 
         def few_rows(x, bias, packed):
             N, K = packed.shape
-            rows, span = {"nf4": (1, *packed.block), "nvfp4": (1, 16), "mxfp8": (1, MX_BLOCK),
-                          "block_fp8": packed.block}[packed.format]
+            rows, span = {
+                "nf4": (1, *packed.block),
+                "nvfp4": (1, 16),
+                "mxfp8": (1, MX_BLOCK),
+                "block_fp8": packed.block,
+            }[packed.format]
             # Codes are taken 16 at a time, of one scale.
-            if not 0 < x.shape[0] <= _CPP_ROWS[x.dtype] or N * K == 0 or K % 16 or span % 16 or (
-                    packed.format == "nf4" and K % span):
+            if (
+                not 0 < x.shape[0] <= _CPP_ROWS[x.dtype]
+                or N * K == 0
+                or K % 16
+                or span % 16
+                or (packed.format == "nf4" and K % span)
+            ):
                 return None
-            if packed.format == "mxfp8":   # with float32 scales, an eighth of the weight's bytes; values are the same
-                quantize.part("q.scale", packed.scale, torch.uint8, (N, -(-K // MX_BLOCK)), packed.data)
-                packed = packed._replace(scale=packed.scale.view(E8M0).float(), format="block_fp8", block=[rows, span])
+            if (
+                packed.format == "mxfp8"
+            ):  # with float32 scales, an eighth of the weight's bytes; values are the same
+                quantize.part(
+                    "q.scale", packed.scale, torch.uint8, (N, -(-K // MX_BLOCK)), packed.data
+                )
+                packed = packed._replace(
+                    scale=packed.scale.view(E8M0).float(), format="block_fp8", block=[rows, span]
+                )
             bias, data, scale, nested, table, extra, _ = _read_by_kernel(x, bias, packed)
-            return product(x.contiguous(), bias, data, scale, nested, table, extra, _CPP_FORMATS[packed.format], N,
-                           rows, span)
+            return product(
+                x.contiguous(),
+                bias,
+                data,
+                scale,
+                nested,
+                table,
+                extra,
+                _CPP_FORMATS[packed.format],
+                N,
+                rows,
+                span,
+            )
 
         _loaded["cpp"] = _register("cpp", few_rows)
     return _loaded["cpp"]
 
 
 _CPP_FORMATS = {"nf4": 0, "nvfp4": 1, "block_fp8": 2}
-# Rows up to which the fused C++ product is faster than dequantising and PyTorch's GEMM. Measured on two (shared) cores
-# of an AMD EPYC with 2,048 x 2,048 and 4,096 x 14,336 weights of each format: in float32 1.4 to 5 times as fast up to
-# 64 rows and about even at 256; in bfloat16 1.1 to 3 times up to 16, even at 64, slower at 256.
+# Rows up to which the fused C++ product is faster than dequantising and PyTorch's GEMM. Measured on
+# two (shared) cores of an AMD EPYC with 2,048 x 2,048 and 4,096 x 14,336 weights of each format: in
+# float32 1.4 to 5 times as fast up to 64 rows and about even at 256; in bfloat16 1.1 to 3 times up
+# to 16, even at 64, slower at 256.
 _CPP_ROWS = {torch.float32: 64, torch.bfloat16: 32}
 
 
 # ---- FP8 by FP8
+
 
 def _fake_fp8(x, bias, data, scale):
     return x.new_empty((x.shape[0], data.shape[0]))
@@ -380,13 +530,21 @@ def _fp8_triton():
         _triton()
         transposed = torch.ops.tilewright.quantized_linear_triton_backward.default
 
-        def forward(x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor,
-                    scale: torch.Tensor) -> torch.Tensor:
-            _check_parts(Packed(data, scale, None, None, "block_fp8", list(data.shape), [128, 128], 0.0, []))
+        def forward(
+            x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, scale: torch.Tensor
+        ) -> torch.Tensor:
+            _check_parts(
+                Packed(data, scale, None, None, "block_fp8", list(data.shape), [128, 128], 0.0, [])
+            )
             codes, x_scale = quantize_triton.block_fp8_quantize(x.contiguous()[None], 1, 128, None)
             return quantized_linear_triton.fp8(
-                codes[0].view(quantize.E4M3), x_scale[0], data.contiguous().view(quantize.E4M3), scale.contiguous(),
-                None if bias is None else bias.contiguous(), x.dtype)
+                codes[0].view(quantize.E4M3),
+                x_scale[0],
+                data.contiguous().view(quantize.E4M3),
+                scale.contiguous(),
+                None if bias is None else bias.contiguous(),
+                x.dtype,
+            )
 
         product = define("fp8_linear_triton_forward", forward, _fake_fp8)
 
@@ -395,8 +553,22 @@ def _fp8_triton():
 
         def formula(ctx, dy):
             data, scale = ctx.saved_tensors
-            dx = (transposed(dy, data, scale, None, None, "block_fp8", list(data.shape), [128, 128], 0.0, [0, 0, 0])
-                  if ctx.needs_input_grad[0] else None)
+            dx = (
+                transposed(
+                    dy,
+                    data,
+                    scale,
+                    None,
+                    None,
+                    "block_fp8",
+                    list(data.shape),
+                    [128, 128],
+                    0.0,
+                    [0, 0, 0],
+                )
+                if ctx.needs_input_grad[0]
+                else None
+            )
             return dx, _of_bias(dy) if ctx.needs_input_grad[1] else None, None, None
 
         differentiate(product, formula, setup, twice=True)
@@ -427,8 +599,13 @@ def _kernels(what):
 
 # ---- cases
 
-_QUANTIZE = {"nf4": quantize_nf4, "nf4 nested": lambda w: quantize_nf4(w, double_quant=True), "nvfp4": quantize_nvfp4,
-             "block_fp8": quantize_block_fp8, "block_fp8 16": lambda w: quantize_block_fp8(w, block=(16, 16))}
+_QUANTIZE = {
+    "nf4": quantize_nf4,
+    "nf4 nested": lambda w: quantize_nf4(w, double_quant=True),
+    "nvfp4": quantize_nvfp4,
+    "block_fp8": quantize_block_fp8,
+    "block_fp8 16": lambda w: quantize_block_fp8(w, block=(16, 16)),
+}
 _BITS = {"nf4": 4.5, "nf4 nested": 4.13, "nvfp4": 4.5, "block_fp8": 8.002}
 
 
@@ -436,37 +613,64 @@ def _case(name, format, T, N, K, bias=False, lead=None, tags=cases.CONTRACT, dif
     def make(device, dtype, seed):
         g = cases.generator(device, seed)
         draw = {"device": device, "dtype": dtype, "gen": g}
-        w = cases.randn(N, K, scale=max(K, 1)**-0.5, requires_grad=False, **draw)
-        found = {"x": cases.randn(*(lead or (T,)), K, requires_grad=differentiable, **draw),
-                 "q": _QUANTIZE[format](w)}
+        w = cases.randn(N, K, scale=max(K, 1) ** -0.5, requires_grad=False, **draw)
+        found = {
+            "x": cases.randn(*(lead or (T,)), K, requires_grad=differentiable, **draw),
+            "q": _QUANTIZE[format](w),
+        }
         if bias:
             found["bias"] = cases.randn(N, requires_grad=differentiable, **draw)
         return found
 
     def cost(itemsize):
         moved = int(_BITS.get(format, 8) / 8 * N * K) + itemsize * T * (N + K)
-        return Cost(moved, moved if differentiable else 0, 2 * T * N * K, 2 * T * N * K if differentiable else 0)
+        return Cost(
+            moved,
+            moved if differentiable else 0,
+            2 * T * N * K,
+            2 * T * N * K if differentiable else 0,
+        )
 
     return Case(f"{format} {name}", make, cost, tags)
 
 
 def _timed(formats, differentiable=True):
-    """The down projection of Llama 3 8B, whose rows are longest: with one token, with small batches of them, and with
-    those of a training step. On a CPU only what has a fused implementation there."""
+    """The down projection of Llama 3 8B, whose rows are longest: with one token, with small batches
+    of them, and with those of a training step. On a CPU only what has a fused implementation there.
+    """
     model = cases.MODELS["llama-3-8b"]
     found = []
     for format in formats:
-        for tags, rows in ((cases.CUDA, (1, 16, 64, 8192)), (cases.CPU, (1, 16, 256) if differentiable else ())):
-            found += [_case(f"llama-3-8b-down_{T}", format, T, model.hidden, model.inner, tags=tags,
-                            differentiable=differentiable) for T in rows]
+        for tags, rows in (
+            (cases.CUDA, (1, 16, 64, 8192)),
+            (cases.CPU, (1, 16, 256) if differentiable else ()),
+        ):
+            found += [
+                _case(
+                    f"llama-3-8b-down_{T}",
+                    format,
+                    T,
+                    model.hidden,
+                    model.inner,
+                    tags=tags,
+                    differentiable=differentiable,
+                )
+                for T in rows
+            ]
     return found
 
 
 _CASES = (
     *(_case("aligned", format, 5, 24, 64, bias=True) for format in ("nf4", "nvfp4", "block_fp8")),
-    *(_case("three_dimensions", format, 6, 20, 32, lead=(2, 3)) for format in ("nf4", "nvfp4", "block_fp8")),
+    *(
+        _case("three_dimensions", format, 6, 20, 32, lead=(2, 3))
+        for format in ("nf4", "nvfp4", "block_fp8")
+    ),
     *(_case("ragged", format, 7, 19, 33) for format in ("nf4", "nvfp4", "block_fp8")),
-    *(_case("two_scales", format, 3, 20, 192, bias=True) for format in ("nf4 nested", "nvfp4", "block_fp8")),
+    *(
+        _case("two_scales", format, 3, 20, 192, bias=True)
+        for format in ("nf4 nested", "nvfp4", "block_fp8")
+    ),
     _case("small_blocks", "block_fp8 16", 4, 40, 48),
     _case("many_rows", "nf4", 67, 12, 64, bias=True),
     _case("no_rows", "nf4", 0, 8, 64),
@@ -476,16 +680,40 @@ _CASES = (
 )
 
 QUANTIZED_LINEAR = Op(
-    "quantized_linear", quantized_linear, quantized_linear_eager,
-    (Implementation("triton", _triton, platform.no_triton, gate=_kernels("gate"), tunables=_kernels("few_rows")),
-     Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16))),
-    _CASES)
+    "quantized_linear",
+    quantized_linear,
+    quantized_linear_eager,
+    (
+        Implementation(
+            "triton",
+            _triton,
+            platform.no_triton,
+            gate=_kernels("gate"),
+            tunables=_kernels("few_rows"),
+        ),
+        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+    ),
+    _CASES,
+)
 
-# x is not differentiated in these cases: finite differences of a step function are not its gradient.
+# x is not differentiated in these cases: finite differences of a step function are not its
+# gradient.
 FP8_LINEAR = Op(
-    "fp8_linear", fp8_linear, fp8_linear_eager,
+    "fp8_linear",
+    fp8_linear,
+    fp8_linear_eager,
     (Implementation("triton", _fp8_triton, _no_fp8, tunables=_kernels("fp8")),),
-    (*(_case(name, "block_fp8", T, N, K, bias, lead, differentiable=False) for name, T, N, K, bias, lead in (
-        ("aligned", 5, 24, 64, True, None), ("ragged", 7, 19, 33, False, None), ("two_scales", 3, 136, 272, True, None),
-        ("three_dimensions", 6, 20, 32, False, (2, 3)), ("no_rows", 0, 8, 16, False, None))),
-     *_timed(("block_fp8",), differentiable=False)))
+    (
+        *(
+            _case(name, "block_fp8", T, N, K, bias, lead, differentiable=False)
+            for name, T, N, K, bias, lead in (
+                ("aligned", 5, 24, 64, True, None),
+                ("ragged", 7, 19, 33, False, None),
+                ("two_scales", 3, 136, 272, True, None),
+                ("three_dimensions", 6, 20, 32, False, (2, 3)),
+                ("no_rows", 0, 8, 16, False, None),
+            )
+        ),
+        *_timed(("block_fp8",), differentiable=False),
+    ),
+)

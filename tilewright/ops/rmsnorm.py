@@ -1,7 +1,9 @@
-"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467):  y = x / sqrt(mean(x^2) + eps) * (offset + w) + b
+"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467):  y = x / sqrt(mean(x^2) + eps) * (offset + w)
++ b
 
-Shapes: D = columns, the last dimension; H = heads. Sums accumulate in float32 or wider, and the result is rounded once,
-on store (`cast="llama"` rounds the normalised row too, as Llama and Qwen do).
+Shapes: D = columns, the last dimension; H = heads. Sums accumulate in float32 or wider, and the
+result is rounded once, on store (`cast="llama"` rounds the normalised row too, as Llama and Qwen
+do).
 """
 
 from __future__ import annotations
@@ -21,50 +23,73 @@ MAX_D = 65536  # widest row that the Triton kernels are compiled and tested for
 
 
 @_checks.autocast("norm", "x")
-def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, bias: torch.Tensor | None = None,
-            offset: float = 0.0, cast: str = "llama", noise: AQN | None = None,
-            implementation: str = "auto") -> torch.Tensor:
+def rmsnorm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    bias: torch.Tensor | None = None,
+    offset: float = 0.0,
+    cast: str = "llama",
+    noise: AQN | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
     """Normalise each row of x by its root mean square and scale it.
 
     x: [..., D] fp32 | bf16 | fp16 (fp64 with eager and torch), any strides, D <= 65,536.
     weight: [D], or [H, D] for x of shape [..., H, D] (per-head QK norm). Any float dtype.
     eps: >= 0, added to the mean of squares.   bias: [D] in weight's dtype, or None.
     offset: added to the weight; 1.0 for Gemma, whose checkpoints store w - 1.
-    cast: "llama" rounds the normalised row to x's dtype before the weight; "gemma" stays in fp32 to the end; "none"
-        lets the eager twin compute in x's dtype throughout (the fused kernels then compute as for "gemma").
-    noise: alpha times the `aqn_noise` of weight's shape is added to the weight for this call, in fp32 and the same in
-        its backward (QeRL). It is made in registers; weight does not change. None, or an alpha of 0, adds nothing.
-        CuTe has none.
-    Returns [..., D] in x's dtype; under torch.autocast in float32 (not on a CPU), as F.rms_norm does.
-    Differentiable once in x, weight and bias (eager and torch: any number of times, and
-    in forward mode); weight and bias gradients accumulate in fp32, on a CPU over 64 rows and in fp64 beyond (fixed
-    order, no atomics).
-    Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
-    that cannot run here.
-    Source: arXiv:1910.07467; cast policies as in transformers' LlamaRMSNorm and GemmaRMSNorm; noise: arXiv:2510.11696.
+    cast: "llama" rounds the normalised row to x's dtype before the weight; "gemma" stays in fp32 to
+        the end; "none" lets the eager twin compute in x's dtype throughout (the fused kernels then
+        compute as for "gemma").
+    noise: alpha times the `aqn_noise` of weight's shape is added to the weight for this call, in
+        fp32 and the same in its backward (QeRL). It is made in registers; weight does not change.
+        None, or an alpha of 0, adds nothing. CuTe has none.
+    Returns [..., D] in x's dtype; under torch.autocast in float32 (not on a CPU), as F.rms_norm
+    does. Differentiable once in x, weight and bias (eager and torch: any number of times, and in
+    forward mode); weight and bias gradients accumulate in fp32, on a CPU over 64 rows and in fp64
+    beyond (fixed order, no atomics). Raises TypeError or ValueError for arguments that do not fit,
+    ImplementationUnavailable for a named implementation that cannot run here.
+    Source: arXiv:1910.07467; cast policies as in transformers' LlamaRMSNorm and GemmaRMSNorm;
+    noise: arXiv:2510.11696.
     """
     _validate(x, weight, bias, eps, offset, cast)
-    return RMSNORM.pick(implementation, x)(x, weight, bias, eps, offset, cast, *aqn.arguments(noise))
+    return RMSNORM.pick(implementation, x)(
+        x, weight, bias, eps, offset, cast, *aqn.arguments(noise)
+    )
 
 
 @_checks.autocast("norm", "x", "residual")
-def add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *,
-                bias: torch.Tensor | None = None, offset: float = 0.0, cast: str = "llama", noise: AQN | None = None,
-                implementation: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
-    """(rmsnorm(x + residual), x + residual) in one pass over memory: the pre-norm transformer's residual step.
+def add_rmsnorm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    bias: torch.Tensor | None = None,
+    offset: float = 0.0,
+    cast: str = "llama",
+    noise: AQN | None = None,
+    implementation: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rmsnorm(x + residual), x + residual) in one pass over memory: the pre-norm transformer's
+    residual step.
 
-    residual: shape of x, x's dtype or float32; the sum is rounded to residual's dtype and returned in it.
-        Under torch.autocast both are cast to float32 (not on a CPU).
+    residual: shape of x, x's dtype or float32; the sum is rounded to residual's dtype and returned
+        in it. Under torch.autocast both are cast to float32 (not on a CPU).
     Everything else as in `rmsnorm`. Differentiable once in x, residual, weight and bias.
     """
     _validate(x, weight, bias, eps, offset, cast)
     check_residual(x, residual)
-    return ADD_RMSNORM.pick(implementation, x)(x, residual, weight, bias, eps, offset, cast, *aqn.arguments(noise))
+    return ADD_RMSNORM.pick(implementation, x)(
+        x, residual, weight, bias, eps, offset, cast, *aqn.arguments(noise)
+    )
 
 
 def check_options(eps, offset, cast):
     """Raises TypeError or ValueError for an option that no tensor could make right."""
-    if not (type(eps) is float is type(offset)):   # what nearly every call has, and at once decided
+    if not (type(eps) is float is type(offset)):  # what nearly every call has, and at once decided
         for name, value in (("eps", eps), ("offset", offset)):
             if not isinstance(value, (int, float, torch.SymFloat)):
                 raise TypeError(f"{name} must be a number, got {value!r}")
@@ -79,7 +104,9 @@ def check_residual(x, residual):
     _checks.floating("residual", residual)
     _checks.shape("residual", residual, tuple(x.shape), "that of x")
     if residual.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"residual must be {x.dtype} (that of x) or torch.float32, got {residual.dtype}")
+        raise TypeError(
+            f"residual must be {x.dtype} (that of x) or torch.float32, got {residual.dtype}"
+        )
     _checks.same_device(x=x, residual=residual)
 
 
@@ -107,7 +134,10 @@ def _validate(x, weight, bias, eps, offset, cast):
 
 # ---- the definition
 
-def rmsnorm_eager(x, weight, bias=None, eps=1e-6, offset=0.0, cast="llama", alpha=0.0, seed=0, step=0, layer=0):
+
+def rmsnorm_eager(
+    x, weight, bias=None, eps=1e-6, offset=0.0, cast="llama", alpha=0.0, seed=0, step=0, layer=0
+):
     acc = x.dtype if cast == "none" else torch.promote_types(x.dtype, torch.float32)
     h = x.to(acc)
     h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
@@ -134,14 +164,19 @@ def add_rmsnorm_eager(x, residual, weight, bias=None, eps=1e-6, offset=0.0, cast
 
 # ---- PyTorch's own fused op
 
+
 def _torch():
     def rmsnorm_torch(x, weight, bias, eps, offset, cast, alpha=0.0, seed=0, step=0, layer=0):
         w = weight if offset == 0 else weight + offset
         if alpha:
-            w = aqn.add_eager(w.to(torch.promote_types(w.dtype, torch.float32)), alpha, seed, step, layer)
-        if weight.dim() == 2 or bias is not None:   # F.rms_norm takes one [D] weight and no bias
+            w = aqn.add_eager(
+                w.to(torch.promote_types(w.dtype, torch.float32)), alpha, seed, step, layer
+            )
+        if weight.dim() == 2 or bias is not None:  # F.rms_norm takes one [D] weight and no bias
             # A weight with noise stays in float32: rounded to 16 bits it would be another one.
-            y = torch.nn.functional.rms_norm(x, x.shape[-1:], None, eps) * (w if alpha else w.to(x.dtype))
+            y = torch.nn.functional.rms_norm(x, x.shape[-1:], None, eps) * (
+                w if alpha else w.to(x.dtype)
+            )
             return (y if bias is None else y + bias.to(y.dtype)).to(x.dtype)
         return torch.nn.functional.rms_norm(x, x.shape[-1:], w.to(x.dtype), eps)
 
@@ -150,16 +185,25 @@ def _torch():
 
 # ---- fused implementations: two operators each, one autograd formula for all
 
+
 def _fake_forward(x, weight, bias, eps, offset, round_xhat, *noise):
     return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _fake_add_forward(x, residual, weight, bias, eps, offset, round_xhat, *noise):
-    return torch.empty_like(x), torch.empty_like(residual), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return (
+        torch.empty_like(x),
+        torch.empty_like(residual),
+        x.new_empty(x.shape[:-1], dtype=torch.float32),
+    )
 
 
 def _fake_backward(dy, dsum, x, rstd, weight, offset, round_xhat, has_bias, *noise):
-    return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(x.shape[-1] if has_bias else 0)
+    return (
+        torch.empty_like(x),
+        torch.empty_like(weight),
+        weight.new_empty(x.shape[-1] if has_bias else 0),
+    )
 
 
 def _save(ctx, normed, rstd, weight, bias, offset, round_xhat, *noise):
@@ -169,8 +213,11 @@ def _save(ctx, normed, rstd, weight, bias, offset, round_xhat, *noise):
 
 
 def _register(forward, add_forward, backward, dtypes=_checks.ACCEPTED, noiseless=None):
-    """dtypes: what the kernels read weight and bias in; others come to them as float32, in which they compute.
-    noiseless: name of an implementation whose operators have no noise; the others take its four numbers last."""
+    """dtypes: what the kernels read weight and bias in; others come to them as float32, in which
+    they compute.
+    noiseless: name of an implementation whose operators have no noise; the others take its four
+    numbers last.
+    """
 
     def setup(ctx, inputs, output):
         x, weight, bias, _, *options = inputs
@@ -200,7 +247,7 @@ def _register(forward, add_forward, backward, dtypes=_checks.ACCEPTED, noiseless
     differentiate(add_forward, add_formula, add_setup)
 
     def parameters(weight, bias):
-        if weight.dtype not in dtypes:   # bias has weight's dtype
+        if weight.dtype not in dtypes:  # bias has weight's dtype
             weight, bias = weight.float(), None if bias is None else bias.float()
         return weight.contiguous(), None if bias is None else bias.contiguous()
 
@@ -209,19 +256,32 @@ def _register(forward, add_forward, backward, dtypes=_checks.ACCEPTED, noiseless
             return noise or aqn.NONE
         if noise and noise[0]:
             others = [name for name in op.names() if name != noiseless]
-            raise ImplementationUnavailable(f"{op.name}[{noiseless}]: adds no noise; {', '.join(others)} do")
+            raise ImplementationUnavailable(
+                f"{op.name}[{noiseless}]: adds no noise; {', '.join(others)} do"
+            )
         return ()
 
     def fused_rmsnorm(x, weight, bias, eps, offset, cast, *noise):
         weight, bias = parameters(weight, bias)
-        return forward(x.contiguous(), weight, bias, eps, offset, cast == "llama", *only_taken(RMSNORM, noise))[0]
+        return forward(
+            x.contiguous(), weight, bias, eps, offset, cast == "llama", *only_taken(RMSNORM, noise)
+        )[0]
 
     def fused_add_rmsnorm(x, residual, weight, bias, eps, offset, cast, *noise):
-        # The llama cast rounds to the dtype that is normalised, which for a float32 residual stream is no rounding.
+        # The llama cast rounds to the dtype that is normalised, which for a float32 residual stream
+        # is no rounding.
         round_xhat = cast == "llama" and residual.dtype == x.dtype
         weight, bias = parameters(weight, bias)
-        return add_forward(x.contiguous(), residual.contiguous(), weight, bias, eps, offset, round_xhat,
-                           *only_taken(ADD_RMSNORM, noise))[:2]
+        return add_forward(
+            x.contiguous(),
+            residual.contiguous(),
+            weight,
+            bias,
+            eps,
+            offset,
+            round_xhat,
+            *only_taken(ADD_RMSNORM, noise),
+        )[:2]
 
     return fused_rmsnorm, fused_add_rmsnorm
 
@@ -231,9 +291,12 @@ _loaded: dict[str, tuple] = {}
 
 def _defined(name, k, *options):
     """The two functions made of the launchers in a module."""
-    return _register(define(f"rmsnorm_{name}_forward", k.forward, _fake_forward),
-                     define(f"add_rmsnorm_{name}_forward", k.add_forward, _fake_add_forward),
-                     define(f"rmsnorm_{name}_backward", k.backward, _fake_backward), *options)
+    return _register(
+        define(f"rmsnorm_{name}_forward", k.forward, _fake_forward),
+        define(f"add_rmsnorm_{name}_forward", k.add_forward, _fake_add_forward),
+        define(f"rmsnorm_{name}_backward", k.backward, _fake_backward),
+        *options,
+    )
 
 
 def _triton():
@@ -254,10 +317,12 @@ def _cute():
 
 def _cpp():
     if "cpp" not in _loaded:
-        _loaded["cpp"] = _register(adopt("rmsnorm_cpp_forward", _fake_forward),
-                                   adopt("add_rmsnorm_cpp_forward", _fake_add_forward),
-                                   adopt("rmsnorm_cpp_backward", _fake_backward),
-                                   (torch.float32, torch.bfloat16))
+        _loaded["cpp"] = _register(
+            adopt("rmsnorm_cpp_forward", _fake_forward),
+            adopt("add_rmsnorm_cpp_forward", _fake_add_forward),
+            adopt("rmsnorm_cpp_backward", _fake_backward),
+            (torch.float32, torch.bfloat16),
+        )
     return _loaded["cpp"]
 
 
@@ -281,8 +346,19 @@ def _cute_specs():
 
 # ---- cases
 
-def _case(name, shape, *, add=False, weight_shape=None, bias=False, strided=False, tags=cases.CONTRACT, mixed=False,
-          **options):
+
+def _case(
+    name,
+    shape,
+    *,
+    add=False,
+    weight_shape=None,
+    bias=False,
+    strided=False,
+    tags=cases.CONTRACT,
+    mixed=False,
+    **options,
+):
     D, rows = shape[-1], 1
     for n in shape[:-1]:
         rows *= n
@@ -294,16 +370,20 @@ def _case(name, shape, *, add=False, weight_shape=None, bias=False, strided=Fals
         if add:
             kw["residual"] = cases.randn(*shape, dtype=torch.float32 if mixed else dtype, **new)
         w_dtype = torch.float32 if mixed else dtype
-        kw["weight"] = cases.randn(*(weight_shape or (D,)), dtype=w_dtype, scale=0.2, shift=1.0, **new)
+        kw["weight"] = cases.randn(
+            *(weight_shape or (D,)), dtype=w_dtype, scale=0.2, shift=1.0, **new
+        )
         if bias:
             kw["bias"] = cases.randn(D, dtype=w_dtype, scale=0.2, **new)
-        if strided:   # every second element of wider parameters
+        if strided:  # every second element of wider parameters
             for p in {"weight", "bias"} & kw.keys():
                 kw[p] = kw[p].detach().repeat_interleave(2)[::2].requires_grad_()
         return {**kw, **options}
 
     def cost(itemsize):
-        n = rows * D * itemsize   # forward: x in, y out (add: + residual in, sum out); backward: x, dy in, dx out
+        n = (
+            rows * D * itemsize
+        )  # forward: x in, y out (add: + residual in, sum out); backward: x, dy in, dx out
         return Cost((4 if add else 2) * n, (4 if add else 3) * n, 4 * rows * D, 8 * rows * D)
 
     return Case(name, make, cost, tags)
@@ -337,28 +417,59 @@ def _all_cases(add):
 
 
 RMSNORM = Op(
-    "rmsnorm", rmsnorm, rmsnorm_eager,
+    "rmsnorm",
+    rmsnorm,
+    rmsnorm_eager,
     (
-        Implementation("triton", lambda: _triton()[0], platform.no_triton, batch_invariant=cases.ANYWHERE,
-                       tunables=_tunables, gate=_sums),
+        Implementation(
+            "triton",
+            lambda: _triton()[0],
+            platform.no_triton,
+            batch_invariant=cases.ANYWHERE,
+            tunables=_tunables,
+            gate=_sums,
+        ),
         # Never the choice of `auto` until it has been measured to beat Triton on a GPU.
         Implementation("cute", lambda: _cute()[0], platform.no_cute, devices=(), gate=_cute_specs),
-        Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16),
-                       batch_invariant=("cpu",)),
-        Implementation("torch", _torch, devices=("cuda", "cpu"),
-                       dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+        Implementation(
+            "cpp",
+            lambda: _cpp()[0],
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+            batch_invariant=("cpu",),
+        ),
+        Implementation(
+            "torch",
+            _torch,
+            devices=("cuda", "cpu"),
+            dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        ),
     ),
     _all_cases(add=False),
     goals=(*cases.near_copy(92, "forward"), *cases.near_copy(85, "backward")),
 )
 ADD_RMSNORM = Op(
-    "add_rmsnorm", add_rmsnorm, add_rmsnorm_eager,
+    "add_rmsnorm",
+    add_rmsnorm,
+    add_rmsnorm_eager,
     (
-        Implementation("triton", lambda: _triton()[1], platform.no_triton, batch_invariant=cases.ANYWHERE,
-                       tunables=_tunables),
-        Implementation("cute", lambda: _cute()[1], platform.no_cute, devices=()),   # see above
-        Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16),
-                       batch_invariant=("cpu",)),
+        Implementation(
+            "triton",
+            lambda: _triton()[1],
+            platform.no_triton,
+            batch_invariant=cases.ANYWHERE,
+            tunables=_tunables,
+        ),
+        Implementation("cute", lambda: _cute()[1], platform.no_cute, devices=()),  # see above
+        Implementation(
+            "cpp",
+            lambda: _cpp()[1],
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+            batch_invariant=("cpu",),
+        ),
     ),
     _all_cases(add=True),
     goals=(*cases.near_copy(92, "forward"), *cases.near_copy(85, "backward")),

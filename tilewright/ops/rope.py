@@ -1,9 +1,10 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): feature pairs turn by an angle that grows with
-position.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): feature pairs turn by an angle that
+grows with position.
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
-Shapes: B = batch, H = heads, S = sequence, D = head width, R = rotated features (the first R of D), P = table rows.
+Shapes: B = batch, H = heads, S = sequence, D = head width, R = rotated features (the first R of D),
+P = table rows.
 """
 
 from __future__ import annotations
@@ -19,72 +20,104 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 @_checks.autocast("inputs")
-def rope(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False,
-         rotary_dim: int | None = None, position_ids: torch.Tensor | None = None,
-         cu_seqlens: torch.Tensor | None = None, inplace: bool = False,
-         implementation: str = "auto") -> tuple[torch.Tensor, torch.Tensor | None]:
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    inplace: bool = False,
+    implementation: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotates q and k, in one launch.
 
-    q: [B, Hq, S, D], k: [B, Hk, S, D] or None (then None is returned for it); fp32 | bf16 | fp16 (fp64 with eager).
-        Any strides; the fused kernels read a contiguous last dimension in place, and their result has q's own strides,
-        so that a transposed view of [B, S, H, D] stays one.
-    cos, sin: [P, R / 2], or [P, R] with the same values in both halves, as transformers makes them; also [B, S, ...]
-        with a row for each token (then without position_ids). Any float dtype. Not differentiable.
-    interleaved: pairs are neighbours (2 i, 2 i + 1), as in GPT-J; default (i, R / 2 + i), as in NeoX and Llama.
+    q: [B, Hq, S, D], k: [B, Hk, S, D] or None (then None is returned for it); fp32 | bf16 | fp16
+        (fp64 with eager). Any strides; the fused kernels read a contiguous last dimension in place,
+        and their result has q's own strides, so that a transposed view of [B, S, H, D] stays one.
+    cos, sin: [P, R / 2], or [P, R] with the same values in both halves, as transformers makes them;
+        also [B, S, ...] with a row for each token (then without position_ids). Any float dtype. Not
+        differentiable.
+    interleaved: pairs are neighbours (2 i, 2 i + 1), as in GPT-J; default (i, R / 2 + i), as in
+    NeoX and Llama.
     rotary_dim: R; default D. Features from R on pass through.
     position_ids: integers [S] or [B, S], rows of the tables; default 0 .. S - 1.
-    cu_seqlens: int32 or int64 [n + 1], 0 .. B * S, not decreasing: where packed documents begin (and the last ends) in
-        the B * S tokens; positions restart at each. Not together with position_ids.
-    inplace: overwrite q and k (a contiguous last dimension, any other strides) and return them; the backward of what
-        made them must not need them. ValueError where autograd cannot follow (a leaf that requires grad, or a view made
-        by split, chunk or unbind) and where elements share memory: of one of them, as when expanded, or of q and k.
-        Slices of one projection are fine: they may lie in one another's gaps if both repeat by a common stride.
-        Compiled code looks for expanded tensors only.
-    Returns (q, k) in the inputs' dtypes. float32 math, one rounding. Differentiable in q and k (the backward is the
-    rotation by the opposite angle).
-    Raises TypeError or ValueError for arguments that do not fit, IndexError for a position outside the tables, compiled
-    or not. On a CUDA device values of position_ids and cu_seqlens are not looked at, which would wait for it: a token
-    outside the tables, and every token of wrong cu_seqlens, becomes NaN, and nothing is read out of bounds.
-    Source: arXiv:2104.09864; pairs as in transformers' LlamaRotaryEmbedding, or neighbouring as in GPT-J.
+    cu_seqlens: int32 or int64 [n + 1], 0 .. B * S, not decreasing: where packed documents begin
+        (and the last ends) in the B * S tokens; positions restart at each. Not together with
+        position_ids.
+    inplace: overwrite q and k (a contiguous last dimension, any other strides) and return them; the
+        backward of what made them must not need them. ValueError where autograd cannot follow (a
+        leaf that requires grad, or a view made by split, chunk or unbind) and where elements share
+        memory: of one of them, as when expanded, or of q and k.
+        Slices of one projection are fine: they may lie in one another's gaps if both repeat by a
+        common stride. Compiled code looks for expanded tensors only.
+    Returns (q, k) in the inputs' dtypes. float32 math, one rounding. Differentiable in q and k (the
+    backward is the rotation by the opposite angle). Raises TypeError or ValueError for arguments
+    that do not fit, IndexError for a position outside the tables, compiled or not. On a CUDA device
+    values of position_ids and cu_seqlens are not looked at, which would wait for it: a token
+    outside the tables, and every token of wrong cu_seqlens, becomes NaN, and nothing is read out of
+    bounds.
+    Source: arXiv:2104.09864; pairs as in transformers' LlamaRotaryEmbedding, or neighbouring as in
+    GPT-J.
     """
     R = _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens)
-    cos, sin, position_ids = prepare_tables(q.shape[0], q.shape[2], R, cos, sin, position_ids, cu_seqlens)
+    cos, sin, position_ids = prepare_tables(
+        q.shape[0], q.shape[2], R, cos, sin, position_ids, cu_seqlens
+    )
     fn = ROPE.pick(implementation, q)
     if inplace:
         return _in_place(fn, q, k, cos, sin, position_ids, interleaved)
     return fn(q, k, cos, sin, position_ids, interleaved)
 
 
-def prepare_tables(B: int, S: int, R: int, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None,
-                   cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What implementations take for tables and positions that `check_tables` has passed: cos and sin [P, R / 2] without
-    gradients, and the row of each token, int64 [B, S], or None where token s of a sequence has row s.
+def prepare_tables(
+    B: int,
+    S: int,
+    R: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What implementations take for tables and positions that `check_tables` has passed: cos and
+    sin [P, R / 2] without gradients, and the row of each token, int64 [B, S], or None where token s
+    of a sequence has row s.
 
     Raises ValueError and IndexError as `rope`.
     """
-    if cos.requires_grad or sin.requires_grad:   # so that no implementation differentiates them
+    if cos.requires_grad or sin.requires_grad:  # so that no implementation differentiates them
         cos, sin = cos.detach(), sin.detach()
     if cos.dim() == 3:
         if position_ids is not None or cu_seqlens is not None:
-            raise ValueError("cos and sin with a row for each token take neither position_ids nor cu_seqlens")
-        if cos.shape[0] > 1:   # with one row for all sequences, token s takes row s, which is the default
+            raise ValueError(
+                "cos and sin with a row for each token take neither position_ids nor cu_seqlens"
+            )
+        if (
+            cos.shape[0] > 1
+        ):  # with one row for all sequences, token s takes row s, which is the default
             position_ids = torch.arange(B * S, device=cos.device).view(B, S)
         cos, sin = cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1])
     elif cu_seqlens is not None:
-        position_ids = _checked_positions(document_positions(cu_seqlens, B * S).view(B, S), cos.shape[0])
+        position_ids = _checked_positions(
+            document_positions(cu_seqlens, B * S).view(B, S), cos.shape[0]
+        )
     elif position_ids is not None:
         position_ids = _checked_positions(position_ids.expand(B, S), cos.shape[0])
     elif cos.shape[0] < S:
         raise IndexError(_outside(f"S is {S}: position", cos.shape[0], cos.shape[0]))
-    if cos.shape[1] != R // 2:   # a view costs two microseconds
-        cos, sin = cos[:, :R // 2], sin[:, :R // 2]
+    if cos.shape[1] != R // 2:  # a view costs two microseconds
+        cos, sin = cos[:, : R // 2], sin[:, : R // 2]
     return cos, sin, position_ids
 
 
 def document_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     """Position within its document of each of `tokens` packed tokens, int64 [tokens].
 
-    Wrong boundaries are a ValueError; on a CUDA device, which is not waited for, they make every position -1.
+    Wrong boundaries are a ValueError; on a CUDA device, which is not waited for, they make every
+    position -1.
     """
     cu = _checks.cu_seqlens(cu_seqlens, tokens, wait=False)
     index = torch.arange(tokens, device=cu.device)
@@ -110,8 +143,11 @@ def _positions(ids: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 # An operator, so that compiled code checks too, when it runs, and with the same words.
-_checked_positions = define("rope_checked_positions", _positions,
-                            lambda ids, rows: ids.new_empty(ids.shape, dtype=torch.int64))
+_checked_positions = define(
+    "rope_checked_positions",
+    _positions,
+    lambda ids, rows: ids.new_empty(ids.shape, dtype=torch.int64),
+)
 
 
 def _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens):
@@ -123,22 +159,39 @@ def _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens):
     B, _, S, D = q.shape
     if k is not None:
         if k.dim() != 4 or (k.shape[0], k.shape[2], k.shape[3]) != (B, S, D):
-            raise ValueError(f"k must have shape [{B}, heads, {S}, {D}] to go with q, got {list(k.shape)}")
+            raise ValueError(
+                f"k must have shape [{B}, heads, {S}, {D}] to go with q, got {list(k.shape)}"
+            )
         if k.dtype != q.dtype:
             raise TypeError(f"k must have q's dtype {q.dtype}, got {k.dtype}")
     if D < 2:
         raise ValueError(f"q must have a head width of at least 2, got {list(q.shape)}")
     R = check_tables(B, S, D, cos, sin, rotary_dim, position_ids, cu_seqlens)
-    if (position_ids is not None or cu_seqlens is not None or not q.device == cos.device == sin.device
-            or (k is not None and k.device != q.device)):
-        _checks.same_device(q=q, k=k, cos=cos, sin=sin, position_ids=position_ids, cu_seqlens=cu_seqlens)
+    if (
+        position_ids is not None
+        or cu_seqlens is not None
+        or not q.device == cos.device == sin.device
+        or (k is not None and k.device != q.device)
+    ):
+        _checks.same_device(
+            q=q, k=k, cos=cos, sin=sin, position_ids=position_ids, cu_seqlens=cu_seqlens
+        )
     return R
 
 
-def check_tables(B: int, S: int, D: int, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int | None,
-                 position_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> int:
-    """R, for heads of width D >= 2. Raises TypeError or ValueError, as `rope`, for tables (tensors of floats) and
-    positions that do not fit; their devices are left to the caller."""
+def check_tables(
+    B: int,
+    S: int,
+    D: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    rotary_dim: int | None,
+    position_ids: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> int:
+    """R, for heads of width D >= 2. Raises TypeError or ValueError, as `rope`, for tables (tensors
+    of floats) and positions that do not fit; their devices are left to the caller.
+    """
     if rotary_dim is not None and (not isinstance(rotary_dim, int) or isinstance(rotary_dim, bool)):
         raise TypeError(f"rotary_dim must be an int or None, got {rotary_dim!r}")
     R = D if rotary_dim is None else rotary_dim
@@ -147,33 +200,45 @@ def check_tables(B: int, S: int, D: int, cos: torch.Tensor, sin: torch.Tensor, r
     if cos.shape != sin.shape:
         raise ValueError(f"sin must have cos's shape {list(cos.shape)}, got {list(sin.shape)}")
     if cos.dim() not in (2, 3) or cos.shape[-1] not in (R, R // 2):
-        raise ValueError(f"cos must have shape [P, {R // 2}] or [P, {R}] for rotary_dim {R}, got {list(cos.shape)}")
+        raise ValueError(
+            f"cos must have shape [P, {R // 2}] or [P, {R}] for rotary_dim {R}, got "
+            f"{list(cos.shape)}"
+        )
     if cos.shape[0] == 0 and B * S:
         raise ValueError(f"cos must have rows, got {list(cos.shape)}")
     if cos.dim() == 3 and (cos.shape[1] != S or cos.shape[0] not in (1, B)):
-        raise ValueError(f"cos with three dimensions must be [{B}, {S}, ...], got {list(cos.shape)}")
+        raise ValueError(
+            f"cos with three dimensions must be [{B}, {S}, ...], got {list(cos.shape)}"
+        )
     if position_ids is not None:
         if cu_seqlens is not None:
             raise ValueError("position_ids and cu_seqlens exclude each other; got both")
         if not isinstance(position_ids, torch.Tensor):
-            raise TypeError(f"position_ids must be a torch.Tensor, got {type(position_ids).__name__}")
+            raise TypeError(
+                f"position_ids must be a torch.Tensor, got {type(position_ids).__name__}"
+            )
         if position_ids.dtype not in INTEGERS:
-            raise TypeError(f"position_ids must be one of {', '.join(map(short, INTEGERS))}, got "
-                            f"{short(position_ids.dtype)}")
+            raise TypeError(
+                f"position_ids must be one of {', '.join(map(short, INTEGERS))}, got "
+                f"{short(position_ids.dtype)}"
+            )
         _checks.dense("position_ids", position_ids)
         if tuple(position_ids.shape) not in ((S,), (B, S)):
-            raise ValueError(f"position_ids must have shape [{S}] or [{B}, {S}], got {list(position_ids.shape)}")
+            raise ValueError(
+                f"position_ids must have shape [{S}] or [{B}, {S}], got {list(position_ids.shape)}"
+            )
     return R
 
 
 # ---- the definition
 
+
 def rope_eager(q, k, cos, sin, position_ids=None, interleaved=False):
     acc = torch.promote_types(q.dtype, torch.float32)
     S, R = q.shape[2], 2 * cos.shape[1]
     if position_ids is None:
-        c, s = cos[:S].to(acc), sin[:S].to(acc)   # [S, R / 2]
-    else:   # [B, 1, S, R / 2]; NaN for a position outside the tables
+        c, s = cos[:S].to(acc), sin[:S].to(acc)  # [S, R / 2]
+    else:  # [B, 1, S, R / 2]; NaN for a position outside the tables
         outside = ((position_ids < 0) | (position_ids >= cos.shape[0])).unsqueeze(-1)
         rows = position_ids.clamp(0, cos.shape[0] - 1)
         c, s = (t[rows].to(acc).masked_fill(outside, float("nan")).unsqueeze(1) for t in (cos, sin))
@@ -192,6 +257,7 @@ def rope_eager(q, k, cos, sin, position_ids=None, interleaved=False):
 
 # ---- fused implementations
 
+
 def _dense_like(x: torch.Tensor) -> torch.Tensor:
     """Uninitialised, with x's order of dimensions in memory."""
     return torch.empty_like(x, memory_format=torch.preserve_format)
@@ -203,8 +269,15 @@ def last_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _register(name, rotate):
-    def turn(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
-             positions: torch.Tensor | None, interleaved: bool, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def turn(
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor | None,
+        interleaved: bool,
+        inverse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = last_contiguous(q), last_contiguous(k)
         q_out = _dense_like(q)
         k_out = None if k is None else _dense_like(k)
@@ -212,7 +285,9 @@ def _register(name, rotate):
         return q_out, q.new_empty(0) if k_out is None else k_out
 
     def fake(q, k, cos, sin, positions, interleaved, inverse):
-        return _dense_like(last_contiguous(q)), q.new_empty(0) if k is None else _dense_like(last_contiguous(k))
+        return _dense_like(last_contiguous(q)), q.new_empty(0) if k is None else _dense_like(
+            last_contiguous(k)
+        )
 
     op = define(f"rope_{name}", turn, fake)
 
@@ -233,10 +308,18 @@ def _register(name, rotate):
             first, second = None, first
         return first, second if dk is not None else None, None, None, None, None, None
 
-    differentiate(op, formula, setup, twice=True)   # its formula calls the operator itself
+    differentiate(op, formula, setup, twice=True)  # its formula calls the operator itself
 
     def rope_fused(q, k, cos, sin, position_ids, interleaved):
-        q_out, k_out = op(q, k, cos.float().contiguous(), sin.float().contiguous(), position_ids, interleaved, False)
+        q_out, k_out = op(
+            q,
+            k,
+            cos.float().contiguous(),
+            sin.float().contiguous(),
+            position_ids,
+            interleaved,
+            False,
+        )
         return q_out, None if k is None else k_out
 
     # For inplace=True: what writes, and what its backward calls.
@@ -246,22 +329,29 @@ def _register(name, rotate):
 
 # ---- in place
 
+
 def _in_place(fn, q, k, cos, sin, positions, interleaved):
     given = [(name, x) for name, x in (("q", q), ("k", k)) if x is not None]
     compiling = torch.compiler.is_compiling()
     for name, x in given:
         check_overwritable(name, x, compiling)
-    if compiling:   # the compiler decides where results lie; the copies tell it that they may lie here
+    if (
+        compiling
+    ):  # the compiler decides where results lie; the copies tell it that they may lie here
         for (_, x), new in zip(given, fn(q, k, cos, sin, positions, interleaved), strict=False):
             x.copy_(new)
         return q, k
     if k is not None and q.numel() and k.numel() and not _apart(q, k):
-        raise ValueError("inplace=True cannot overwrite q and k that share memory, or may: "
-                         f"shapes {list(q.shape)} and {list(k.shape)}, strides {list(q.stride())} and "
-                         f"{list(k.stride())}, {k.data_ptr() - q.data_ptr()} bytes from q to k; pass inplace=False")
+        raise ValueError(
+            "inplace=True cannot overwrite q and k that share memory, or may: "
+            f"shapes {list(q.shape)} and {list(k.shape)}, strides {list(q.stride())} and "
+            f"{list(k.stride())}, {k.data_ptr() - q.data_ptr()} bytes from q to k; pass "
+            f"inplace=False"
+        )
     cos, sin = cos.float().contiguous(), sin.float().contiguous()
-    # One Function a tensor: autograd lets a Function overwrite a view only if that is all it returns. They come before
-    # the one launch that writes both, so that what autograd refuses is left as it was.
+    # One Function a tensor: autograd lets a Function overwrite a view only if that is all it
+    # returns. They come before the one launch that writes both, so that what autograd refuses is
+    # left as it was.
     for _, x in given:
         _Overwritten.apply(x, cos, sin, positions, interleaved, fn)
     with torch.no_grad():
@@ -269,20 +359,27 @@ def _in_place(fn, q, k, cos, sin, positions, interleaved):
         if hasattr(fn, "rotate"):
             fn.rotate(q_data, k_data, q_data, k_data, cos, sin, positions, interleaved, False)
         else:
-            for x, new in zip((q_data, k_data), fn(q_data, k_data, cos, sin, positions, interleaved), strict=True):
+            for x, new in zip(
+                (q_data, k_data), fn(q_data, k_data, cos, sin, positions, interleaved), strict=True
+            ):
                 if x is not None:
                     x.copy_(new)
     return q, k
 
 
 def _apart(q, k):
-    """Whether q and k are certain to share no element: their address ranges do not meet, or both fit into disjoint
-    parts of a period that their larger strides are multiples of, as slices of one projection do."""
+    """Whether q and k are certain to share no element: their address ranges do not meet, or both
+    fit into disjoint parts of a period that their larger strides are multiples of, as slices of one
+    projection do.
+    """
     distance = k.data_ptr() - q.data_ptr()
     if distance < 0:
         q, k, distance = k, q, -distance
     size = q.element_size()
-    dims = [[(n - 1, stride) for n, stride in zip(t.shape, t.stride(), strict=True) if n > 1] for t in (q, k)]
+    dims = [
+        [(n - 1, stride) for n, stride in zip(t.shape, t.stride(), strict=True) if n > 1]
+        for t in (q, k)
+    ]
     if distance >= size * (1 + sum(n * stride for n, stride in dims[0])):
         return True
     if distance % size:
@@ -296,30 +393,51 @@ def _apart(q, k):
 
 
 def check_overwritable(name: str, x: torch.Tensor, compiling: bool) -> None:
-    """Raises ValueError if autograd cannot follow an overwritten x, or elements of it share memory."""
+    """Raises ValueError if autograd cannot follow an overwritten x, or elements of it share
+    memory.
+    """
     if x.stride(-1) != 1 and x.numel():
-        raise ValueError(f"inplace=True needs {name} with a contiguous last dimension, got strides {list(x.stride())}; "
-                         f"pass {name}.contiguous() or inplace=False")
+        raise ValueError(
+            f"inplace=True needs {name} with a contiguous last dimension, got strides "
+            f"{list(x.stride())}; "
+            f"pass {name}.contiguous() or inplace=False"
+        )
     # Without elements nothing is shared, whatever the strides are: PyTorch may have put 0 there.
-    if x.numel() and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
-        raise ValueError(f"inplace=True cannot overwrite {name}, an expanded tensor whose elements share memory; pass "
-                         f"{name}.contiguous() or inplace=False")
+    if x.numel() and any(
+        n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)
+    ):
+        raise ValueError(
+            f"inplace=True cannot overwrite {name}, an expanded tensor whose elements share "
+            f"memory; pass "
+            f"{name}.contiguous() or inplace=False"
+        )
     if not compiling and _checks.overlaps_itself(x):
-        raise ValueError(f"inplace=True cannot overwrite {name}, whose elements share memory: shape {list(x.shape)}, "
-                         f"strides {list(x.stride())}; pass {name}.contiguous() or inplace=False")
+        raise ValueError(
+            f"inplace=True cannot overwrite {name}, whose elements share memory: shape "
+            f"{list(x.shape)}, "
+            f"strides {list(x.stride())}; pass {name}.contiguous() or inplace=False"
+        )
     if not (x.requires_grad and torch.is_grad_enabled()):
         return
     if x.is_leaf or (not compiling and _torch.is_view(x) and _torch.of_view(x).is_leaf):
-        raise ValueError(f"inplace=True cannot overwrite {name}, a leaf that requires grad or a view of one; pass "
-                         "inplace=False")
+        raise ValueError(
+            f"inplace=True cannot overwrite {name}, a leaf that requires grad or a view of one; "
+            f"pass "
+            "inplace=False"
+        )
     # The compiler cannot trace this question; it refuses such a view in words of its own.
     if not compiling and _torch.is_view(x) and not _torch.may_be_changed(x):
-        raise ValueError(f"inplace=True cannot overwrite {name}, a view that autograd does not let change, as split, "
-                         "chunk and unbind make it; take a slice instead (qkv[..., a:b]), or pass inplace=False")
+        raise ValueError(
+            f"inplace=True cannot overwrite {name}, a view that autograd does not let change, as "
+            f"split, "
+            "chunk and unbind make it; take a slice instead (qkv[..., a:b]), or pass inplace=False"
+        )
 
 
 class _Overwritten(torch.autograd.Function):
-    """Tells autograd that x is rotated where it lies. Nothing of it is kept: the backward needs only the angles."""
+    """Tells autograd that x is rotated where it lies. Nothing of it is kept: the backward needs
+    only the angles.
+    """
 
     @staticmethod
     def forward(ctx, x, cos, sin, positions, interleaved, fn):
@@ -364,8 +482,25 @@ def _tunables():
 
 # ---- cases
 
-def _case(name, B, hq, hk, S, D, *, R=None, full=False, ids=None, documents=None, transposed=True, per_token=False,
-          no_k=False, tags=cases.CONTRACT, **options):
+
+def _case(
+    name,
+    B,
+    hq,
+    hk,
+    S,
+    D,
+    *,
+    R=None,
+    full=False,
+    ids=None,
+    documents=None,
+    transposed=True,
+    per_token=False,
+    no_k=False,
+    tags=cases.CONTRACT,
+    **options,
+):
     R = R or D
     if R != D:
         options["rotary_dim"] = R
@@ -375,23 +510,37 @@ def _case(name, B, hq, hk, S, D, *, R=None, full=False, ids=None, documents=None
         g = cases.generator(device, seed)
         new = {"device": device, "dtype": dtype, "gen": g, "requires_grad": False}
         # As projections give them: [B, S, H, D] seen as [B, H, S, D].
-        q, k = (cases.randn(B, S, h, D, **new).transpose(1, 2) if transposed else cases.randn(B, h, S, D, **new)
-                for h in (hq, hk))
-        angle = torch.outer(torch.arange(rows, device=device).float(),
-                            10000.0 ** (-torch.arange(0, R, 2, device=device).float() / R))
+        q, k = (
+            cases.randn(B, S, h, D, **new).transpose(1, 2)
+            if transposed
+            else cases.randn(B, h, S, D, **new)
+            for h in (hq, hk)
+        )
+        angle = torch.outer(
+            torch.arange(rows, device=device).float(),
+            10000.0 ** (-torch.arange(0, R, 2, device=device).float() / R),
+        )
         if full:
             angle = torch.cat((angle, angle), -1)
         cos, sin = angle.cos(), angle.sin()
         if per_token:
             cos, sin = (t.expand(B, S, -1).contiguous() for t in (cos, sin))
-        kw = {"q": q.requires_grad_(), "k": None if no_k else k.requires_grad_(), "cos": cos, "sin": sin, **options}
+        kw = {
+            "q": q.requires_grad_(),
+            "k": None if no_k else k.requires_grad_(),
+            "cos": cos,
+            "sin": sin,
+            **options,
+        }
         if ids is not None:
-            kw["position_ids"] = torch.randint(0, rows, (B, S) if ids == 2 else (S,), device=device, generator=g)
+            kw["position_ids"] = torch.randint(
+                0, rows, (B, S) if ids == 2 else (S,), device=device, generator=g
+            )
         if documents:
             kw["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32, device=device)
         return kw
 
-    def cost(itemsize):   # q and k in and out, each way
+    def cost(itemsize):  # q and k in and out, each way
         n = B * S * (hq + (0 if no_k else hk)) * D * itemsize
         return Cost(2 * n, 2 * n, 0, 0)
 
@@ -417,17 +566,41 @@ def _all_cases():
         for name in ("qwen3-8b", "llama-3-8b", "gemma-3-4b", "deepseek-v3"):
             m = cases.MODELS[name]
             partial = {"R": 64, "interleaved": True} if name == "deepseek-v3" else {}
-            timed.append(_case(name, 1, m.heads, m.kv_heads, cases.TOKENS[device], m.head_dim, tags=tags, **partial))
+            timed.append(
+                _case(
+                    name,
+                    1,
+                    m.heads,
+                    m.kv_heads,
+                    cases.TOKENS[device],
+                    m.head_dim,
+                    tags=tags,
+                    **partial,
+                )
+            )
     return (*small, *timed, _case("big", 1, 64, 8, 2**18 + 1, 128, tags=cases.BIG))
 
 
 ROPE = Op(
-    "rope", rope, rope_eager,
+    "rope",
+    rope,
+    rope_eager,
     (
-        Implementation("triton", _triton, platform.no_triton, batch_invariant=cases.ANYWHERE,
-                       tunables=_tunables),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16),
-                       batch_invariant=("cpu",)),
+        Implementation(
+            "triton",
+            _triton,
+            platform.no_triton,
+            batch_invariant=cases.ANYWHERE,
+            tunables=_tunables,
+        ),
+        Implementation(
+            "cpp",
+            _cpp,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+            batch_invariant=("cpu",),
+        ),
     ),
     _all_cases(),
     goals=cases.near_copy(92, "forward", "backward"),

@@ -1,5 +1,6 @@
-"""Choosing experts for tokens: scores, the best k of each token, their weights, and the losses that keep a router
-balanced. Switch (arXiv:2101.03961), ST-MoE (arXiv:2202.08906), DeepSeek-V3 (arXiv:2412.19437).
+"""Choosing experts for tokens: scores, the best k of each token, their weights, and the losses that
+keep a router balanced. Switch (arXiv:2101.03961), ST-MoE (arXiv:2202.08906), DeepSeek-V3
+(arXiv:2412.19437).
 
 T = tokens, E = experts, K = experts a token.
 """
@@ -18,7 +19,7 @@ from tilewright.registry import Case, Cost, Implementation, Op, short
 SCORES = ("softmax", "sigmoid")
 # A kernel holds whole rows in registers. Published models have up to 512 experts.
 MOST_EXPERTS = 4096
-TINY = 1e-20   # added to sums of scores before a division, as published
+TINY = 1e-20  # added to sums of scores before a division, as published
 
 
 class Routing(NamedTuple):
@@ -32,52 +33,77 @@ class Routing(NamedTuple):
 
 
 @_checks.autocast("float32")
-def route(logits: torch.Tensor, k: int, *, score: str = "softmax", renormalize: bool = False,
-          bias: torch.Tensor | None = None, groups: int = 1, topk_groups: int = 1, scale: float = 1.0,
-          round_to: int = 0, implementation: str = "auto") -> Routing:
+def route(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    score: str = "softmax",
+    renormalize: bool = False,
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+    topk_groups: int = 1,
+    scale: float = 1.0,
+    round_to: int = 0,
+    implementation: str = "auto",
+) -> Routing:
     """The k best experts of each token, their weights, and two losses.
 
-    logits: [T, E] fp32 | bf16 | fp16 (fp64 with eager), any strides (columns that are not contiguous are copied); E
-        is at most 4,096.
-    score: "softmax" for s = softmax(logits) over experts, "sigmoid" for s = sigmoid(logits); in float32.
+    logits: [T, E] fp32 | bf16 | fp16 (fp64 with eager), any strides (columns that are not
+        contiguous are copied); E is at most 4,096.
+    score: "softmax" for s = softmax(logits) over experts, "sigmoid" for s = sigmoid(logits); in
+    float32.
     bias: [E] fp32 (fp64 with fp64 logits), added to s for the choice only; no gradient flows to it.
-    groups, topk_groups: the E experts are `groups` equal runs, and only those of the `topk_groups` best runs can be
-        chosen. A group's value is its largest score (DeepSeek-V2's softmax router); with a bias or with sigmoid
-        scores it is the sum of its two largest s + bias (DeepSeek-V3's; of one, where a group is a single expert).
-    k: experts a token, 1 to topk_groups * E / groups.
-    The choice is the k largest of s + bias, best first; without a bias, of the logits, in whose order s is, so that
+    groups, topk_groups: the E experts are `groups` equal runs, and only those of the `topk_groups`
+        best runs can be chosen. A group's value is its largest score (DeepSeek-V2's softmax
+        router); with a bias or with sigmoid scores it is the sum of its two largest s + bias
+        (DeepSeek-V3's; of one, where a group is a single expert).
+    k: experts a token, 1 to topk_groups * E / groups. The choice is the k largest of s + bias, best
+    first; without a bias, of the logits, in whose order s is, so that
         no rounding makes a tie. Equal ones: the lower index first, of experts and of groups.
     renormalize: divide the k weights by their sum + 1e-20.
     scale: multiplies the weights, after that.
-    round_to: M > 0 for token rounding, which is `round_tokens` after everything else: every expert keeps a multiple of
+    round_to: M > 0 for token rounding, which is `round_tokens` after everything else: every expert
+    keeps a multiple of
         M tokens, its best ones. 0: off.
 
     Returns Routing:
         expert_index [T, K] int64; with round_to, E where a slot was dropped.
-        expert_weight [T, K] fp32: the chosen s (without bias), renormalized, times scale; with round_to, 0 where a slot
-            was dropped.
+        expert_weight [T, K] fp32: the chosen s (without bias), renormalized, times scale; with
+            round_to, 0 where a slot was dropped.
         tokens_per_expert [E] int64: how many slots each expert has; with round_to, keeps.
-        load_balance_loss [] fp32: E * sum_e f_e P_e, where f_e is the number of tokens that chose e, over T (so the f_e
-            sum to K), and P_e is the mean over tokens of the softmax score, or of s_e / (sum_e s_e + 1e-20) with
-            sigmoid scores. As transformers' load_balancing_loss_func for one layer; DeepSeek-V3's is this one over K.
+        load_balance_loss [] fp32: E * sum_e f_e P_e, where f_e is the number of tokens that chose
+            e, over T (so the f_e sum to K), and P_e is the mean over tokens of the softmax score,
+            or of s_e / (sum_e s_e + 1e-20) with sigmoid scores. As transformers'
+            load_balancing_loss_func for one layer; DeepSeek-V3's is this one over K.
         z_loss [] fp32: mean over tokens of logsumexp(logits)^2.
-    Neither loss is multiplied by a coefficient; both are of the choice before rounding, and 0 for T = 0.
-    (fp64 logits: fp64 where fp32 stands here.)
+    Neither loss is multiplied by a coefficient; both are of the choice before rounding, and 0 for T
+    = 0. (fp64 logits: fp64 where fp32 stands here.)
 
-    Differentiable in logits, once, through expert_weight, load_balance_loss (through P; f is a count) and z_loss; all
-    sums in float32. The backward keeps logits, expert_index and the counts.
-    Logits may be -inf. With softmax scores, NaN or +inf (or a row of -inf alone) makes all weights of the row NaN. With
-        sigmoid scores each logit is by itself: +inf has score 1, -inf 0, and NaN makes its own weight NaN where it is
-        chosen, with renormalize all of its row. Indices exist in any case. Such a row's gradient, and both losses,
-        need not be finite.
-    Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
-    that cannot run here.
+    Differentiable in logits, once, through expert_weight, load_balance_loss (through P; f is a
+    count) and z_loss; all sums in float32. The backward keeps logits, expert_index and the counts.
+    Logits may be -inf. With softmax scores, NaN or +inf (or a row of -inf alone) makes all weights
+    of the row NaN. With
+        sigmoid scores each logit is by itself: +inf has score 1, -inf 0, and NaN makes its own
+        weight NaN where it is chosen, with renormalize all of its row. Indices exist in any case.
+        Such a row's gradient, and both losses, need not be finite.
+    Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a
+    named implementation that cannot run here.
     """
     _validate(logits, k, score, bias, groups, topk_groups, scale, round_to)
     if bias is not None:
         bias = bias.detach()
-    found = Routing(*ROUTE.pick(implementation, logits)(logits, bias, k, score == "sigmoid", bool(renormalize), groups,
-                                                        topk_groups, float(scale)))
+    found = Routing(
+        *ROUTE.pick(implementation, logits)(
+            logits,
+            bias,
+            k,
+            score == "sigmoid",
+            bool(renormalize),
+            groups,
+            topk_groups,
+            float(scale),
+        )
+    )
     if not round_to:
         return found
     return Routing(*round_tokens(*found[:3], round_to), *found[3:])
@@ -93,7 +119,10 @@ def _whole(name, value, low, high, accepted):
 def _validate(logits, k, score, bias, groups, topk_groups, scale, round_to):
     _checks.floating("logits", logits)
     if logits.dim() != 2 or not 1 <= logits.shape[1] <= MOST_EXPERTS:
-        raise ValueError(f"logits must have shape [T, E] with 1 to {MOST_EXPERTS} experts, got {list(logits.shape)}")
+        raise ValueError(
+            f"logits must have shape [T, E] with 1 to {MOST_EXPERTS} experts, got "
+            f"{list(logits.shape)}"
+        )
     E = logits.shape[1]
     _checks.choice("score", score, SCORES)
     _whole("groups", groups, 1, E, f"1 to {E}, the number of experts")
@@ -109,12 +138,18 @@ def _validate(logits, k, score, bias, groups, topk_groups, scale, round_to):
         _checks.shape("bias", bias, (E,), "one for each expert")
         wanted = torch.promote_types(logits.dtype, torch.float32)
         if bias.dtype != wanted:
-            raise TypeError(f"bias must be {short(wanted)} for {short(logits.dtype)} logits, got {short(bias.dtype)}")
+            raise TypeError(
+                f"bias must be {short(wanted)} for {short(logits.dtype)} logits, got "
+                f"{short(bias.dtype)}"
+            )
 
 
 # ---- the definition
 
-def route_eager(logits, bias=None, k=1, sigmoid=False, renormalize=False, groups=1, topk_groups=1, scale=1.0):
+
+def route_eager(
+    logits, bias=None, k=1, sigmoid=False, renormalize=False, groups=1, topk_groups=1, scale=1.0
+):
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     T, E = x.shape
     s = torch.sigmoid(x) if sigmoid else torch.softmax(x, -1)
@@ -133,52 +168,73 @@ def route_eager(logits, bias=None, k=1, sigmoid=False, renormalize=False, groups
 
 def _choose(x, s, bias, k, sigmoid, groups, topk_groups):
     value = x if bias is None else s + bias
-    order = value.sort(dim=-1, descending=True, stable=True).indices   # stable: of equal ones the lower index first
+    order = value.sort(
+        dim=-1, descending=True, stable=True
+    ).indices  # stable: of equal ones the lower index first
     if topk_groups < groups:
         runs = (s if bias is None and sigmoid else value).unflatten(-1, (groups, -1))
         two = min(2, runs.shape[-1]) if sigmoid or bias is not None else 1
-        best = runs.topk(two, dim=-1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
+        best = (
+            runs.topk(two, dim=-1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
+        )
         out = torch.ones_like(best, dtype=torch.bool).scatter(-1, best[:, :topk_groups], False)
-        # Whoever is in a chosen group comes first, in the order there was; even where a value is -inf.
+        # Whoever is in a chosen group comes first, in the order there was; even where a value is
+        # -inf.
         out = out.repeat_interleave(runs.shape[-1], dim=-1).gather(-1, order)
         order = order.gather(-1, out.to(torch.uint8).sort(dim=-1, stable=True).indices)
     return order[:, :k].contiguous()
 
 
-def round_tokens(expert_index: torch.Tensor, expert_weight: torch.Tensor, tokens_per_expert: torch.Tensor,
-                 multiple: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token rounding: every expert keeps the largest multiple of `multiple` tokens that it has, those of the highest
+def round_tokens(
+    expert_index: torch.Tensor,
+    expert_weight: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    multiple: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token rounding: every expert keeps the largest multiple of `multiple` tokens that it has,
+    those of the highest
     weight (equal ones: the lower token index), so that a grouped product computes no padding.
 
-    expert_index [T, K] int64, a token's all different; expert_weight [T, K]; tokens_per_expert [E]: how often each
-    expert occurs, as `route` gives them.
-    Returns the three of what is kept. A dropped slot has index E, weight 0 and no gradient; the other weights of its
-    token are as they were, not renormalized. Made of PyTorch's own operators for every implementation, two stable
+    expert_index [T, K] int64, a token's all different; expert_weight [T, K]; tokens_per_expert [E]:
+    how often each expert occurs, as `route` gives them. Returns the three of what is kept. A
+    dropped slot has index E, weight 0 and no gradient; the other weights of its token are as they
+    were, not renormalized. Made of PyTorch's own operators for every implementation, two stable
     sorts of T * K elements; nothing is read on the host.
-    Source: after arXiv:2512.14080, which rounds to the nearest multiple; this one never adds a token.
+    Source: after arXiv:2512.14080, which rounds to the nearest multiple; this one never adds a
+    token.
     """
     E = tokens_per_expert.shape[0]
     expert = expert_index.flatten()
     best_first = expert_weight.detach().flatten().argsort(descending=True, stable=True)
-    order = best_first[expert[best_first].argsort(stable=True)]   # by expert, best first, equal ones by slot
+    order = best_first[
+        expert[best_first].argsort(stable=True)
+    ]  # by expert, best first, equal ones by slot
     kept = tokens_per_expert - tokens_per_expert % multiple
     first = tokens_per_expert.cumsum(0) - tokens_per_expert
     own = expert[order]
     rank = torch.arange(order.shape[0], device=order.device) - first[own]
-    keep = torch.zeros_like(own, dtype=torch.bool).scatter(0, order, rank < kept[own]).view(expert_index.shape)
+    keep = (
+        torch.zeros_like(own, dtype=torch.bool)
+        .scatter(0, order, rank < kept[own])
+        .view(expert_index.shape)
+    )
     return torch.where(keep, expert_index, E), torch.where(keep, expert_weight, 0), kept
 
 
-# ---- fused implementations. PyTorch's own way is topk, which promises nothing about ties; the twin is the nearest.
+# ---- fused implementations. torch.topk promises nothing about ties; the twin is the nearest.
 
 _loaded: dict[str, object] = {}
 
 
 def _fake_forward(logits, bias, k, sigmoid, renormalize, groups, topk_groups, scale):
     T, E = logits.shape
-    return (logits.new_empty((T, k), dtype=torch.float32), logits.new_empty((T, k), dtype=torch.int64),
-            logits.new_empty(E, dtype=torch.int64), logits.new_empty((), dtype=torch.float32),
-            logits.new_empty((), dtype=torch.float32))
+    return (
+        logits.new_empty((T, k), dtype=torch.float32),
+        logits.new_empty((T, k), dtype=torch.int64),
+        logits.new_empty(E, dtype=torch.int64),
+        logits.new_empty((), dtype=torch.float32),
+        logits.new_empty((), dtype=torch.float32),
+    )
 
 
 def _fake_backward(g_weight, g_balance, g_z, logits, index, counts, sigmoid, renormalize, scale):
@@ -201,8 +257,17 @@ def _register(forward, backward):
         def gradient(g, shape):
             return logits.new_zeros(shape, dtype=torch.float32) if g is None else g.contiguous()
 
-        d = backward(gradient(g_weight, index.shape), gradient(g_balance, ()), gradient(g_z, ()), logits, index, counts,
-                     ctx.sigmoid, ctx.renormalize, ctx.scale)
+        d = backward(
+            gradient(g_weight, index.shape),
+            gradient(g_balance, ()),
+            gradient(g_z, ()),
+            logits,
+            index,
+            counts,
+            ctx.sigmoid,
+            ctx.renormalize,
+            ctx.scale,
+        )
         return (d, *(None,) * 7)
 
     differentiate(forward, formula, setup)
@@ -212,7 +277,9 @@ def _register(forward, backward):
             logits = logits.contiguous()
         if bias is not None:
             bias = bias.contiguous()
-        weight, index, *rest = forward(logits, bias, k, sigmoid, renormalize, groups, topk_groups, scale)
+        weight, index, *rest = forward(
+            logits, bias, k, sigmoid, renormalize, groups, topk_groups, scale
+        )
         return index, weight, *rest
 
     return route_fused
@@ -222,15 +289,18 @@ def _triton():
     if "triton" not in _loaded:
         from tilewright.kernels import route_triton as k
 
-        _loaded["triton"] = _register(define("route_triton_forward", k.forward, _fake_forward),
-                                      define("route_triton_backward", k.backward, _fake_backward))
+        _loaded["triton"] = _register(
+            define("route_triton_forward", k.forward, _fake_forward),
+            define("route_triton_backward", k.backward, _fake_backward),
+        )
     return _loaded["triton"]
 
 
 def _cpp():
     if "cpp" not in _loaded:
-        _loaded["cpp"] = _register(adopt("route_cpp_forward", _fake_forward),
-                                   adopt("route_cpp_backward", _fake_backward))
+        _loaded["cpp"] = _register(
+            adopt("route_cpp_forward", _fake_forward), adopt("route_cpp_backward", _fake_backward)
+        )
     return _loaded["cpp"]
 
 
@@ -248,9 +318,12 @@ def _gate():
 
 # ---- cases
 
+
 def _apart(logits, bias, groups):
-    """Rows in which two choices differ by rounding only become another row: there any implementation may choose as it
-    rounds. A thousandth of a score's spacing is far more than float32 loses."""
+    """Rows in which two choices differ by rounding only become another row: there any
+    implementation may choose as it rounds. A thousandth of a score's spacing is far more than
+    float32 loses.
+    """
     s = torch.sigmoid(logits.double()) + (0 if bias is None else bias.double())
     near = torch.zeros(s.shape[0], dtype=torch.bool, device=s.device)
     of_groups = s.unflatten(1, (groups, -1))
@@ -258,41 +331,81 @@ def _apart(logits, bias, groups):
     for v in (s, values):
         if v.shape[1] > 1:
             near |= v.sort(dim=1).values.diff(dim=1).amin(1) < 2e-6
-    good = (~near).to(torch.uint8).argmax(0, keepdim=True)   # the first
+    good = (~near).to(torch.uint8).argmax(0, keepdim=True)  # the first
     return torch.where(near[:, None], logits[good], logits)
 
 
-def _case(name, T, E, k, *, biased=False, strided=False, ties=False, skew=False, masked=False, tags=cases.CONTRACT,
-          **options):
+def _case(
+    name,
+    T,
+    E,
+    k,
+    *,
+    biased=False,
+    strided=False,
+    ties=False,
+    skew=False,
+    masked=False,
+    tags=cases.CONTRACT,
+    **options,
+):
     sigmoid, groups = options.get("score") == "sigmoid", options.get("groups", 1)
 
     def make(device, dtype, seed):
-        new = {"device": device, "dtype": dtype, "gen": cases.generator(device, seed), "requires_grad": False}
+        new = {
+            "device": device,
+            "dtype": dtype,
+            "gen": cases.generator(device, seed),
+            "requires_grad": False,
+        }
         x = cases.randn(T, 2 * E if strided else E, **new)[:, :E]
         bias = None
         if biased:
             bias = cases.randn(E, **{**new, "dtype": torch.float32}, scale=0.1)
         if sigmoid or biased:
             x.copy_(_apart(x, bias, groups)) if T else None
-        if ties:      # a few values only
+        if ties:  # a few values only
             x.mul_(1.5).round_()
-        if skew:      # the last expert gets all tokens and some get none
+        if skew:  # the last expert gets all tokens and some get none
             x[:, -1] += 12
-            x[:, :E // 2] -= 12
+            x[:, : E // 2] -= 12
         if masked:
             x[:, 1::3] = float("-inf")
-        return {"logits": x.requires_grad_(), "k": k, **({"bias": bias} if biased else {}), **options}
+        return {
+            "logits": x.requires_grad_(),
+            "k": k,
+            **({"bias": bias} if biased else {}),
+            **options,
+        }
 
-    def cost(itemsize):   # logits in; out: int64 indices and fp32 weights; backward: those and a gradient
-        return Cost(T * E * itemsize + 12 * T * k, 2 * T * E * itemsize + 12 * T * k, T * E * (8 + k), T * E * 16)
+    def cost(
+        itemsize,
+    ):  # logits in; out: int64 indices and fp32 weights; backward: those and a gradient
+        return Cost(
+            T * E * itemsize + 12 * T * k,
+            2 * T * E * itemsize + 12 * T * k,
+            T * E * (8 + k),
+            T * E * 16,
+        )
 
     return Case(name, make, cost, tags)
 
 
-# E, K and options of models' routers, and tokens of timed cases: on a GPU as many as make its permuted rows large.
-_DEEPSEEK = {"score": "sigmoid", "renormalize": True, "biased": True, "groups": 8, "topk_groups": 4, "scale": 2.5}
-MODELS = {"qwen3-30b-a3b": (128, 8, {"renormalize": True}), "mixtral-8x7b": (8, 2, {"renormalize": True}),
-          "deepseek-v3": (256, 8, _DEEPSEEK)}
+# E, K and options of models' routers, and tokens of timed cases: on a GPU as many as make its
+# permuted rows large.
+_DEEPSEEK = {
+    "score": "sigmoid",
+    "renormalize": True,
+    "biased": True,
+    "groups": 8,
+    "topk_groups": 4,
+    "scale": 2.5,
+}
+MODELS = {
+    "qwen3-30b-a3b": (128, 8, {"renormalize": True}),
+    "mixtral-8x7b": (8, 2, {"renormalize": True}),
+    "deepseek-v3": (256, 8, _DEEPSEEK),
+}
 
 
 def _all_cases():
@@ -313,20 +426,26 @@ def _all_cases():
         _case("strided", 12, 20, 2, strided=True),
         _case("skewed", 25, 8, 2, skew=True),
         _case("masked", 8, 13, 2, masked=True, renormalize=True),
-        _case("ties", 320, 10, 4, ties=True),   # more than gradcheck takes: ties are where nothing is differentiable
+        _case(
+            "ties", 320, 10, 4, ties=True
+        ),  # more than gradcheck takes: ties are where nothing is differentiable
         _case("rounded", 50, 6, 2, renormalize=True, round_to=4),
         _case("many_experts", 3, 700, 8, renormalize=True),
     ]
-    timed = [_case(name, cases.TOKENS[device], E, k, tags=tags, **options)
-             for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU))
-             for name, (E, k, options) in MODELS.items()]
+    timed = [
+        _case(name, cases.TOKENS[device], E, k, tags=tags, **options)
+        for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU))
+        for name, (E, k, options) in MODELS.items()
+    ]
     return (*small, *timed)
 
 
 def _atol(dtype, kwargs):
-    """A logit's gradient is a difference of sums over a row that nearly cancel, so that in float32 either side may lose
-    12 eps; in the smallest cases the twin is lucky at times, and the other beyond twice its error by up to 4.3 (40
-    seeds). With ties whole rows cancel: C++ is beyond it by up to 39 there (12 seeds, every layout of gradients, AVX2).
+    """A logit's gradient is a difference of sums over a row that nearly cancel, so that in float32
+    either side may lose 12 eps; in the smallest cases the twin is lucky at times, and the other
+    beyond twice its error by up to 4.3 (40
+    seeds). With ties whole rows cancel: C++ is beyond it by up to 39 there (12 seeds, every layout
+    of gradients, AVX2).
     """
     if dtype != torch.float32:
         return 0.5 * torch.finfo(dtype).eps
@@ -335,12 +454,26 @@ def _atol(dtype, kwargs):
 
 
 ROUTE = Op(
-    "route", route, route_eager,
+    "route",
+    route,
+    route_eager,
     (
-        Implementation("triton", _triton, platform.no_triton, batch_invariant=cases.ANYWHERE,
-                       gate=_gate, tunables=_tunables),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16),
-                       batch_invariant=("cpu",)),
+        Implementation(
+            "triton",
+            _triton,
+            platform.no_triton,
+            batch_invariant=cases.ANYWHERE,
+            gate=_gate,
+            tunables=_tunables,
+        ),
+        Implementation(
+            "cpp",
+            _cpp,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+            batch_invariant=("cpu",),
+        ),
     ),
     _all_cases(),
     atol=_atol,

@@ -1,4 +1,6 @@
-"""What the section `lora` of a configuration asks for: adapters, quantised weights, noise on them, merging."""
+"""What the section `lora` of a configuration asks for: adapters, quantised weights, noise on
+them, merging.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,34 @@ from tilewright.trainer.model import Transformer
 
 
 def add(model: Transformer, config: Config) -> None:
-    """Quantises the layers of a model without weights yet, if that is asked for, and gives it adapters."""
+    """Quantises the layers of a model without weights yet, if that is asked for, and gives it
+    adapters.
+    """
     wanted, path = config.lora, config.model.model_path
     if wanted.enable_qlora:
         exclude = wanted.exclude_modules
         if exclude is None:
             exclude = hf.excluded(hf.local_folder(path)) if path else []
         try:
-            done = adapt.quantize_model(model, lora.QuantFormat(wanted.quant_format, wanted.quant_group_size),
-                                         exclude=exclude, strict=wanted.exclude_modules is not None)
+            done = adapt.quantize_model(
+                model,
+                lora.QuantFormat(wanted.quant_format, wanted.quant_group_size),
+                exclude=exclude,
+                strict=wanted.exclude_modules is not None,
+            )
         except ValueError as error:
             raise ValueError(f"lora.exclude_modules = {exclude}: {error}") from error
         if not done:
             raise ValueError(f"lora.exclude_modules = {exclude}: leaves nothing to quantise")
     try:
-        adapt.add_lora(model, wanted.lora_target_modules, rank=wanted.lora_rank, alpha=wanted.lora_alpha)
+        adapt.add_lora(
+            model, wanted.lora_target_modules, rank=wanted.lora_rank, alpha=wanted.lora_alpha
+        )
     except ValueError as error:
         raise ValueError(f"lora.lora_target_modules: {error}") from error
-    for module in mixtures(model):   # the name that the user gave, or none: raises for one that cannot run here
+    for module in mixtures(
+        model
+    ):  # the name that the user gave, or none: raises for one that cannot run here
         module.implementation = config.model.moe_implementation or "auto"
         MOE_LORA.resolve(module.implementation)
 
@@ -48,7 +60,11 @@ def operations(model: Transformer, device: torch.device, dtype: torch.dtype) -> 
     """Which implementation experts with adapters take, of what `Ops` does not name."""
     found = mixtures(model)
     name = found[0].implementation if found else ""
-    return {"moe_lora": MOE_LORA.choose(device.type, dtype) if name == "auto" else name} if found else {}
+    return (
+        {"moe_lora": MOE_LORA.choose(device.type, dtype) if name == "auto" else name}
+        if found
+        else {}
+    )
 
 
 def generator(seed: int, step: int) -> torch.Generator:
@@ -62,14 +78,18 @@ def before_step(model: Transformer, config: Config, step: int) -> None:
         adapt.set_noise(model, AQN(config.lora.aqn_alpha, config.train.seed, step))
 
 
-def after_step(model: Transformer, optimizer: torch.optim.Optimizer, config: Config, done: int) -> None:
+def after_step(
+    model: Transformer, optimizer: torch.optim.Optimizer, config: Config, done: int
+) -> None:
     """done: optimizer steps done."""
     interval = config.lora.merge_lora_interval
     if not interval or done % interval:
         return
     adapt.merge_adapters(model, generator(config.train.seed, done))
     if config.lora.reset_optimizer_on_merge:
-        for state in optimizer.state.values():   # zeros, steps too, are what an optimizer begins with
+        for (
+            state
+        ) in optimizer.state.values():  # zeros, steps too, are what an optimizer begins with
             for value in state.values():
                 value.zero_()
 
@@ -85,8 +105,12 @@ def tied(config: Config) -> dict[str, Any] | None:
 
 def size(model: Transformer) -> str:
     """How many parameters, and how many of them are trained."""
-    quantised = sum(math.prod(adapt.shape_of(p)) for _, p in adapt.base_weights(model) if adapt.quantized(p))
+    quantised = sum(
+        math.prod(adapt.shape_of(p)) for _, p in adapt.base_weights(model) if adapt.quantized(p)
+    )
     every = sum(p.numel() for p in model.parameters()) + quantised
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adapters = any(True for _ in adapt.adapted(model))
-    return f"{every / 1e6:.1f} M parameters" + (f", {trained / 1e6:.2f} M of them in adapters," if adapters else "")
+    return f"{every / 1e6:.1f} M parameters" + (
+        f", {trained / 1e6:.2f} M of them in adapters," if adapters else ""
+    )

@@ -1,9 +1,12 @@
-"""From files or the Hub to packed batches: load, tokenise, cache, split, pack, and hand out by rank.
+"""From files or the Hub to packed batches: load, tokenise, cache, split, pack, and hand out by
+rank.
 
-A sample has input_ids and labels (default: the same; -100 is not trained on). A batch is one packed row:
-    input_ids [1, T], labels [1, T] (shifted: labels[t] follows token t of the same document; the last is -100),
-    position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1].
-With context parallelism the first three are this rank's part of the row, and the ranks of one row read the same bins.
+A sample has input_ids and labels (default: the same; -100 is not trained on). A batch is one packed
+row:
+    input_ids [1, T], labels [1, T] (shifted: labels[t] follows token t of the same document; the
+    last is -100), position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1].
+With context parallelism the first three are this rank's part of the row, and the ranks of one row
+read the same bins.
 """
 
 from __future__ import annotations
@@ -30,27 +33,47 @@ from tilewright.trainer.config import Config, Data, Dataset
 
 log = logging.getLogger("tilewright")
 IGNORE = -100
-FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
+FORMATS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zip", ".zst")
 # Scheme of an address -> the package that reads it, for those that the configuration names.
-READERS = {**dict.fromkeys(("s3", "s3a"), "s3fs"), **dict.fromkeys(("gs", "gcs"), "gcsfs"),
-           **dict.fromkeys(("abfs", "abfss", "az"), "adlfs"), **dict.fromkeys(("http", "https"), "aiohttp")}
+READERS = {
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("abfs", "abfss", "az"), "adlfs"),
+    **dict.fromkeys(("http", "https"), "aiohttp"),
+}
 DUMMY_SAMPLES = 512
-PREPARATION = 1   # to be raised when the same settings prepare other data: a cache of before is then not used
+PREPARATION = (
+    1  # to be raised when the same settings prepare other data: a cache of before is then not used
+)
 
 
 # ---- loading
 
+
 def _files(path: pathlib.Path, kind: str | None) -> tuple[str, list[str]]:
-    """(format, files) of a local file or folder. kind: the configured format; of a folder, only such files."""
+    """(format, files) of a local file or folder. kind: the configured format; of a folder, only
+    such files.
+    """
     if path.is_file():
         files, kinds = [path], {kind or FORMATS.get(path.suffix)}
     else:
-        files = sorted(p for p in path.rglob("*") if p.suffix in FORMATS and kind in (None, FORMATS[p.suffix]))
+        files = sorted(
+            p for p in path.rglob("*") if p.suffix in FORMATS and kind in (None, FORMATS[p.suffix])
+        )
         kinds = {FORMATS[p.suffix] for p in files}
     if len(kinds) != 1 or None in kinds:
-        raise ValueError(f"{path}: needs files of one kind ({', '.join(FORMATS)}; or ds_type), "
-                         f"found {sorted(kinds - {None}) or 'none of them'}")
+        raise ValueError(
+            f"{path}: needs files of one kind ({', '.join(FORMATS)}; or ds_type), "
+            f"found {sorted(kinds - {None}) or 'none of them'}"
+        )
     return kinds.pop(), list(map(str, files))
 
 
@@ -68,13 +91,16 @@ def _only(found, entry: Dataset):
     names = sorted(found)
     split = names[0] if entry.split is None and len(names) == 1 else entry.split
     if split not in names:
-        raise ValueError(f"{entry.path}: has the splits {', '.join(names)}; set split to one of them")
+        raise ValueError(
+            f"{entry.path}: has the splits {', '.join(names)}; set split to one of them"
+        )
     return found[split]
 
 
 def check_sources(entries: list[Dataset], *, cached: bool = False) -> None:
-    """Raises FileNotFoundError for a path that is neither here nor can be a Hub id (a data file's name cannot), and
-    ImplementationUnavailable for an address whose scheme needs a package that is not installed. Reads nothing.
+    """Raises FileNotFoundError for a path that is neither here nor can be a Hub id (a data file's
+    name cannot), and ImplementationUnavailable for an address whose scheme needs a package that is
+    not installed. Reads nothing.
 
     cached: an address may have been prepared before, which needs no package.
     """
@@ -82,8 +108,14 @@ def check_sources(entries: list[Dataset], *, cached: bool = False) -> None:
         scheme, address, _ = entry.path.partition("://")
         reader = READERS.get(scheme.rpartition("::")[2].lower())
         path = pathlib.Path(entry.path)
-        if not address and not path.exists() and (
-                path.suffix in (*FORMATS, *COMPRESSED) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", entry.path)):
+        if (
+            not address
+            and not path.exists()
+            and (
+                path.suffix in (*FORMATS, *COMPRESSED)
+                or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", entry.path)
+            )
+        ):
             raise FileNotFoundError(f"{entry.path}: no such file or folder")
         if address and reader and not cached and (reason := platform.no_module(reader)):
             raise ImplementationUnavailable(f"{entry.path}: {reason}")
@@ -94,12 +126,14 @@ def _raw(entry: Dataset, data: Data):
 
     path, kind, options = pathlib.Path(entry.path), entry.ds_type, {"token": data.hf_use_auth_token}
     remote = "://" in entry.path
-    if entry.data_files is None and not remote and not path.exists():   # a Hub id
+    if entry.data_files is None and not remote and not path.exists():  # a Hub id
         options |= {"name": entry.name, "revision": entry.revision, "split": entry.split}
         try:
             found = datasets.load_dataset(entry.path, **options)
         except OSError as error:
-            raise FileNotFoundError(f"{entry.path}: no file here, and the Hub does not give it: {error}") from error
+            raise FileNotFoundError(
+                f"{entry.path}: no file here, and the Hub does not give it: {error}"
+            ) from error
         return found if entry.split is not None else _only(found, entry)
     if entry.data_files is not None:
         if path.is_file():
@@ -112,18 +146,27 @@ def _raw(entry: Dataset, data: Data):
         kind, files = kind or FORMATS.get(pathlib.PurePath(entry.path).suffix, "json"), [entry.path]
     elif _saved(path):
         if kind is not None:
-            raise ValueError(f"{entry.path}: a saved data set knows its format; leave out ds_type = {kind}")
+            raise ValueError(
+                f"{entry.path}: a saved data set knows its format; leave out ds_type = {kind}"
+            )
         return _only(datasets.load_from_disk(entry.path), entry)
     else:
         kind, files = _files(path, kind)
-    if kind == "text":   # a file is a document; the library's default would make every line one
+    if kind == "text":  # a file is a document; the library's default would make every line one
         options["sample_by"] = "document"
     try:
-        return datasets.load_dataset(kind, data_files={"train": files}, split=entry.split or "train", **options)
-    except (datasets.exceptions.DatasetGenerationError, StopIteration) as error:   # the latter for empty files
+        return datasets.load_dataset(
+            kind, data_files={"train": files}, split=entry.split or "train", **options
+        )
+    except (
+        datasets.exceptions.DatasetGenerationError,
+        StopIteration,
+    ) as error:  # the latter for empty files
         reason = " ".join(str(error.__cause__ or error).split()) or "there is nothing in it"
         raise ValueError(f"{entry.path}: cannot be read as {kind}: {reason}") from error
-    except Exception as error:   # what reads addresses raises what its libraries do, which have no base in common
+    except (
+        Exception
+    ) as error:  # what reads addresses raises what its libraries do, which have no base in common
         if "://" not in files[0]:
             raise
         reason = " ".join(str(error).split())[:300]
@@ -136,21 +179,29 @@ def _dummy(data: Data, vocab: int, seed: tuple[int, ...]):
 
     rng = np.random.default_rng(seed)
     longest = data.sample_packing_sequence_len
-    rows = [rng.integers(0, vocab, rng.integers(max(2, longest // 8), longest + 1)) for _ in range(DUMMY_SAMPLES)]
+    rows = [
+        rng.integers(0, vocab, rng.integers(max(2, longest // 8), longest + 1))
+        for _ in range(DUMMY_SAMPLES)
+    ]
     return datasets.Dataset.from_dict({"input_ids": rows})
 
 
 # ---- preparation
 
+
 def _longest(entry: Dataset, data: Data) -> int:
-    return min(entry.max_seq_len or data.sample_packing_sequence_len, data.sample_packing_sequence_len)
+    return min(
+        entry.max_seq_len or data.sample_packing_sequence_len, data.sample_packing_sequence_len
+    )
 
 
 def _columns():
     """Of every prepared set, since those that are merged must agree."""
     import datasets
 
-    return datasets.Features({name: datasets.Sequence(datasets.Value("int32")) for name in ("input_ids", "labels")})
+    return datasets.Features(
+        {name: datasets.Sequence(datasets.Value("int32")) for name in ("input_ids", "labels")}
+    )
 
 
 def _check_range(path: str, ids: list[int], vocab: int, *also: int) -> None:
@@ -162,10 +213,18 @@ def _check_range(path: str, ids: list[int], vocab: int, *also: int) -> None:
 
 
 def _tokenise(raw, entry: Dataset, data: Data, tokenizer, vocab: int) -> Any:
-    """Text to pieces of at most max_seq_len (default: a bin), with the end token after each document."""
+    """Text to pieces of at most max_seq_len (default: a bin), with the end token after each
+    document.
+    """
     if "text" not in raw.column_names:
-        other = "; for samples that are tokens set type to tokenized" if "input_ids" in raw.column_names else ""
-        raise ValueError(f"{entry.path}: type text needs a column `text`, has {raw.column_names}{other}")
+        other = (
+            "; for samples that are tokens set type to tokenized"
+            if "input_ids" in raw.column_names
+            else ""
+        )
+        raise ValueError(
+            f"{entry.path}: type text needs a column `text`, has {raw.column_names}{other}"
+        )
     kind = getattr(raw.features["text"], "dtype", "list")
     if kind not in ("string", "large_string"):
         raise ValueError(f"{entry.path}: the column `text` must hold strings, not {kind}")
@@ -179,24 +238,34 @@ def _tokenise(raw, entry: Dataset, data: Data, tokenizer, vocab: int) -> Any:
                 raise ValueError(f"{entry.path}: a row has no text")
             ids = tokenizer(text, add_special_tokens=False)["input_ids"] + end
             _check_range(entry.path, ids, vocab)
-            out += [ids[i:i + longest] for i in range(0, len(ids), longest)]
-        out = [p for p in out if len(p) > 1]   # one token predicts nothing
+            out += [ids[i : i + longest] for i in range(0, len(ids), longest)]
+        out = [p for p in out if len(p) > 1]  # one token predicts nothing
         return {"input_ids": out, "labels": out}
 
-    return raw.map(pieces, batched=True, remove_columns=raw.column_names, num_proc=data.dataset_num_proc,
-                   features=_columns())
+    return raw.map(
+        pieces,
+        batched=True,
+        remove_columns=raw.column_names,
+        num_proc=data.dataset_num_proc,
+        features=_columns(),
+    )
 
 
 def _tokenised(raw, entry: Dataset, data: Data, vocab: int) -> Any:
     """Checks and cuts samples that are tokens already."""
     if "input_ids" not in raw.column_names:
         other = "; for samples that are text set type to text" if "text" in raw.column_names else ""
-        raise ValueError(f"{entry.path}: type tokenized needs a column `input_ids`, has {raw.column_names}{other}")
+        raise ValueError(
+            f"{entry.path}: type tokenized needs a column `input_ids`, has "
+            f"{raw.column_names}{other}"
+        )
     raw = raw.select_columns([c for c in ("input_ids", "labels") if c in raw.column_names])
     for name, feature in raw.features.items():
         kind = getattr(getattr(feature, "feature", None), "dtype", "")
         if not kind.startswith(("int", "uint")):
-            raise ValueError(f"{entry.path}: the column `{name}` must hold lists of integers, not {feature}")
+            raise ValueError(
+                f"{entry.path}: the column `{name}` must hold lists of integers, not {feature}"
+            )
     longest = _longest(entry, data)
 
     def cut(row):
@@ -205,15 +274,22 @@ def _tokenised(raw, entry: Dataset, data: Data, vocab: int) -> Any:
             raise ValueError(f"{entry.path}: a row has no input_ids")
         labels = ids if labels is None else labels
         if len(labels) != len(ids):
-            raise ValueError(f"{entry.path}: a sample has {len(ids)} input_ids and {len(labels)} labels")
+            raise ValueError(
+                f"{entry.path}: a sample has {len(ids)} input_ids and {len(labels)} labels"
+            )
         _check_range(entry.path, ids, vocab)
         _check_range(entry.path, labels, vocab, IGNORE)
         return {"input_ids": ids[:longest], "labels": labels[:longest]}
 
     before = sum(len(x) > longest for x in raw["input_ids"] if x is not None)
     if before:
-        log.warning("%s: %d of %d samples were longer than %d tokens and were cut", entry.path, before, len(raw),
-                    longest)
+        log.warning(
+            "%s: %d of %d samples were longer than %d tokens and were cut",
+            entry.path,
+            before,
+            len(raw),
+            longest,
+        )
     raw = raw.map(cut, num_proc=data.dataset_num_proc, features=_columns())
     return raw.filter(lambda row: len(row["input_ids"]) > 1)
 
@@ -222,27 +298,41 @@ def _selected(raw, entry: Dataset, data: Data):
     if data.select_columns is None:
         return raw
     if absent := [c for c in data.select_columns if c not in raw.column_names]:
-        raise ValueError(f"data.select_columns: {absent} not in {entry.path}, which has {raw.column_names}")
+        raise ValueError(
+            f"data.select_columns: {absent} not in {entry.path}, which has {raw.column_names}"
+        )
     return raw.select_columns(data.select_columns)
 
 
-def _build(entries: list[Dataset], config: Config, tokenizer: Callable[[], Any], vocab: int, shuffle: bool):
+def _build(
+    entries: list[Dataset], config: Config, tokenizer: Callable[[], Any], vocab: int, shuffle: bool
+):
     import datasets
 
     check_sources(entries)
     data, seed, parts = config.data, config.train.seed, []
     for i, entry in enumerate(entries):
         # Not the same documents to train and to evaluate on.
-        raw = _dummy(data, vocab, (seed, i, int(shuffle))) if entry.path == "dummy" else _raw(entry, data)
+        raw = (
+            _dummy(data, vocab, (seed, i, int(shuffle)))
+            if entry.path == "dummy"
+            else _raw(entry, data)
+        )
         raw = _selected(raw, entry, data)
         if entry.shards is not None:
             raw = raw.shard(entry.shards, entry.shards_idx)
         if data.dataset_shard_num is not None:
             raw = raw.shard(data.dataset_shard_num, data.dataset_shard_idx)
-        make = functools.partial(_tokenise, tokenizer=tokenizer()) if entry.type == "text" else _tokenised
+        make = (
+            functools.partial(_tokenise, tokenizer=tokenizer())
+            if entry.type == "text"
+            else _tokenised
+        )
         count = entry.preprocess_shards or 1
-        made = [make(raw.shard(count, j, contiguous=True), entry, data, vocab=vocab)
-                for j in range(min(count, len(raw)))]   # an empty chunk would keep its columns
+        made = [
+            make(raw.shard(count, j, contiguous=True), entry, data, vocab=vocab)
+            for j in range(min(count, len(raw)))
+        ]  # an empty chunk would keep its columns
         if not sum(map(len, made)):
             log.warning("%s: holds no sample of two tokens or more", entry.path)
             continue
@@ -257,26 +347,56 @@ def _build(entries: list[Dataset], config: Config, tokenizer: Callable[[], Any],
 
 
 def _fingerprint(entries: list[Dataset], config: Config, vocab: int, shuffle: bool) -> str:
-    """Changes whenever the prepared data would: the settings, and size and time of every local file."""
-    keys = ("select_columns", "sample_packing_sequence_len", "shuffle_merged_datasets", "dataset_shard_num",
-            "shuffle_before_merging_datasets", "dataset_shard_idx")
+    """Changes whenever the prepared data would: the settings, and size and time of every local
+    file.
+    """
+    keys = (
+        "select_columns",
+        "sample_packing_sequence_len",
+        "shuffle_merged_datasets",
+        "dataset_shard_num",
+        "shuffle_before_merging_datasets",
+        "dataset_shard_idx",
+    )
     tokenizer = config.model.tokenizer_path
     read: list[pathlib.Path] = []
     for path in (pathlib.Path(entry.path) for entry in entries):
         read += [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-    if any(entry.type == "text" for entry in entries):   # not its subfolders: a model's checkpoints may be there
-        read += sorted(p for p in pathlib.Path(tokenizer).glob("*") if p.suffix in (".json", ".model", ".txt"))
+    if any(
+        entry.type == "text" for entry in entries
+    ):  # not its subfolders: a model's checkpoints may be there
+        read += sorted(
+            p for p in pathlib.Path(tokenizer).glob("*") if p.suffix in (".json", ".model", ".txt")
+        )
     local = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in read if f.is_file()]
-    what = [PREPARATION, [e.model_dump() for e in entries], {k: getattr(config.data, k) for k in keys}, local, vocab,
-            shuffle, config.train.seed, tokenizer]
+    what = [
+        PREPARATION,
+        [e.model_dump() for e in entries],
+        {k: getattr(config.data, k) for k in keys},
+        local,
+        vocab,
+        shuffle,
+        config.train.seed,
+        tokenizer,
+    ]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def prepare(entries: list[Dataset], config: Config, tokenizer: Callable[[], Any], vocab: int, *, shuffle: bool = True,
-            main: bool = True, barrier: Callable[[], None] = lambda: None):
-    """The merged, tokenised data set with columns input_ids and labels, from the cache if it is there.
+def prepare(
+    entries: list[Dataset],
+    config: Config,
+    tokenizer: Callable[[], Any],
+    vocab: int,
+    *,
+    shuffle: bool = True,
+    main: bool = True,
+    barrier: Callable[[], None] = lambda: None,
+):
+    """The merged, tokenised data set with columns input_ids and labels, from the cache if it is
+    there.
 
-    main: this process builds and saves (rank 0); the others wait at `barrier` and read what it saved.
+    main: this process builds and saves (rank 0); the others wait at `barrier` and read what it
+    saved.
     """
     import datasets
 
@@ -286,17 +406,24 @@ def prepare(entries: list[Dataset], config: Config, tokenizer: Callable[[], Any]
     if data.skip_prepare_dataset:
         return _as_it_is(root, folder, test=entries is data.test_datasets)
     for entry in entries:
-        if pathlib.Path(entry.path).is_dir() and root.resolve().is_relative_to(pathlib.Path(entry.path).resolve()):
-            raise ValueError(f"data.dataset_prepared_path = {root}: lies in the data set {entry.path}, and would be "
-                             "read as part of it")
+        if pathlib.Path(entry.path).is_dir() and root.resolve().is_relative_to(
+            pathlib.Path(entry.path).resolve()
+        ):
+            raise ValueError(
+                f"data.dataset_prepared_path = {root}: lies in the data set {entry.path}, and "
+                f"would be "
+                "read as part of it"
+            )
     if main:
         if not folder.is_dir():
             built = _build(entries, config, tokenizer, vocab, shuffle)
             aside = folder.with_name(f".{folder.name}.partial")
             shutil.rmtree(aside, ignore_errors=True)
-            built.save_to_disk(str(aside), num_shards=min(data.num_dataset_shards_to_save or 1, len(built)))
+            built.save_to_disk(
+                str(aside), num_shards=min(data.num_dataset_shards_to_save or 1, len(built))
+            )
             aside.rename(folder)
-        told = folder / "pushed.txt"   # where to: it is the same at every start
+        told = folder / "pushed.txt"  # where to: it is the same at every start
         pushed = told.read_text().splitlines() if told.is_file() else []
         if data.push_dataset_to_hub and data.push_dataset_to_hub not in pushed:
             split = "test" if entries is data.test_datasets else "train"
@@ -312,19 +439,27 @@ def _as_it_is(root: pathlib.Path, folder: pathlib.Path, test: bool):
 
     if not (root / "dataset_info.json").is_file():
         if not folder.is_dir():
-            raise FileNotFoundError(f"data.skip_prepare_dataset: no prepared data set at {root} or {folder}")
+            raise FileNotFoundError(
+                f"data.skip_prepare_dataset: no prepared data set at {root} or {folder}"
+            )
         return datasets.load_from_disk(str(folder))
     if test:
-        raise ValueError(f"data.skip_prepare_dataset: {root} is one data set, to train on; "
-                         "for evaluation set data.val_set_size instead of data.test_datasets")
+        raise ValueError(
+            f"data.skip_prepare_dataset: {root} is one data set, to train on; "
+            "for evaluation set data.val_set_size instead of data.test_datasets"
+        )
     found = datasets.load_from_disk(str(root))
     if absent := {"input_ids", "labels"} - {*found.column_names}:
-        raise ValueError(f"data.skip_prepare_dataset: {root} has no column {' or '.join(sorted(absent))}")
+        raise ValueError(
+            f"data.skip_prepare_dataset: {root} has no column {' or '.join(sorted(absent))}"
+        )
     return found
 
 
 def split_validation(dataset, size: int | float | None, seed: int):
-    """(training, validation or None), both in the order they had. size: a count, or a fraction below 1."""
+    """(training, validation or None), both in the order they had. size: a count, or a fraction
+    below 1.
+    """
     if size is None:
         return dataset, None
     count = int(size) if size >= 1 else max(1, round(len(dataset) * size))
@@ -336,6 +471,7 @@ def split_validation(dataset, size: int | float | None, seed: int):
 
 # ---- batches
 
+
 class Bins(torch.utils.data.Dataset):
     """A data set packed into bins. bins[i] is a list of (input_ids, labels)."""
 
@@ -344,15 +480,20 @@ class Bins(torch.utils.data.Dataset):
         self.lengths = lengths = np.array([len(x) for x in dataset["input_ids"]], dtype=np.int64)
         self.tokens = int(lengths.sum())
         if packed:
-            method = "sequential" if data.sample_packing_sequentially else data.sample_packing_method
-            self.bins = packing.pack(lengths, data.sample_packing_sequence_len, method, data.sample_packing_group_size)
+            method = (
+                "sequential" if data.sample_packing_sequentially else data.sample_packing_method
+            )
+            self.bins = packing.pack(
+                lengths, data.sample_packing_sequence_len, method, data.sample_packing_group_size
+            )
         else:
             self.bins = [np.array([i]) for i in range(len(lengths))]
-        self.sizes = np.array([lengths[b].sum() for b in self.bins], dtype=np.int64)   # tokens
+        self.sizes = np.array([lengths[b].sum() for b in self.bins], dtype=np.int64)  # tokens
 
     def fingerprint(self) -> str:
-        """Of the length of every sample, and of the contents of samples from all over the data: all of them, or as many
-        as make four million tokens."""
+        """Of the length of every sample, and of the contents of samples from all over the data: all
+        of them, or as many as make four million tokens.
+        """
         few = max(2, min(len(self.lengths), (1 << 22) * len(self.lengths) // max(1, self.tokens)))
         rows = self.dataset[np.unique(np.linspace(0, len(self.lengths) - 1, few).astype(np.int64))]
         digest = hashlib.sha256(self.lengths.tobytes())
@@ -365,7 +506,7 @@ class Bins(torch.utils.data.Dataset):
         return len(self.bins)
 
     def __getitem__(self, i: int | None) -> list[tuple[np.ndarray, np.ndarray]]:
-        if i is None:   # filler, so that every rank has a batch
+        if i is None:  # filler, so that every rank has a batch
             return [(np.zeros(2, np.int64), np.full(2, IGNORE, np.int64))]
         rows = self.dataset[self.bins[i]]
         return list(zip(rows["input_ids"], rows["labels"], strict=True))
@@ -376,9 +517,14 @@ def padding(data: Data, cp: ContextParallel) -> int:
     return math.lcm(data.pad_to_multiple_of, cp.multiple)
 
 
-def collate(bins: list[list[tuple[np.ndarray, np.ndarray]]], multiple: int,
-            cp: ContextParallel | None = None) -> dict[str, torch.Tensor]:
-    """Bins into one packed row, or a rank's part of it. Padding is a document of its own, with every label ignored."""
+def collate(
+    bins: list[list[tuple[np.ndarray, np.ndarray]]],
+    multiple: int,
+    cp: ContextParallel | None = None,
+) -> dict[str, torch.Tensor]:
+    """Bins into one packed row, or a rank's part of it. Padding is a document of its own, with
+    every label ignored.
+    """
     documents = [d for b in bins for d in b]
     lengths = [len(ids) for ids, _ in documents]
     total = sum(lengths)
@@ -389,29 +535,53 @@ def collate(bins: list[list[tuple[np.ndarray, np.ndarray]]], multiple: int,
     shifted = np.concatenate([np.append(labels[1:], IGNORE) for _, labels in documents])
     positions = np.concatenate([np.arange(n) for n in lengths])
     row = {"input_ids": ids, "labels": shifted, "position_ids": positions}
-    return {**{name: shard(torch.from_numpy(t).long()[None], 1, cp or ContextParallel()) for name, t in row.items()},
-            "cu_seqlens": torch.from_numpy(np.cumsum([0, *lengths])).int()}
+    return {
+        **{
+            name: shard(torch.from_numpy(t).long()[None], 1, cp or ContextParallel())
+            for name, t in row.items()
+        },
+        "cu_seqlens": torch.from_numpy(np.cumsum([0, *lengths])).int(),
+    }
 
 
 class Batches:
     """Micro-batches of one rank, optimizer step by optimizer step, resumable anywhere.
 
-    rank, world_size: of data parallelism; ranks of one `cp` have the same.
-    A step takes world_size * micro_batch_size * accumulation bins. Where training stands is an epoch and the number of
-    its bins that are used up, whatever the number of ranks, so a run may go on with another one.
+    rank, world_size: of data parallelism; ranks of one `cp` have the same. A step takes world_size
+    * micro_batch_size * accumulation bins. Where training stands is an epoch and the number of its
+    bins that are used up, whatever the number of ranks, so a run may go on with another one.
     """
 
-    def __init__(self, bins: Bins, config: Config, *, rank: int = 0, world_size: int = 1, pin: bool = False,
-                 cp: ContextParallel | None = None):
+    def __init__(
+        self,
+        bins: Bins,
+        config: Config,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        pin: bool = False,
+        cp: ContextParallel | None = None,
+    ):
         train, self.data, self.cp = config.train, config.data, cp or ContextParallel()
         self.bins, self.rank, self.world, self.pin = bins, rank, world_size, pin
-        self.micro, self.accumulation, self.seed = train.micro_batch_size, train.gradient_accumulation_steps, train.seed
+        self.micro, self.accumulation, self.seed = (
+            train.micro_batch_size,
+            train.gradient_accumulation_steps,
+            train.seed,
+        )
         self.per_step = world_size * self.micro * self.accumulation
         self.steps_per_epoch = self._steps_in(len(bins))
         if self.steps_per_epoch == 0:
-            raise ValueError(f"an optimizer step takes {self.per_step} bins (ranks x micro_batch_size x "
-                             f"gradient_accumulation_steps) and the data fill {len(bins)}; use smaller bins or steps")
-        self.epoch, self.used, self.tokens = 0, 0, 0   # tokens: handed out so far, to all ranks together
+            raise ValueError(
+                f"an optimizer step takes {self.per_step} bins (ranks x micro_batch_size x "
+                f"gradient_accumulation_steps) and the data fill {len(bins)}; use smaller bins or "
+                f"steps"
+            )
+        self.epoch, self.used, self.tokens = (
+            0,
+            0,
+            0,
+        )  # tokens: handed out so far, to all ranks together
 
     def _steps_in(self, bins: int) -> int:
         whole, rest = divmod(bins, self.per_step)
@@ -437,14 +607,14 @@ class Batches:
         """Indices of this rank's micro-batches from here to the end of the epoch."""
         order = self._order()
         for first in range(self.used, len(order), self.per_step):
-            step = list(map(int, order[first:first + self.per_step]))
+            step = list(map(int, order[first : first + self.per_step]))
             if len(step) < self.per_step:
                 if self.data.dataloader_drop_last:
                     return
                 step += [None] * (self.per_step - len(step))
             for a in range(self.accumulation):
                 start = (a * self.world + self.rank) * self.micro
-                yield step[start:start + self.micro]
+                yield step[start : start + self.micro]
 
     def steps(self) -> Iterator[list[dict[str, torch.Tensor]]]:
         """The micro-batches of each following step, epoch after epoch, for ever."""
@@ -454,27 +624,42 @@ class Batches:
             for batch in loader:
                 step.append(batch)
                 if len(step) == self.accumulation:
-                    # Where training stands once this step is done: set before it is handed out, since a checkpoint
-                    # is written after the step, before the next is asked for.
-                    self.tokens += int(sizes[self.used:self.used + self.per_step].sum())
+                    # Where training stands once this step is done: set before it is handed out,
+                    # since a checkpoint is written after the step, before the next is asked for.
+                    self.tokens += int(sizes[self.used : self.used + self.per_step].sum())
                     self.used = min(self.used + self.per_step, len(self.bins))
                     yield step
                     step = []
             self.epoch, self.used = self.epoch + 1, 0
 
 
-def _loader(bins: Bins, indices: list[list[int | None]], data: Data, pin: bool, cp: ContextParallel):
+def _loader(
+    bins: Bins, indices: list[list[int | None]], data: Data, pin: bool, cp: ContextParallel
+):
     return torch.utils.data.DataLoader(
-        bins, batch_sampler=indices,
+        bins,
+        batch_sampler=indices,
         collate_fn=functools.partial(collate, multiple=padding(data, cp), cp=cp.layout()),
-        num_workers=data.dataloader_num_workers, prefetch_factor=data.dataloader_prefetch_factor,
-        pin_memory=pin and data.dataloader_pin_memory)
+        num_workers=data.dataloader_num_workers,
+        prefetch_factor=data.dataloader_prefetch_factor,
+        pin_memory=pin and data.dataloader_pin_memory,
+    )
 
 
-def evaluation_batches(bins: Bins, config: Config, rank: int, world_size: int, pin: bool = False,
-                       cp: ContextParallel | None = None):
-    """Every bin once over all ranks; each rank gets the same number of batches, filled up with empty ones."""
+def evaluation_batches(
+    bins: Bins,
+    config: Config,
+    rank: int,
+    world_size: int,
+    pin: bool = False,
+    cp: ContextParallel | None = None,
+):
+    """Every bin once over all ranks; each rank gets the same number of batches, filled up with
+    empty ones.
+    """
     size = config.train.micro_batch_size
-    groups: list[list[int | None]] = [list(range(i, min(i + size, len(bins)))) for i in range(0, len(bins), size)]
+    groups: list[list[int | None]] = [
+        list(range(i, min(i + size, len(bins)))) for i in range(0, len(bins), size)
+    ]
     groups += [[None]] * (-len(groups) % world_size)
     return _loader(bins, groups[rank::world_size], config.data, pin, cp or ContextParallel())

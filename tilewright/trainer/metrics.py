@@ -1,4 +1,6 @@
-"""What a run says about itself: a progress bar or key=value lines, metrics.jsonl always, Weights & Biases if asked."""
+"""What a run says about itself: a progress bar or key=value lines, metrics.jsonl always,
+Weights & Biases if asked.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,23 @@ def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
 class Metrics:
     """Rank 0 writes; the other ranks' calls do nothing."""
 
-    def __init__(self, config: Config, main: bool, total: int, start: int, tokens: int, flops_per_token: float,
-                 world_size: int):
+    def __init__(
+        self,
+        config: Config,
+        main: bool,
+        total: int,
+        start: int,
+        tokens: int,
+        flops_per_token: float,
+        world_size: int,
+    ):
         """tokens: those that the run has taken in before step `start`."""
-        self.train, self.main, self.flops, self.world = config.train, main, flops_per_token, world_size
+        self.train, self.main, self.flops, self.world = (
+            config.train,
+            main,
+            flops_per_token,
+            world_size,
+        )
         self.last, self.tokens = time.perf_counter(), tokens
         if not main:
             return
@@ -45,41 +60,65 @@ class Metrics:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         rows = _rows(path) if start and path.is_file() else []
-        kept = [r for r in rows if r["step"] <= start]   # what a resumed run will do again is not told twice
+        kept = [
+            r for r in rows if r["step"] <= start
+        ]  # what a resumed run will do again is not told twice
         path.write_text("".join(json.dumps(r) + "\n" for r in kept))
         self.file = path.open("a", buffering=1)
         bar = self.train.log_format == "progress_bar"
-        self.bar = tqdm(total=total, initial=start, unit="step", disable=not (bar and sys.stderr.isatty()))
-        self.every = 1 if not bar else max(1, total // 20)   # without a terminal a bar becomes some twenty lines
+        self.bar = tqdm(
+            total=total, initial=start, unit="step", disable=not (bar and sys.stderr.isatty())
+        )
+        self.every = (
+            1 if not bar else max(1, total // 20)
+        )  # without a terminal a bar becomes some twenty lines
         self.wandb = None
         if self.train.use_wandb:
             import wandb
 
-            self.wandb = wandb.init(project=self.train.wandb_project, name=self.train.wandb_name,
-                                    tags=self.train.wandb_tags, config=config.model_dump(mode="json"))
+            self.wandb = wandb.init(
+                project=self.train.wandb_project,
+                name=self.train.wandb_name,
+                tags=self.train.wandb_tags,
+                config=config.model_dump(mode="json"),
+            )
 
     def step(self, step: int, tokens: int, **values: float) -> None:
-        """After optimizer step `step` (from 1), for which all ranks together took in `tokens`, trained on or not."""
+        """After optimizer step `step` (from 1), for which all ranks together took in `tokens`,
+        trained on or not.
+        """
         if not self.main:
             return
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         self.tokens += tokens
-        row = {"step": step, **values, "tokens": self.tokens, "tokens_per_second": tokens / seconds, "seconds": seconds}
+        row = {
+            "step": step,
+            **values,
+            "tokens": self.tokens,
+            "tokens_per_second": tokens / seconds,
+            "seconds": seconds,
+        }
         if torch.cuda.is_available():
             row["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-            peak = next((p for name, p in PEAK.items() if name in torch.cuda.get_device_name()), None)
+            peak = next(
+                (p for name, p in PEAK.items() if name in torch.cuda.get_device_name()), None
+            )
             if peak:
                 row["mfu"] = tokens * self.flops / seconds / (peak * self.world)
         self.write(row)
         if not self.bar.disable:
-            self.bar.set_postfix({k: _show(row[k]) for k in ("loss", "lr", "grad_norm", "tokens_per_second")})
+            self.bar.set_postfix(
+                {k: _show(row[k]) for k in ("loss", "lr", "grad_norm", "tokens_per_second")}
+            )
             self.bar.update()
         elif self.train.log_format == "structured" or step % self.every == 0 or step == 1:
             self.say(" ".join(f"{k}={_show(v)}" for k, v in row.items()))
 
     def restart_clock(self) -> None:
-        """The next step is not charged with what was done since the last: evaluation, a checkpoint."""
+        """The next step is not charged with what was done since the last: evaluation, a
+        checkpoint.
+        """
         self.last = time.perf_counter()
 
     def evaluation(self, step: int, loss: float) -> None:
@@ -90,7 +129,9 @@ class Metrics:
 
     def write(self, row: dict[str, Any]) -> None:
         self.file.write(json.dumps(row) + "\n")
-        if self.wandb is not None and ("eval_loss" in row or row["step"] % self.train.wandb_log_interval == 0):
+        if self.wandb is not None and (
+            "eval_loss" in row or row["step"] % self.train.wandb_log_interval == 0
+        ):
             self.wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
 
     def say(self, line: str) -> None:

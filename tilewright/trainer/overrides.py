@@ -1,4 +1,5 @@
-"""YAML and `--section.field value` into a pydantic model, with every error reported at once; help and reference text.
+"""YAML and `--section.field value` into a pydantic model, with every error reported at once; help
+and reference text.
 
 Knows nothing of what the fields mean: `config.py` and `rules.py` do.
 """
@@ -28,18 +29,25 @@ class ConfigError(ValueError):
 
 # ---- the tree of fields
 
+
 def submodel(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     """(the model behind an annotation, whether it is a list of them)."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     inner = typing.get_args(annotation)
-    if typing.get_origin(annotation) is list and isinstance(inner[0], type) and issubclass(inner[0], BaseModel):
+    if (
+        typing.get_origin(annotation) is list
+        and isinstance(inner[0], type)
+        and issubclass(inner[0], BaseModel)
+    ):
         return inner[0], True
     return None, False
 
 
 def leaves(model: type[BaseModel], at: str = "") -> dict[str, Any]:
-    """Dotted path -> FieldInfo of every field that is not a section, in order. Entries of a list have no index."""
+    """Dotted path -> FieldInfo of every field that is not a section, in order. Entries of a
+    list have no index.
+    """
     out = {}
     for name, field in model.model_fields.items():
         inner, listed = submodel(field.annotation)
@@ -74,20 +82,30 @@ def kind(annotation: Any) -> str:
         return " | ".join(map(kind, inner))
     if origin is list:
         return "list" if submodel(annotation)[0] else f"list of {kind(inner[0])}"
-    names = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "mapping", list: "list",
-             type(None): "null"}
+    names = {
+        str: "string",
+        bool: "boolean",
+        int: "integer",
+        float: "number",
+        dict: "mapping",
+        list: "list",
+        type(None): "null",
+    }
     return names.get(origin or annotation, str(annotation))
 
 
 # ---- unknown keys
+
 
 def _without_index(path: str) -> str:
     return ".".join(p for p in path.split(".") if not p.isdigit())
 
 
 def _likeness(a: str, b: str) -> float:
-    """Of two names, from 0 to 1: the share of their words that agree, or of their letters if nearly all do. Letters
-    alone agree too easily: learning_rate has half of log_format's, in their order."""
+    """Of two names, from 0 to 1: the share of their words that agree, or of their letters if nearly
+    all do. Letters
+    alone agree too easily: learning_rate has half of log_format's, in their order.
+    """
     letters = difflib.SequenceMatcher(None, a, b).ratio()
     words, left, agree = a.split("_"), b.split("_"), 0.0
     whole = len(words) + len(left)
@@ -101,8 +119,10 @@ def _likeness(a: str, b: str) -> float:
 
 
 def unknown(model: type[BaseModel], path: str, elsewhere: Mapping[str, str]) -> str:
-    """What to say about a key that does not exist: where it belongs, what it is called here, or what it resembles
-    anywhere in the tree. elsewhere: name in other libraries -> path here."""
+    """What to say about a key that does not exist: where it belongs, what it is called here, or
+    what it resembles
+    anywhere in the tree. elsewhere: name in other libraries -> path here.
+    """
     at, _, name = _without_index(path).rpartition(".")
     known = leaves(model)
     sections = [*model.model_fields]
@@ -114,10 +134,15 @@ def unknown(model: type[BaseModel], path: str, elsewhere: Mapping[str, str]) -> 
     if name in by_name:
         return f"unknown key; {name} belongs under {' or '.join(p.rpartition('.')[0] for p in by_name[name])}"
     # Of names that are alike, those of the section that was named.
-    likeness = {p: _likeness(name, p.rpartition(".")[2]) + 0.1 * _likeness(at, p.rpartition(".")[0]) for p in known}
+    likeness = {
+        p: _likeness(name, p.rpartition(".")[2]) + 0.1 * _likeness(at, p.rpartition(".")[0])
+        for p in known
+    }
     best = [p for p in known if likeness[p] == max(likeness.values())]
     found = best if likeness[best[0]] > 0.65 else []
-    if name in elsewhere and at not in {p.rpartition(".")[0] for p in found} - {elsewhere[name].rpartition(".")[0]}:
+    if name in elsewhere and at not in {p.rpartition(".")[0] for p in found} - {
+        elsewhere[name].rpartition(".")[0]
+    }:
         found = [elsewhere[name]]
     return f"unknown key; did you mean {' or '.join(found)}?" if found else "unknown key"
 
@@ -128,26 +153,36 @@ MOST_VALUES, DEEPEST, LONGEST_NUMBER = 100_000, 50, 100
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, since YAML would keep the last one silently, and files that take more memory
-    or a deeper stack to read than any configuration: a few lines of aliases of aliases stand for billions of values."""
+    """Refuses a key that is given twice, since YAML would keep the last one silently, and files
+    that take more memory or a deeper stack to read than any configuration: a few lines of aliases
+    of aliases stand for billions of values.
+    """
 
     def __init__(self, stream: Any):
         super().__init__(stream)
-        self.values = self.depth = 0   # of what is composed, each alias counted as what it stands for
-        self.sizes: dict[str, int] = {}   # anchor -> the same of what it names, once that is whole
+        self.values = self.depth = (
+            0  # of what is composed, each alias counted as what it stands for
+        )
+        self.sizes: dict[str, int] = {}  # anchor -> the same of what it names, once that is whole
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         alias, before = isinstance(event, yaml.AliasEvent), self.values
         if alias and event.anchor in self.anchors and event.anchor not in self.sizes:
-            raise yaml.composer.ComposerError(None, None, f"alias *{event.anchor} is within what it stands for",
-                                              event.start_mark)
+            raise yaml.composer.ComposerError(
+                None, None, f"alias *{event.anchor} is within what it stands for", event.start_mark
+            )
         self.values += self.sizes.get(event.anchor, 0) if alias else 1
         self.depth += 1
         if self.values > MOST_VALUES or self.depth > DEEPEST:
-            most = f"{DEEPEST} levels of nesting" if self.depth > DEEPEST else (
-                f"{MOST_VALUES:,} values (an alias counts as everything it stands for)")
-            raise yaml.composer.ComposerError(None, None, f"the file has more than {most}", event.start_mark)
+            most = (
+                f"{DEEPEST} levels of nesting"
+                if self.depth > DEEPEST
+                else (f"{MOST_VALUES:,} values (an alias counts as everything it stands for)")
+            )
+            raise yaml.composer.ComposerError(
+                None, None, f"the file has more than {most}", event.start_mark
+            )
         node = super().compose_node(parent, index)
         self.depth -= 1
         if not alias and event.anchor is not None:
@@ -161,7 +196,8 @@ class _Loader(yaml.SafeLoader):
         else:
             try:
                 return super().construct_object(node, deep)
-            # Of Python's int, float and date (2020-02-31); the others are PyYAML's for `!!bool x` and the like.
+            # Of Python's int, float and date (2020-02-31); the others are PyYAML's for `!!bool x`
+            # and the like.
             except (ValueError, KeyError, AttributeError):
                 problem = f"{node.value!r} is no {kind}"
         raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
@@ -169,13 +205,17 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
         for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":   # <<: *defaults
+            if key.tag == "tag:yaml.org,2002:merge":  # <<: *defaults
                 continue
             name = self.construct_object(key, deep=True)
             if not isinstance(name, str):
-                raise yaml.constructor.ConstructorError(None, None, f"key {name!r} is not a string", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {name!r} is not a string", key.start_mark
+                )
             if name.replace("-", "_") in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {name!r} is given twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {name!r} is given twice", key.start_mark
+                )
             seen.add(name.replace("-", "_"))
         return super().construct_mapping(node, deep)
 
@@ -183,7 +223,7 @@ class _Loader(yaml.SafeLoader):
 def read_yaml(path: str) -> dict:
     try:
         with open(path, encoding="utf-8") as file:
-            data = yaml.load(file, _Loader)   # a SafeLoader: plain data only
+            data = yaml.load(file, _Loader)  # a SafeLoader: plain data only
     except OSError as error:
         raise ConfigError([f"{path}: {error.strerror or error}"]) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -194,7 +234,9 @@ def read_yaml(path: str) -> dict:
 
 
 def _underscored(data: Any, model: type[BaseModel]) -> Any:
-    """Keys with hyphens as keys with underscores, where the model has such a field; empty sections as {}."""
+    """Keys with hyphens as keys with underscores, where the model has such a field; empty
+    sections as {}.
+    """
     if isinstance(data, list):
         return [_underscored(item, model) for item in data]
     if not isinstance(data, dict):
@@ -211,13 +253,17 @@ def _underscored(data: Any, model: type[BaseModel]) -> Any:
 
 
 def _value(text: str) -> Any:
-    """null, lists, mappings and quoted strings are parsed; the field's type decides on the rest, such as 1e-5."""
+    """null, lists, mappings and quoted strings are parsed; the field's type decides on the
+    rest, such as 1e-5.
+    """
     if text == "null":
         return None
     return yaml.load(text, _Loader) if text[:1] in ("[", "{", '"') else text
 
 
-def apply(data: dict, model: type[BaseModel], arguments: list[str], elsewhere: Mapping[str, str]) -> list[str]:
+def apply(
+    data: dict, model: type[BaseModel], arguments: list[str], elsewhere: Mapping[str, str]
+) -> list[str]:
     """Writes `--a.b value` and `--a.b=value` into `data`. Returns what is wrong with them."""
     errors, rest = [], list(arguments)
     while rest:
@@ -242,7 +288,9 @@ def apply(data: dict, model: type[BaseModel], arguments: list[str], elsewhere: M
             errors.append(f"{path} = {text}: not JSON: {' '.join(str(error).split())}")
             continue
         if not _write(data, path.split("."), value):
-            errors.append(f"{path} = {text}: there is nothing at {path.rpartition('.')[0]} to change")
+            errors.append(
+                f"{path} = {text}: there is nothing at {path.rpartition('.')[0]} to change"
+            )
     return errors
 
 
@@ -259,8 +307,11 @@ def _write(data: Any, parts: list[str], value: Any) -> bool:
             return False
         if last:
             data[key] = value
-        elif parts[i + 1].isdigit() and not isinstance(data[key] if isinstance(data, list) else data.get(key), list):
-            return False   # there is no list to change, and a mapping in its place would be one more error
+        elif parts[i + 1].isdigit() and not isinstance(
+            data[key] if isinstance(data, list) else data.get(key), list
+        ):
+            # there is no list to change, and a mapping in its place would be one more error
+            return False
         elif isinstance(data, dict):
             data = data.setdefault(key, {})
         else:
@@ -274,8 +325,12 @@ def _write(data: Any, parts: list[str], value: Any) -> bool:
 _STAND_INS = {"data.datasets": [{"path": "dummy"}], "train.output_dir": "-", "path": "dummy"}
 
 
-def build(model: type[BaseModel], path: str | None, arguments: list[str], elsewhere: Mapping[str, str]) -> Any:
-    """The validated model. Raises ConfigError with everything that is wrong. elsewhere: see `unknown`."""
+def build(
+    model: type[BaseModel], path: str | None, arguments: list[str], elsewhere: Mapping[str, str]
+) -> Any:
+    """The validated model. Raises ConfigError with everything that is wrong. elsewhere: see
+    `unknown`.
+    """
     data = _underscored(read_yaml(path) if path is not None else {}, model)
     for section in model.model_fields:
         data.setdefault(section, {})
@@ -289,7 +344,7 @@ def build(model: type[BaseModel], path: str | None, arguments: list[str], elsewh
         except ValidationError as error:
             known = len(invalid)
             errors += _explain(model, data, error, invalid, elsewhere)
-            if len(invalid) == known:   # what is wrong could not be taken out
+            if len(invalid) == known:  # what is wrong could not be taken out
                 raise ConfigError(list(dict.fromkeys(errors))) from error
     errors += [p.line(config) for p in found if not invalid & set(p.paths)]
     if errors:
@@ -297,8 +352,13 @@ def build(model: type[BaseModel], path: str | None, arguments: list[str], elsewh
     return config
 
 
-def _explain(model: type[BaseModel], data: dict, error: ValidationError, invalid: set[str],
-             elsewhere: Mapping[str, str]) -> list[str]:
+def _explain(
+    model: type[BaseModel],
+    data: dict,
+    error: ValidationError,
+    invalid: set[str],
+    elsewhere: Mapping[str, str],
+) -> list[str]:
     """One line for each place that is wrong; takes that place out of `data`."""
     messages: dict[tuple, list[str]] = {}
     for e in error.errors():
@@ -309,7 +369,7 @@ def _explain(model: type[BaseModel], data: dict, error: ValidationError, invalid
     for at in sorted(messages, key=lambda at: [(isinstance(p, int), p) for p in at], reverse=True):
         path, (reason, message, value) = ".".join(map(str, at)), messages[at][0]
         if any(place.startswith(f"{path}.") for place in invalid):
-            pass   # a list that lacks the entry that was taken out
+            pass  # a list that lacks the entry that was taken out
         elif reason == "missing":
             lines.append(f"{path}: required")
         elif reason == "extra_forbidden":
@@ -318,7 +378,7 @@ def _explain(model: type[BaseModel], data: dict, error: ValidationError, invalid
             field = leaves(model).get(_without_index(path))
             wanted = f"; expected {kind(field.annotation)}" if field else ""
             text = message.removeprefix("Value error, ")
-            if reason == "model_type":   # a section, or an entry of a list
+            if reason == "model_type":  # a section, or an entry of a list
                 text, wanted = "expected a mapping", ""
             lines.append(f"{path} = {show(value)}: {text[:1].lower()}{text[1:]}{wanted}")
         invalid.add(path)
@@ -334,7 +394,8 @@ def _existing(data: Any, location: tuple, missing: bool) -> tuple:
     out = []
     for part in location:
         inside = (isinstance(data, dict) and part in data) or (
-            isinstance(data, list) and isinstance(part, int) and part < len(data))
+            isinstance(data, list) and isinstance(part, int) and part < len(data)
+        )
         if not inside:
             return (*out, part) if missing else tuple(out)
         data = data[part]
@@ -348,15 +409,16 @@ def _take_out(data: Any, at: tuple) -> None:
         data = data[part]
     path = _without_index(".".join(map(str, at)))
     stand_in = _STAND_INS.get(path, _STAND_INS.get(str(last)) if path.startswith("data.") else None)
-    if path == "data.datasets" and isinstance(last, int):   # the only entry, perhaps
+    if path == "data.datasets" and isinstance(last, int):  # the only entry, perhaps
         data[last] = {"path": "dummy"}
     elif stand_in is not None:
-        data[last] = copy.deepcopy(stand_in)   # it may be taken out of in its turn
+        data[last] = copy.deepcopy(stand_in)  # it may be taken out of in its turn
     elif isinstance(data, list) or last in data:
         del data[last]
 
 
 # ---- help and reference
+
 
 def _default(field: Any) -> str:
     return "required" if field.default is PydanticUndefined else json.dumps(field.default)
@@ -367,13 +429,22 @@ def help_text(model: type[BaseModel], refused: dict[str, tuple[str, str]]) -> st
     lines = []
     for path, field in leaves(model).items():
         note = " [only {}: {}]".format(*refused[path]) if path in refused else ""
-        lines.append(f"--{path} ({kind(field.annotation)}; {_default(field)})\n    {field.description}{note}")
+        lines.append(
+            f"--{path} ({kind(field.annotation)}; {_default(field)})\n    {field.description}{note}"
+        )
     return "\n".join(lines)
 
 
-def markdown(model: type[BaseModel], title: str, refused: dict[str, tuple[str, str]],
-             differences: dict[str, tuple[str, str]]) -> str:
-    """The reference: a table for each section, and what differs from the documentation that it follows."""
+def markdown(
+    model: type[BaseModel],
+    title: str,
+    refused: dict[str, tuple[str, str]],
+    differences: dict[str, tuple[str, str]],
+) -> str:
+    """The reference: a table for each section, and what differs from the documentation that it
+    follows.
+    """
+
     def cell(text: str) -> str:
         return text.replace("|", "\\|")
 
@@ -382,13 +453,25 @@ def markdown(model: type[BaseModel], title: str, refused: dict[str, tuple[str, s
         section, _, name = path.rpartition(".")
         note = " **Only {}:** {}.".format(*refused[path]) if path in refused else ""
         tables.setdefault(section, []).append(
-            f"| `{name}` | {cell(kind(field.annotation))} | `{_default(field)}` | {cell(field.description + note)} |")
+            f"| `{name}` | {cell(kind(field.annotation))} | `{_default(field)}` | "
+            f"{cell(field.description + note)} |"
+        )
     out = [title.strip()]
     for section, rows in tables.items():
-        entries = " (each entry of it, and of `data.test_datasets`)" if section == "data.datasets" else ""
+        entries = (
+            " (each entry of it, and of `data.test_datasets`)" if section == "data.datasets" else ""
+        )
         if section == "data.test_datasets":
-            continue   # the same fields
-        out += [f"\n## {section}{entries}\n\n| field | type | default | meaning |\n|---|---|---|---|", *rows]
-    out.append("\n## Differences from xorl's documentation\n\n| field | there | here, and why |\n|---|---|---|")
-    out += [f"| `{path}` | {cell(there)} | {cell(why)} |" for path, (there, why) in differences.items()]
+            continue  # the same fields
+        out += [
+            f"\n## {section}{entries}\n\n| field | type | default | meaning |\n|---|---|---|---|",
+            *rows,
+        ]
+    out.append(
+        "\n## Differences from xorl's documentation\n\n| field | there | here, and why "
+        "|\n|---|---|---|"
+    )
+    out += [
+        f"| `{path}` | {cell(there)} | {cell(why)} |" for path, (there, why) in differences.items()
+    ]
     return "\n".join(out) + "\n"

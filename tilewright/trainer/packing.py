@@ -1,4 +1,6 @@
-"""Documents into bins of a fixed number of tokens. Deterministic, so that every rank computes the same bins."""
+"""Documents into bins of a fixed number of tokens. Deterministic, so that every rank computes
+the same bins.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,16 @@ def sequential(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
 
 
 def multipack(lengths: np.ndarray, capacity: int, group_size: int) -> list[np.ndarray]:
-    """First-fit decreasing within groups of `group_size` documents (longest first; ties in order)."""
+    """First-fit decreasing within groups of `group_size` documents (longest first; ties in
+    order).
+    """
     bins = []
     for first in range(0, len(lengths), group_size):
-        group = lengths[first:first + group_size]
+        group = lengths[first : first + group_size]
         contents: list[list[int]] = []
         room = np.empty(len(group), dtype=np.int64)
         for i in np.argsort(-group, kind="stable"):
-            fits = np.flatnonzero(room[:len(contents)] >= group[i])
+            fits = np.flatnonzero(room[: len(contents)] >= group[i])
             if len(fits):
                 target = fits[0]
             else:
@@ -39,10 +43,14 @@ def multipack(lengths: np.ndarray, capacity: int, group_size: int) -> list[np.nd
     return bins
 
 
-def pack(lengths: np.ndarray, capacity: int, method: str = "sequential", group_size: int = 100_000) -> list[np.ndarray]:
-    """Indices of the documents of each bin. Every document is in exactly one bin, and no bin holds over `capacity`.
+def pack(
+    lengths: np.ndarray, capacity: int, method: str = "sequential", group_size: int = 100_000
+) -> list[np.ndarray]:
+    """Indices of the documents of each bin. Every document is in exactly one bin, and no bin holds
+    over `capacity`.
 
-    Raises ValueError for a document longer than a bin (the caller splits or cuts them) or an unknown method.
+    Raises ValueError for a document longer than a bin (the caller splits or cuts them) or an
+    unknown method.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) and lengths.max() > capacity:

@@ -1,6 +1,8 @@
-"""Which configurations are refused although each value is valid on its own, and why: one sentence each.
+"""Which configurations are refused although each value is valid on its own, and why: one sentence
+each.
 
-No field is read in vain: what this version cannot do is refused at any other value than the default.
+No field is read in vain: what this version cannot do is refused at any other value than the
+default.
 """
 
 from __future__ import annotations
@@ -28,38 +30,79 @@ class Problem(NamedTuple):
         return f"{', '.join(f'{p} = {show(get(config, p))}' for p in self.paths)}: {self.message}"
 
 
-_TP, _PP, _MUON, _OFFLOAD = (f"{what} not in this version" for what in (
-    "tensor parallelism is", "pipeline parallelism is",
-    "muon and anyprecision_adamw are", "activation offload is"))
+_TP, _PP, _MUON, _OFFLOAD = (
+    f"{what} not in this version"
+    for what in (
+        "tensor parallelism is",
+        "pipeline parallelism is",
+        "muon and anyprecision_adamw are",
+        "activation offload is",
+    )
+)
 # path -> why only the default, or what ACCEPTED lists, is accepted.
 REFUSED: dict[str, str] = {
-    "model.deepep_async_combine": "what combine returns is read at once, so there is nothing to overlap it with",
+    "model.deepep_async_combine": "what combine returns is read at once, so there is nothing to "
+    "overlap it with",
     "model.foundation": "only text models are in this version, configured by config.json alone",
     "model.encoders": "only text models are in this version",
-    "data.sample_packing_mp_start_method": "packing runs in the main process, so nothing would use it",
+    "data.sample_packing_mp_start_method": "packing runs in the main process, so nothing would "
+    "use it",
     "train.tensor_parallel_size": _TP,
-    **{f"train.{name}": _PP for name in (
-        "pipeline_parallel_size", "pipeline_parallel_schedule", "pp_variable_seq_lengths")},
-    **{f"train.{name}": _MUON for name in (
-        "optimizer", "optimizer_dtype", "muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps",
-        "muon_adjust_lr_fn")},
-    "train.enable_activation_offload": _OFFLOAD, "train.activation_gpu_limit": _OFFLOAD,
+    **{
+        f"train.{name}": _PP
+        for name in (
+            "pipeline_parallel_size",
+            "pipeline_parallel_schedule",
+            "pp_variable_seq_lengths",
+        )
+    },
+    **{
+        f"train.{name}": _MUON
+        for name in (
+            "optimizer",
+            "optimizer_dtype",
+            "muon_lr",
+            "muon_momentum",
+            "muon_nesterov",
+            "muon_ns_steps",
+            "muon_adjust_lr_fn",
+        )
+    },
+    "train.enable_activation_offload": _OFFLOAD,
+    "train.activation_gpu_limit": _OFFLOAD,
     "train.init_device": "NPU devices are not supported",
 }
-ACCEPTED = {"train.optimizer": ("adamw", "sgd"), "train.init_device": ("auto", "cpu", "cuda", "meta")}
+ACCEPTED = {
+    "train.optimizer": ("adamw", "sgd"),
+    "train.init_device": ("auto", "cpu", "cuda", "meta"),
+}
 # Fields that only FSDP2 reads, with the values that ask for nothing.
-FSDP2_ONLY = {"train.data_parallel_shard_size": (-1, 1), "train.data_parallel_replicate_size": (-1, 1),
-              "train.reshard_after_forward": (None,), "train.enable_full_shard": (True,),
-              "train.enable_forward_prefetch": (True,), "model.basic_modules": ([],),
-              "train.expert_parallel_size": (1,), "train.ep_outside": (False,),
-              "train.ulysses_parallel_size": (1,), "train.ringattn_parallel_size": (1,), "train.cp_fsdp_mode": ("all",)}
+FSDP2_ONLY = {
+    "train.data_parallel_shard_size": (-1, 1),
+    "train.data_parallel_replicate_size": (-1, 1),
+    "train.reshard_after_forward": (None,),
+    "train.enable_full_shard": (True,),
+    "train.enable_forward_prefetch": (True,),
+    "model.basic_modules": ([],),
+    "train.expert_parallel_size": (1,),
+    "train.ep_outside": (False,),
+    "train.ulysses_parallel_size": (1,),
+    "train.ringattn_parallel_size": (1,),
+    "train.cp_fsdp_mode": ("all",),
+}
 
 
 # Fields of lora that only another one makes something read.
-LORA_ONLY = {**dict.fromkeys(("lora_rank", "lora_alpha", "lora_target_modules", "save_lora_only",
-                              "merge_lora_interval"), "enable_lora"),
-             **dict.fromkeys(("quant_format", "quant_group_size", "exclude_modules", "enable_aqn"), "enable_qlora"),
-             "aqn_alpha": "enable_aqn"}
+LORA_ONLY = {
+    **dict.fromkeys(
+        ("lora_rank", "lora_alpha", "lora_target_modules", "save_lora_only", "merge_lora_interval"),
+        "enable_lora",
+    ),
+    **dict.fromkeys(
+        ("quant_format", "quant_group_size", "exclude_modules", "enable_aqn"), "enable_qlora"
+    ),
+    "aqn_alpha": "enable_aqn",
+}
 
 
 def problems(config: Config) -> Iterator[Problem]:
@@ -72,15 +115,22 @@ def problems(config: Config) -> Iterator[Problem]:
     for kind in ("datasets", "test_datasets"):
         for i, entry in enumerate(getattr(config.data, kind)):
             yield from _dataset(f"data.{kind}.{i}.", entry)
-    for broken, paths, message in (*_model_and_data(config), *_numerics(config), *_experts(config), *_train(config),
-                                   *_lora(config)):
+    for broken, paths, message in (
+        *_model_and_data(config),
+        *_numerics(config),
+        *_experts(config),
+        *_train(config),
+        *_lora(config),
+    ):
         if broken:
             yield Problem(tuple(paths.split()), message)
 
 
 def _dataset(at: str, entry: Dataset) -> Iterator[Problem]:
     if entry.trust_remote_code:
-        yield Problem((f"{at}trust_remote_code",), "the package datasets no longer runs a dataset's own code")
+        yield Problem(
+            (f"{at}trust_remote_code",), "the package datasets no longer runs a dataset's own code"
+        )
     if entry.data_files is not None and entry.ds_type is None:
         yield Problem((f"{at}data_files", f"{at}ds_type"), "data_files needs ds_type")
     if entry.preprocess_shards is not None and entry.shards is not None:
@@ -88,7 +138,9 @@ def _dataset(at: str, entry: Dataset) -> Iterator[Problem]:
     if (entry.shards is None) != (entry.shards_idx is None):
         yield Problem((f"{at}shards", f"{at}shards_idx"), "give both, or neither")
     elif entry.shards is not None and entry.shards_idx >= entry.shards:
-        yield Problem((f"{at}shards_idx", f"{at}shards"), "indices run from 0 to one below the number")
+        yield Problem(
+            (f"{at}shards_idx", f"{at}shards"), "indices run from 0 to one below the number"
+        )
     if entry.path == "dummy":
         for name in ("name", "split", "revision", "data_files", "ds_type"):
             if getattr(entry, name) is not None:
@@ -103,55 +155,110 @@ def _dataset(at: str, entry: Dataset) -> Iterator[Problem]:
         if entry.name is not None:
             yield Problem((f"{at}name", f"{at}data_files"), "give one of them")
     elif entry.ds_type is not None:
-        yield Problem((f"{at}ds_type", f"{at}data_files"), "the Hub knows the format, unless data_files are named")
+        yield Problem(
+            (f"{at}ds_type", f"{at}data_files"),
+            "the Hub knows the format, unless data_files are named",
+        )
 
 
 def _model_and_data(config: Config) -> Iterator[tuple[bool, str, str]]:
     model, data = config.model, config.data
-    yield model.config_path is None, "model.model_path model.config_path", "one of them must be given"
-    yield (not data.dataloader_num_workers and data.dataloader_prefetch_factor is not None,
-           "data.dataloader_prefetch_factor data.dataloader_num_workers", "without workers it must be null")
+    yield (
+        model.config_path is None,
+        "model.model_path model.config_path",
+        "one of them must be given",
+    )
+    yield (
+        not data.dataloader_num_workers and data.dataloader_prefetch_factor is not None,
+        "data.dataloader_prefetch_factor data.dataloader_num_workers",
+        "without workers it must be null",
+    )
     size = data.val_set_size
-    yield (size is not None and not (0 < size < 1 if isinstance(size, float) else size >= 1),
-           "data.val_set_size", "must be a number of samples (1 or more) or a fraction between 0 and 1")
-    yield size is not None and bool(data.test_datasets), "data.val_set_size data.test_datasets", "give one of them"
+    yield (
+        size is not None and not (0 < size < 1 if isinstance(size, float) else size >= 1),
+        "data.val_set_size",
+        "must be a number of samples (1 or more) or a fraction between 0 and 1",
+    )
+    yield (
+        size is not None and bool(data.test_datasets),
+        "data.val_set_size data.test_datasets",
+        "give one of them",
+    )
     num, index = data.dataset_shard_num, data.dataset_shard_idx
-    yield ((num is None) != (index is None), "data.dataset_shard_num data.dataset_shard_idx", "give both, or neither")
-    yield (None not in (num, index) and index >= num, "data.dataset_shard_idx data.dataset_shard_num",
-           "indices run from 0 to one below the number")
-    yield (bool(data.push_dataset_to_hub) and not data.hf_use_auth_token,
-           "data.push_dataset_to_hub data.hf_use_auth_token", "pushing needs hf_use_auth_token: true")
-    yield (data.skip_prepare_dataset and bool(data.push_dataset_to_hub),
-           "data.push_dataset_to_hub data.skip_prepare_dataset", "nothing is prepared, so nothing can be pushed")
+    yield (
+        (num is None) != (index is None),
+        "data.dataset_shard_num data.dataset_shard_idx",
+        "give both, or neither",
+    )
+    yield (
+        None not in (num, index) and index >= num,
+        "data.dataset_shard_idx data.dataset_shard_num",
+        "indices run from 0 to one below the number",
+    )
+    yield (
+        bool(data.push_dataset_to_hub) and not data.hf_use_auth_token,
+        "data.push_dataset_to_hub data.hf_use_auth_token",
+        "pushing needs hf_use_auth_token: true",
+    )
+    yield (
+        data.skip_prepare_dataset and bool(data.push_dataset_to_hub),
+        "data.push_dataset_to_hub data.skip_prepare_dataset",
+        "nothing is prepared, so nothing can be pushed",
+    )
 
 
 def _numerics(config: Config) -> Iterator[tuple[bool, str, str]]:
-    yield (config.model.batch_invariant and config.train.ringattn_parallel_size > 1,
-           "model.batch_invariant train.ringattn_parallel_size",
-           "where a ring cuts a document depends on what else is in the batch")
+    yield (
+        config.model.batch_invariant and config.train.ringattn_parallel_size > 1,
+        "model.batch_invariant train.ringattn_parallel_size",
+        "where a ring cuts a document depends on what else is in the batch",
+    )
     for native in ("rmsnorm_native", "activation_native", "rope_native"):
-        yield (config.model.batch_invariant and getattr(config.model, native), f"model.batch_invariant model.{native}",
-               "PyTorch's own operators do not claim that a row's bits do not depend on the batch")
+        yield (
+            config.model.batch_invariant and getattr(config.model, native),
+            f"model.batch_invariant model.{native}",
+            "PyTorch's own operators do not claim that a row's bits do not depend on the batch",
+        )
 
 
 def _experts(config: Config) -> Iterator[tuple[bool, str, str]]:
     m, t = config.model, config.train
     deep, alone = m.ep_dispatch == "deepep", t.expert_parallel_size == 1
-    yield deep and alone, "model.ep_dispatch train.expert_parallel_size", "one process has all experts: nothing travels"
-    yield t.ep_outside and alone, "train.ep_outside train.expert_parallel_size", "there is nothing to place"
+    yield (
+        deep and alone,
+        "model.ep_dispatch train.expert_parallel_size",
+        "one process has all experts: nothing travels",
+    )
+    yield (
+        t.ep_outside and alone,
+        "train.ep_outside train.expert_parallel_size",
+        "there is nothing to place",
+    )
     for name in ("deepep_buffer_size_gb", "deepep_num_sms"):
-        yield (not deep and getattr(m, name) != default_of(type(config), f"model.{name}"),
-               f"model.{name} model.ep_dispatch", "only deepep reads this")
+        yield (
+            not deep and getattr(m, name) != default_of(type(config), f"model.{name}"),
+            f"model.{name} model.ep_dispatch",
+            "only deepep reads this",
+        )
     yield m.deepep_num_sms % 2 == 1, "model.deepep_num_sms", "must be even"
     missing = no_deepep("cuda")
     yield deep and missing is not None, "model.ep_dispatch", str(missing)
-    yield (deep and not t.enable_mixed_precision, "model.ep_dispatch train.enable_mixed_precision",
-           "DeepEP carries bfloat16")
+    yield (
+        deep and not t.enable_mixed_precision,
+        "model.ep_dispatch train.enable_mixed_precision",
+        "DeepEP carries bfloat16",
+    )
     act = t.moe_checkpoint_method == "moe_act"
-    yield (act and t.recompute_modules is not None and "mlp" not in t.recompute_modules,
-           "train.moe_checkpoint_method train.recompute_modules", "without mlp the experts are not recomputed")
-    yield (act and t.enable_reentrant, "train.moe_checkpoint_method train.enable_reentrant",
-           "the experts' activations are recomputed without reentering the backward")
+    yield (
+        act and t.recompute_modules is not None and "mlp" not in t.recompute_modules,
+        "train.moe_checkpoint_method train.recompute_modules",
+        "without mlp the experts are not recomputed",
+    )
+    yield (
+        act and t.enable_reentrant,
+        "train.moe_checkpoint_method train.enable_reentrant",
+        "the experts' activations are recomputed without reentering the backward",
+    )
 
 
 def _train(config: Config) -> Iterator[tuple[bool, str, str]]:
@@ -159,56 +266,127 @@ def _train(config: Config) -> Iterator[tuple[bool, str, str]]:
     for name in ("data_parallel_shard_size", "data_parallel_replicate_size"):
         size = getattr(t, name)
         yield size != -1 and size < 1, f"train.{name}", "must be -1, or 1 or more"
-    yield (t.cp_fsdp_mode != "all" and t.context_parallel_size == 1,
-           "train.cp_fsdp_mode train.ringattn_parallel_size train.ulysses_parallel_size", "no sequence is spread")
+    yield (
+        t.cp_fsdp_mode != "all" and t.context_parallel_size == 1,
+        "train.cp_fsdp_mode train.ringattn_parallel_size train.ulysses_parallel_size",
+        "no sequence is spread",
+    )
     cuda = platform.no_cuda()
-    yield (t.data_parallel_mode == "fsdp2" and t.init_device in ("cpu", "cuda"),
-           "train.init_device train.data_parallel_mode", "fsdp2 builds the model on meta; leave it at auto")
-    yield (t.data_parallel_mode != "fsdp2" and t.init_device == "meta",
-           "train.init_device train.data_parallel_mode", "only fsdp2 builds the model on meta; leave it at auto")
+    yield (
+        t.data_parallel_mode == "fsdp2" and t.init_device in ("cpu", "cuda"),
+        "train.init_device train.data_parallel_mode",
+        "fsdp2 builds the model on meta; leave it at auto",
+    )
+    yield (
+        t.data_parallel_mode != "fsdp2" and t.init_device == "meta",
+        "train.init_device train.data_parallel_mode",
+        "only fsdp2 builds the model on meta; leave it at auto",
+    )
     yield t.init_device == "cuda" and cuda is not None, "train.init_device", str(cuda)
-    yield (not t.enable_full_shard and t.reshard_after_forward is True,
-           "train.reshard_after_forward train.enable_full_shard", "ZeRO-2 keeps parameters after the forward pass")
+    yield (
+        not t.enable_full_shard and t.reshard_after_forward is True,
+        "train.reshard_after_forward train.enable_full_shard",
+        "ZeRO-2 keeps parameters after the forward pass",
+    )
     decays = t.lr_decay_style != "constant"
     yield decays and t.lr_min > t.lr, "train.lr_min train.lr", "the decay would rise"
-    yield t.lr_warmup_ratio > 0 and t.lr_start > t.lr, "train.lr_start train.lr", "the warmup would fall"
-    yield (decays and t.lr_decay_ratio < t.lr_warmup_ratio, "train.lr_decay_ratio train.lr_warmup_ratio",
-           "the decay would end before the warmup")
-    for name, neutral in (("enable_reentrant", False), ("recompute_modules", None), ("moe_checkpoint_method", None)):
-        yield (not t.enable_gradient_checkpointing and getattr(t, name) != neutral,
-               f"train.{name} train.enable_gradient_checkpointing", "nothing is recomputed")
-    yield (t.enable_full_determinism and not t.allow_cuda_launch_blocking,
-           "train.enable_full_determinism train.allow_cuda_launch_blocking",
-           "full determinism needs allow_cuda_launch_blocking: true")
-    yield (platform.env_flag("CUDA_LAUNCH_BLOCKING") and not t.allow_cuda_launch_blocking,
-           "train.allow_cuda_launch_blocking", "CUDA_LAUNCH_BLOCKING is set, which slows training down; unset it")
+    yield (
+        t.lr_warmup_ratio > 0 and t.lr_start > t.lr,
+        "train.lr_start train.lr",
+        "the warmup would fall",
+    )
+    yield (
+        decays and t.lr_decay_ratio < t.lr_warmup_ratio,
+        "train.lr_decay_ratio train.lr_warmup_ratio",
+        "the decay would end before the warmup",
+    )
+    for name, neutral in (
+        ("enable_reentrant", False),
+        ("recompute_modules", None),
+        ("moe_checkpoint_method", None),
+    ):
+        yield (
+            not t.enable_gradient_checkpointing and getattr(t, name) != neutral,
+            f"train.{name} train.enable_gradient_checkpointing",
+            "nothing is recomputed",
+        )
+    yield (
+        t.enable_full_determinism and not t.allow_cuda_launch_blocking,
+        "train.enable_full_determinism train.allow_cuda_launch_blocking",
+        "full determinism needs allow_cuda_launch_blocking: true",
+    )
+    yield (
+        platform.env_flag("CUDA_LAUNCH_BLOCKING") and not t.allow_cuda_launch_blocking,
+        "train.allow_cuda_launch_blocking",
+        "CUDA_LAUNCH_BLOCKING is set, which slows training down; unset it",
+    )
     wandb = platform.no_module("wandb")
     yield t.use_wandb and wandb is not None, "train.use_wandb", str(wandb)
-    yield (t.profile_end_step <= t.profile_start_step, "train.profile_end_step train.profile_start_step",
-           "profiling must end after it starts")
+    yield (
+        t.profile_end_step <= t.profile_start_step,
+        "train.profile_end_step train.profile_start_step",
+        "profiling must end after it starts",
+    )
 
 
 def _lora(config: Config) -> Iterator[tuple[bool, str, str]]:
     lora, t = config.lora, config.train
-    yield lora.enable_qlora and not lora.enable_lora, "lora.enable_lora lora.enable_qlora", "QLoRA implies LoRA"
+    yield (
+        lora.enable_qlora and not lora.enable_lora,
+        "lora.enable_lora lora.enable_qlora",
+        "QLoRA implies LoRA",
+    )
     for name, switch in LORA_ONLY.items():
-        yield (not getattr(lora, switch) and getattr(lora, name) != default_of(type(config), f"lora.{name}"),
-               f"lora.{name} lora.{switch}", f"only {switch} makes something read this")
+        yield (
+            not getattr(lora, switch)
+            and getattr(lora, name) != default_of(type(config), f"lora.{name}"),
+            f"lora.{name} lora.{switch}",
+            f"only {switch} makes something read this",
+        )
     wrong = wrong_group_size(lora.quant_format, lora.quant_group_size)
-    yield lora.enable_qlora and wrong is not None, "lora.quant_group_size lora.quant_format", str(wrong)
-    yield (lora.reset_optimizer_on_merge and not lora.merge_lora_interval,
-           "lora.reset_optimizer_on_merge lora.merge_lora_interval", "there is no merge to reset at")
-    yield (lora.save_lora_only and lora.merge_lora_interval > 0, "lora.save_lora_only lora.merge_lora_interval",
-           "merging changes the weights under the adapters, so that adapters alone would lose what was merged")
-    yield (lora.save_lora_only and config.model.model_path is None, "lora.save_lora_only model.model_path",
-           "random weights are not stored anywhere that the adapters could be put on again")
-    yield (lora.save_lora_only and not t.save_hf_weights, "lora.save_lora_only train.save_hf_weights",
-           "no Hugging Face checkpoint is written")
-    yield (lora.enable_lora and config.model.batch_invariant, "lora.enable_lora model.batch_invariant",
-           "the products of adapters and of quantised weights do not claim that")
-    yield (lora.enable_aqn and t.enable_compile, "lora.enable_aqn train.enable_compile",
-           "the noise is another in each step, and compiled code would be made anew for each")
-    yield (lora.enable_qlora and t.expert_parallel_size > 1, "lora.enable_qlora train.expert_parallel_size",
-           "quantised experts are not spread over processes")
-    yield (lora.enable_lora and config.model.ep_dispatch == "deepep", "lora.enable_lora model.ep_dispatch",
-           "tokens travel to experts with adapters by alltoall only")
+    yield (
+        lora.enable_qlora and wrong is not None,
+        "lora.quant_group_size lora.quant_format",
+        str(wrong),
+    )
+    yield (
+        lora.reset_optimizer_on_merge and not lora.merge_lora_interval,
+        "lora.reset_optimizer_on_merge lora.merge_lora_interval",
+        "there is no merge to reset at",
+    )
+    yield (
+        lora.save_lora_only and lora.merge_lora_interval > 0,
+        "lora.save_lora_only lora.merge_lora_interval",
+        "merging changes the weights under the adapters, so that adapters alone would lose what "
+        "was merged",
+    )
+    yield (
+        lora.save_lora_only and config.model.model_path is None,
+        "lora.save_lora_only model.model_path",
+        "random weights are not stored anywhere that the adapters could be put on again",
+    )
+    yield (
+        lora.save_lora_only and not t.save_hf_weights,
+        "lora.save_lora_only train.save_hf_weights",
+        "no Hugging Face checkpoint is written",
+    )
+    yield (
+        lora.enable_lora and config.model.batch_invariant,
+        "lora.enable_lora model.batch_invariant",
+        "the products of adapters and of quantised weights do not claim that",
+    )
+    yield (
+        lora.enable_aqn and t.enable_compile,
+        "lora.enable_aqn train.enable_compile",
+        "the noise is another in each step, and compiled code would be made anew for each",
+    )
+    yield (
+        lora.enable_qlora and t.expert_parallel_size > 1,
+        "lora.enable_qlora train.expert_parallel_size",
+        "quantised experts are not spread over processes",
+    )
+    yield (
+        lora.enable_lora and config.model.ep_dispatch == "deepep",
+        "lora.enable_lora model.ep_dispatch",
+        "tokens travel to experts with adapters by alltoall only",
+    )
