@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -111,6 +113,21 @@ class Operator:
         return next((i for i, found in enumerate(types) if found in _PLAIN), -1)
 
 
+def from_kernels(module: str, name: str) -> Callable[[], Any]:
+    """A function that imports `tilewright.kernels.<module>` when it is called and returns what it
+    finds there under `name`, or, where that is a function, what it returns.
+
+    For `Implementation.tunables` and `Implementation.gate`, so that importing an op imports no
+    kernel.
+    """
+
+    def fetch():
+        found = getattr(importlib.import_module(f"tilewright.kernels.{module}"), name)
+        return found() if callable(found) else found
+
+    return fetch
+
+
 def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = ()) -> Operator:
     """Registers `tilewright::name` for CPU and CUDA tensors and returns the operator.
 
@@ -158,9 +175,17 @@ def adopt(name: str, fake: Callable) -> Operator:
 
 
 def differentiate(
-    op: Operator, backward: Callable, setup_context: Callable, *, twice: bool = False
+    op: Operator,
+    backward: Callable,
+    setup_context: Callable,
+    *,
+    backward_op: Callable | None = None,
+    twice: bool = False,
 ) -> None:
     """Gives an operator its autograd formula, and refuses derivatives that it does not have.
+
+    backward_op: the operator that the formula launches, which finds it as `ctx.backward_op`. So one
+    formula, a function of its module, serves all implementations of an op.
 
     Kernels have no formulas of their own, so autograd would take what a formula returns for a
     constant: a second derivative would be wrong and nothing would say so. twice: the formula is
@@ -168,12 +193,17 @@ def differentiate(
     """
     name = op.name().split(".")[0]
     formula = backward if twice else once(name, backward)
-    kernel = _torch.make_autograd_impl(op.overload, _torch.Info(formula, setup_context))
+
+    def save(ctx, inputs, output):
+        ctx.backward_op = backward_op
+        setup_context(ctx, inputs, output)
+
+    kernel = _torch.make_autograd_impl(op.overload, _torch.Info(formula, save))
     launch = op._launch
 
     def forward(ctx, *args):
         result = launch(*args)
-        setup_context(ctx, args, result)
+        save(ctx, args, result)
         return result
 
     # The same, past the dispatcher.
@@ -196,7 +226,7 @@ def differentiate(
             _refuse_beneath(name, args)
             with _torch.BelowAutograd():
                 result = op.overload.redispatch(keyset & _torch.BELOW_AUTOGRAD, *args)
-            setup_context(ctx, args, result)
+            save(ctx, args, result)
             return result
 
         @staticmethod

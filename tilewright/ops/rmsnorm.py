@@ -1,5 +1,6 @@
-"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467):  y = x / sqrt(mean(x^2) + eps) * (offset + w)
-+ b
+"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    y = x / sqrt(mean(x^2) + eps) * (offset + w) + b
 
 Shapes: D = columns, the last dimension; H = heads. Sums accumulate in float32 or wider, and the
 result is rounded once, on store (`cast="llama"` rounds the normalised row too, as Llama and Qwen
@@ -8,13 +9,14 @@ do).
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, aqn, cases
-from tilewright.ops._library import adopt, define, differentiate
+from tilewright.ops._library import adopt, define, differentiate, from_kernels
 from tilewright.ops.aqn import AQN
 from tilewright.registry import FLOATS, Case, Cost, Implementation, ImplementationUnavailable, Op
 
@@ -212,136 +214,112 @@ def _save(ctx, normed, rstd, weight, bias, offset, round_xhat, *noise):
     ctx.set_materialize_grads(False)
 
 
-def _register(forward, add_forward, backward, dtypes=_checks.ACCEPTED, noiseless=None):
-    """dtypes: what the kernels read weight and bias in; others come to them as float32, in which
-    they compute.
+def _setup(ctx, inputs, output):
+    x, weight, bias, _, *options = inputs
+    _save(ctx, x, output[1], weight, bias, *options)
+
+
+def _backward(ctx, dy, drstd):
+    x, rstd, weight = ctx.saved_tensors
+    if dy is None:
+        return (None,) * (3 + len(ctx.options))
+    dx, dw, db = ctx.backward_op(dy.contiguous(), None, x, rstd, weight, *ctx.options)
+    return dx, dw, db if ctx.options[2] else None, *(None,) * len(ctx.options)
+
+
+def _add_setup(ctx, inputs, output):
+    x, _, weight, bias, _, *options = inputs
+    _save(ctx, output[1], output[2], weight, bias, *options)
+    ctx.x_dtype = x.dtype
+
+
+def _add_backward(ctx, dy, dsum, drstd):
+    total, rstd, weight = ctx.saved_tensors
+    if dy is None:
+        dy = torch.zeros_like(total, dtype=ctx.x_dtype)
+    dsum = None if dsum is None else dsum.contiguous()
+    d, dw, db = ctx.backward_op(dy.contiguous(), dsum, total, rstd, weight, *ctx.options)
+    return d.to(ctx.x_dtype), d, dw, db if ctx.options[2] else None, *(None,) * len(ctx.options)
+
+
+class _Fused:
+    """The calls of one implementation: its three operators, and what they take.
+
+    dtypes: what the kernels read weight and bias in; others come to them as float32, in which they
+    compute.
     noiseless: name of an implementation whose operators have no noise; the others take its four
     numbers last.
     """
 
-    def setup(ctx, inputs, output):
-        x, weight, bias, _, *options = inputs
-        _save(ctx, x, output[1], weight, bias, *options)
+    def __init__(
+        self, forward, add_forward, backward, dtypes=_checks.ACCEPTED, noiseless: str | None = None
+    ):
+        differentiate(forward, _backward, _setup, backward_op=backward)
+        differentiate(add_forward, _add_backward, _add_setup, backward_op=backward)
+        self.forward, self.add_forward = forward, add_forward
+        self.dtypes, self.noiseless = dtypes, noiseless
 
-    def formula(ctx, dy, drstd):
-        x, rstd, weight = ctx.saved_tensors
-        if dy is None:
-            return (None,) * (3 + len(ctx.options))
-        dx, dw, db = backward(dy.contiguous(), None, x, rstd, weight, *ctx.options)
-        return dx, dw, db if ctx.options[2] else None, *(None,) * len(ctx.options)
+    @classmethod
+    def define(cls, name, launchers, *options):
+        return cls(
+            define(f"rmsnorm_{name}_forward", launchers.forward, _fake_forward),
+            define(f"add_rmsnorm_{name}_forward", launchers.add_forward, _fake_add_forward),
+            define(f"rmsnorm_{name}_backward", launchers.backward, _fake_backward),
+            *options,
+        )
 
-    def add_setup(ctx, inputs, output):
-        x, _, weight, bias, _, *options = inputs
-        _save(ctx, output[1], output[2], weight, bias, *options)
-        ctx.x_dtype = x.dtype
+    def rmsnorm(self, x, weight, bias, eps, offset, cast, *noise):
+        weight, bias = self._parameters(weight, bias)
+        noise = self._taken(RMSNORM, noise)
+        return self.forward(x.contiguous(), weight, bias, eps, offset, cast == "llama", *noise)[0]
 
-    def add_formula(ctx, dy, dsum, drstd):
-        total, rstd, weight = ctx.saved_tensors
-        if dy is None:
-            dy = torch.zeros_like(total, dtype=ctx.x_dtype)
-        dsum = None if dsum is None else dsum.contiguous()
-        d, dw, db = backward(dy.contiguous(), dsum, total, rstd, weight, *ctx.options)
-        return d.to(ctx.x_dtype), d, dw, db if ctx.options[2] else None, *(None,) * len(ctx.options)
+    def add_rmsnorm(self, x, residual, weight, bias, eps, offset, cast, *noise):
+        # The llama cast rounds to the dtype that is normalized, which for a float32 residual stream
+        # is no rounding.
+        round_xhat = cast == "llama" and residual.dtype == x.dtype
+        weight, bias = self._parameters(weight, bias)
+        noise = self._taken(ADD_RMSNORM, noise)
+        tensors = x.contiguous(), residual.contiguous(), weight, bias
+        return self.add_forward(*tensors, eps, offset, round_xhat, *noise)[:2]
 
-    differentiate(forward, formula, setup)
-    differentiate(add_forward, add_formula, add_setup)
-
-    def parameters(weight, bias):
-        if weight.dtype not in dtypes:  # bias has weight's dtype
+    def _parameters(self, weight, bias):
+        if weight.dtype not in self.dtypes:  # bias has weight's dtype
             weight, bias = weight.float(), None if bias is None else bias.float()
         return weight.contiguous(), None if bias is None else bias.contiguous()
 
-    def only_taken(op, noise):
-        if noiseless is None:
+    def _taken(self, op, noise):
+        if self.noiseless is None:
             return noise or aqn.NONE
         if noise and noise[0]:
-            others = [name for name in op.names() if name != noiseless]
+            others = ", ".join(name for name in op.names() if name != self.noiseless)
             raise ImplementationUnavailable(
-                f"{op.name}[{noiseless}]: adds no noise; {', '.join(others)} do"
+                f"{op.name}[{self.noiseless}]: adds no noise; {others} do"
             )
         return ()
 
-    def fused_rmsnorm(x, weight, bias, eps, offset, cast, *noise):
-        weight, bias = parameters(weight, bias)
-        return forward(
-            x.contiguous(), weight, bias, eps, offset, cast == "llama", *only_taken(RMSNORM, noise)
-        )[0]
 
-    def fused_add_rmsnorm(x, residual, weight, bias, eps, offset, cast, *noise):
-        # The llama cast rounds to the dtype that is normalised, which for a float32 residual stream
-        # is no rounding.
-        round_xhat = cast == "llama" and residual.dtype == x.dtype
-        weight, bias = parameters(weight, bias)
-        return add_forward(
-            x.contiguous(),
-            residual.contiguous(),
-            weight,
-            bias,
-            eps,
-            offset,
-            round_xhat,
-            *only_taken(ADD_RMSNORM, noise),
-        )[:2]
-
-    return fused_rmsnorm, fused_add_rmsnorm
-
-
-_loaded: dict[str, tuple] = {}
-
-
-def _defined(name, k, *options):
-    """The two functions made of the launchers in a module."""
-    return _register(
-        define(f"rmsnorm_{name}_forward", k.forward, _fake_forward),
-        define(f"add_rmsnorm_{name}_forward", k.add_forward, _fake_add_forward),
-        define(f"rmsnorm_{name}_backward", k.backward, _fake_backward),
-        *options,
-    )
-
-
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import rmsnorm_triton
+    from tilewright.kernels import rmsnorm_triton
 
-        _loaded["triton"] = _defined("triton", rmsnorm_triton)
-    return _loaded["triton"]
+    return _Fused.define("triton", rmsnorm_triton)
 
 
+@functools.cache
 def _cute():
-    if "cute" not in _loaded:
-        from tilewright.kernels import rmsnorm_cute
-
-        _loaded["cute"] = _defined("cute", rmsnorm_cute, FLOATS, "cute")
-    return _loaded["cute"]
-
-
-def _cpp():
-    if "cpp" not in _loaded:
-        _loaded["cpp"] = _register(
-            adopt("rmsnorm_cpp_forward", _fake_forward),
-            adopt("add_rmsnorm_cpp_forward", _fake_add_forward),
-            adopt("rmsnorm_cpp_backward", _fake_backward),
-            (torch.float32, torch.bfloat16),
-        )
-    return _loaded["cpp"]
-
-
-def _tunables():
-    from tilewright.kernels import rmsnorm_triton
-
-    return rmsnorm_triton.TUNABLES
-
-
-def _sums():
-    from tilewright.kernels import rmsnorm_triton
-
-    return rmsnorm_triton.gate()
-
-
-def _cute_specs():
     from tilewright.kernels import rmsnorm_cute
 
-    return rmsnorm_cute.specs()
+    return _Fused.define("cute", rmsnorm_cute, FLOATS, "cute")
+
+
+@functools.cache
+def _cpp():
+    return _Fused(
+        adopt("rmsnorm_cpp_forward", _fake_forward),
+        adopt("add_rmsnorm_cpp_forward", _fake_add_forward),
+        adopt("rmsnorm_cpp_backward", _fake_backward),
+        (torch.float32, torch.bfloat16),
+    )
 
 
 # ---- cases
@@ -423,17 +401,23 @@ RMSNORM = Op(
     (
         Implementation(
             "triton",
-            lambda: _triton()[0],
+            lambda: _triton().rmsnorm,
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
-            tunables=_tunables,
-            gate=_sums,
+            tunables=from_kernels("rmsnorm_triton", "TUNABLES"),
+            gate=from_kernels("rmsnorm_triton", "gate"),
         ),
         # Never the choice of `auto` until it has been measured to beat Triton on a GPU.
-        Implementation("cute", lambda: _cute()[0], platform.no_cute, devices=(), gate=_cute_specs),
+        Implementation(
+            "cute",
+            lambda: _cute().rmsnorm,
+            platform.no_cute,
+            devices=(),
+            gate=from_kernels("rmsnorm_cute", "specs"),
+        ),
         Implementation(
             "cpp",
-            lambda: _cpp()[0],
+            lambda: _cpp().rmsnorm,
             platform.no_cpp,
             ("cpu",),
             (torch.float32, torch.bfloat16),
@@ -456,15 +440,17 @@ ADD_RMSNORM = Op(
     (
         Implementation(
             "triton",
-            lambda: _triton()[1],
+            lambda: _triton().add_rmsnorm,
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
-            tunables=_tunables,
+            tunables=from_kernels("rmsnorm_triton", "TUNABLES"),
         ),
-        Implementation("cute", lambda: _cute()[1], platform.no_cute, devices=()),  # see above
+        Implementation(
+            "cute", lambda: _cute().add_rmsnorm, platform.no_cute, devices=()
+        ),  # see above
         Implementation(
             "cpp",
-            lambda: _cpp()[1],
+            lambda: _cpp().add_rmsnorm,
             platform.no_cpp,
             ("cpu",),
             (torch.float32, torch.bfloat16),
