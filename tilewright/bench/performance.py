@@ -1107,7 +1107,7 @@ def counted() -> list[str]:
         "",
         "What the Triton kernels ask of a GPU on aligned inputs in bfloat16, counted where their "
         "PTX for sm_90 is "
-        "run on a CPU (tests/test_triton_ptx.py); these are no times. A sector is 32 bytes of "
+        "run on a CPU (tests/ptx/test_triton_ptx.py); these are no times. A sector is 32 bytes of "
         "global memory, "
         "counted once for each instruction of a warp that touches it; in parentheses, over the "
         "sectors that the "

@@ -1,0 +1,1379 @@
+"""tilewright.integrations: transformers' models compute the same with our experts as with
+theirs.
+"""
+
+import contextlib
+import copy
+import inspect
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import DEVICE, join_group, skip_if_refused, skip_unless_usable, two_processes
+
+from tilewright import ImplementationUnavailable, ops
+from tilewright.integrations import transformers as integration
+from tilewright.ops.attention import ATTENTION
+from tilewright.ops.moe import MOE_MLP
+from tilewright.trainer.model import Ops
+
+NAMES = [i.name for i in MOE_MLP.implementations]
+COMMON = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 3,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "qwen3_moe": {
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "head_dim": 16,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "mixtral": {"num_local_experts": 8, "head_dim": 16},
+    "deepseek_v3": {
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "num_mtp_layers": 0,
+    },
+    "gpt_oss": {"num_local_experts": 8, "head_dim": 16},
+}
+SAME = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
+
+
+@pytest.fixture
+def hf(monkeypatch):
+    """transformers with our names registered, and its table as it was when the test is over."""
+    transformers = pytest.importorskip(
+        "transformers", minversion="5.7", reason="needs transformers 5.7 or later"
+    )
+    from transformers.integrations.moe import ExpertsInterface
+
+    monkeypatch.setattr(ExpertsInterface, "_global_mapping", dict(ExpertsInterface._global_mapping))
+    integration.register()
+    return transformers
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The implementations that moe_mlp is called with: an experts_implementation that nobody
+    reads changes nothing.
+    """
+    seen, compute = [], integration.moe_mlp
+
+    def counted(*arguments, implementation, **options):
+        seen.append(implementation)
+        return compute(*arguments, implementation=implementation, **options)
+
+    monkeypatch.setattr(integration, "moe_mlp", counted)
+    return seen
+
+
+def tiny(hf, kind, layers=2, dtype=torch.float32, experts="eager", **changes):
+    """A random model whose experts matter: transformers draws weights so small that they hardly
+    would.
+    """
+    settings = {**COMMON, **MODELS.get(kind, {}), "num_hidden_layers": layers, **changes}
+    config = hf.AutoConfig.for_model(kind, **settings)
+    model = hf.AutoModelForCausalLM.from_config(config, experts_implementation=experts).to(DEVICE)
+    g = torch.Generator(device=DEVICE).manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.copy_(torch.randn(p.shape, device=DEVICE, generator=g) * p.shape[-1] ** -0.5)
+    return model.to(dtype).train()
+
+
+def step(model, experts=None):
+    """The loss, and the gradient of every parameter that has one."""
+    if experts:
+        model.set_experts_implementation(experts)
+    model.zero_grad()
+    g = torch.Generator(device=DEVICE).manual_seed(1)
+    tokens = torch.randint(1, 50, (2, 19), device=DEVICE, generator=g)
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def close(found, expected, tolerance):
+    """In every tensor, the length of the difference against that of the expected."""
+    (loss, grads), (expected_loss, expected_grads) = found, expected
+    assert abs(loss - expected_loss) <= tolerance * expected_loss
+    assert grads.keys() == expected_grads.keys()
+    for name, gradient in expected_grads.items():
+        assert gradient.norm() > 0, f"{name} tests nothing"
+        assert grads[name].dtype == gradient.dtype
+        error = (grads[name] - gradient).norm() / gradient.norm()
+        assert error <= tolerance, f"{name}: {error:.2e}"
+
+
+# ---- without transformers
+
+
+def run(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_importing_everything_here_imports_no_transformers():
+    found = run(
+        "import sys, tilewright, tilewright.ops, tilewright.integrations.transformers\n"
+        "print(tilewright.integrations.transformers.__name__, 'transformers' in sys.modules)"
+    )
+    assert found == "tilewright.integrations.transformers False"
+
+
+def test_a_missing_or_old_transformers_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        ImplementationUnavailable, match=re.escape("pip install 'tilewright[transformers]'")
+    ):
+        integration.register()
+    monkeypatch.undo()
+    found = run(
+        "import sys, types\n"
+        "old = types.ModuleType('transformers'); old.__version__ = '5.6.2'\n"
+        "old.__spec__ = types.SimpleNamespace(); sys.modules['transformers'] = old\n"
+        "from tilewright.integrations.transformers import register\n"
+        "try: register()\n"
+        "except RuntimeError as error: print(error)"
+    )
+    assert (
+        found == "transformers 5.6.2 takes no experts_implementation but its own; 5.7 and later do"
+    )
+
+
+# ---- whole models
+
+
+@pytest.mark.parametrize("kind", SAME)
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_every_gradient_are_those_of_transformers(hf, calls, kind, name):
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    model = tiny(hf, kind)
+    expected = step(model)
+    assert not calls
+    # 1e-5: some hundred roundings of float32, in another order.
+    close(step(model, f"tilewright:{name}"), expected, 1e-5)
+    assert calls == [name] * (1 if kind == "deepseek_v3" else 2)  # DeepSeek's first layer is dense
+    router = [n for n in expected[1] if n.endswith(("mlp.gate.weight", "router.weight"))]
+    assert len(router) == len(calls)
+
+
+@pytest.mark.parametrize("kind", SAME)
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_is_as_near_as_its_roundings(hf, kind, name):
+    """One layer of experts, so that the router sees the same bits. Each gradient is behind a dozen
+    roundings of at most 2^-9 of an element, and transformers rounds the sum over experts after each
+    of them.
+    """
+    skip_unless_usable(MOE_MLP, name, torch.bfloat16)
+    model = tiny(hf, kind, layers=2 if kind == "deepseek_v3" else 1, dtype=torch.bfloat16)
+    close(step(model, f"tilewright:{name}"), step(model, "eager"), 12 * 2**-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_experts_are_no_further_from_truth_than_transformers(hf, name):
+    skip_unless_usable(MOE_MLP, name, torch.bfloat16)
+    experts = tiny(hf, "qwen3_moe", layers=1).model.layers[0].mlp.experts.bfloat16()
+    g = torch.Generator(device=DEVICE).manual_seed(2)
+    x = torch.randn(40, 32, device=DEVICE, generator=g).bfloat16()
+    index = torch.rand(40, 8, device=DEVICE, generator=g).topk(3, -1).indices
+    weight = torch.rand(40, 3, device=DEVICE, generator=g)
+    dy = torch.randn(40, 32, device=DEVICE, generator=g).bfloat16()
+
+    def results(experts, implementation, dtype):
+        experts.config._experts_implementation = implementation
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        y = experts(leaves[0], index, leaves[1])
+        return y, *torch.autograd.grad(y, (*leaves, *experts.parameters()), dy.to(dtype))
+
+    def errors(found):
+        return [((f - t).norm() / t.norm()).item() for f, t in zip(found, truth, strict=True)]
+
+    truth = results(copy.deepcopy(experts).double(), "eager", torch.float64)
+    theirs = errors(results(experts, "eager", torch.bfloat16))
+    ours = errors(results(experts, f"tilewright:{name}", torch.bfloat16))
+    assert all(o <= 1.1 * t + 1e-4 for o, t in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_that_lie_transposed(hf, calls, name):
+    """Aria's experts are [E, in, out]."""
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    from transformers.models.aria.modeling_aria import AriaExperts, AriaTextConfig
+
+    config = AriaTextConfig(moe_num_experts=8, moe_topk=3, hidden_size=32, intermediate_size=24)
+    experts = AriaExperts(config).to(DEVICE)
+    if not getattr(experts, "is_transposed", False):
+        pytest.skip(f"Aria's experts are not in the table of transformers {hf.__version__}")
+    torch.manual_seed(0)
+    for p in experts.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    x, weight = (torch.rand(11, n, device=DEVICE, requires_grad=True) for n in (32, 3))
+    index = torch.rand(11, 8, device=DEVICE).topk(3, -1).indices
+    found = {}
+    for implementation in ("eager", f"tilewright:{name}"):
+        config._experts_implementation = implementation
+        y = experts(x, index, weight)
+        found[implementation] = (
+            y,
+            *torch.autograd.grad(y.square().sum(), (x, weight, *experts.parameters())),
+        )
+    assert calls == [name]
+    torch.testing.assert_close(found[f"tilewright:{name}"], found["eager"], rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_router_and_frozen_experts(hf):
+    model = tiny(hf, "qwen3_moe")
+    for frozen in ("mlp.gate.", "mlp.experts."):
+        for name, p in model.named_parameters():
+            p.requires_grad_(frozen not in name)
+        expected = step(model, "eager")
+        assert not any(frozen in n for n in expected[1])
+        close(step(model, "tilewright"), expected, 1e-5)
+
+
+def test_gradient_checkpointing_changes_nothing(hf, calls):
+    model = tiny(hf, "qwen3_moe")
+    loss, grads = step(model, "tilewright")
+    before = len(calls)
+    model.gradient_checkpointing_enable()
+    again, recomputed = step(model)
+    assert len(calls) == before + 4, "each of two layers runs twice"
+    assert torch.equal(loss, again)
+    assert grads.keys() == recomputed.keys() and all(
+        torch.equal(g, recomputed[n]) for n, g in grads.items()
+    )
+
+
+def test_autocast_computes_in_its_dtype(hf, monkeypatch):
+    """float32 weights under autocast, as transformers' Trainer has them with bf16=True."""
+    seen, results, compute = [], [], integration.moe_mlp
+    monkeypatch.setattr(
+        integration, "moe_mlp", lambda x, *a, **k: (seen.append(x.dtype), compute(x, *a, **k))[1]
+    )
+    model = tiny(hf, "mixtral", layers=1)
+    model.model.layers[0].mlp.experts.register_forward_hook(
+        lambda _, arguments, y: results.append((arguments[0].dtype, y.dtype))
+    )
+    with torch.autocast(DEVICE, torch.bfloat16):
+        expected = step(model, "eager")
+        found = step(model, "tilewright")
+    assert seen == [torch.bfloat16] and results == [(torch.float32, torch.float32)] * 2
+    close(found, expected, 12 * 2**-9)  # as bfloat16 above
+    assert found[1]["model.layers.0.mlp.experts.down_proj"].dtype == torch.float32
+
+
+# Where transformers' own rotary embedding is not traced whole either (it asks whether a device has
+# autocast).
+WHOLE_GRAPHS = pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason=f"torch {torch.__version__} breaks the graphs of "
+    "experts: its Dynamo takes no module as an argument of a constant function",
+)
+
+
+@WHOLE_GRAPHS
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_experts_are_one_graph(hf, name):
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    if name == "eager" or (name == "triton" and DEVICE == "cpu"):
+        pytest.skip(
+            "eager reads sizes on the host; Triton's interpreter is not what torch.compile calls"
+        )
+    experts = (
+        tiny(hf, "qwen3_moe", layers=1, experts=f"tilewright:{name}").model.layers[0].mlp.experts
+    )
+    x, weight = (torch.rand(11, n, device=DEVICE, requires_grad=True) for n in (32, 3))
+    index = torch.rand(11, 8, device=DEVICE).topk(3, -1).indices
+    leaves = (x, weight, *experts.parameters())
+    found = [
+        torch.autograd.grad(f(x, index, weight).square().sum(), leaves)
+        for f in (experts, torch.compile(experts, fullgraph=True))
+    ]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+
+
+# ---- expert parallelism
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_of_expert_parallelism_add_up(hf, name):
+    """As under transformers' AllReduceEP: a rank has half of them, and num_experts stands for one
+    of the other half. Here also larger indices, as its functions take, and weights that are not 0,
+    which they are there.
+    """
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    whole = tiny(hf, "mixtral", layers=1).model.layers[0].mlp.experts
+    x, weight = (torch.rand(23, n, device=DEVICE, requires_grad=True) for n in (32, 3))
+    index = torch.rand(23, 8, device=DEVICE).topk(3, -1).indices
+    expected = whole(x, index, weight)
+    dy = torch.randn_like(expected)
+    leaves = (x, weight, whole.gate_up_proj, whole.down_proj)
+    expected_grads = torch.autograd.grad(expected, leaves, dy)
+    parts = []
+    for rank in range(2):
+        half = copy.deepcopy(whole)
+        half.num_experts, half._is_expert_parallel = 4, True
+        half.config._experts_implementation = f"tilewright:{name}"
+        for p in ("gate_up_proj", "down_proj"):
+            setattr(
+                half, p, torch.nn.Parameter(getattr(whole, p).detach()[4 * rank : 4 * rank + 4])
+            )
+        away = index // 4 != rank
+        y = half(x, torch.where(away, 4 + index, index % 4), weight)
+        parts.append(
+            (y, *torch.autograd.grad(y, (x, weight, half.gate_up_proj, half.down_proj), dy))
+        )
+    (y0, *g0), (y1, *g1) = parts
+    torch.testing.assert_close(y0 + y1, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        [g0[0] + g1[0], g0[1] + g1[1], *map(torch.cat, zip(g0[2:], g1[2:], strict=True))],
+        list(expected_grads),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def expert_parallel_rank(rank, world, folder):
+    """A rank of the model in `folder`, with each of transformers' ways to bring tokens to
+    experts.
+    """
+    import transformers as hf
+    from transformers.distributed import DistributedConfig
+
+    join_group(rank, world, folder)
+    torch.set_num_threads(1)
+    integration.register()
+    expected = step(tiny(hf, "qwen3_moe"))
+    for way in ("all_reduce", "all_to_all"):
+        model = hf.AutoModelForCausalLM.from_pretrained(
+            folder,
+            experts_implementation="tilewright",
+            distributed_config=DistributedConfig(tp_size=2, ep_size=2, ep_implementation=way),
+        ).train()
+        assert model.model.layers[0].mlp.experts.num_experts == 4
+        loss, grads = step(model)
+        whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
+        close((loss, whole), expected, 1e-5)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="two processes with gloo")
+def test_a_model_under_expert_parallelism(hf, tmp_path):
+    from transformers.distributed import DistributedConfig
+
+    if "ep_implementation" not in inspect.signature(DistributedConfig).parameters:
+        pytest.skip(f"transformers {hf.__version__} has another way to distribute experts")
+    tiny(hf, "qwen3_moe").save_pretrained(tmp_path)
+    two_processes(expert_parallel_rank, str(tmp_path))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a look at values would wait for the device")
+def test_an_index_outside_is_an_error_without_expert_parallelism(hf):
+    experts = tiny(hf, "mixtral", layers=1, experts="tilewright").model.layers[0].mlp.experts
+    with pytest.raises(IndexError, match="expert_index"):
+        experts(torch.rand(1, 32), torch.tensor([[9]]), torch.ones(1, 1))
+
+
+# ---- names
+
+
+def test_saved_loaded_and_switched(hf, calls, tmp_path):
+    tiny(hf, "qwen3_moe", experts="tilewright").save_pretrained(tmp_path)
+    assert "tilewright" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    model = hf.AutoModelForCausalLM.from_pretrained(
+        tmp_path, experts_implementation="tilewright"
+    ).to(DEVICE)
+    tokens = torch.arange(1, 9, device=DEVICE)[None]
+    with torch.no_grad():
+        ours = model(tokens).logits
+        assert calls == ["auto"] * 2
+        model.set_experts_implementation("eager")
+        torch.testing.assert_close(ours, model(tokens).logits, rtol=1e-4, atol=1e-5)
+        assert len(calls) == 2
+        model.set_experts_implementation("tilewright:eager")
+        model(tokens)
+        assert calls[2:] == ["eager"] * 2
+        with pytest.raises(ValueError, match="tilewright:nothing"):
+            model.set_experts_implementation("tilewright:nothing")
+
+
+def test_what_the_name_stands_for(hf, calls):
+    assert integration.register() == ("tilewright", *(f"tilewright:{name}" for name in NAMES))
+    experts = tiny(hf, "mixtral", layers=1, experts="tilewright").model.layers[0].mlp.experts
+    arguments = (
+        torch.rand(2, 32, device=DEVICE),
+        torch.zeros(2, 1, device=DEVICE, dtype=torch.long),
+        torch.ones(2, 1, device=DEVICE),
+    )
+    experts(*arguments)
+    integration.register("eager")
+    experts(*arguments)
+    assert calls == ["auto", "eager"]
+    with pytest.raises(
+        ValueError,
+        match=re.escape("moe_mlp: unknown implementation 'fast'; have ['auto', 'triton'"),
+    ):
+        integration.register("fast")
+
+
+@pytest.mark.parametrize(
+    "name, alias", [("sdpa", "torch"), ("flash_attention_3", "fa3"), ("flash_attention_4", "fa4")]
+)
+def test_an_implementation_of_attention_has_its_names_everywhere(hf, attentions, name, alias):
+    q = torch.randn(1, 2, 5, 16, device=DEVICE)
+    layer, table = dense(hf, "llama").model.layers[0].self_attn, hf.AttentionInterface()
+
+    def registered(name):
+        integration.register(attn_implementation=name)
+        return table["tilewright"](layer, q, q, q, None)
+
+    said = []
+    for given in (name, alias):
+        for ask in (
+            lambda name: ops.attention(q, q, q, implementation=name),
+            registered,
+            lambda name: Ops.resolve(name, device_type=DEVICE),
+        ):
+            try:
+                ask(given)
+            except ImplementationUnavailable as error:
+                said.append(str(error))
+    # Either all compute, or all say why this one cannot.
+    assert len(said) in (0, 6) and all(
+        sentence.startswith(f"attention[{name}]: ") for sentence in said
+    ), said
+    assert (f"tilewright:{name}" in table) == (
+        "flash" not in name
+    ) and f"tilewright:{alias}" in table
+    assert name in ATTENTION.names() and alias not in ATTENTION.names()
+    if name == "sdpa":
+        assert Ops.resolve(alias, device_type=DEVICE).attention == name
+
+
+def test_a_named_implementation_that_cannot_run_says_why(hf):
+    away = [
+        (i.name, reason)
+        for i in MOE_MLP.implementations
+        if (reason := i.why_not(DEVICE, torch.float32))
+    ]
+    if not away:
+        pytest.skip("all can run here")
+    name, reason = away[0]
+    with pytest.raises(ImplementationUnavailable, match=re.escape(reason)):
+        step(tiny(hf, "mixtral", layers=1), f"tilewright:{name}")
+
+
+def test_the_pages_python_runs_as_it_stands(hf, attentions, calls, tmp_path):
+    """Each block by itself, with a small model in the place of the hub's."""
+    tiny(hf, "qwen3_moe", layers=1).save_pretrained(tmp_path)
+    page = pathlib.Path(__file__).parents[2] / "docs" / "integrations.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    assert len(blocks) == 2
+    for block, asked in zip(blocks, ("attn", "experts"), strict=True):
+        code, hubs = re.subn(r'"Qwen/[\w.-]+"', repr(str(tmp_path)), block)
+        assert hubs == 1
+        found = {}
+        exec(code, found)
+        found["model"](torch.arange(1, 6)[None])
+        assert getattr(found["model"].config, f"_{asked}_implementation") == "tilewright"
+    assert len(attentions) == 1 and len(calls) == 1
+
+
+# ---- refusals
+
+
+def test_experts_without_a_gate_are_refused_in_one_sentence(hf):
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHExperts
+
+    config = NemotronHConfig(n_routed_experts=4, hidden_size=32, moe_intermediate_size=16)
+    config._experts_implementation = "tilewright"
+    with pytest.raises(ImplementationUnavailable) as caught:
+        NemotronHExperts(config).to(DEVICE)(
+            torch.zeros(3, 32, device=DEVICE),
+            torch.zeros(3, 1, dtype=torch.long, device=DEVICE),
+            torch.ones(3, 1, device=DEVICE),
+        )
+    sentence = str(caught.value)
+    assert sentence.startswith(
+        'nemotron_h: experts_implementation="tilewright" cannot compute NemotronHExperts, which '
+        "have no gate; it takes experts that compute down_proj(activation(gate) * up), "
+    )
+    assert "\n" not in sentence
+
+
+def mixtral_experts(hf):
+    return tiny(hf, "mixtral", layers=1, experts="tilewright").model.layers[0].mlp.experts
+
+
+@pytest.mark.parametrize(
+    "flag, value, reason",
+    [
+        ("has_gate", False, "have no gate"),
+        ("has_post_expert_norm", True, "normalise what each of them gives"),
+        ("act_fn", torch.nn.ReLU(), "are activated by ReLU"),
+        ("act_fn", torch.nn.functional.mish, "are activated by mish"),
+        ("act_fn", torch.nn.functional.gelu, None),
+        ("act_fn", torch.nn.GELU("tanh"), None),
+        ("act_fn", torch.nn.SiLU(), None),
+        ("act_fn", torch.nn.functional.silu, None),
+    ],
+)
+def test_each_reason(hf, flag, value, reason):
+    experts = mixtral_experts(hf)
+    assert integration.why_not(experts) is None
+    experts.__dict__.pop(flag, None)
+    experts._modules.pop(flag, None)
+    setattr(experts, flag, value)
+    assert integration.why_not(experts) == reason
+
+
+@pytest.mark.parametrize(
+    "gate, reason",
+    [
+        (lambda self, pre: torch.sin(pre.chunk(2, -1)[0]) * pre.chunk(2, -1)[1], ""),
+        (
+            lambda self, pre: pre[..., :24].sigmoid() * pre[..., 24:],
+            ", which fails for float32 on a CPU (",
+        ),
+    ],
+)
+def test_a_gate_of_its_own(hf, gate, reason):
+    experts = mixtral_experts(hf)
+    experts.__class__ = type("Own", (type(experts),), {"_apply_gate": gate})
+    found = integration.why_not(experts)
+    assert found.startswith("apply their gate in a way of their own (_apply_gate)" + reason)
+    assert reason or found.endswith("(_apply_gate)")
+
+
+@WHOLE_GRAPHS
+def test_compiled_layers_that_share_code_keep_limits_of_their_own(hf):
+    if DEVICE == "cpu" and "cpp" not in MOE_MLP.usable("cpu", torch.float32):
+        pytest.skip("eager reads sizes on the host")
+    layers = [
+        tiny(hf, "gpt_oss", layers=1, experts="tilewright").model.layers[0].mlp.experts
+        for _ in range(2)
+    ]
+    for experts, limit in zip(layers, (0.5, 1.25), strict=True):
+        experts.limit = limit
+    x, weight = (torch.rand(11, n, device=DEVICE) * 4 for n in (32, 3))
+    index = torch.rand(11, 8, device=DEVICE).topk(3, -1).indices
+    expected = [experts(x, index, weight) for experts in layers]
+    assert not torch.allclose(*expected, rtol=1e-2, atol=1e-2)
+    compiled = torch.compile(lambda layer: layer(x, index, weight), fullgraph=True)
+    torch.testing.assert_close(
+        [compiled(experts) for experts in layers], expected, rtol=1e-5, atol=1e-5
+    )
+    torch._dynamo.reset()
+
+
+# ---- attention
+
+DENSE = {
+    "llama": {"head_dim": 16, "num_key_value_heads": 1},
+    "qwen3": {"head_dim": 16, "num_key_value_heads": 1},
+    "gemma2": {
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "sliding_window": 4,
+        "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": None,
+    },
+    "gpt_oss": {**MODELS["gpt_oss"], "num_key_value_heads": 1, "sliding_window": 4},
+    "deepseek_v3": MODELS["deepseek_v3"],
+    "persimmon": {},  # its layers are given no position ids
+}
+ATTENTIONS = [i.name for i in ATTENTION.implementations]
+
+
+@pytest.fixture
+def attentions(hf, monkeypatch):
+    """The boundaries that attention is called with; and transformers' tables as they were when
+    the test is over.
+    """
+    seen, compute = [], integration.attention
+
+    def counted(*arguments, **options):
+        seen.append(options.get("cu_seqlens"))
+        return compute(*arguments, **options)
+
+    monkeypatch.setattr(integration, "attention", counted)
+    monkeypatch.setattr(
+        hf.AttentionInterface, "_global_mapping", dict(hf.AttentionInterface._global_mapping)
+    )
+    monkeypatch.setattr(
+        hf.AttentionMaskInterface,
+        "_global_mapping",
+        dict(hf.AttentionMaskInterface._global_mapping),
+    )
+    integration.register()
+    return seen
+
+
+def dense(hf, kind, layers=2):
+    settings = {
+        **COMMON,
+        "num_hidden_layers": layers,
+        **DENSE[kind],
+        "attn_implementation": "eager",
+    }
+    if kind == "gpt_oss":
+        settings["layer_types"] = ["sliding_attention", "full_attention"]
+    config = hf.AutoConfig.for_model(kind, **settings)
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(DEVICE)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.normal_(std=p.shape[-1] ** -0.5)
+            elif p.shape == (2,):  # sinks
+                p.normal_()
+    return model.train()
+
+
+def entry(name):
+    return f"tilewright:{next(iter(ATTENTION.implementation(name).aliases), name)}"
+
+
+def attend(model, name, forward=None, **inputs):
+    model.set_attn_implementation(name)
+    model.zero_grad()
+    logits = (forward or model)(**inputs, use_cache=False).logits
+    mask = inputs.get("attention_mask")
+    kept = logits if mask is None else logits[mask.bool()]
+    (kept.float() ** 2).sum().backward()
+    return kept.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same_attention(found, expected, tolerance=2e-5):
+    (logits, grads), (expected_logits, expected_grads) = found, expected
+    assert (logits - expected_logits).norm() <= tolerance * expected_logits.norm()
+    assert grads.keys() == expected_grads.keys()
+    for name, gradient in expected_grads.items():
+        assert (grads[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_on_a_left_padded_batch_is_eagers(hf, attentions, kind, name):
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    model = dense(hf, kind)
+    tokens = torch.randint(
+        1, 50, (3, 11), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2)
+    )
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = mask[2, :1] = 0
+    inputs = {"input_ids": tokens, "attention_mask": mask}
+    expected = attend(model, "eager", **inputs)
+    assert not attentions
+    with skip_if_refused():
+        found = attend(model, entry(name), **inputs)
+    assert [cu.tolist() for cu in attentions] == [[0, 6, 17, 27]] * 2
+    same_attention(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "persimmon"])
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens"])
+def test_attention_on_packed_input_is_eagers(hf, attentions, kind, name, told):
+    """Two documents in a row; perturbing the first leaves the second's logits the same bits."""
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    model = dense(hf, kind)
+    tokens = torch.randint(
+        1, 50, (1, 13), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3)
+    )
+    positions = torch.cat((torch.arange(5), torch.arange(8)))[None].to(DEVICE)
+    ends = torch.tensor([0, 5, 13], dtype=torch.int32, device=DEVICE)
+    boundaries = (
+        {}
+        if told == "position_ids"
+        else {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 8, "max_length_k": 8}
+    )
+    expected = attend(model, "eager", input_ids=tokens, position_ids=positions)
+    with skip_if_refused():
+        found = attend(model, entry(name), input_ids=tokens, position_ids=positions, **boundaries)
+    assert [cu.tolist() for cu in attentions] == [[0, 5, 13]] * 2
+    same_attention(found, expected)
+    other = tokens.clone()
+    other[0, :5] = tokens[0, :5] % 49 + 1
+    changed, _ = attend(model, entry(name), input_ids=other, position_ids=positions, **boundaries)
+    assert torch.equal(changed[:, 5:], found[0][:, 5:]) and not torch.equal(
+        changed[:, :5], found[0][:, :5]
+    )
+
+
+def test_boundaries_are_of_all_rows_of_a_batch(hf, attentions):
+    """They are enough: what rotary embeddings turn by is relative."""
+    model = dense(hf, "llama").eval()
+    tokens = torch.randint(1, 50, (2, 13), device=DEVICE)
+    positions = torch.stack(
+        [torch.cat((torch.arange(n), torch.arange(13 - n))) for n in (5, 9)]
+    ).to(DEVICE)
+    expected = model(tokens, position_ids=positions, use_cache=False).logits
+    model.set_attn_implementation("tilewright")
+    ends = torch.tensor([0, 5, 13, 22, 26], dtype=torch.int32, device=DEVICE)
+    found = model(
+        tokens,
+        use_cache=False,
+        cu_seq_lens_q=ends,
+        cu_seq_lens_k=ends,
+        max_length_q=9,
+        max_length_k=9,
+    ).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert [cu.tolist() for cu in attentions] == [ends.tolist()] * 2
+
+
+def test_generation_with_a_cache_and_padding_gives_eagers_tokens(hf, attentions):
+    model = dense(hf, "llama").eval()
+    tokens = torch.randint(
+        1, 50, (2, 7), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(4)
+    )
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    expected = model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    model.set_attn_implementation("tilewright")
+    found = model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    assert torch.equal(found, expected) and len(attentions) > 2 * 6
+    # Padding that is not on the left of what is cached.
+    out = model(tokens, use_cache=True)
+    with pytest.raises(
+        ImplementationUnavailable, match="takes padding on the left of cached keys only"
+    ):
+        model(
+            tokens[:, :1],
+            past_key_values=out.past_key_values,
+            attention_mask=torch.tensor([[1] * 7 + [0], [1] * 8], device=DEVICE),
+        )
+
+
+def test_attention_without_padding_is_one_plain_call(hf, attentions):
+    model = dense(hf, "llama")
+    tokens = torch.randint(1, 50, (2, 9), device=DEVICE)
+    expected = attend(model, "eager", input_ids=tokens)
+    same_attention(attend(model, "tilewright", input_ids=tokens), expected)
+    assert attentions == [None, None]
+
+
+def test_what_attention_cannot_be_is_refused(hf, attentions):
+    model = dense(hf, "llama")
+    tokens = torch.randint(1, 50, (2, 9), device=DEVICE)
+    model.set_attn_implementation("tilewright")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(
+        ImplementationUnavailable,
+        match=re.escape(
+            'LlamaAttention: attn_implementation="tilewright" does not compute dropout = 0.1 '
+            '(others: "sdpa"'
+        ),
+    ):
+        model(input_ids=tokens)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.0
+    with pytest.raises(ImplementationUnavailable, match=re.escape("a mask of shape [2, 1, 9, 9]")):
+        model(input_ids=tokens, attention_mask=torch.zeros(2, 1, 9, 9, device=DEVICE))
+    with pytest.raises(
+        ValueError,
+        match=r"unknown implementation 'flash_attention_2'; have .*_3', 'native', 'triton'",
+    ):
+        integration.register(attn_implementation="flash_attention_2")
+    for layer in (
+        model.model.layers
+    ):  # gpt-oss's sinks, sliding window and a softcap are passed on, not dropped
+        layer.self_attn.attention_dropout = 0.0
+    q = torch.randn(1, 2, 5, 16, device=DEVICE)
+    call = hf.AttentionInterface()["tilewright"]
+    plain = call(model.model.layers[0].self_attn, q, q, q, None)[0]
+    for options in (
+        {"sliding_window": 2},
+        {"softcap": 0.5},
+        {"s_aux": torch.zeros(2, device=DEVICE)},
+        {"scaling": 2.0},
+        {"is_causal": False},
+    ):
+        assert not torch.allclose(
+            call(model.model.layers[0].self_attn, q, q, q, None, **options)[0], plain
+        ), options
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_static_cache_shows_what_it_holds_alone(hf, attentions, padded):
+    """It is longer: keys that are not written yet are not seen, with a mask and without."""
+    model = dense(hf, "llama").eval()
+    tokens = torch.randint(
+        1, 50, (2, 7), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(5)
+    )
+    mask = torch.ones_like(tokens)
+    if padded:
+        mask[1, :2] = 0
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "cache_implementation": "static",
+    }
+    expected = model.generate(tokens, **options)
+    model.set_attn_implementation("tilewright")
+    with torch.inference_mode():
+        assert torch.equal(model.generate(tokens, **options), expected)
+    assert attentions
+
+
+def test_a_hole_in_a_mask_is_left_out_and_no_boundary(hf, attentions):
+    model = dense(hf, "llama")
+    tokens = torch.randint(
+        1, 50, (1, 8), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(6)
+    )
+    inputs = {
+        "input_ids": tokens,
+        "attention_mask": torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1]], device=DEVICE),
+    }
+    same_attention(attend(model, "tilewright", **inputs), attend(model, "eager", **inputs))
+
+
+def test_documents_stay_apart_with_a_mask_and_with_a_cache(hf, attentions):
+    """Whatever padding lies before, between and behind them, and whether position ids count it
+    or not.
+    """
+    model = dense(hf, "llama").eval()
+    model.set_attn_implementation("tilewright")
+    first, second = (torch.randint(1, 50, (1, n), device=DEVICE) for n in (5, 8))
+    expected = [model(t).logits[0] for t in (first, second)]
+    attentions.clear()
+    tokens = torch.cat((first, second), 1)
+    positions = torch.cat((torch.arange(5), torch.arange(8)))[None].to(DEVICE)
+    found = [
+        model(tokens, position_ids=positions, **options).logits[0]
+        for options in (
+            {"use_cache": False},
+            {"use_cache": True},
+            {"attention_mask": torch.ones_like(tokens)},
+        )
+    ]
+    assert [cu.tolist() for cu in attentions] == [[0, 5, 13]] * 6
+    assert all(torch.equal(f, found[0]) for f in found)
+    torch.testing.assert_close(found[0], torch.cat(expected), rtol=1e-4, atol=1e-4)
+
+    pad = torch.zeros(1, 2, dtype=torch.long, device=DEVICE)
+    tokens = torch.cat((pad, first, pad, second, pad), 1)
+    for between in ([5, 6], [0, 0]):
+        positions = torch.tensor([[0, 0, *range(5), *between, *range(8), 0, 0]], device=DEVICE)
+        found = model(tokens, position_ids=positions, attention_mask=(tokens > 0).long()).logits[0]
+        torch.testing.assert_close(found[2:7], expected[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[9:17], expected[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_position_ids_that_go_on_over_a_hole_are_of_one_document(hf, attentions, counted):
+    model = dense(hf, "llama").eval()
+    tokens = torch.randint(1, 50, (2, 8), device=DEVICE)
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0, 1]], device=DEVICE)
+    positions = (
+        torch.arange(8, device=DEVICE).expand(2, -1) if counted else (mask.cumsum(1) - 1) * mask
+    )
+    inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+    same_attention(attend(model, "tilewright", **inputs), attend(model, "eager", **inputs))
+    assert [cu.tolist() for cu in attentions] == [[0, 6, 12]] * 2
+
+
+def test_a_window_takes_no_hole_in_a_document(hf, attentions):
+    """Without the padding in it, it would reach further than the layer's."""
+    model = dense(hf, "gemma2").eval()
+    tokens = torch.randint(1, 50, (1, 8), device=DEVICE)
+    hole = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1]], device=DEVICE)
+    model.set_attn_implementation("tilewright")
+    refusal = pytest.raises(
+        ImplementationUnavailable, match="takes no mask with holes in a document where there is a"
+    )
+    with refusal:
+        model(tokens, attention_mask=hole)
+    apart = torch.tensor(
+        [[0, 1, 2, 0, 0, 0, 1, 2]], device=DEVICE
+    )  # between two documents it is none
+    model(tokens, attention_mask=hole, position_ids=apart)
+    for cached, mask, refused in (
+        (6, [1, 1, 1, 1, 1, 0, 1, 1], True),
+        (6, [0, 1, 1, 1, 1, 1, 1, 1], False),
+        (7, [1, 1, 1, 1, 1, 0, 1, 1], False),
+    ):  # no more keys than the window is wide
+        found = []
+        for name in ("eager", "tilewright"):
+            model.set_attn_implementation(name)
+            cache = model(tokens[:, :cached], use_cache=True).past_key_values
+            with refusal if refused and name == "tilewright" else contextlib.nullcontext():
+                found.append(
+                    model(
+                        tokens[:, cached:],
+                        attention_mask=torch.tensor([mask], device=DEVICE),
+                        past_key_values=cache,
+                    ).logits
+                )
+        if not refused:
+            torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_tensor_of_inference_is_read_in_each_call(hf, attentions):
+    """Nothing counts what is written into it."""
+    model = dense(hf, "llama").eval()
+    model.set_attn_implementation("tilewright")
+    with torch.inference_mode():
+        tokens = torch.randint(1, 50, (1, 13), device=DEVICE)
+        positions = torch.arange(13, device=DEVICE)[None].clone()
+        model(tokens, position_ids=positions, use_cache=False)
+        positions[0, 5:] -= 5
+        attentions.clear()
+        model(tokens, position_ids=positions, use_cache=False)
+    assert [cu.tolist() for cu in attentions] == [[0, 5, 13]] * 2
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="numpy shares the memory of a CPU's tensors")
+def test_position_ids_that_change_behind_torchs_back_are_seen(hf, attentions):
+    """gpt-oss hands its layers the caller's tensor."""
+    model = dense(hf, "gpt_oss").eval()
+    model.set_attn_implementation("tilewright")
+    tokens, positions = torch.randint(1, 50, (1, 13)), torch.arange(13)[None].clone()
+    for change, ends in (
+        (lambda: None, None),
+        (lambda: positions.numpy()[0, 5:].__isub__(5), [0, 5, 13]),
+        (lambda: positions.data[0, 8:].sub_(3), [0, 5, 8, 13]),
+        (lambda: None, [0, 5, 8, 13]),
+    ):
+        change()
+        attentions.clear()
+        with torch.no_grad():
+            model(tokens, position_ids=positions, use_cache=False)
+        assert [cu if cu is None else cu.tolist() for cu in attentions] == [ends] * 2
+
+
+def compiled(model, fullgraph, **inputs):
+    """What `attend` gives."""
+    torch._dynamo.reset()
+    forward = torch.compile(
+        model.forward, fullgraph=fullgraph, backend="eager"
+    )  # tracing is all that is asked here
+    try:
+        return attend(model, "tilewright", forward, **inputs)
+    finally:
+        torch._dynamo.reset()
+
+
+@WHOLE_GRAPHS
+@pytest.mark.parametrize(
+    "kind, told", [("llama", "padding"), ("persimmon", "documents"), ("gpt_oss", "documents")]
+)
+def test_a_compiled_model_is_one_graph(hf, attentions, kind, told):
+    model = dense(hf, kind, layers=2 if kind == "gpt_oss" else 1)
+    tokens = torch.randint(
+        1, 50, (2, 9), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(9)
+    )
+    if told == "padding":  # and a hole
+        inputs = {
+            "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 1], [1] * 9], device=DEVICE)
+        }
+    else:
+        inputs = {
+            "position_ids": torch.tensor(
+                [[*range(4), *range(5)], [0, *range(6), 0, 1]], device=DEVICE
+            )
+        }
+    expected = attend(model, "tilewright", input_ids=tokens, **inputs)
+    same_attention(compiled(model, True, input_ids=tokens, **inputs), expected)
+
+
+def test_what_a_graph_cannot_hold_is_computed_beside_it_or_refused(hf, attentions):
+    """Whether there is a hole in a document is a look at values."""
+    from transformers.masking_utils import sliding_window_causal_mask_function
+
+    layer = dense(hf, "llama", layers=1).model.layers[0].self_attn
+    kept = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
+    kept[0, :2] = False
+
+    def attends(q):
+        mask = hf.AttentionMaskInterface()["tilewright"](
+            2,
+            9,
+            9,
+            mask_function=sliding_window_causal_mask_function(4),
+            local_size=4,
+            attention_mask=kept,
+            device=q.device,
+        )
+        return hf.AttentionInterface()["tilewright"](layer, q, q, q, mask)[0]
+
+    q = torch.randn(2, 2, 9, 16, device=DEVICE)
+    with pytest.raises(
+        Exception, match=r"torch.compile\(fullgraph=True\) takes no padding where there is a window"
+    ):
+        torch.compile(attends, fullgraph=True, backend="eager")(q)
+    torch._dynamo.reset()
+    torch.testing.assert_close(
+        torch.compile(attends, backend="eager")(q), attends(q), rtol=1e-5, atol=1e-6
+    )
+    torch._dynamo.reset()
+
+
+def test_the_layout_of_one_call_is_not_anothers(hf, attentions):
+    """The same position ids, with padding and then without."""
+    model = dense(hf, "llama").eval()
+    tokens = torch.randint(
+        1, 50, (2, 9), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(7)
+    )
+    positions, mask = torch.arange(9, device=DEVICE)[None].expand(2, -1), torch.ones_like(tokens)
+    mask[0, :4] = 0
+    expected = model(tokens, position_ids=positions).logits
+    model.set_attn_implementation("tilewright")
+    model(tokens, position_ids=positions, attention_mask=mask)
+    del mask
+    torch.testing.assert_close(
+        model(tokens, position_ids=positions).logits, expected, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_encoders_and_cross_attention_are_eagers(hf, attentions):
+    """Padding of an encoder is no padding of the decoder that reads it, however long either is."""
+    config = hf.AutoConfig.for_model(
+        "bart",
+        vocab_size=50,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_position_embeddings=64,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    model = hf.AutoModel.from_config(config, attn_implementation="eager").to(DEVICE).eval()
+    tokens = torch.randint(3, 50, (2, 6), device=DEVICE)
+    mask = torch.ones_like(tokens)
+    mask[0, 4:] = 0
+    for length in (5, 6, 7):
+        inputs = {
+            "input_ids": tokens,
+            "attention_mask": mask,
+            "decoder_input_ids": torch.randint(3, 50, (2, length), device=DEVICE),
+        }
+        model.set_attn_implementation("eager")
+        expected = model(**inputs, use_cache=False).last_hidden_state
+        model.set_attn_implementation("tilewright")
+        torch.testing.assert_close(
+            model(**inputs, use_cache=False).last_hidden_state, expected, rtol=1e-4, atol=1e-4
+        )
+    assert attentions
+
+
+def test_masks_and_arguments_that_would_be_lost_are_refused(hf, attentions):
+    q = torch.randn(1, 2, 5, 16, device=DEVICE)
+    layer, call = (
+        dense(hf, "llama").model.layers[0].self_attn,
+        hf.AttentionInterface()["tilewright"],
+    )
+    for options, words in (
+        ({"sliding_window": 2, "is_causal": False}, "a window that is not causal"),
+        ({"position_bias": q}, "position_bias"),
+        ({"indices": q}, "indices"),
+        ({"block_indices": q}, "block_indices"),
+        ({"sinks": q}, "sinks"),
+    ):
+        with pytest.raises(ImplementationUnavailable, match=f"does not compute {words}"):
+            call(layer, q, q, q, None, **options)
+
+
+@pytest.fixture
+def dtypes(hf, monkeypatch):
+    """Those of q, k and v in each call of attention."""
+    seen, compute = [], integration.attention
+    monkeypatch.setattr(
+        integration,
+        "attention",
+        lambda *qkv, **options: (seen.append({t.dtype for t in qkv}), compute(*qkv, **options))[1],
+    )
+    return seen
+
+
+UNDER_AUTOCAST = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "qwen3_moe")
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("kind", UNDER_AUTOCAST)
+def test_autocast_is_attentions_dtype(hf, dtypes, kind, use_cache):
+    """float32 weights: rotations and norms leave queries and keys in float32, beside values in
+    bfloat16.
+    """
+    model = tiny(hf, kind, **DENSE.get(kind, {}))
+    tokens = torch.randint(
+        1, 50, (2, 9), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(8)
+    )
+    found = {}
+    for name in ("sdpa" if kind != "gemma2" else "eager", "tilewright"):  # sdpa has no softcap
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            out = model(tokens, labels=tokens, use_cache=use_cache)
+        out.loss.backward()
+        found[name] = out.loss.detach(), model.model.layers[0].self_attn.q_proj.weight.grad
+    (loss, grad), (expected, expected_grad) = found.pop("tilewright"), *found.values()
+    assert dtypes == [{torch.bfloat16}] * 2
+    # A loss is a mean over 18 tokens behind a dozen roundings of 2^-9; a gradient of the first
+    # layer is behind more.
+    assert abs(loss - expected) <= 2**-9 * expected
+    assert (
+        grad.dtype == torch.float32
+        and (grad - expected_grad).norm() <= 24 * 2**-9 * expected_grad.norm()
+    )
+
+
+def test_queries_that_a_norm_left_in_float32_are_cast_to_the_values_dtype(hf, dtypes):
+    layer, call = (
+        dense(hf, "llama").model.layers[0].self_attn,
+        hf.AttentionInterface()["tilewright"],
+    )
+    q, k, v = (torch.randn(1, 2, 5, 16, device=DEVICE) for _ in range(3))
+    assert call(layer, q, k, v.bfloat16(), None)[0].dtype == torch.bfloat16
+    assert call(layer, q, k, v, None)[0].dtype == torch.float32
+    assert dtypes == [{torch.bfloat16}, {torch.float32}]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="one step on a CPU is enough")
+def test_a_step_of_transformers_trainer_in_bfloat16(hf, dtypes, tmp_path):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+    model = tiny(hf, "llama", attn_implementation="tilewright", num_key_value_heads=1)
+    before = copy.deepcopy(model.state_dict())
+    tokens = torch.randint(1, 50, (2, 9))
+    trainer = hf.Trainer(
+        model,
+        hf.TrainingArguments(
+            str(tmp_path),
+            bf16=True,
+            use_cpu=True,
+            max_steps=1,
+            per_device_train_batch_size=2,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=[{"input_ids": t, "labels": t} for t in tokens],
+    )
+    assert torch.isfinite(torch.tensor(trainer.train().training_loss))
+    assert dtypes == [{torch.bfloat16}] * 2
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not torch.equal(
+        model.state_dict()["model.layers.0.self_attn.q_proj.weight"],
+        before["model.layers.0.self_attn.q_proj.weight"],
+    )
+
+
+def functions(masks):
+    """Functions of transformers' masks of 9 keys, and what is refused of each, or None."""
+    causal, full = masks.causal_mask_function, masks.bidirectional_mask_function
+    positions = torch.tensor(
+        [[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8]], device=DEVICE
+    )
+    documents = masks.find_packed_sequence_indices(positions)
+    block = masks.blockwise_overlay(torch.zeros(2, 9, dtype=torch.long, device=DEVICE))
+    left = torch.zeros(2, dtype=torch.long, device=DEVICE)
+    return {
+        "causal": (causal, None),
+        "full": (full, None),
+        "window": (masks.sliding_window_causal_mask_function(3), None),
+        "wide window": (masks.sliding_window_causal_mask_function(9), None),
+        "packed": (
+            masks.packed_sequence_compatibility_function(causal, positions, documents),
+            None,
+        ),
+        "packed window": (
+            masks.packed_sequence_compatibility_function(
+                masks.sliding_window_causal_mask_function(3), positions, documents
+            ),
+            None,
+        ),
+        "one chunk": (masks.chunked_causal_mask_function(9, left), None),
+        "chunks": (masks.chunked_causal_mask_function(4, left), "chunked attention"),
+        "window on both sides": (
+            masks.sliding_window_bidirectional_mask_function(3),
+            "a window that is not causal",
+        ),
+        "wide window on both sides": (masks.sliding_window_bidirectional_mask_function(8), None),
+        "window of the past": (
+            masks.and_masks(full, masks.sliding_window_overlay(3)),
+            "a window that is not causal",
+        ),
+        "blocks": (
+            masks.or_masks(causal, block),
+            "the mask function transformers.masking_utils.or_masks.<locals>",
+        ),
+        "of a user": (
+            masks.and_masks(causal, lambda b, h, q, k: k % 2 == 0),
+            "functions.<locals>.<lambda>",
+        ),
+    }
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("queries", [9, 4, 1])  # with a cache of the other keys
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "causal",
+        "full",
+        "window",
+        "wide window",
+        "packed",
+        "packed window",
+        "one chunk",
+        "chunks",
+        "window on both sides",
+        "wide window on both sides",
+        "window of the past",
+        "blocks",
+        "of a user",
+    ],
+)
+def test_a_mask_alone_says_who_sees_whom(hf, attentions, kind, queries, padded):
+    """Whatever the layer says of itself."""
+    from transformers import masking_utils as masks
+
+    function, refused = functions(masks)[kind]
+    if kind.startswith("packed") and queries < 9:
+        pytest.skip("transformers packs without a cache alone")
+    layer = dense(hf, "llama").model.layers[0].self_attn
+    q, k, v = (torch.randn(2, h, n, 16, device=DEVICE) for h, n in ((2, queries), (1, 9), (1, 9)))
+    kept = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
+    if padded:
+        kept[0, :2] = False
+    said = {
+        "batch_size": 2,
+        "q_length": queries,
+        "kv_length": 9,
+        "q_offset": 9 - queries,
+        "device": q.device,
+        "mask_function": function,
+        "attention_mask": kept if padded else None,
+    }
+    mask = hf.AttentionMaskInterface()["tilewright"](**said)
+    for lie in ({"is_causal": kind == "full"}, {"sliding_window": 2}):
+        refusal = (
+            pytest.raises(ImplementationUnavailable, match=re.escape(refused)) if refused else None
+        )
+        with refusal or contextlib.nullcontext():
+            found, _ = hf.AttentionInterface()["tilewright"](layer, q, k, v, mask, **lie)
+            assert found.is_contiguous()
+    if not refused:
+        seen = masks.sdpa_mask(**said, allow_is_causal_skip=False)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, enable_gqa=True
+        )
+        there = kept[:, 9 - queries :]
+        torch.testing.assert_close(found[there], expected.transpose(1, 2)[there])
+
+
+def test_a_mask_is_handed_on_and_nothing_else(hf):
+    """As transformers and accelerate do: moved, with its last keys cut off where nothing is to
+    be seen there.
+    """
+    from transformers import masking_utils as masks
+
+    mask = integration._mask(2, 3, 12, 4, mask_function=masks.causal_mask_function, device=DEVICE)
+    assert (mask.shape, mask.size(-1), mask.ndim, mask.filled) == ((2, 1, 3, 12), 12, 4, 7)
+    for same in (
+        mask.to(DEVICE),
+        mask.to(torch.float32),
+        mask.contiguous(),
+        mask[:, :, :, :],
+        mask[..., :12],
+    ):
+        assert (same.shape, same.filled, same.causal) == (mask.shape, 7, True)
+    assert mask[:, :, :, :9].shape == (2, 1, 3, 9) and mask.to("meta").device.type == "meta"
+    assert integration._mask(2, 3, 12, attention_mask=mask) is mask
+    for compute in (
+        lambda: mask[:, :, -1],
+        lambda: mask[..., :6],
+        lambda: mask + 1,
+        lambda: 1 - mask,
+        lambda: torch.ones(3, 12) + mask,
+        lambda: torch.where(mask, 0, 1),
+        lambda: mask == 0,
+        lambda: ~mask,
+        lambda: mask.expand(2, 4, 3, 12),
+        lambda: torch.nn.functional.pad(mask, (0, 1)),
+        lambda: bool(mask),
+        lambda: torch.cat([mask, mask]),
+        lambda: mask.dtype and mask.float(),
+    ):
+        with pytest.raises(
+            ImplementationUnavailable, match="and this model computes with its mask"
+        ):
+            compute()
+    assert not hasattr(mask, "nothing")
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "gpt2", "opt", "stablelm", "nemotron", "persimmon", "gpt_bigcode"]
+)
+def test_attention_weights_are_refused(hf, kind):
+    """By models, too, that do not tell their layers of them."""
+    sizes = {
+        "n_embd": 32,
+        "n_head": 2,
+        "n_layer": 1,
+        "ffn_dim": 32,
+        "word_embed_proj_dim": 32,
+        "num_hidden_layers": 1,
+    }
+    config = hf.AutoConfig.for_model(kind, **{**COMMON, **sizes})
+    model = (
+        hf.AutoModelForCausalLM.from_config(config, attn_implementation="tilewright")
+        .to(DEVICE)
+        .eval()
+    )
+    tokens = torch.arange(3, 9, device=DEVICE)[None]
+    with pytest.raises(ImplementationUnavailable, match="does not compute output_attentions"):
+        model(tokens, output_attentions=True)
+    assert model(tokens, output_hidden_states=True).hidden_states
+
+
+def test_lengths_that_a_mask_is_not_of_are_refused(hf):
+    """More keys than a mask is of are no cache: DeepSeek-V4 adds keys of its own."""
+    from transformers import masking_utils as masks
+
+    layer, call = (
+        dense(hf, "llama").model.layers[0].self_attn,
+        hf.AttentionInterface()["tilewright"],
+    )
+    q, k = torch.randn(1, 2, 5, 16, device=DEVICE), torch.randn(1, 2, 7, 16, device=DEVICE)
+    mask = integration._mask(1, 5, 5, mask_function=masks.causal_mask_function, device=q.device)
+    for given, words in (
+        (mask, "5 queries and 7 keys with a mask for 5 and 5"),
+        (None, "5 queries of 7 keys without a mask"),
+    ):
+        with pytest.raises(
+            ImplementationUnavailable, match=f"LlamaAttention: .* does not compute {words}"
+        ):
+            call(layer, q, k, k, given)

@@ -1,0 +1,673 @@
+"""Quantisation with something else in the same pass: the Hadamard transform, the transpose,
+silu(gate) * up, RMSNorm, add + RMSNorm. The bytes are those of the ops one after the other, in the
+interpreter and in what Triton compiles (as in test_triton_ptx.py, by another process that prints a
+line of JSON for each test).
+"""
+
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import traceback
+
+import pytest
+import torch
+from helpers import DEVICE, skip_unless_usable
+
+from tilewright import platform
+from tilewright.ops import (
+    add_rmsnorm,
+    add_rmsnorm_quantize,
+    block_fp8,
+    dequantize_nvfp4,
+    hadamard,
+    mxfp8,
+    nvfp4,
+    quantize_block_fp8,
+    quantize_mxfp8,
+    quantize_nvfp4,
+    rmsnorm,
+    rmsnorm_quantize,
+    silu_mul,
+    silu_mul_quantize,
+)
+from tilewright.ops.fused_quantize import ADD_RMSNORM_QUANTIZE, RMSNORM_QUANTIZE, SILU_MUL_QUANTIZE
+from tilewright.registry import FLOATS, short
+
+ROOT = pathlib.Path(__file__).parents[2]
+OPS = {
+    "nvfp4": nvfp4.QUANTIZE_NVFP4,
+    "block_fp8": block_fp8.QUANTIZE_BLOCK_FP8,
+    "mxfp8": mxfp8.QUANTIZE_MXFP8,
+    "silu_mul": SILU_MUL_QUANTIZE,
+    "rmsnorm": RMSNORM_QUANTIZE,
+    "add_rmsnorm": ADD_RMSNORM_QUANTIZE,
+}
+FUSED = pytest.mark.parametrize("name", ["triton", "cpp"])
+EVERY_DTYPE = pytest.mark.parametrize("dtype", FLOATS, ids=short)
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def drawn(*shape, dtype=torch.float32):
+    """With zero blocks in the first rows and columns, and blocks of small numbers."""
+    x = randn(*shape, dtype=torch.float32)
+    x[..., :16, :] = 0
+    x[..., :, :16] = 0
+    x[..., -5:, -20:] *= 1e-5
+    return x.to(dtype)
+
+
+def raw(t):
+    return (
+        t.contiguous().reshape(-1).view(torch.uint8)
+        if t.numel()
+        else torch.zeros(0, dtype=torch.uint8)
+    )
+
+
+def assert_same(found, expected):
+    assert (
+        type(found) is type(expected)
+        and found.shape == expected.shape
+        and found.dtype == expected.dtype
+    )
+    found, expected = (
+        [t] if isinstance(t, torch.Tensor) else t.tensors() for t in (found, expected)
+    )
+    for f, e in zip(found, expected, strict=True):
+        assert f.shape == e.shape and f.dtype == e.dtype and torch.equal(raw(f), raw(e))
+
+
+# ---- the Hadamard transform, then NVFP4
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
+@EVERY_DTYPE
+@pytest.mark.parametrize("size, signs", [(16, None), (16, 5), (32, 2**40 + 1)])
+def test_nvfp4_of_the_transform(name, dtype, size, signs, poisoned):
+    """The transform in float32: no rounding to x's dtype on the way."""
+    skip_unless_usable(OPS["nvfp4"], name, dtype)
+    x = drawn(2, 19, 3 * size, dtype=dtype)
+    transform = hadamard(x.float(), size, seed=signs, implementation="eager")
+    every = [{}, {"seed": 9}, {"square": True}]
+    for options in [{"square": True, "seed": 9}] if name == "triton" and signs else every:
+        expected = quantize_nvfp4(transform, **options, implementation="eager")
+        found = quantize_nvfp4(
+            x, hadamard=size, hadamard_seed=signs, **options, implementation=name
+        )
+        assert found.dtype == dtype and found.global_scale == transform.abs().max() / 2688
+        for f, e in zip(found.tensors(), expected.tensors(), strict=True):
+            assert torch.equal(raw(f), raw(e))
+
+
+def test_nvfp4_of_the_transform_comes_back():
+    x = randn(8, 256)
+    x[:, 7] *= 50  # an outlier, which takes the codes of its block
+    q = quantize_nvfp4(x, hadamard=16, hadamard_seed=3)
+    back = hadamard(dequantize_nvfp4(q), 16, seed=3, inverse=True)
+    assert (back - x).norm() / x.norm() < 0.15
+    # The transform spreads an error over its block: what is large is no further off than what is
+    # not.
+    assert (back - x)[:, 7].abs().max() < 0.05 * x[:, 7].abs().max()
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_transform_that_is_not_finite_is_refused(name, bad):
+    skip_unless_usable(OPS["nvfp4"], name, torch.float32)
+    if DEVICE == "cuda":
+        pytest.skip("on CUDA nothing looks")
+    x = randn(3, 64)
+    x[2, 40] = bad
+    with pytest.raises(ValueError, match="x must be finite"):
+        quantize_nvfp4(x, hadamard=16, implementation=name)
+    with pytest.raises(ValueError, match="x must be finite"):  # each element is, the sum is not
+        quantize_nvfp4(torch.full((1, 16), 3e38, device=DEVICE), hadamard=16, implementation=name)
+
+
+# ---- a matrix and its transpose
+
+SHAPES = [(130, 70), (2, 37, 33), (1, 5), (3, 0, 4), (128, 256), (300, 1)]
+
+
+def grid(options):
+    """Implementations, shapes, options: fewer in the interpreter, where a case takes a second."""
+    for name in ("triton", "cpp", "eager"):
+        for i, shape in enumerate(SHAPES):
+            for j, option in enumerate(options):
+                if name != "triton" or (i < 4 and (j == 0 or i == 1)):
+                    yield pytest.param(name, shape, option, id=f"{name}-{shape}-{option}")
+
+
+def equals_two_calls(format, name, shape, **options):
+    """What one call gives of both ways is what two give, byte for byte."""
+    skip_unless_usable(OPS[format], name, torch.float32)
+    quantize, x = OPS[format].public, drawn(*shape)
+    found = quantize(x, transpose=True, **options, implementation=name)
+    for q, t in zip(found, (x, x.mT), strict=True):
+        assert_same(q, quantize(t, **options, implementation=name))
+
+
+@pytest.mark.parametrize(
+    "name, shape, options",
+    list(grid([{}, {"square": True}, {"seed": 2}, {"square": True, "seed": 3}])),
+)
+def test_nvfp4_of_both_ways(name, shape, options, poisoned):
+    equals_two_calls("nvfp4", name, shape, **options)
+
+
+@pytest.mark.parametrize(
+    "name, shape, options",
+    list(
+        grid(
+            [
+                ((1, 128), None),
+                ((128, 128), None),
+                ((1, 16), None),
+                ((32, 16), None),
+                ((3, 7), None),
+                ((1, 128), 4),
+            ]
+        )
+    ),
+)
+def test_block_fp8_of_both_ways(name, shape, options, poisoned):
+    block, seed = options
+    equals_two_calls("block_fp8", name, shape, block=block, seed=seed)
+
+
+@pytest.mark.parametrize("name, shape, options", list(grid([{}, {"seed": 2}])))
+def test_mxfp8_of_both_ways(name, shape, options, poisoned):
+    equals_two_calls("mxfp8", name, shape, **options)
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
+def test_both_ways_of_other_dtypes_and_strides(name):
+    for dtype in (torch.bfloat16, torch.float16):
+        for op, call in (
+            (OPS["nvfp4"], quantize_nvfp4),
+            (OPS["mxfp8"], quantize_mxfp8),
+            (OPS["block_fp8"], lambda x, **k: quantize_block_fp8(x, block=(1, 128), **k)),
+        ):
+            if dtype not in op.implementation(name).dtypes or (
+                name == "triton"
+                and DEVICE == "cpu"
+                and (dtype == torch.bfloat16 or op is OPS["mxfp8"])
+            ):  # which has block FP8's loads
+                continue
+            skip_unless_usable(op, name, dtype)
+            x = drawn(70, 150, dtype=dtype)
+            for view in (x.mT, x[:, 10:140], x[::2], x[:1].expand(20, 150)):
+                q, t = call(view, transpose=True, implementation=name)
+                assert_same(q, call(view.contiguous(), implementation=name))
+                assert_same(t, call(view.mT.contiguous(), implementation=name))
+
+
+def test_square_blocks_share_their_scales_with_the_transpose():
+    x = randn(40, 56)
+    q, t = quantize_nvfp4(x, square=True, transpose=True)
+    assert torch.equal(dequantize_nvfp4(q).mT, dequantize_nvfp4(t))
+    assert torch.equal(q.global_scale, t.global_scale)
+
+
+# ---- silu(gate) * up and RMSNorm, then FP8
+
+
+def activations(dtype, shape, packed, strided):
+    n = shape[-1]
+    if packed:
+        return (randn(*shape[:-1], 2 * n, dtype=dtype),)
+    if strided:
+        return tuple(
+            randn(*shape[:-1], 2 * n + 3, dtype=dtype, seed=s)[..., 1 : n + 1] for s in (1, 2)
+        )
+    return tuple(randn(*shape, dtype=dtype, seed=s) for s in (1, 2))
+
+
+def skip_more_halves(name, dtype, shape):
+    if name == "triton" and dtype == torch.float16 and DEVICE == "cpu" and shape != (3, 5, 200):
+        pytest.skip("seconds in the interpreter, for the same kernel after its load")
+
+
+FORMATS = {
+    "block_fp8": lambda y, **options: quantize_block_fp8(y, block=(1, 128), **options),
+    "mxfp8": quantize_mxfp8,
+}
+
+
+def silu_mul_both(name, dtype, shape, packed, strided, seed, formats=FORMATS, transpose=True):
+    tensors = activations(dtype, shape, packed, strided)
+    product = silu_mul(*tensors, implementation=name)
+    for format in formats:
+        found = silu_mul_quantize(*tensors, seed=seed, format=format, implementation=name)
+        assert_same(found, FORMATS[format](product, seed=seed, implementation=name))
+    if transpose and len(shape) > 1:
+        found = silu_mul_quantize(
+            *tensors, seed=seed, format="mxfp8", transpose=True, implementation=name
+        )
+        for q, t in zip(found, (product, product.mT), strict=True):
+            assert_same(q, quantize_mxfp8(t, seed=seed, implementation=name))
+
+
+def rmsnorm_both(name, dtype, shape, seed, formats=FORMATS, add=None, **options):
+    """add: the residual's dtype."""
+    options = {**options, "implementation": name}
+    x = randn(*shape, dtype=dtype)
+    weight = randn(*shape[-2 if options.pop("per_head", False) else -1 :], dtype=dtype, seed=1)
+    if options.pop("bias", False):
+        options["bias"] = randn(shape[-1], dtype=dtype, seed=2)
+    x.view(-1)[: shape[-1]] = 0  # rows of zeros
+    given, whole, fused = (x, weight), rmsnorm, rmsnorm_quantize
+    if add:
+        residual = randn(*shape, dtype=add, seed=3)
+        residual.view(-1)[: shape[-1]] = 0
+        given, whole, fused = (x, residual, weight), add_rmsnorm, add_rmsnorm_quantize
+    expected = whole(*given, **options)
+    y, *total = expected if add else (expected,)
+    for format in formats:
+        q, *totals, kept = fused(
+            *given, **options, seed=seed, format=format, return_normalised=True
+        )
+        for f, e in zip((kept, *totals), (y, *total), strict=True):
+            assert_same(f, e)
+        assert_same(q, FORMATS[format](y, seed=seed, implementation=name))
+    again = fused(*given, **options, seed=seed, format=format)
+    for f, e in zip(again if add else (again,), (q, *totals), strict=True):
+        assert_same(f, e)
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
+@EVERY_DTYPE
+@pytest.mark.parametrize(
+    "shape, packed, strided, seed",
+    [
+        ((3, 5, 200), False, False, None),
+        ((4, 128), True, False, 7),
+        ((3, 300), False, True, None),
+        ((130,), True, False, 1),
+        ((2, 9000), True, False, None),
+        ((0, 64), False, False, None),
+        ((3, 0), False, False, 2),
+        ((1, 1), True, False, None),
+    ],
+    ids=str,
+)
+def test_silu_mul_gives_the_bytes_of_the_two_ops(
+    name, dtype, shape, packed, strided, seed, poisoned
+):
+    skip_unless_usable(OPS["silu_mul"], name, dtype)
+    skip_more_halves(name, dtype, shape)
+    # Wide in the interpreter: a second for each more.
+    silu_mul_both(
+        name, dtype, shape, packed, strided, seed, transpose=name != "triton" or shape[-1] < 1000
+    )
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
+@EVERY_DTYPE
+@pytest.mark.parametrize(
+    "shape, seed, options",
+    [
+        ((3, 5, 200), None, {}),
+        ((20, 128), None, {"offset": 1.0, "cast": "gemma"}),
+        ((130,), None, {"bias": True}),
+        ((2, 3, 2, 96), None, {"per_head": True}),
+        ((2, 2100), None, {"eps": 0.1, "bias": True}),
+        ((0, 64), None, {}),
+        ((2, 17000), None, {"cast": "gemma"}),
+        ((3, 1), 2, {}),
+    ],
+    ids=str,
+)
+def test_rmsnorm_gives_the_bytes_of_the_two_ops(name, dtype, shape, seed, options, poisoned):
+    skip_unless_usable(OPS["rmsnorm"], name, dtype)
+    skip_more_halves(name, dtype, shape)
+    rmsnorm_both(name, dtype, shape, seed, **options)
+    rmsnorm_both(
+        name,
+        dtype,
+        shape,
+        seed,
+        ("mxfp8",),
+        torch.float32 if shape[-1] == 200 else dtype,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_refused_by_name(name, bad):
+    if DEVICE == "cuda":
+        pytest.skip("on CUDA nothing looks")
+    for op in OPS.values():
+        skip_unless_usable(op, name, torch.float32)
+    x = randn(3, 300)
+    x[1, 200] = bad
+    with pytest.raises(
+        ValueError, match=r"silu\(gate\) \* up must be finite"
+    ):  # the product alone is not
+        silu_mul_quantize(
+            torch.full((1, 8), 1e30, device=DEVICE),
+            torch.full((1, 8), 1e30, device=DEVICE),
+            implementation=name,
+        )
+    for format, block in (("block_fp8", 1), ("mxfp8", 6)):
+        with pytest.raises(
+            ValueError, match=rf"silu\(gate\) \* up must be finite .* in block \[0, 1, {block}\]"
+        ):
+            silu_mul_quantize(x, torch.ones_like(x), format=format, implementation=name)
+        with pytest.raises(
+            ValueError, match=r"the normalised x must be finite .* in block \[0, 1, \d\]"
+        ):
+            rmsnorm_quantize(x, torch.ones(300, device=DEVICE), format=format, implementation=name)
+        with pytest.raises(
+            ValueError,
+            match=r"the normalised x \+ residual must be finite .* in block \[0, 1, \d\]",
+        ):
+            add_rmsnorm_quantize(
+                x, x, torch.ones(300, device=DEVICE), format=format, implementation=name
+            )
+    for call in (
+        lambda: quantize_mxfp8(x, transpose=True, implementation=name),
+        lambda: quantize_block_fp8(x, block=(1, 128), transpose=True, implementation=name),
+        lambda: quantize_nvfp4(x, transpose=True, implementation=name),
+    ):
+        with pytest.raises(ValueError, match="x must be finite"):
+            call()
+
+
+def test_nothing_is_differentiable():
+    x = randn(4, 128).requires_grad_()
+    q, y = rmsnorm_quantize(x, torch.ones(128, device=DEVICE), return_normalised=True)
+    p, *rows = add_rmsnorm_quantize(
+        x, x, torch.ones(128, device=DEVICE), return_normalised=True, format="mxfp8"
+    )
+    found = [
+        *q.tensors(),
+        y,
+        *p.tensors(),
+        *rows,
+        *silu_mul_quantize(x).tensors(),
+        *quantize_nvfp4(x, hadamard=16).tensors(),
+        *itertools.chain(*(q.tensors() for q in quantize_block_fp8(x, transpose=True))),
+    ]
+    assert not any(t.requires_grad for t in found)
+
+
+@FUSED
+def test_operators_pass_opcheck(name):
+    """Also those that the registry's test of small cases does not reach."""
+    for op in OPS.values():
+        skip_unless_usable(op, name, torch.float32)
+
+    class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "tilewright":
+                found.setdefault(func, args)
+            return func(*args, **(kwargs or {}))
+
+    found, x = {}, randn(20, 64)
+    with Calls():
+        quantize_nvfp4(x, hadamard=32, hadamard_seed=1, seed=1, implementation=name)
+        quantize_nvfp4(x, transpose=True, seed=1, implementation=name)
+        quantize_block_fp8(x, block=(1, 32), transpose=True, implementation=name)
+        quantize_block_fp8(x, block=(3, 7), seed=1, transpose=True, implementation=name)
+        silu_mul_quantize(x, seed=1, implementation=name)
+        silu_mul_quantize(x, format="mxfp8", transpose=True, implementation=name)
+        add_rmsnorm_quantize(
+            x, x.clone(), x[0], seed=1, return_normalised=True, format="mxfp8", implementation=name
+        )
+        quantize_mxfp8(x, transpose=True, implementation=name)
+    kernels = {f for f in found if name in f.name()}
+    assert len(kernels) == 8, kernels
+    for func in kernels:
+        torch.library.opcheck(func, found[func])
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
+def test_compile_as_one_graph(name):
+    for op in OPS.values():
+        skip_unless_usable(op, name, torch.float32)
+
+    def everything(x, w):
+        return (
+            quantize_nvfp4(x, hadamard=16, hadamard_seed=3, implementation=name),
+            *quantize_nvfp4(x, transpose=True, square=True, implementation=name),
+            *quantize_block_fp8(x, block=(1, 16), transpose=True, implementation=name),
+            silu_mul_quantize(x, implementation=name),
+            rmsnorm_quantize(x, w, implementation=name),
+            *silu_mul_quantize(x, format="mxfp8", transpose=True, implementation=name),
+            *add_rmsnorm_quantize(x, 2 * x, w, format="mxfp8", implementation=name),
+        )
+
+    torch._dynamo.reset()
+    x, w = randn(20, 48), randn(48)
+    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
+    for f, e in zip(compiled(x, w), everything(x, w), strict=True):
+        assert_same(f, e)
+
+
+def test_arguments_that_do_not_fit_are_refused_by_name():
+    x = randn(4, 72)
+    w = torch.ones(72, device=DEVICE)
+    for call, error, message in [
+        (
+            lambda: quantize_nvfp4(x, hadamard=16),
+            ValueError,
+            "x's last dimension must divide by hadamard, 16, got 72",
+        ),
+        (
+            lambda: quantize_nvfp4(x, hadamard=64),
+            ValueError,
+            r"hadamard must be one of \[16, 32\], got 64",
+        ),
+        (
+            lambda: quantize_nvfp4(x, hadamard=True),
+            TypeError,
+            r"hadamard must be one of \[16, 32\], got True",
+        ),
+        (
+            lambda: quantize_nvfp4(x[:, :64], hadamard=16, hadamard_seed=-2),
+            ValueError,
+            "hadamard_seed must be 0 to",
+        ),
+        (
+            lambda: quantize_nvfp4(x, hadamard_seed=1),
+            ValueError,
+            "hadamard_seed must be None without hadamard, got 1",
+        ),
+        (
+            lambda: quantize_nvfp4(x[:, :64], hadamard=16, transpose=True),
+            ValueError,
+            "transpose must be False with",
+        ),
+        (lambda: quantize_nvfp4(x, transpose=1), TypeError, "transpose must be a bool, got 1"),
+        (
+            lambda: quantize_nvfp4(x[0], transpose=True),
+            ValueError,
+            "x must have at least 2 dimensions",
+        ),
+        (
+            lambda: quantize_block_fp8(x, transpose=None),
+            TypeError,
+            "transpose must be a bool, got None",
+        ),
+        (
+            lambda: quantize_block_fp8(x[0], block=(1, 8), transpose=True),
+            ValueError,
+            "x must have at least 2 dim",
+        ),
+        (
+            lambda: silu_mul_quantize(x[:, :71]),
+            ValueError,
+            "a packed gate must have an even last dimension",
+        ),
+        (lambda: silu_mul_quantize(x, x[:2]), ValueError, "up must have shape"),
+        (lambda: silu_mul_quantize(x, seed=-1), ValueError, "seed must be 0 to"),
+        (lambda: rmsnorm_quantize(x, w[:5]), ValueError, "weight must have shape"),
+        (
+            lambda: rmsnorm_quantize(x, w, seed=2.0),
+            TypeError,
+            "seed must be an int or None, got 2.0",
+        ),
+        (
+            lambda: rmsnorm_quantize(x, w, return_normalised=1),
+            TypeError,
+            "return_normalised must be a bool, got 1",
+        ),
+        (
+            lambda: rmsnorm_quantize(x, w, format="nf4"),
+            ValueError,
+            r"format must be one of \['block_fp8', 'mxfp8'\]",
+        ),
+        (lambda: add_rmsnorm_quantize(x, x[:2], w), ValueError, "residual must have shape"),
+        (lambda: add_rmsnorm_quantize(x, x.half(), w), TypeError, "residual must be torch.float32"),
+        (lambda: add_rmsnorm_quantize(x, x, w, seed=-1), ValueError, "seed must be 0 to"),
+        (
+            lambda: silu_mul_quantize(x, format="nvfp4"),
+            ValueError,
+            "format must be one of .*, got 'nvfp4'",
+        ),
+        (
+            lambda: silu_mul_quantize(x, transpose=True),
+            ValueError,
+            "transpose must be False with format 'block_fp8'",
+        ),
+        (
+            lambda: silu_mul_quantize(x, format="mxfp8", transpose=0),
+            TypeError,
+            "transpose must be a bool, got 0",
+        ),
+        (
+            lambda: silu_mul_quantize(x[0], format="mxfp8", transpose=True),
+            ValueError,
+            r"gate must have at least 2 dimensions for a transpose, got shape \[72\]",
+        ),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
+
+
+# ---- what Triton compiles
+
+# bfloat16, which the interpreter truncates; and widths of rows in one warp, in several, and walked
+# in blocks.
+COMPILED = {
+    "silu_mul": (
+        90,
+        silu_mul_both,
+        BF16 := torch.bfloat16,
+        (3, 1160),
+        True,
+        False,
+        None,
+        BLOCKS := ("block_fp8",),
+        False,
+    ),
+    "silu_mul_odd": (100, silu_mul_both, BF16, (2, 131), False, True, 5, BLOCKS, False),
+    "silu_mul_mxfp8": (90, silu_mul_both, BF16, (48, 72), True, False, None, ("mxfp8",)),
+    "rmsnorm": (90, rmsnorm_both, BF16, (3, 4096), None, BLOCKS),
+    "rmsnorm_100": (100, rmsnorm_both, BF16, (2, 1000), 3, BLOCKS),
+    "rmsnorm_narrow": (90, rmsnorm_both, BF16, (11, 100), None),
+    "rmsnorm_walked": (90, rmsnorm_both, BF16, (1, 16640), None, BLOCKS),
+    "rmsnorm_float32": (90, rmsnorm_both, torch.float32, (2, 2100), None, BLOCKS),
+    "add_rmsnorm": (90, rmsnorm_both, BF16, (2, 1000), None, FORMATS, BF16),
+    "add_rmsnorm_float32": (90, rmsnorm_both, BF16, (1, 1000), None, BLOCKS, torch.float32),
+    "add_rmsnorm_walked": (90, rmsnorm_both, BF16, (1, 16640), None, BLOCKS, BF16),
+}
+
+
+def transposes(name, dtype):
+    x = drawn(70, 150, dtype=dtype)
+    for options in ({"block": (1, 128)}, {"block": (32, 32)}):
+        for q, e in zip(
+            quantize_block_fp8(x, transpose=True, **options, implementation=name),
+            quantize_block_fp8(x, transpose=True, **options, implementation="eager"),
+            strict=True,
+        ):
+            assert_same(q, e)
+    for options in ({}, {"seed": 1}):
+        for q, e in zip(
+            quantize_mxfp8(x[:64, :148], transpose=True, **options, implementation=name),
+            quantize_mxfp8(x[:64, :148], transpose=True, **options, implementation="eager"),
+            strict=True,
+        ):
+            assert_same(q, e)
+    for options in ({}, {"square": True, "seed": 1}):
+        for q, e in zip(
+            quantize_nvfp4(x, transpose=True, **options, implementation=name),
+            quantize_nvfp4(x, transpose=True, **options, implementation="eager"),
+            strict=True,
+        ):
+            assert_same(q, e)
+
+
+def transforms(name, dtype):
+    x = drawn(20, 160, dtype=dtype)
+    assert torch.equal(*(hadamard(x, 32, seed=1, implementation=n) for n in (name, "eager")))
+    for options in ({"hadamard": 16, "hadamard_seed": 7}, {"hadamard": 32, "square": True}):
+        assert_same(*(quantize_nvfp4(x, **options, implementation=n) for n in (name, "eager")))
+
+
+COMPILED |= {
+    "transposes": (90, transposes, BF16),
+    "transposes_100": (100, transposes, torch.float32),
+    "transforms": (90, transforms, BF16),
+    "transforms_100": (100, transforms, BF16),
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    pytest.importorskip("triton")
+    variables = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+    }
+    run = subprocess.run(
+        [sys.executable, __file__],
+        env=variables,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    return {
+        **dict.fromkeys(COMPILED, f"no verdict: {run.stderr[-3000:]}"),
+        **{v["name"]: v["wrong"] for v in lines},
+    }
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_kernels_give_the_bytes(case, verdicts):
+    assert not verdicts[case], verdicts[case]
+
+
+def main():
+    from ptx.driver import Driver
+    from triton.runtime import driver as triton_driver
+
+    platform.interpreting = lambda: (
+        True
+    )  # Triton takes tensors of a CPU, and this is not the interpreter
+    driver = Driver()
+    triton_driver.set_active(driver)
+    for case, (driver.arch, test, *arguments) in COMPILED.items():
+        driver.memories, driver.names = [], []
+        try:
+            test("triton", *arguments)
+            wrong = ""
+        except Exception:  # of any kind: each is a verdict
+            wrong = traceback.format_exc()
+        print(json.dumps({"name": case, "wrong": wrong}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,473 @@
+"""What is special to grouped_gemm, and the fused launches that a mixture-of-experts MLP is made of;
+parity with the eager twin is in test_contract.py.
+"""
+
+import pathlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import DEVICE, skip_unless_usable
+
+from tilewright.bench import contract
+from tilewright.ops import grouped_gemm
+from tilewright.ops.grouped_gemm import GROUPED_GEMM
+from tilewright.registry import FLOATS, short
+
+ROOT = pathlib.Path(__file__).parents[2]
+NAMES = [n for n in GROUPED_GEMM.names() if n != "eager"]
+EVERY = pytest.mark.parametrize("name", NAMES)
+BIT16 = (
+    torch.bfloat16 if DEVICE == "cuda" else torch.float16
+)  # the interpreter truncates to bfloat16
+
+
+def made(counts, tail, n, k, dtype=torch.float32, fill=float("nan")):
+    """x, weight, offsets and dy, with `fill` in the tail."""
+    ends = torch.tensor(counts).cumsum(0)
+    rows = int(ends[-1]) + tail
+    x, dy = (
+        torch.randn(rows, k, device=DEVICE).to(dtype),
+        torch.randn(rows, n, device=DEVICE).to(dtype),
+    )
+    x[rows - tail :], dy[rows - tail :] = fill, fill
+    weight = torch.randn(len(counts), n, k, device=DEVICE).to(dtype)
+    return x, weight, ends.to(torch.int32).to(DEVICE), dy
+
+
+def step(name, x, weight, offsets, dy):
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    y = grouped_gemm(x, weight, offsets, implementation=name)
+    return [y.detach(), *torch.autograd.grad(y, (x, weight), dy)]
+
+
+def truth(x, weight, offsets, dy):
+    """In float64, by masks and not by slices: nothing in common with the eager twin."""
+    row = torch.arange(x.shape[0], device=x.device)
+    expert = torch.searchsorted(offsets, row.to(torch.int32), right=True)
+    live = (expert < len(offsets))[:, None]
+    x, dy = x.double().masked_fill(~live, 0), dy.double().masked_fill(~live, 0)
+    masks = [(expert == e)[:, None].double() for e in range(len(offsets))]
+    weight = weight.double()
+    return [
+        sum(m * (x @ w.t()) for m, w in zip(masks, weight, strict=True)),
+        sum(m * (dy @ w) for m, w in zip(masks, weight, strict=True)),
+        torch.stack([(m * dy).t() @ x for m in masks]),
+    ]
+
+
+def close(found, expected, eps):
+    for f, e in zip(found, expected, strict=True):
+        error, where = contract.error(f, e)
+        assert error <= eps, (error, where)
+
+
+@pytest.mark.parametrize("name", GROUPED_GEMM.names())
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+def test_equals_a_definition_by_masks(name, dtype):
+    skip_unless_usable(GROUPED_GEMM, name, dtype)
+    inputs = made((5, 0, 40, 1), 6, 20, 36, dtype)
+    # One rounding, of half an eps of the element; float32: sums of 40 products.
+    close(
+        step(name, *inputs),
+        truth(*inputs),
+        (8 if dtype == torch.float32 else 1) * torch.finfo(dtype).eps,
+    )
+
+
+def test_float64_is_exact():
+    inputs = [t.double() if t.is_floating_point() else t for t in made((3, 0, 5), 2, 7, 9)]
+    close(step("eager", *inputs), truth(*inputs), 1e-14)
+
+
+@EVERY
+def test_infinite_weights_stay_with_their_expert(name):
+    """A tile past a weight's edge must not read the next expert's: 0 * inf is NaN."""
+    for dtype in (torch.float32, BIT16):
+        if GROUPED_GEMM.implementation(name).why_not(DEVICE, dtype):
+            continue
+        for n, k in ((16, 48), (7, 5)):
+            x, weight, offsets, dy = made((4, 3, 2), 1, n, k, dtype)
+            weight[1] = float("inf")
+            for f in step(name, x, weight, offsets, dy)[:2]:
+                assert f[[0, 1, 2, 3, 7, 8, 9]].isfinite().all() and not f[4:7].isfinite().any()
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "layout", ["row-strided", "column-strided", "transposed weight", "expanded x"]
+)
+def test_strides(name, layout):
+    """The same bits as contiguous inputs give; but torch may take another kernel for them."""
+    skip_unless_usable(GROUPED_GEMM, name, torch.float32)
+    x, weight, offsets, dy = made((5, 0, 12), 2, 8, 12, fill=1.0)
+    if layout == "row-strided":
+        x = torch.randn(19, 40, device=DEVICE)[:, 4:16]
+    elif layout == "column-strided":
+        x, dy = (
+            torch.randn(19, 24, device=DEVICE)[:, ::2],
+            torch.randn(19, 16, device=DEVICE)[:, ::2],
+        )
+    elif layout == "transposed weight":
+        weight = torch.randn(3, 12, 8, device=DEVICE).mT
+    else:
+        x = torch.randn(1, 12, device=DEVICE).expand(19, 12)
+    found = step(name, x, weight, offsets, dy)
+    expected = step(name, x.contiguous(), weight.contiguous(), offsets, dy.contiguous())
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            f, e, rtol=0 if name in ("triton", "cpp") else 1e-5, atol=1e-5 * (name == "native")
+        )
+        assert f.is_contiguous() or f.shape == weight.shape
+
+
+@EVERY
+def test_one_of_the_two_gradients(name):
+    skip_unless_usable(GROUPED_GEMM, name, torch.float32)
+    x, weight, offsets, dy = made((5, 3), 0, 6, 4)
+    _, dx, dweight = step(name, x, weight, offsets, dy)
+    for frozen, expected in (("weight", dx), ("x", dweight)):
+        leaf = (x if frozen == "weight" else weight).clone().requires_grad_()
+        y = grouped_gemm(
+            *((leaf, weight) if frozen == "weight" else (x, leaf)), offsets, implementation=name
+        )
+        assert torch.equal(torch.autograd.grad(y, leaf, dy)[0], expected)
+
+
+@EVERY
+def test_same_bits_again_and_whatever_the_neighbours(name):
+    """An expert's results do not depend on how many rows the others have, nor, where the products
+    are this library's own, on the number of threads.
+    """
+    skip_unless_usable(GROUPED_GEMM, name, torch.float32)
+    x, weight, offsets, dy = made((7, 60, 3), 0, 12, 20)
+    whole = step(name, x, weight, offsets, dy)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    again = step(name, x, weight, offsets, dy)
+    torch.set_num_threads(threads)
+    alone = step(
+        name, x[7:67], weight[1:2], torch.tensor([60], dtype=torch.int32, device=DEVICE), dy[7:67]
+    )
+    if name in ("triton", "cpp"):
+        own = name == "triton" or torch.backends.cpu.get_cpu_capability() == "AVX512"  # else ATen's
+        for a, b in zip(whole, again, strict=True):
+            assert torch.equal(a, b) if own else torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+        assert torch.equal(whole[0][7:67], alone[0]) and torch.equal(whole[2][1:2], alone[2])
+    else:
+        close([whole[0][7:67], whole[2][1:2]], [alone[0].double(), alone[2].double()], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+@pytest.mark.parametrize("n, k", [(200, 70), (65, 300), (130, 1101), (1102, 33)])
+def test_cpp_in_every_regime(dtype, n, k):
+    """Experts of 1 to 250 rows take each of its kernels; sizes divide no block, and some sums
+    are of many panels.
+    """
+    skip_unless_usable(GROUPED_GEMM, "cpp", dtype)
+    counts = (1, 2, 3, 4, 5, 23, 31, 32, 47, 48, 50, 0, 130, 250)
+    inputs = made(counts, 3, n, k, dtype)
+    close(
+        step("cpp", *inputs),
+        truth(*inputs),
+        8e-6 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps,
+    )
+
+
+def test_cpp_operators_themselves_check():
+    skip_unless_usable(GROUPED_GEMM, "cpp", torch.float32)
+    GROUPED_GEMM.resolve("cpp", "cpu")
+    ops = torch.ops.tilewright
+    x, weight, offsets, dy = made((2, 3), 0, 4, 6)
+    for wrong in ([3, 2], [2, 6], [-1, 5]):
+        for fn, args in (
+            (ops.grouped_gemm_cpp_forward, (x, weight)),
+            (ops.grouped_gemm_cpp_backward_x, (dy, weight)),
+            (ops.grouped_gemm_cpp_backward_weight, (dy, x)),
+        ):
+            with pytest.raises(
+                RuntimeError, match="offsets must not decrease and lie within 0 and 5"
+            ):
+                fn(*args, torch.tensor(wrong, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="weight must have x's columns"):
+        ops.grouped_gemm_cpp_forward(dy, weight, offsets)
+    with pytest.raises(RuntimeError, match="weight must have as many experts as offsets"):
+        ops.grouped_gemm_cpp_forward(x, weight[:1], offsets)
+    with pytest.raises(RuntimeError, match="of the rows' dtype"):
+        ops.grouped_gemm_cpp_forward(x, weight.bfloat16(), offsets)
+    with pytest.raises(RuntimeError, match="dy must have x's rows and dtype"):
+        ops.grouped_gemm_cpp_backward_weight(dy[:3], x, offsets)
+
+
+X, W, O = torch.randn(5, 6), torch.randn(2, 4, 6), torch.tensor([2, 5], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "args, error, message",
+    [
+        (([1.0], W, O), TypeError, "x must be a torch.Tensor, got list"),
+        ((X.long(), W, O), TypeError, "x must be one of float32.*int64"),
+        ((X[0], W, O), ValueError, r"x must have shape \[R, K\], got \[6\]"),
+        ((X, W[0], O), ValueError, r"weight must have shape \[E, N, K\], E not 0, got \[4, 6\]"),
+        ((X, W[:0], O[:0]), ValueError, r"E not 0, got \[0, 4, 6\]"),
+        ((X, W[..., :5], O), ValueError, r"weight must have shape \[2, 4, 6\].*got \[2, 4, 5\]"),
+        ((X, W.half(), O), TypeError, "weight must have x's dtype float32, got float16"),
+        ((X, W, O.long()), TypeError, "offsets must be int32, got int64"),
+        ((X, W, [2, 5]), TypeError, "offsets must be a torch.Tensor, got list"),
+        (
+            (X, W, O[:1]),
+            ValueError,
+            r"offsets must have shape \[2\] \(\[E\]: an end for each expert.*got \[1\]",
+        ),
+        (
+            (X, W, O.flip(0)),
+            ValueError,
+            "offsets must not decrease and lie within 0 and 5, the number of rows; got 2 at "
+            "index 1 after 5",
+        ),
+        ((X, W, O + 1), ValueError, "got 6 at index 1 after 3"),
+        ((X, W, O - 3), ValueError, "got -1 at index 0$"),
+        ((X, W.to("meta"), O), ValueError, "weight is on meta, x on cpu"),
+    ],
+)
+def test_bad_input_is_one_clear_error(args, error, message):
+    with pytest.raises(error, match=message):
+        grouped_gemm(*args)
+
+
+def test_compiled_code_checks_offsets_when_it_runs():
+    compiled = torch.compile(grouped_gemm, fullgraph=True, backend="aot_eager")
+    assert compiled(X, W, O).shape == (5, 4)
+    with pytest.raises(ValueError, match="got 6 at index 1"):
+        compiled(X, W, O + 1)
+
+
+def test_reasons_not_to_run():
+    why = {n: GROUPED_GEMM.implementation(n).why_not for n in NAMES}
+    assert "CPU tensors, not cuda" in why["cpp"]("cuda")
+    assert "not meta" in why["native"]("meta")
+    if DEVICE == "cpu":
+        assert why["native"]("cpu", torch.float16) is None
+        assert why["native"]("cuda") == "no CUDA device"
+        assert "quack" in why["quack"]("cuda") or "CUDA" in why["quack"]("cuda")
+
+
+# ---- the Triton launches of a mixture-of-experts MLP: in the interpreter, or on a GPU
+
+
+def routed(tokens, k, experts, seed=0):
+    """expert_index [T, K] with sentinels, and offsets, slots, position by a stable sort."""
+    g = torch.Generator().manual_seed(seed)
+    index = torch.randint(0, experts + 1, (tokens, k), generator=g)
+    index[index == 1] = 0  # an expert without rows
+    order = index.flatten().argsort(stable=True)
+    offsets = torch.bincount(index.flatten(), minlength=experts + 1)[:experts].cumsum(0)
+    position = torch.empty_like(order)
+    position[order] = torch.arange(len(order))
+    position = position.view(tokens, k).masked_fill(index == experts, -1)
+    return [index, *(t.to(torch.int32).to(DEVICE) for t in (offsets, order, position))]
+
+
+def kernels():
+    skip_unless_usable(GROUPED_GEMM, "triton", torch.float32)
+    from tilewright.kernels import grouped_gemm_triton
+
+    return grouped_gemm_triton
+
+
+SIZES = pytest.mark.parametrize("hidden, inner", [(48, 144), (20, 77)], ids=["aligned", "odd"])
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, BIT16], ids=short)
+
+
+def expert_rows(index, offsets, slots, k):
+    """(expert, rows, their tokens) of each expert that has rows."""
+    begin = 0
+    for e, end in enumerate(offsets.tolist()):
+        if begin < end:
+            yield e, slice(begin, end), slots[begin:end].long() // k
+        begin = end
+
+
+@SIZES
+@TYPES
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_up_swiglu(hidden, inner, dtype, interleaved):
+    """With biases, and transposed weights, where gates and ups are interleaved."""
+    kernel, (index, offsets, slots, _) = kernels(), routed(25, 3, 4)
+    x = torch.randn(25, hidden, device=DEVICE).to(dtype)
+    weight = (torch.randn(4, 2 * inner, hidden, device=DEVICE) * hidden**-0.5).to(dtype)
+    bias = torch.randn(4, 2 * inner, device=DEVICE).to(dtype) if interleaved else None
+    options = (bias, {**kernel.SILU_MUL, "INTERLEAVED": interleaved})
+    rows = len(slots)
+    expected = torch.zeros(rows, 2 * inner, dtype=torch.float64, device=DEVICE)
+    for e, mine, tokens in expert_rows(index, offsets, slots, 3):
+        expected[mine] = x[tokens].double() @ weight[e].double().t() + (
+            0 if bias is None else bias[e].double()
+        )
+    if interleaved:
+        weight = weight.mT.contiguous().mT
+    with contract.poisoned():
+        pre, h = kernel.up_swiglu(x, weight, offsets, slots, 3, True, *options)
+        none, same = kernel.up_swiglu(x, weight, offsets, slots, 3, False, *options)
+    assert none is None and torch.equal(h, same)
+    eps = torch.finfo(dtype).eps
+    close([pre], [expected], 8 * eps)
+    # h is that of the rounded pre-activation
+    gate, up = (
+        (pre.double()[:, ::2], pre.double()[:, 1::2]) if interleaved else pre.double().chunk(2, -1)
+    )
+    close([h], [F.silu(gate) * up], 8 * eps)
+    tail = int(offsets[-1])
+    assert tail < rows and not pre[tail:].any() and not h[tail:].any()
+
+
+@SIZES
+@TYPES
+@pytest.mark.parametrize("split, interleaved", [(None, False), (4, False), (4, True)])
+def test_down_dswiglu(hidden, inner, dtype, split, interleaved):
+    """split: the pieces that the epilogue takes a tile in; tiles of 16 columns make several partial
+    sums a row. With a bias where gates and ups are interleaved.
+    """
+    kernel, (index, offsets, slots, position) = kernels(), routed(25, 3, 4, seed=1)
+    if split is not None:
+        config = {**kernel._constants(32, 16, 32, 4, 2, 1, split=split)}
+    rows, tail = len(slots), int(offsets[-1])
+    dy = torch.randn(25, hidden, device=DEVICE).to(dtype)
+    down = (torch.randn(4, hidden, inner, device=DEVICE) * inner**-0.5).to(dtype)
+    pre = torch.randn(rows, 2 * inner, device=DEVICE).to(dtype)
+    pre[tail:] = float("nan")  # is not read
+    weight = torch.rand(25, 3, device=DEVICE)
+    bias = torch.randn(4, hidden, device=DEVICE).to(dtype) if interleaved else None
+    leaf = pre.double().requires_grad_()
+    gate, up = (leaf[:, ::2], leaf[:, 1::2]) if interleaved else leaf.chunk(2, -1)
+    h = F.silu(gate) * up
+    # The layer's gradient in float64, through autograd.
+    total = torch.zeros((), dtype=torch.float64, device=DEVICE)
+    router = weight.double().requires_grad_()
+    for e, mine, tokens in expert_rows(index, offsets, slots, 3):
+        w = router.flatten()[slots[mine].long()]
+        row = h[mine] @ down[e].double().t() + (0 if bias is None else bias[e].double())
+        total = total + ((w[:, None] * row) * dy[tokens].double()).sum()
+    dpre_true, drouter_true = torch.autograd.grad(total, (leaf, router))
+    hw_true = weight.double().flatten()[slots.long()][:, None] * h.detach().to(dtype).double()
+
+    def call(keep):
+        return kernel.down_dswiglu(
+            dy,
+            down,
+            pre,
+            weight,
+            offsets,
+            slots,
+            position,
+            keep,
+            bias,
+            {**kernel.SILU_MUL, "INTERLEAVED": interleaved},
+        )
+
+    with contract.poisoned():
+        if split is None:
+            (dpre, drouter, hw), (_, _, none) = call(True), call(False)
+        else:
+            # The launch asks by this key: the same constants for both of its look-ups.
+            key = kernel._key(inner, hidden, dy, rows, 4, kernel._fits(dy, down, inner))
+            with kernel.DOWN_DSWIGLU.override(dy.device, key, config):
+                (dpre, drouter, hw), (_, _, none) = call(True), call(False)
+    assert none is None
+    eps = torch.finfo(dtype).eps
+    # A dozen roundings: of a sum of products, of the sigmoid, and of six factors.
+    close(
+        [dpre[:tail], drouter, hw[:tail]],
+        [dpre_true[:tail], drouter_true, hw_true[:tail]],
+        12 * eps,
+    )
+    assert drouter.dtype == torch.float32 and not drouter[index.to(DEVICE) == 4].any()
+    assert not dpre[tail:].any() and not hw[tail:].any()
+
+
+@SIZES
+@TYPES
+@pytest.mark.parametrize("gather", ["x", "dy"])
+def test_weight_gradient_of_gathered_rows(hidden, inner, dtype, gather):
+    kernel, (index, offsets, slots, _) = kernels(), routed(60, 3, 4, seed=2)
+    whole = torch.randn(60, hidden, device=DEVICE).to(dtype)
+    rows = torch.randn(len(slots), inner, device=DEVICE).to(dtype)
+    rows[int(offsets[-1]) :] = float("nan")
+    dy, x = (rows, whole) if gather == "x" else (whole, rows)
+    expected = torch.zeros(4, dy.shape[1], x.shape[1], dtype=torch.float64, device=DEVICE)
+    for e, mine, tokens in expert_rows(index, offsets, slots, 3):
+        a, b = (rows[mine], whole[tokens]) if gather == "x" else (whole[tokens], rows[mine])
+        expected[e] = a.double().t() @ b.double()
+    with contract.poisoned():
+        found = kernel.backward_weight(dy, x, offsets, slots, 3, gather)
+    assert not found[1].any()
+    close([found], [expected], 8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    "counts, tail, block",
+    [
+        ((5, 0, 40, 1), 6, 16),
+        ((0, 0), 3, 16),
+        ((64,), 0, 32),
+        ((3, 3, 3), 0, 128),
+        ((4000, 1), 500, 16),
+    ],
+    ids=str,
+)
+def test_tiles_cover_every_row_once(counts, tail, block):
+    kernel = kernels()
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE)
+    rows = sum(counts) + tail
+    tiles = kernel.tile_map(ends, rows, block).cpu()
+    capacity, count = len(tiles) // 3, int(tiles[-1])
+    experts, first, end = tiles[:-1].view(3, capacity)[:, :count].tolist()
+    covered = []
+    for e, row, stop in zip(experts, first, end, strict=True):
+        covered += [(r, e) for r in range(row, min(row + block, stop))]
+    owner = [e for e, n in enumerate((*counts, tail)) for _ in range(n)]
+    assert covered == list(enumerate(owner))
+
+
+def test_bad_offsets_stay_inside_the_tensors():
+    """On a GPU nobody looks at their values: whatever they are, every access is inside, and
+    each row gets a number.
+    """
+    kernel = kernels()
+    for wrong in ([40, 0, 40], [-5, 90, 20], [2**31 - 1] * 3, [-(2**31)] * 3, [40, 0, 40, 0, 40]):
+        x, weight = torch.randn(40, 8, device=DEVICE), torch.randn(len(wrong), 8, 8, device=DEVICE)
+        offsets = torch.tensor(wrong, dtype=torch.int32, device=DEVICE)
+        tiles = kernel.tile_map(offsets, 40, 16).cpu()
+        capacity, count = len(tiles) // 3, int(tiles[-1])
+        assert count <= capacity
+        _, first, end = tiles[:-1].view(3, capacity)[:, :count]
+        assert (first >= 0).all() and (end <= 40).all()
+        assert kernel.forward(x, weight, offsets).shape == (40, 8)
+        assert kernel.backward_weight(x, x, offsets).isfinite().all()
+
+
+def test_more_tiles_than_32_bits_can_count_stay_inside_the_table():
+    """What offsets that break the rules can ask for: here 2^31 tiles of one row, where there is
+    room for ten.
+    """
+    kernel = kernels()
+    R, room = 2**30, 10
+    offsets = torch.tensor([R, 0, R], dtype=torch.int32, device=DEVICE)
+    tiles = torch.full((3 * room + 1,), -1, dtype=torch.int32, device=DEVICE)
+    kernel._map_tiles[(4,)](offsets, tiles, 3, R, room, BLOCK_M=1, BLOCK=16, EXPERTS=4)
+    assert tiles.tolist() == [0] * room + list(range(room)) + [R] * room + [room]
+
+
+def test_what_a_descriptor_cannot_take_is_seen():
+    """Memory that is off 16 bytes, rows at other multiples, experts that share memory."""
+    kernel = kernels()
+    flat = torch.empty(4 * 64 + 1, dtype=torch.bfloat16, device=DEVICE)
+    assert kernel._aligned(flat[:-1].view(4, 64))
+    assert not kernel._aligned(flat[1:].view(4, 64)) and not kernel._aligned(
+        flat[:-1].view(4, 64)[:, 1:]
+    )
+    assert not kernel._aligned(torch.empty(4, 36, dtype=torch.bfloat16, device=DEVICE))
+    one = torch.randn(1, 16, 32, device=DEVICE)
+    shared = one.expand(3, -1, -1)
+    w, _ = kernel._weights(shared, False)
+    assert w.stride(0) >= 16 * 32 and torch.equal(w, shared)

@@ -1,0 +1,284 @@
+"""What the host does for a launch of a Triton kernel: how often it has one compiled, and how long
+it takes. No GPU is needed, but a process without Triton's interpreter is.
+"""
+
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilewright.bench import overhead
+from tilewright.ops import cross_entropy
+from tilewright.registry import ImplementationUnavailable, operations
+
+pytest.importorskip("triton")
+
+ROOT = pathlib.Path(__file__).parents[2]
+# compilations of a kernel with one set of constants: numbers that are multiples of 16 gain from it
+MOST = 2
+
+
+def steps(tokens, dtype=torch.bfloat16):
+    """One launch of each kernel whose integers follow the number of tokens of a step: packed
+    documents, so that there is one sequence. Nothing is launched, so that tensors hold what was in
+    memory.
+    """
+    from tilewright.kernels import (
+        attention_triton,
+        fused_quantize_triton,
+        grouped_gemm_triton,
+        permute_triton,
+        qk_norm_rope_triton,
+        quantize_triton,
+        rmsnorm_triton,
+        rope_triton,
+        route_triton,
+    )
+
+    def new(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype)
+
+    def heads(n):
+        return new(1, tokens, n, 64).transpose(1, 2)
+
+    T, H, E, K, f32, i64 = tokens, 128, 8, 2, torch.float32, torch.int64
+    x, w, table = new(T, H), new(H), new(8192, 32, dtype=f32)
+    y, rstd = rmsnorm_triton.forward(x, w, None, 1e-6, 0.0, True, 0.0, 0, 0, 0)
+    rmsnorm_triton.add_forward(x, x, w, None, 1e-6, 0.0, True, 0.0, 0, 0, 0)
+    rmsnorm_triton.backward(y, None, x, rstd, w, 0.0, True, False, 0.0, 0, 0, 0)
+    q, k, cu = heads(4), heads(2), torch.tensor([0, T // 3, T])
+    positions = new(1, T, dtype=i64)
+    rope_triton.rotate(q, k, q, k, table, table, positions, False, False)
+    qkv, norm = new(1, T, 8 * 64), new(64)
+    qk_norm_rope_triton.forward(
+        qkv, norm, norm, q, k, new(1, T, 6, dtype=f32), table, table, positions, 1e-6, 0.0, False
+    )
+    qk_norm_rope_triton.backward(
+        q,
+        k,
+        k,
+        qkv,
+        new(1, T, 6, dtype=f32),
+        norm,
+        norm,
+        qkv,
+        norm,
+        norm,
+        table,
+        table,
+        positions,
+        4,
+        2,
+        0.0,
+        False,
+    )
+    for window in (0, 4096):
+        out, lse = attention_triton.forward(q, k, k, cu, True, window, 0.0, None, 0.125, 0)
+        attention_triton.backward(out, q, k, k, out, lse, cu, True, window, 0.0, None, 0.125, 0)
+    loss = cross_entropy(
+        new(T, H).requires_grad_(), torch.zeros(T, dtype=i64), implementation="triton"
+    )
+    loss.backward()
+    one, square = torch.ones(()), T // 128 * 128  # of rows, which blocks of 128 divide
+    low = quantize_triton.nvfp4_quantize(x[None], one, False, None, 0, None)
+    quantize_triton.nvfp4_quantize(x[None, :square], one, True, T, 16, None)
+    quantize_triton.nvfp4_dequantize(low[0][0], low[1][0], one, H, torch.bfloat16, 0.0, 0, 0, 0)
+    for block in (1, 128), (128, 128):
+        low = quantize_triton.block_fp8_quantize(x[None], *block, None)
+        quantize_triton.block_fp8_dequantize(*low, *block, torch.bfloat16, 0.0, 0, 0, 0)
+        fused_quantize_triton.block_fp8_quantize_both(x[None], *block, None)
+    fused_quantize_triton.nvfp4_quantize_both(x[None, :square], one, False, T)
+    for mx in (False, True):
+        fused_quantize_triton.silu_mul_quantize(x, x, None, mx)
+        fused_quantize_triton.rmsnorm_quantize(x, x, w, None, 1e-6, 0.0, True, None, True, mx)
+    quantize_triton.mxfp8_dequantize(
+        *(t[0] for t in quantize_triton.mxfp8_quantize(x[None], None)), torch.bfloat16, 0.0, 0, 0, 0
+    )
+    fused_quantize_triton.mxfp8_quantize_both(x[None], None)
+    offsets, slots, position = permute_triton.sort(new(T, K, dtype=i64), E)
+    weight = new(T, K, dtype=f32)
+    rows = permute_triton.spread(x, position, offsets)
+    permute_triton.spread(x, position, None)
+    permute_triton.collect(rows, weight, position)
+    permute_triton.backward(x, rows, weight, position)
+    up, down = new(E, 2 * H, H), new(E, H, H)
+    grouped_gemm_triton.backward_weight(
+        grouped_gemm_triton.forward(rows, down, offsets), rows, offsets
+    )
+    grouped_gemm_triton.backward_x(rows, down, offsets)
+    pre, _ = grouped_gemm_triton.up_swiglu(x, up, offsets, slots, K, True)
+    grouped_gemm_triton.down_dswiglu(x, down, pre, weight, offsets, slots, position, True)
+    logits = new(T, E, dtype=f32)
+    route_triton.forward(logits, None, K, False, True, 1, 1, 1.0)
+    route_triton.backward(
+        weight,
+        new(dtype=f32),
+        new(dtype=f32),
+        logits,
+        new(T, K, dtype=i64),
+        new(E, dtype=i64),
+        False,
+        True,
+        1.0,
+    )
+
+
+def main():
+    """How many compilations of each kernel, with one set of constants, 200 random lengths ask
+    for; and what follows.
+    """
+    from triton.runtime.jit import JITFunction
+
+    found = Counter()
+
+    def compiled(kernel, key, signature, device, constants, options, attributes, warmup):
+        absent = [p.name for i, p in enumerate(kernel.params) if constants.get((i,), ...) is None]
+        own = {p.name: constants[i,] for i, p in enumerate(kernel.params) if p.is_constexpr}
+        found[
+            f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__} {own} without {absent}"
+        ] += 1
+        kernel.device_caches[device][0][key] = stub
+        return stub
+
+    stub = SimpleNamespace(
+        run=lambda *a: None, launch_metadata=lambda *a: None, function=None, packed_metadata=None
+    )
+    own, JITFunction._do_compile = JITFunction._do_compile, compiled
+    lengths = random.Random(0)
+    with overhead.not_launched():
+        for _ in range(200):
+            steps(lengths.randint(1000, 8192))
+        found_rows = overhead.overhead(
+            [operations()["rmsnorm"]],
+            "cpu",
+            torch.float32,
+            rounds=1,
+            sample_seconds=0.0,
+            implementation="triton",
+        )
+    x = torch.ones(2, 8)
+    try:
+        operations()["rmsnorm"].public(x, x[0], implementation="triton")
+    except ImplementationUnavailable as error:
+        after = str(error)
+    JITFunction._do_compile = own
+    return {"compilations": found, "rows": found_rows, "after": after, "kept": kept()}
+
+
+def kept():
+    """Launches made from what is kept and by Triton, with the same arguments: how many were, of how
+    many kernels, and which of them differ in the kernel that runs, in its grid or in what it is
+    given.
+    """
+    from triton.runtime.jit import JITFunction
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from tilewright.bench import launches
+    from tilewright.kernels import launch as kept_launches
+
+    ran, other = [], set()
+    counts = Counter()
+
+    def compiled(kernel, key, signature, device, constants, options, attributes, warmup):
+        def run(x, y, z, stream, function, metadata, entering, enter, leave, *passed):
+            passed = [
+                str(
+                    vars(a)
+                    if isinstance(a, TensorDescriptor)
+                    else a.data_ptr()
+                    if isinstance(a, torch.Tensor)
+                    else a
+                )
+                for a in passed
+            ]
+            ran.append((key, (x, y, z), passed, enter is None))
+
+        kernel.device_caches[device][0][key] = stub = SimpleNamespace(
+            run=run, launch_metadata=lambda *a: None, function=None, packed_metadata=None
+        )
+        return stub
+
+    def checked(kernel, grid, *arguments, **constants):
+        ran.clear()
+        launch(kernel, grid, *arguments, **constants)
+        kernel[grid](*arguments, **constants)
+        (*first, is_kept), (*second, _) = ran
+        described = " with descriptors" * any(isinstance(a, TensorDescriptor) for a in arguments)
+        counts[f"{kernel.fn.__module__}.{kernel.fn.__name__}{described}"] += is_kept
+        if first != second:
+            other.add(f"{kernel.fn.__name__}: {first} is not {second}")
+
+    launch, JITFunction._do_compile = kept_launches.launch, compiled
+    for module in [m for name, m in sys.modules.items() if name.startswith("tilewright.kernels.")]:
+        if getattr(module, "launch", None) is launch and module is not kept_launches:
+            module.launch = checked
+        for kernel in [k for k in vars(module).values() if isinstance(k, JITFunction)]:
+            kernel.device_caches.clear()
+    kept_launches.forget()
+    sys.modules["tilewright.kernels.grouped_gemm_triton"]._has_tma = lambda device: True
+    with overhead.not_launched():
+        for tokens in (1024, 1024, 1040, 1041, 16, 1):
+            for dtype in (torch.bfloat16, torch.float16):
+                steps(max(tokens, 128), dtype)
+        rmsnorm = sys.modules["tilewright.kernels.rmsnorm_triton"]
+        for shift in (0, 0, 1, 0):  # the first element after a boundary of 16 bytes
+            x = torch.empty(8 * 64 + shift)[shift:].view(8, 64)
+            rmsnorm.forward(x, x[0], None, 1e-6, 0.0, True, 0.0, 0, 0, 0)
+        rmsnorm.launch, watched = launch, []
+        with launches._watched(
+            lambda *a: None, lambda kernel, *a: watched.append(kernel.fn.__name__)
+        ):
+            for _ in range(2):
+                rmsnorm.forward(x, x[0], None, 1e-6, 0.0, True, 0.0, 0, 0, 0)
+    return {"counts": counts, "different": sorted(other), "watched": watched}
+
+
+@pytest.fixture(scope="module")
+def ran():
+    variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, __file__], env=variables, cwd=ROOT, text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_packed_lengths_ask_for_few_compilations(ran):
+    """Each is a stall of a second or more, on some rank of many."""
+    found = ran["compilations"]
+    assert len(found) >= 30, f"kernels are missing: {sorted(found)}"
+    assert max(found.values()) <= MOST, {name: n for name, n in found.items() if n > MOST}
+
+
+def test_a_kept_launch_is_the_one_that_triton_would_make(ran):
+    """The same compiled kernel, grid and arguments, whatever changes: numbers, dtypes,
+    alignment.
+    """
+    assert ran["kept"]["different"] == []
+    kept = {name for name, n in ran["kept"]["counts"].items() if n}
+    assert (
+        len(kept) >= 20 and "tilewright.kernels.grouped_gemm_triton._gemm with descriptors" in kept
+    ), kept
+
+
+def test_a_kept_launch_is_seen_by_the_search_of_constants(ran):
+    assert ran["kept"]["watched"] == ["_forward"] * 2
+
+
+def test_host_time_of_a_launch_is_measured_without_a_gpu(ran):
+    assert [r["grad"] for r in ran["rows"]] == [False, True]
+    for r in ran["rows"]:
+        assert not r["errors"] and all(r["us"][level]["least"] > 0 for level in overhead.LEVELS)
+        assert r["least_over_launch_us"] == r["us"]["public"]["least"] - r["us"]["launch"]["least"]
+    assert "Triton kernels take CPU tensors only under TRITON_INTERPRET=1" in ran["after"]
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))

@@ -1,0 +1,953 @@
+"""What is special to linear_cross_entropy and linear_logprob; parity with the eager twin is in
+test_contract.py.
+"""
+
+import functools
+import importlib
+import math
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import DEVICE, as_on_a_gpu, join_group, launches, skip_unless_usable, two_processes
+
+from tilewright.bench import contract
+from tilewright.ops import OPS, cross_entropy, linear_cross_entropy, linear_logprob
+from tilewright.registry import ImplementationUnavailable, short
+
+# Not `from tilewright.ops import`, where the name is the function's.
+module = importlib.import_module("tilewright.ops.linear_cross_entropy")
+ROOT = pathlib.Path(__file__).parents[2]
+LINEAR, LOGPROB = OPS["linear_cross_entropy"], OPS["linear_logprob"]
+CHUNKED = ("triton", "cpp")
+ALL = LINEAR.names()
+MiB = 2**20
+
+
+def problem(T=11, H=16, V=37, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x, w, b = (
+        torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((T, H), (V, H), (V,))
+    )
+    y = torch.randint(V, (T,), generator=g)
+    y[1::3] = -100
+    x, w, b = (t.to(DEVICE, dtype).requires_grad_() for t in (x, w * 2 / math.sqrt(H), b))
+    return x, w, b, y.to(DEVICE)
+
+
+def grads(loss, *leaves):
+    return torch.autograd.grad(loss, leaves)
+
+
+# ---- against PyTorch's own composition
+
+OPTIONS = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothing": {"label_smoothing": 0.2},
+    "weights": {"class_weight": True},
+    "weights_smoothing": {"class_weight": True, "label_smoothing": 0.1},
+}
+
+
+def by_hand(x, w, b, y, class_weight=None, **options):
+    acc = torch.promote_types(x.dtype, torch.float32)
+    return F.cross_entropy(
+        F.linear(x, w, b).to(acc),
+        y,
+        None if class_weight is None else class_weight.to(acc),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=short)
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("name", ALL)
+def test_equals_linear_and_cross_entropy_of_torch(name, case, dtype):
+    """Against float64, it may lose at most twice what PyTorch's two steps lose in this dtype."""
+    skip_unless_usable(LINEAR, name, dtype)
+    options = dict(OPTIONS[case])
+    if "class_weight" in options:
+        options["class_weight"] = torch.rand(37, device=DEVICE)
+    x, w, b, y = problem(dtype=dtype)
+    g = torch.randn(11 if case == "none" else (), device=DEVICE)
+    ours = linear_cross_entropy(x, w, y, bias=b, chunk_size=4, implementation=name, **options)
+    theirs = by_hand(x, w, b, y, **options)
+    exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    truth = by_hand(*exact, y, **options)
+    found, other = ([o.detach(), *grads((o * g).sum(), x, w, b)] for o in (ours, theirs))
+    expected = [truth.detach(), *grads((truth * g).sum(), *exact)]
+    for what, f, o, e in zip(("loss", "dx", "dw", "db"), found, other, expected, strict=True):
+        allowed = 2 * contract.error(o, e)[0] + contract.ATOL[dtype]
+        if dtype == torch.float64:
+            allowed = 1e-13
+        assert contract.error(f, e)[0] <= allowed, what
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_constant_added_to_the_logits_costs_no_precision(name):
+    """The logits are sums of few bits, exact in any order, so that float64 has the same."""
+    skip_unless_usable(LINEAR, name, torch.float32)
+    eps = torch.finfo(torch.float32).eps
+    x, w, b, _ = problem(T=8, H=8, V=300)
+    x, w = (
+        ((4 * x).round() / 4).detach().requires_grad_(),
+        ((2 * w).round() / 2).detach().requires_grad_(),
+    )
+    y = torch.arange(8, device=DEVICE)
+    log_p = F.linear(x.detach().double(), w.detach().double()).log_softmax(-1)
+    logprob, entropy = log_p.gather(1, y[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    dx = (log_p.exp() - F.one_hot(y, 300)) @ w.detach().double()
+    for offset in (0, 1e2, 1e3, 1e4, 1e5, 1e6):
+        b = torch.full((300,), float(offset), device=DEVICE)
+        assert torch.equal(F.linear(x, w, b).double(), F.linear(x.double(), w.double(), b.double()))
+        for options in (
+            {"reduction": "none"},
+            {"reduction": "sum"},
+        ):  # which differ in where gradients are made
+            loss = linear_cross_entropy(
+                x, w, y, bias=b, chunk_size=4, implementation=name, **options
+            )
+            truth = -logprob if options["reduction"] == "none" else -logprob.sum()
+            torch.testing.assert_close(loss.detach().double(), truth, rtol=4 * eps, atol=4 * eps)
+            assert contract.error(grads(loss.sum(), x)[0], dx)[0] < 16 * eps, offset
+        if name in LOGPROB.names():
+            found = linear_logprob(x, w, y, bias=b, chunk_size=4, implementation=name)
+            for f, t in zip(found, (logprob, entropy), strict=True):
+                torch.testing.assert_close(f.detach().double(), t, rtol=4 * eps, atol=4 * eps)
+            assert contract.error(grads(found[0].sum(), x)[0], -dx)[0] < 16 * eps, offset
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_softcap_z_loss_and_token_weights_by_hand(name):
+    skip_unless_usable(LINEAR, name, torch.float32)
+    x, w, b, y = problem()
+    u = torch.rand(11, device=DEVICE, requires_grad=True)
+    exact = [t.detach().double().requires_grad_() for t in (x, w, b, u)]
+    z = 3 * torch.tanh(F.linear(*exact[:3]) / 3)
+    rows = F.cross_entropy(z, y, reduction="none") + 0.01 * z.logsumexp(-1).square() * (y >= 0)
+    truth = (rows * exact[3]).sum() / 17
+    loss = linear_cross_entropy(
+        x,
+        w,
+        y,
+        bias=b,
+        softcap=3.0,
+        z_loss=0.01,
+        token_weight=u,
+        num_tokens=17,
+        chunk_size=4,
+        implementation=name,
+    )
+    found = [loss.detach(), *grads(loss * 3, x, w, b, u)]
+    for f, e in zip(found, [truth.detach(), *grads(truth * 3, *exact)], strict=True):
+        assert contract.error(f, e)[0] < 3e-6
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_chunks_change_nothing(name, reduction):
+    """Also where the last one is short."""
+    skip_unless_usable(LINEAR, name, torch.float32)
+    x, w, b, y = problem()
+    results = []
+    for size in (None, 1, 4, 10, 11, 1000):
+        out = linear_cross_entropy(
+            x,
+            w,
+            y,
+            bias=b,
+            reduction=reduction,
+            chunk_size=size,
+            return_lse=True,
+            return_entropy=True,
+            return_argmax=True,
+            implementation=name,
+        )
+        results.append([*(t.detach() for t in out), *grads(out.loss.sum(), x, w, b)])
+    for other in results[1:]:
+        for f, e in zip(other, results[0], strict=True):
+            torch.testing.assert_close(f, e, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_a_vocabulary_of_262144(name):
+    """Sums over the vocabulary lose the most there, PyTorch's too."""
+    skip_unless_usable(LINEAR, name, torch.float32)
+    V = 2**18
+    x, w, _, _ = problem(T=3, H=4, V=V)
+    y = torch.tensor([V - 1, -100, 5], device=DEVICE)
+    loss = linear_cross_entropy(x, w, y, chunk_size=2, implementation=name)
+    theirs = F.cross_entropy(F.linear(x, w), y)
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    truth = F.cross_entropy(F.linear(*exact), y)
+    torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=0)
+    for f, o, e in zip(grads(loss, x, w), grads(theirs, x, w), grads(truth, *exact), strict=True):
+        assert contract.error(f, e)[0] < 2 * contract.error(o, e)[0]
+
+
+# ---- what backward may rely on
+
+
+@pytest.mark.parametrize("name", ["eager", *CHUNKED])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_backward_twice_gives_the_same(name, reduction):
+    """Forward holds the gradients; backward must not scale them in place while the graph is
+    kept.
+    """
+    skip_unless_usable(LINEAR, name, torch.float32)
+    x, w, b, y = problem()
+    loss = linear_cross_entropy(x, w, y, bias=b, reduction=reduction, implementation=name).sum() * 3
+    first = torch.autograd.grad(loss, (x, w, b), retain_graph=True)
+    for second, expected in zip(torch.autograd.grad(loss, (x, w, b)), first, strict=True):
+        assert torch.equal(second, expected)
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_is_frozen_costs_no_gemm(name, reduction, monkeypatch):
+    skip_unless_usable(LINEAR, name, torch.float32)
+    x, w, b, y = problem()
+    (expected,) = grads(
+        linear_cross_entropy(x, w, y, bias=b, reduction=reduction, implementation="eager").sum(), x
+    )
+    made = []
+    real = module._Gradients
+    monkeypatch.setattr(module, "_Gradients", lambda *a: made.append(real(*a)) or made[-1])
+    loss = linear_cross_entropy(
+        x, w.detach(), y, bias=b.detach(), reduction=reduction, implementation=name
+    ).sum()
+    (found,) = grads(loss, x)
+    assert contract.error(found, expected)[0] < 2e-6
+    assert made[-1].dw.numel() == made[-1].db.numel() == 0
+    with torch.no_grad():
+        linear_cross_entropy(x, w, y, implementation=name)
+    assert reduction == "none" or not made[-1].wanted
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_strided_inputs(name):
+    skip_unless_usable(LINEAR, name, torch.float32)
+    x, w, _, y = problem()
+    expected = linear_cross_entropy(x, w, y, implementation="eager")
+    turned = (
+        x.detach().t().contiguous().t().requires_grad_(),
+        w.detach().t().contiguous().t().requires_grad_(),
+    )
+    found = linear_cross_entropy(*turned, y, chunk_size=4, implementation=name)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    for f, e in zip(grads(found, *turned), grads(expected, x, w), strict=True):
+        assert contract.error(f, e)[0] < 2e-6
+
+
+# ---- memory
+
+PEAK = """
+import resource, sys, torch
+from tilewright.ops import linear_cross_entropy as f, linear_logprob
+T, H, V = 2048, 8, 32768
+x, w = torch.randn(T, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+y = torch.randint(V, (T,))
+def call(x, y, how):
+    if how == "logprob":
+        return torch.stack(linear_logprob(x, w, y, implementation=sys.argv[1])).sum()
+    return f(x, w, y, reduction=how, implementation=sys.argv[1]).sum()
+hows = sys.argv[2:]
+for how in hows:   # thread pools, code pages
+    call(x[:64], y[:64], how).backward()
+def peak():   # not ru_maxrss, which begins at the peak of the process that started this one
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+before = peak()
+for how in hows:
+    call(x, y, how).backward()
+print((peak() - before) / 1024)
+"""
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="reads a process's peak memory as Linux counts it"
+)
+@pytest.mark.parametrize(
+    "name, hows, least, most",
+    [
+        (
+            "eager",
+            ["mean"],
+            256,
+            math.inf,
+        ),  # what is measured is what is meant: all logits are 256 MiB
+        ("cpp", ["mean", "none", "logprob"], 0, 100),  # a chunk is 64 MiB
+    ],
+    ids=["eager", "cpp"],
+)
+def test_logits_are_never_whole_in_memory(name, hows, least, most):
+    if reason := LINEAR.implementation(name).why_not("cpu", torch.float32):
+        pytest.skip(reason)
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, name, *hows],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert least <= float(run.stdout) <= most
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="a CUDA device's peak memory: only on one")
+def test_logits_are_never_whole_in_gpu_memory():
+    T, H, V = 2**15, 64, 2**17
+    x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(V, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = torch.randint(V, (T,), device="cuda")
+    linear_cross_entropy(x, w, y, implementation="triton").backward()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(x, w, y, implementation="triton").backward()
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * 1024 * MiB < T * V * 2
+
+
+# ---- launches
+
+
+@pytest.mark.parametrize("chunk_size, reduction", [(None, "mean"), (None, "sum"), (4, "mean")])
+def test_launches_of_forward_and_backward(chunk_size, reduction, monkeypatch):
+    """As on a GPU: of each chunk its three kernels and three products, and what the upstream
+    gradient costs.
+    """
+    skip_unless_usable(LINEAR, "triton", torch.float32)
+    x, w, _, y = problem()
+    upstream = torch.ones((), device=DEVICE)
+    found = launches(
+        monkeypatch,
+        lambda: torch.autograd.grad(
+            linear_cross_entropy(
+                x, w, y, reduction=reduction, chunk_size=chunk_size, implementation="triton"
+            ),
+            (x, w),
+            upstream,
+        ),
+    )
+    products = {"aten::mm": "product", "aten::addmm": "product"}
+    chunk = ["product", "_forward", "_losses", "_backward", "product", "product"]
+    assert [products.get(n, n) for n in found] == chunk * (1 if chunk_size is None else 3) + [
+        "_scale",
+        "_scale",
+    ]
+
+
+def test_an_upstream_gradient_of_one_reads_and_writes_nothing():
+    """And any other multiplies whole blocks and what is left of one."""
+    skip_unless_usable(LINEAR, "triton", torch.float32)
+    from tilewright.kernels import softmax_stats_triton as kernels
+
+    for n in (1, 4096, 3 * 4096 + 5):
+        memory = torch.randn(n + 8, device=DEVICE)
+        before, out = memory.clone(), memory[:n]
+        for factor in (1.0, 3.0, math.nan):
+            kernels.scale_(out, torch.tensor(factor, device=DEVICE))
+            expected = torch.cat([before[:n] * factor, before[n:]])
+            torch.testing.assert_close(memory, expected, rtol=0, atol=0, equal_nan=True)
+            before = memory.clone()
+    out = torch.ones(3, device=DEVICE)
+    version = out._version
+    for name in ("triton", "cpp"):
+        if LINEAR.implementation(name).why_not(DEVICE, torch.float32) is None:
+            getattr(module._softmax_stats, name)().scale_(out, torch.ones((), device=DEVICE))
+            assert out._version == version
+
+
+# ---- the rule for chunks
+
+
+def rows(T, V, itemsize=4, device="cpu", chunk_size=None, H=64, fp32=module.SUMS | module.LEARNS):
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    x = types.SimpleNamespace(
+        shape=(T, H), device=torch.device(device), element_size=lambda: itemsize, dtype=dtype
+    )
+    return module.chunk_rows(x, types.SimpleNamespace(shape=(V, H), dtype=dtype), chunk_size, fp32)
+
+
+@pytest.mark.parametrize(
+    "T, V, itemsize, expected",
+    [
+        (512, 32768, 4, 512),
+        (513, 32768, 4, 288),
+        (1025, 32768, 4, 352),  # 64 MiB are 512 rows; evened out, in 32s
+        (1025, 32768, 2, 544),
+        (100, 2**18, 4, 64),
+        (100, 2**26, 4, 32),  # never less than one tile
+        (5, 100, 4, 5),
+        (0, 100, 4, 1),
+        (1, 2**18, 4, 1),
+    ],
+)
+def test_rows_in_a_chunk_on_a_cpu(T, V, itemsize, expected):
+    assert rows(T, V, itemsize) == expected
+
+
+def test_rows_in_a_chunk_as_asked_for():
+    assert [rows(10, 100, chunk_size=n) for n in (1, 7, 10, 11)] == [1, 7, 10, 10]
+    assert rows(0, 100, chunk_size=3) == 1
+
+
+GPU = {"itemsize": 2, "device": "cuda"}
+LLAMA = {"H": 4096, "V": 128256, **GPU}
+
+
+@pytest.mark.parametrize(
+    "T, options, chunks",
+    [
+        (8192, LLAMA, 1),
+        (8192, {**LLAMA, "itemsize": 4}, 4),  # a float32 gradient is its own sum
+        (
+            8192,
+            {**LLAMA, "fp32": module.SUMS},
+            2,
+        ),  # without a gradient of the weight there is no sum
+        (8192, {**LLAMA, "fp32": module.LEARNS}, 2),  # accumulate="bf16"
+        (
+            8192,
+            {**LLAMA, "fp32": module.SUMS | module.LEARNS | module.LOGITS},
+            7,
+        ),  # 6,012 MiB, or 859 and 2,004
+        (12288, LLAMA, 1),
+        (12289, LLAMA, 4),
+        (16384, LLAMA, 4),
+        (32768, LLAMA, 8),
+        (8192, {**LLAMA, "H": 2048, "V": 151936}, 3),
+        (8192, {**LLAMA, "H": 2560, "V": 262144}, 4),
+        (64, LLAMA, 1),
+        (1024, {"H": 576, "V": 49152, "itemsize": 2}, 1),
+        (1024, {"H": 576, "V": 49152, "itemsize": 4}, 4),
+    ],
+)
+def test_chunks_follow_from_shapes(T, options, chunks, monkeypatch):
+    """The least memory of the two: all logits at once, or chunks of the budget and a float32 sum.
+    Nothing else is asked, so it is the same while a graph is recorded and on every rank.
+    """
+    for name in (
+        "mem_get_info",
+        "memory_reserved",
+        "memory_allocated",
+        "is_current_stream_capturing",
+    ):
+        monkeypatch.setattr(
+            torch.cuda, name, lambda *a, name=name: pytest.fail(f"{name} was asked for")
+        )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "one that nobody tuned")
+    monkeypatch.setattr(module.CHUNK, "config", lambda device, *key: module.CHUNK.heuristic(*key))
+    found = rows(T, **options)
+    assert -(-T // found) == chunks and (
+        chunks == 1 or found % (128 if options.get("device") else 32) == 0
+    )
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_forward_and_backward_choose_the_same_chunks(name, monkeypatch):
+    """The logits that backward makes again are those of the statistics."""
+    skip_unless_usable(LINEAR, name, torch.float32)
+    seen, real = [], module.chunk_rows
+    monkeypatch.setattr(
+        module,
+        "chunk_rows",
+        lambda x, w, size, fp32: seen.append((size, fp32)) or real(x, w, size, fp32),
+    )
+    x, w, _, y = problem()
+    for frozen in (False, True):
+        weight = w.detach() if frozen else w
+        grads(linear_cross_entropy(x, weight, y, reduction="none", implementation=name).sum(), x)
+        grads(linear_logprob(x, weight, y, implementation=name)[0].sum(), x)
+    wide = module.SUMS | module.LEARNS
+    assert seen == [(None, wide)] * 4 + [(None, module.SUMS)] * 4
+
+
+# ---- targets that are out of range, where there is no look
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "fn, options",
+    [
+        (linear_cross_entropy, {}),
+        (linear_cross_entropy, {"reduction": "none"}),
+        (linear_cross_entropy, {"label_smoothing": 0.1, "z_loss": 0.1}),
+        (linear_logprob, {}),
+    ],
+    ids=["mean", "none", "all", "logprob"],
+)
+def test_a_bad_target_makes_its_row_nan_where_there_is_no_look(name, fn, options, monkeypatch):
+    skip_unless_usable(LINEAR, name, torch.float32)
+    if fn is linear_logprob and name not in LOGPROB.names():
+        pytest.skip("linear_logprob has no such implementation")
+    as_on_a_gpu(monkeypatch)
+    x, w, b, y = problem()
+    rows = torch.tensor([2, 6], device=DEVICE)
+    first = contract.leaves(
+        fn(x, w, y.index_fill(0, rows, -100), bias=b, implementation="eager", **options)
+    )
+    y[2], y[6] = 37, -1
+    found = contract.leaves(fn(x, w, y, bias=b, chunk_size=4, implementation=name, **options))
+    for f, e in zip(found, first, strict=True):  # e: what the twin finds with those rows ignored
+        assert f.isnan().any()
+        if f.dim():
+            e = e.detach().index_fill(0, rows, math.nan)
+            torch.testing.assert_close(f, e, equal_nan=True, rtol=1e-5, atol=1e-6)
+    dx, dw = grads(sum(f.sum() for f in found), x, w)
+    wanted, _ = grads(sum(f.sum() for f in first), x, w)
+    assert dw.isnan().all()
+    if name == "torch":  # whose sum is of all rows
+        assert dx[rows].isnan().all()
+    else:
+        torch.testing.assert_close(
+            dx, wanted.index_fill(0, rows, math.nan), equal_nan=True, rtol=1e-4, atol=1e-6
+        )
+
+
+# ---- in what logits are kept
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("chunk_size", [4, None])
+@torch.no_grad()
+def test_logits_in_fp32_are_not_rounded(name, chunk_size):
+    """Every result of both ops is then as good as float32; with logits in bfloat16 none is."""
+    skip_unless_usable(LINEAR, name, torch.bfloat16)
+    x, w, b, y = problem(T=64, H=32, V=96, dtype=torch.bfloat16)
+    y = y.where(y >= 0, 5)
+    exact = F.log_softmax(x.double() @ w.double().T + b.double(), -1)
+    truth = (
+        -exact.gather(1, y[:, None])[:, 0],
+        exact.gather(1, y[:, None])[:, 0],
+        -(exact.exp() * exact).sum(-1),
+    )
+
+    def errors(**options):
+        options |= {"bias": b, "chunk_size": chunk_size, "implementation": name}
+        found = (
+            linear_cross_entropy(x, w, y, reduction="none", **options),
+            *linear_logprob(x, w, y, **options),
+        )
+        return [float((f - t).norm() / t.norm()) for f, t in zip(found, truth, strict=True)]
+
+    assert max(errors(fp32_logits=True)) < 1e-6
+    assert min(errors()) > 1e-4
+
+
+# ---- in what the weight's gradient is summed
+
+
+def dw_errors(name, accumulate, chunk_size):
+    """Root mean square errors of the gradients of weight and bias, and these gradients. All rows
+    have one target, so that sums over chunks grow, which is when a narrow sum loses.
+    """
+    x, w, b, y = problem(T=256, H=16, V=24, dtype=torch.bfloat16)
+    y.fill_(3)
+    with torch.no_grad():
+        x.add_(1.0)
+    exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    truth = grads(by_hand(*exact, y), *exact[1:])
+    loss = linear_cross_entropy(
+        x, w, y, bias=b, accumulate=accumulate, chunk_size=chunk_size, implementation=name
+    )
+    found = grads(loss, w, b)
+    return [
+        float((f - t).square().mean().sqrt() / t.square().mean().sqrt())
+        for f, t in zip(found, truth, strict=True)
+    ], found
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_fp32_sums_beat_bf16_sums(name):
+    skip_unless_usable(LINEAR, name, torch.bfloat16)
+    wide, narrow = dw_errors(name, "fp32", 2)[0], dw_errors(name, "bf16", 2)[0]
+    assert all(2 * a < b for a, b in zip(wide, narrow, strict=True)), (wide, narrow)
+    assert all(a < torch.finfo(torch.bfloat16).eps for a in wide), (
+        "as good as one rounding of the sum"
+    )
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_one_chunk_needs_no_sum(name):
+    """Its GEMM sums in float32 by itself, whatever `accumulate` says."""
+    skip_unless_usable(LINEAR, name, torch.bfloat16)
+    (_, wide), (_, narrow) = dw_errors(name, "fp32", 256), dw_errors(name, "bf16", 256)
+    assert torch.equal(wide[0], narrow[0])
+
+
+@pytest.mark.parametrize(
+    "accumulate, chunk, dtype",
+    [("fp32", 2, torch.float32), ("bf16", 2, torch.bfloat16), ("fp32", 8, torch.bfloat16)],
+)
+def test_what_is_allocated_for_the_sum(accumulate, chunk, dtype):
+    x, w, _, _ = problem(T=8, dtype=torch.bfloat16)
+    made = module._Gradients(x, w, chunk, accumulate == "fp32", 1.0, True, True, True)
+    assert made.dw.dtype == dtype and made.dx.dtype == torch.bfloat16
+
+
+# ---- log-probability and entropy
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("name", LOGPROB.names())
+def test_logprob_and_entropy_equal_log_softmax(name, temperature, softcap):
+    skip_unless_usable(LOGPROB, name, torch.float32)
+    x, w, b, y = problem()
+    exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    z = F.linear(*exact)
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    log_p = (z / temperature).log_softmax(-1)
+    learn = y >= 0
+    truth = (
+        log_p.gather(-1, y.clamp_min(0)[:, None])[:, 0] * learn,
+        -(log_p.exp() * log_p).sum(-1) * learn,
+    )
+    g = torch.randn(2, 11, device=DEVICE)
+    found = linear_logprob(
+        x, w, y, bias=b, temperature=temperature, softcap=softcap, chunk_size=4, implementation=name
+    )
+    for f, t in zip(found, truth, strict=True):
+        assert contract.error(f.detach(), t.detach())[0] < 2e-6
+    assert not found[0][~learn].any() and not found[1][~learn].any()
+    # 1e-5: in the entropy's gradient, p (z - mean), the difference loses digits.
+    for which in (0, 1):  # each alone, too: a missing gradient stands for zeros
+        for f, t in zip(
+            torch.autograd.grad(found[which], (x, w, b), g[which], retain_graph=True),
+            torch.autograd.grad(truth[which], exact, g[which].double(), retain_graph=True),
+            strict=True,
+        ):
+            assert contract.error(f, t)[0] < 1e-5
+    for f, t in zip(
+        torch.autograd.grad(found, (x, w, b), [*g]),
+        torch.autograd.grad(truth, exact, [*g.double()]),
+        strict=True,
+    ):
+        assert contract.error(f, t)[0] < 1e-5
+
+
+@pytest.mark.parametrize("name", LOGPROB.names())
+def test_a_certain_token_has_logprob_0_and_hardly_any_entropy(name):
+    """Never the wrong side of 0, where exp(new - old) and a clipped ratio would go astray."""
+    skip_unless_usable(LOGPROB, name, torch.float32)
+    w = 100 * torch.eye(8, device=DEVICE)
+    logprob, entropy = linear_logprob(
+        torch.eye(8, device=DEVICE), w, torch.arange(8, device=DEVICE), implementation=name
+    )
+    assert (
+        not logprob.any() and (entropy >= 0).all() and (entropy < 1e-40).all()
+    )  # 7 * 100 exp(-100)
+
+
+@pytest.mark.parametrize("name", LOGPROB.names())
+def test_a_class_that_is_masked_out_leaves_the_gradient_of_the_entropy_finite(name):
+    """Whatever is fed back: 0 times the distance of a logit of -inf must be 0."""
+    skip_unless_usable(LOGPROB, name, torch.float32)
+    x, w, b, y = problem()
+    y = y.clamp_min(0)
+    masked = b.detach().clone()
+    masked[36] = -math.inf
+    truth = linear_logprob(x, w[:36], y % 36, bias=b[:36].detach(), implementation="eager")
+    found = linear_logprob(x, w, y % 36, bias=masked, implementation=name)
+    for f, t in zip(found, truth, strict=True):
+        torch.testing.assert_close(f, t)
+    g = torch.randn(2, 11, device=DEVICE) * 100
+    assert (
+        contract.error(
+            grads((torch.stack(found) * g).sum(), x)[0], grads((torch.stack(truth) * g).sum(), x)[0]
+        )[0]
+        < 1e-5
+    )
+
+
+# ---- a vocabulary in shards
+
+
+def _rank(rank, world, folder, name, problems):
+    """One process: its shard's loss and gradients, for each of several problems."""
+    group = join_group(rank, world, folder)
+    for i, kw in enumerate(problems):
+        kw = dict(kw)
+        x = kw.pop("x").clone().requires_grad_()
+        w, b = (kw.pop(n).chunk(world)[rank].clone().requires_grad_() for n in ("weight", "bias"))
+        call = functools.partial(
+            linear_cross_entropy, x, w, bias=b, group=group, implementation=name, **kw
+        )
+        out = call()
+        out.loss.sum().backward()
+        torch.save([*(t.detach() for t in out), x.grad, w.grad, b.grad], f"{folder}/out-{i}-{rank}")
+    try:
+        linear_cross_entropy(
+            x, w, torch.full_like(kw["target"], 2**20), group=group, implementation=name
+        )
+    except IndexError as error:
+        assert f"0 to {world * len(w) - 1}" in str(error)
+    else:
+        raise AssertionError("no IndexError for a target beyond the whole vocabulary")
+    torch.compiler.is_compiling = lambda: True  # compiling would take ten seconds to say the same
+    try:
+        call()
+    except ValueError as error:
+        assert "refused under torch.compile" in str(error), error
+    else:
+        raise AssertionError("a group was not refused under torch.compile")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["eager", *CHUNKED])
+def test_two_shards_of_the_vocabulary_equal_one(name):
+    if DEVICE == "cuda":
+        pytest.skip("gloo takes CPU tensors: run without a CUDA device")
+    skip_unless_usable(LINEAR, name, torch.float32)
+    returns = {"return_lse": True, "return_entropy": True, "return_argmax": True}
+    x, w, b, y = problem(T=9, V=38)
+    everything = {
+        "label_smoothing": 0.1,
+        "z_loss": 1e-2,
+        "softcap": 5.0,
+        "class_weight": torch.rand(38),
+        "token_weight": torch.rand(9),
+        **returns,
+    }
+    shared = {
+        "x": x.detach(),
+        "weight": w.detach(),
+        "bias": b.detach(),
+        "target": y,
+        "chunk_size": 4,
+    }
+    problems = [
+        {**shared, **returns},
+        {**shared, **everything},
+        {**shared, **everything, "reduction": "none"},
+        {**shared, **everything, "num_tokens": 20},
+        # Exact sums, which float32 holds to 1/16 only once they have an offset.
+        {
+            **shared,
+            "x": (4 * shared["x"]).round() / 4,
+            "weight": (2 * shared["weight"]).round() / 2,
+            "bias": torch.full((38,), 1e6),
+            "label_smoothing": 0.1,
+            **returns,
+        },
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        two_processes(_rank, folder, name, problems)
+        for i, kw in enumerate(problems):
+            whole = {
+                k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v
+                for k, v in kw.items()
+            }
+            leaves = [whole[n].requires_grad_() for n in ("x", "weight", "bias")]
+            out = linear_cross_entropy(**whole, implementation="eager")
+            expected = [*(t.detach() for t in out), *grads(out.loss.sum(), *leaves)]
+            ranks = [torch.load(f"{folder}/out-{i}-{r}") for r in range(2)]
+            for found in ranks:  # whole on every rank, and equal there
+                for f, e, other in zip(found[:5], expected[:5], ranks[0][:5], strict=True):
+                    assert contract.error(f, e)[0] < 1e-5, i
+                    assert torch.equal(f, other)
+            for n in (5, 6):
+                assert contract.error(torch.cat([r[n] for r in ranks]), expected[n])[0] < 1e-5, i
+
+
+# ---- ignored tokens, the divisor
+
+
+@pytest.mark.parametrize("name", ["eager", *CHUNKED])
+@pytest.mark.parametrize("fn", [linear_cross_entropy, linear_logprob])
+def test_ignored_rows_of_x_get_zeros_whatever_they_hold(name, fn):
+    """With all of the weight's gradient to pay for it, as the docstring says."""
+    skip_unless_usable(LINEAR, name, torch.float32)
+    x, w, _, y = problem()
+    with torch.no_grad():
+        x[1] = float("nan")  # ignored by `problem`
+    out = fn(x, w, y, implementation=name)
+    loss = out if fn is linear_cross_entropy else out[0].sum() + out[1].sum()
+    dx, dw = grads(loss, x, w)
+    assert loss.isfinite() and dx.isfinite().all() and not dx[1].any() and dx[0].any()
+    assert dw.isnan().all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_num_tokens_gets_no_gradient(name):
+    skip_unless_usable(LINEAR, name, torch.float32)
+    x, w, _, y = problem()
+    n = torch.tensor(3.0, device=DEVICE, requires_grad=True)
+    assert grads(linear_cross_entropy(x, w, y, num_tokens=3.0, implementation=name), x)[0].any()
+    linear_cross_entropy(x, w, y, num_tokens=n, implementation=name).backward()
+    assert n.grad is None
+
+
+# ---- what a module returns
+
+
+@pytest.mark.filterwarnings("error")
+def test_fsdp2_warns_of_no_view(tmp_path):
+    """It warns of a module that returns a view, on which an in-place operation would lose its
+    hook.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    class Head(torch.nn.Linear):
+        def forward(self, call, x, y):
+            return call(x, self.weight, y)
+
+    def logits_too(x, w, y, **options):
+        return cross_entropy(F.linear(x, w), y, **options)
+
+    x, y = torch.randn(2, 3, 8), torch.arange(6).view(2, 3)
+    join_group(0, 1, tmp_path)
+    try:
+        head = fully_shard(Head(8, 16), mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        for name in ALL:
+            if LINEAR.implementation(name).why_not("cpu", torch.float32) is None:
+                calls = [
+                    functools.partial(fn, reduction=how, implementation=name)
+                    for fn in (linear_cross_entropy, logits_too)
+                    for how in ("mean", "none")
+                ]
+                if name in LOGPROB.names():
+                    calls.append(functools.partial(linear_logprob, implementation=name))
+                for call in calls:
+                    outs = contract.leaves(head(call, x, y))
+                    assert all(out.requires_grad and out._base is None for out in outs)
+                    sum(out.sum() for out in outs).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# ---- errors
+
+X, W, Y = torch.randn(4, 6), torch.randn(8, 6), torch.zeros(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "fn, names", [(linear_cross_entropy, ALL), (linear_logprob, LOGPROB.names())]
+)
+@pytest.mark.parametrize("bad", [8, -1, -101, 2**40])
+def test_target_out_of_range(fn, names, bad):
+    y = torch.zeros(2, 2, dtype=torch.int64)
+    y[1] = bad
+    for name in names:
+        if LINEAR.implementation(name).why_not("cpu", torch.float32) is None:
+            with pytest.raises(
+                IndexError, match=rf"target\[1, 0\] is {bad}; accepted are 0 to 7 and ignore_index"
+            ):
+                fn(X.reshape(2, 2, 6), W, y, implementation=name)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"x": X.long()}, TypeError, "x must be one of float32.*int64"),
+        ({"x": torch.tensor(1.0)}, ValueError, r"x must have a last dimension.*\[\]"),
+        (
+            {"weight": W.bfloat16()},
+            TypeError,
+            r"weight must have x's dtype torch\.float32, got torch\.bfloat16",
+        ),
+        ({"weight": W[:, :5]}, ValueError, r"weight must have shape \[V, 6\].*got \[8, 5\]"),
+        ({"weight": W[0]}, ValueError, r"weight must have shape \[V, 6\].*got \[6\]"),
+        ({"weight": W[:0]}, ValueError, r"weight must have shape \[V, 6\].*got \[0, 6\]"),
+        ({"weight": W.to("meta")}, ValueError, "weight is on meta, x on cpu"),
+        ({"bias": W[0]}, ValueError, r"bias must have shape \[8\].*got \[6\]"),
+        (
+            {"bias": torch.zeros(8, dtype=torch.float64)},
+            TypeError,
+            r"bias must have x's dtype.*float64",
+        ),
+        ({"target": [0]}, TypeError, "target must be a torch.Tensor, got list"),
+        ({"target": Y.int()}, TypeError, "target must be int64.*int32"),
+        ({"target": Y[:3]}, ValueError, r"target must have shape \[4\].*got \[3\]"),
+        ({"softcap": -1.0}, ValueError, "softcap must be a finite number > 0.*got -1.0"),
+        ({"ignore_index": None}, TypeError, "ignore_index must be an int, got None"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be an int >= 1 .*or None, got 0"),
+        (
+            {"x": X.to_sparse()},
+            TypeError,
+            "x must be a strided .dense. tensor, got layout sparse_coo",
+        ),
+        (
+            {"target": Y.to_sparse()},
+            TypeError,
+            "target must be a strided .dense. tensor, got layout sparse_coo",
+        ),
+        (
+            {"softcap": 1e300},
+            ValueError,
+            r"softcap must be a finite number > 0 \(in float32\).*got 1e\+300",
+        ),
+        ({"ignore_index": 2**70}, ValueError, f"ignore_index must fit in int64.*got {2**70}"),
+        (
+            {"chunk_size": 10**30},
+            ValueError,
+            f"chunk_size must be an int >= 1 .*or None, got {10**30}",
+        ),
+        ({"chunk_size": 2.5}, ValueError, "chunk_size must be an int >= 1 .*or None, got 2.5"),
+        ({"implementation": "tritn"}, ValueError, "unknown implementation 'tritn'"),
+    ],
+)
+@pytest.mark.parametrize("fn", [linear_cross_entropy, linear_logprob])
+def test_bad_input_is_one_clear_error(fn, change, error, message):
+    with pytest.raises(error, match=message):
+        fn(**{"x": X, "weight": W, "target": Y, **change})
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"label_smoothing": 1.5}, ValueError, r"label_smoothing must be in .*got 1\.5"),
+        ({"z_loss": -1}, ValueError, "z_loss must be a finite number >= 0.*got -1"),
+        ({"reduction": "avg"}, ValueError, "reduction must be one of .*'avg'"),
+        (
+            {"accumulate": "fp16"},
+            ValueError,
+            "accumulate must be one of .*'fp32', 'bf16'.*got 'fp16'",
+        ),
+        ({"class_weight": W[0]}, ValueError, r"class_weight must have shape \[8\]"),
+        ({"token_weight": X[:, :1]}, ValueError, r"token_weight must have shape \[4\]"),
+        ({"num_tokens": -1}, ValueError, "num_tokens must be a finite number >= 0.*got -1"),
+        ({"group": "tp"}, TypeError, r"group must be a torch\.distributed\.ProcessGroup.*str"),
+    ],
+)
+def test_bad_options_of_the_loss(change, error, message):
+    with pytest.raises(error, match=message):
+        linear_cross_entropy(X, W, Y, **change)
+
+
+def test_a_refusal_of_the_dtype_that_autocast_has_made_says_so():
+    if reason := LINEAR.implementation("torch").why_not("cpu", torch.float32):
+        pytest.skip(reason)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(
+            ImplementationUnavailable,
+            match=r"^linear_cross_entropy\[torch\]: takes float32, not bfloat16 .*; under "
+            r"torch\.autocast, which makes x, weight, bias bfloat16$",
+        ),
+    ):
+        linear_cross_entropy(X, W, Y, implementation="torch")
+    with pytest.raises(ImplementationUnavailable, match=r"not bfloat16 \(usable here: [^)]*\)$"):
+        linear_cross_entropy(X.bfloat16(), W.bfloat16(), Y, implementation="torch")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan, 1e-300, 1e300])
+def test_bad_temperature(value):
+    with pytest.raises(
+        ValueError, match=f"temperature must be a finite number > 0.*got {re.escape(str(value))}"
+    ):
+        linear_logprob(X, W, Y, temperature=value)
+    with pytest.raises(
+        ValueError, match=r"softcap / temperature must be a finite.*got 1e\+30 / 1e-20"
+    ):
+        linear_logprob(X, W, Y, softcap=1e30, temperature=1e-20)
+    with pytest.raises(TypeError, match="temperature must be a number, got None"):
+        linear_logprob(X, W, Y, temperature=None)

@@ -1,0 +1,392 @@
+"""moe_mlp beyond the numerics contract, which tests/ops/test_contract.py holds it to: what it
+keeps, what it refuses.
+"""
+
+import re
+
+import pytest
+import torch
+from helpers import DEVICE, skip_unless_usable
+
+from tilewright import platform
+from tilewright.bench import contract
+from tilewright.ops import OPS, Gate, moe_mlp, permute, quantize_nf4, route
+from tilewright.ops.moe import MOE_MLP, saved_bytes
+
+NAMES = [i.name for i in MOE_MLP.implementations]
+FUSED = [n for n in NAMES if n != "eager"]
+T, K, E, H, I = 13, 2, 5, 24, 16
+
+
+def inputs(dtype=torch.float32, T=T, K=K, seed=0):
+    g = torch.Generator(device=DEVICE).manual_seed(seed)
+
+    def draw(*shape, scale=1.0):
+        return (torch.randn(*shape, device=DEVICE, generator=g) * scale).to(dtype).requires_grad_()
+
+    index = torch.rand(T, E, device=DEVICE, generator=g).topk(K, -1).indices
+    weight = torch.rand(T, K, device=DEVICE, generator=g).requires_grad_()
+    return [
+        draw(T, H),
+        draw(E, 2 * I, H, scale=H**-0.5),
+        draw(E, H, I, scale=I**-0.5),
+        index,
+        weight,
+    ]
+
+
+def grads(y, arguments, dy):
+    return torch.autograd.grad(y, [t for t in arguments if t.requires_grad], dy)
+
+
+def test_the_definition_is_what_a_reader_would_write():
+    x, gate_up, down, index, weight = (
+        t.detach().double() if t.is_floating_point() else t for t in inputs()
+    )
+    expected = torch.zeros_like(x)
+    for t in range(T):
+        for k in range(K):
+            gate, up = (gate_up[index[t, k]] @ x[t]).chunk(2)
+            expected[t] += weight[t, k] * (down[index[t, k]] @ (gate / (1 + torch.exp(-gate)) * up))
+    torch.testing.assert_close(
+        moe_mlp(x, gate_up, down, index, weight, implementation="eager"), expected
+    )
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the parts of the CPU's implementations")
+def test_parts_that_are_no_kernels_round_as_the_twin_does(monkeypatch):
+    """Without the extension, F.silu(gate) * up as a part, rounded twice, took the whole beyond
+    the contract.
+    """
+    for op in OPS.values():
+        monkeypatch.setattr(op, "_unpinned", {})
+    monkeypatch.setattr(platform, "no_extension", lambda: "the extension is hidden by this test")
+    case = next(c for c in MOE_MLP.cases if c.name == "frozen_block_fp8")
+    for seed in range(3):
+        assert not contract.check(MOE_MLP, "native", case, "cpu", torch.bfloat16, seed=seed)
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_is_kept_is_what_the_formula_says(name, dtype):
+    """Parameters aside: x, gate and up, and the routing. No copy of x in the order of rows, no
+    h, no rows of y.
+    """
+    skip_unless_usable(MOE_MLP, name, dtype)
+    arguments = inputs(dtype)
+    seen = {}
+
+    def pack(t):
+        seen[t.untyped_storage().data_ptr()] = t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        moe_mlp(*arguments, implementation=name)
+    for parameter in arguments[1:3]:
+        del seen[parameter.untyped_storage().data_ptr()]
+    assert sum(seen.values()) == saved_bytes(T, K, E, H, I, dtype.itemsize, triton=name == "triton")
+
+
+def test_a_forward_and_its_backward_share_one_map_of_tiles(monkeypatch):
+    skip_unless_usable(MOE_MLP, "triton", torch.float32)
+    from tilewright.kernels import grouped_gemm_triton as kernel
+    from tilewright.ops import moe
+
+    made = []
+    monkeypatch.setattr(
+        kernel, "tile_map", lambda *a, f=kernel.tile_map, **k: made.append(a) or f(*a, **k)
+    )
+    arguments = inputs(T=40)
+    y = moe_mlp(*arguments, **biases(), implementation="triton")
+    grads(y, arguments, torch.ones_like(y))
+    assert len(made) == 1
+    assert all(
+        kernel.map_size(R, n) == moe._map_size(R, n)
+        for R, n in ((1, 1), (127, 3), (128, 5), (4096, 128))
+    )
+
+
+def biases(dtype=torch.float32):
+    return {
+        name: torch.randn(E, n, device=DEVICE).to(dtype)
+        for name, n in (("gate_up_bias", 2 * I), ("down_bias", H))
+    }
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (
+            {"gate_up_bias": torch.zeros(E, I)},
+            ValueError,
+            "gate_up_bias must have shape [5, 32] (that of its weight",
+        ),
+        (
+            {"down_bias": torch.zeros(E, H, 1)},
+            ValueError,
+            "down_bias must have shape [5, 24] (that of its weight",
+        ),
+        (
+            {"down_bias": torch.zeros(E, H).half()},
+            TypeError,
+            "down_bias must have x's dtype float32, got float16",
+        ),
+        (
+            {"gate_up_bias": torch.zeros(E, 2 * I).int()},
+            TypeError,
+            "gate_up_bias must be one of float32",
+        ),
+        ({"gate": "silu"}, TypeError, "gate must be a Gate, got str"),
+    ],
+)
+def test_bad_biases_and_gates_are_named(change, error, message):
+    change = {n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in change.items()}
+    with pytest.raises(error, match=re.escape(message)):
+        moe_mlp(*inputs(), **change)
+
+
+@pytest.mark.parametrize(
+    "fields, error, message",
+    [
+        (
+            {"activation": "relu"},
+            ValueError,
+            "activation must be one of ['silu', 'gelu_tanh', 'gelu', 'softcapped'], got",
+        ),
+        ({"alpha": float("nan")}, ValueError, "alpha must be a finite number, got nan"),
+        ({"limit": 0}, ValueError, "limit must be None or a positive finite number, got 0"),
+        ({"up_limit": "7"}, TypeError, "up_limit must be a number, got '7'"),
+        ({"interleaved": 1}, TypeError, "interleaved must be True or False, got 1"),
+        (
+            {"activation": "gelu", "alpha": 2},
+            ValueError,
+            "alpha must be 1 for 'gelu', which has no sigmoid, got 2",
+        ),
+        (
+            {"activation": "softcapped", "limit": 1.0},
+            ValueError,
+            "'softcapped' needs a limit and an up_limit, got limit=1",
+        ),
+    ],
+)
+def test_a_gate_that_is_none_is_named(fields, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        Gate(**fields)
+
+
+@pytest.mark.parametrize("name, value", [*biases().items(), ("gate", Gate(limit=7.0))])
+def test_quantised_experts_refuse_biases_and_other_gates(name, value):
+    x, gate_up, down, index, weight = (t.detach() for t in inputs())
+    frozen = [quantize_nf4(w, implementation="eager") for w in (gate_up, down)]
+    with pytest.raises(
+        ValueError, match=f"^{name} is for weights that are tensors, got it with quantised ones$"
+    ):
+        moe_mlp(x, *frozen, index, weight, **{name: value})
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_each_bias_alone_and_its_gradient_alone(name):
+    """One bias is that with zeros in the place of the other; a gradient is the same whichever
+    are wanted.
+    """
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    arguments = [t.detach() for t in inputs()]
+    both = biases()
+    dy = torch.randn(T, H, device=DEVICE)
+    leaves = {n: t.clone().requires_grad_() for n, t in both.items()}
+    y = moe_mlp(*arguments, **leaves, implementation=name)
+    together = dict(zip(both, torch.autograd.grad(y, leaves.values(), dy), strict=True))
+    for n in both:
+        leaf = {m: t.clone().requires_grad_(m == n) for m, t in both.items()}
+        assert torch.equal(
+            torch.autograd.grad(moe_mlp(*arguments, **leaf, implementation=name), leaf[n], dy)[0],
+            together[n],
+        )
+        zeros = {m: t if m == n else torch.zeros_like(t) for m, t in both.items()}
+        torch.testing.assert_close(
+            moe_mlp(*arguments, **{n: both[n]}, implementation=name),
+            moe_mlp(*arguments, **zeros, implementation=name),
+            rtol=1e-5,
+            atol=1e-6,
+        )
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_without_gradients_nothing_is_kept(name):
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    arguments = inputs()
+    expected = moe_mlp(*arguments, implementation=name)
+    with torch.no_grad():
+        assert torch.equal(moe_mlp(*arguments, implementation=name), expected)
+    _, pre, *_ = torch.ops.tilewright.__getattr__(f"moe_mlp_{name}_forward")(
+        *(t.detach() for t in arguments), False, None, None, 0, False, [1.0, 0.0, 0.0, 0.0]
+    )
+    assert pre.numel() == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sentinel_adds_nothing_and_gets_nothing(name):
+    """The same as a weight of 0, and its own weight's gradient is 0."""
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    x, gate_up, down, index, weight = inputs()
+    dy = torch.randn_like(x)
+    away = torch.rand(T, K, device=DEVICE) < 0.5
+    away[3] = True
+    muted = (weight.detach() * ~away).requires_grad_()
+    expected = moe_mlp(x, gate_up, down, index, muted, implementation=name)
+    found = moe_mlp(x, gate_up, down, index.masked_fill(away, E), weight, implementation=name)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert (found[3] == 0).all()
+    *theirs, _ = grads(expected, [x, gate_up, down, muted], dy)
+    *ours, dweight = grads(found, [x, gate_up, down, weight], dy)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert (dweight[away] == 0).all() and (dweight[~away] != 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_which_gradients_are_wanted_changes_none_of_them(name):
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    arguments = inputs()
+    dy = torch.randn(T, H, device=DEVICE)
+    together = dict(
+        zip(
+            (0, 1, 2, 4),
+            grads(moe_mlp(*arguments, implementation=name), arguments, dy),
+            strict=True,
+        )
+    )
+    for i, expected in together.items():
+        alone = [t.detach() if j != i else t for j, t in enumerate(arguments)]
+        (found,) = grads(moe_mlp(*alone, implementation=name), alone, dy)
+        assert torch.equal(found, expected), i
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_same_twice(name):
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    results = []
+    for _ in range(2):
+        arguments = inputs(T=200)
+        y = moe_mlp(*arguments, implementation=name)
+        results.append((y, *grads(y, arguments, torch.ones_like(y))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_strides_and_index_dtypes_change_nothing(name):
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    x, gate_up, down, index, weight = (t.detach() for t in inputs())
+    expected = moe_mlp(x, gate_up, down, index, weight, implementation=name)
+    wide = torch.zeros(T, 2 * H, device=DEVICE)
+    wide[:, ::2] = x
+    found = moe_mlp(
+        wide[:, ::2],
+        gate_up.mT.contiguous().mT,
+        down.mT.contiguous().mT,
+        index.int(),
+        weight.t().contiguous().t(),
+        implementation=name,
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_compiled_with_the_router_in_one_graph(name):
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    if name == "triton" and DEVICE == "cpu":
+        pytest.skip("Triton's interpreter is not what torch.compile calls")
+    x, gate_up, down, _, _ = inputs()
+    gate = torch.randn(E, H, device=DEVICE, requires_grad=True)
+
+    def layer(x, gate, gate_up, down):
+        routing = route(x @ gate.t(), K, renormalize=True)
+        return moe_mlp(
+            x, gate_up, down, routing.expert_index, routing.expert_weight, implementation=name
+        )
+
+    leaves = (x, gate, gate_up, down)
+    expected = layer(*leaves)
+    found = torch.compile(layer, fullgraph=True)(*leaves)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    dy = torch.randn_like(x)
+    torch.testing.assert_close(
+        grads(found, leaves, dy), grads(expected, leaves, dy), rtol=1e-5, atol=1e-5
+    )
+    torch._dynamo.reset()
+
+
+def test_rounded_tokens_make_whole_tiles():
+    """route's token rounding, through the layer: every expert's number of rows is a multiple."""
+    x, gate_up, down, _, _ = inputs(T=64)
+    routing = route(torch.randn(64, E, device=DEVICE), K, round_to=4)
+    counts = permute(x, routing.expert_index, E).offsets.diff(
+        prepend=torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    )
+    assert (counts % 4 == 0).all() and counts.sum() > 0
+    y = moe_mlp(x, gate_up, down, routing.expert_index, routing.expert_weight)
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "which, make, error, message",
+    [
+        (0, lambda t: t[0], ValueError, r"x must have shape [T, H], got [24]"),
+        (0, lambda t: t.int(), TypeError, "x must be one of float32"),
+        (
+            1,
+            lambda t: t[:, :-1],
+            ValueError,
+            "gate_up_proj must have shape [E, 2 I, H], got [5, 31, 24]",
+        ),
+        (
+            1,
+            lambda t: t[:, :, :-1],
+            ValueError,
+            "gate_up_proj must have shape [5, 32, 24] ([E, 2 I, H], with x's H)",
+        ),
+        (1, lambda t: t.half(), TypeError, "gate_up_proj must have x's dtype float32, got float16"),
+        (
+            2,
+            lambda t: t[1:],
+            ValueError,
+            "down_proj must have shape [5, 24, 16] ([E, H, I] of gate_up_proj)",
+        ),
+        (
+            2,
+            lambda t: t.bfloat16(),
+            TypeError,
+            "down_proj must have x's dtype float32, got bfloat16",
+        ),
+        (
+            3,
+            lambda t: t[1:],
+            ValueError,
+            "expert_index must have a row for each of x's 13, got [12, 2]",
+        ),
+        (3, lambda t: t.float(), TypeError, "expert_index must be int32 or int64, got float32"),
+        (
+            4,
+            lambda t: t[:, :1],
+            ValueError,
+            "expert_weight must have shape [13, 2] (that of expert_index)",
+        ),
+        (4, lambda t: [1.0], TypeError, "expert_weight must be a torch.Tensor, got list"),
+    ],
+)
+def test_bad_input_is_named(which, make, error, message):
+    arguments = inputs()
+    arguments[which] = make(arguments[which].detach())
+    with pytest.raises(error, match=re.escape(message)):
+        moe_mlp(*arguments)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a look at values would wait for the device")
+def test_an_index_outside_is_named():
+    arguments = inputs()
+    arguments[3] = (
+        arguments[3].clone().index_put_((torch.tensor(4), torch.tensor(1)), torch.tensor(E + 1))
+    )
+    with pytest.raises(
+        IndexError, match=re.escape("expert_index[4, 1] is 6; accepted are 0 to 4, and 5")
+    ):
+        moe_mlp(*arguments)

@@ -1,0 +1,810 @@
+"""moe_lora beyond the numerics contract, which tests/ops/test_contract.py holds it to; LoRAExperts,
+and PEFT's files.
+"""
+
+import re
+import sys
+
+import pytest
+import torch
+from helpers import DEVICE, join_group, skip_unless_usable, two_processes
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilewright.lora_experts import LoRAExperts
+from tilewright.ops import moe_lora, moe_mlp
+from tilewright.ops.aqn import AQN
+from tilewright.ops.block_fp8 import quantize_block_fp8
+from tilewright.ops.moe_lora import ADAPTERS, MODES, MOE_LORA, saved_bytes
+from tilewright.ops.nf4 import quantize_nf4
+from tilewright.ops.nvfp4 import quantize_nvfp4
+from tilewright.ops.quantized_linear import dequantize
+
+NAMES = [i.name for i in MOE_LORA.implementations]
+FUSED = [n for n in NAMES if n != "eager"]
+# All fused ones are one composition, of products that Triton's interpreter takes seconds for.
+QUICK = [n for n in NAMES if n != "triton" or DEVICE != "cpu"]
+T, K, E, H, I, SCALE = 11, 2, 4, 20, 16, 0.75
+RANKS = (3, 5, 2)  # of gate, up, down
+FORMATS = {
+    "nf4": lambda w: quantize_nf4(w, block_size=32, double_quant=True),
+    "nvfp4": quantize_nvfp4,
+    "block_fp8": lambda w: quantize_block_fp8(w, block=(16, 16)),
+}
+
+
+def inputs(mode="per_expert", dtype=torch.float32, away=True, ranks=RANKS):
+    """Arguments by name. away: some slots have no expert here, and the second expert has no
+    slot.
+    """
+    g = torch.Generator(device=DEVICE).manual_seed(0)
+
+    def draw(*shape, scale=1.0):
+        return (torch.randn(*shape, device=DEVICE, generator=g) * scale).to(dtype).requires_grad_()
+
+    first, second, down_A, down_B = (n or E for n in MODES[mode])
+    gate, up, down = ranks
+    scores = torch.rand(T, E, device=DEVICE, generator=g)
+    if away:
+        scores[:, 1] = -1
+    index = scores.topk(K, -1).indices
+    if away:
+        index[torch.rand(T, K, device=DEVICE, generator=g) < 0.3] = E
+    return {
+        "x": draw(T, H),
+        "gate_up_proj": draw(E, 2 * I, H, scale=H**-0.5).detach(),
+        "down_proj": draw(E, H, I, scale=I**-0.5).detach(),
+        "expert_index": index,
+        "expert_weight": torch.rand(T, K, device=DEVICE, generator=g).requires_grad_(),
+        "gate_A": draw(first, gate, H, scale=H**-0.5),
+        "gate_B": draw(second, I, gate),
+        "up_A": draw(first, up, H, scale=H**-0.5),
+        "up_B": draw(second, I, up),
+        "down_A": draw(down_A, down, I, scale=I**-0.5),
+        "down_B": draw(down_B, H, down),
+    }
+
+
+def grads(y, arguments, dy):
+    wanted = {n: t for n, t in arguments.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+    return dict(zip(wanted, torch.autograd.grad(y, list(wanted.values()), dy), strict=True))
+
+
+def merged(a, scale=SCALE):
+    """The two dense weights that the adapters make of the base."""
+    gate, up, down = (
+        (scale * (a[f"{n}_B"] @ a[f"{n}_A"])).expand(E, -1, -1) for n in ("gate", "up", "down")
+    )
+    return a["gate_up_proj"] + torch.cat((gate, up), 1), a["down_proj"] + down
+
+
+def plain(a, scale=SCALE):
+    """What a reader would write: a loop over slots, each expert's weight with its adapters
+    added.
+    """
+    gate_up, down = merged(a, scale)
+    rows = []
+    for t in range(a["x"].shape[0]):
+        y = torch.zeros_like(a["x"][t])
+        for k in range(a["expert_index"].shape[1]):
+            e = int(a["expert_index"][t, k])
+            if e < E:
+                gate, up = (gate_up[e] @ a["x"][t]).chunk(2)
+                y = y + a["expert_weight"][t, k] * (down[e] @ (gate / (1 + torch.exp(-gate)) * up))
+        rows.append(y)
+    return torch.stack(rows)
+
+
+ops_moe_lora = sys.modules["tilewright.ops.moe_lora"]  # the name in tilewright.ops is the function
+
+
+# ---- the op
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_results_and_gradients_are_those_of_a_plain_loop(name, mode):
+    skip_unless_usable(MOE_LORA, name, torch.float32)
+    a = inputs(mode)
+    exact = {
+        n: t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
+        for n, t in a.items()
+    }
+    found, expected = moe_lora(**a, scale=SCALE, implementation=name), plain(exact)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
+    dy = torch.randn_like(found)
+    ours, theirs = grads(found, a, dy), grads(expected, exact, dy.double())
+    assert set(ours) == {"x", "expert_weight", *ADAPTERS}
+    for n in ours:
+        torch.testing.assert_close(
+            ours[n].double(), theirs[n].double(), rtol=5e-6, atol=5e-6, msg=lambda m, n=n: n + m
+        )
+        assert ours[n].shape == a[n].shape and ours[n].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if n != "triton"]
+)  # whose moe_mlp has products of its own
+def test_a_B_of_zeros_changes_no_bit(name, mode):
+    for dtype in (torch.float32, torch.bfloat16):
+        skip_unless_usable(MOE_LORA, name, dtype)
+        a = inputs(mode, dtype)
+        for n in ("gate_B", "up_B", "down_B"):
+            a[n] = torch.zeros_like(a[n])
+        base = [a[n] for n in ("x", "gate_up_proj", "down_proj", "expert_index", "expert_weight")]
+        assert torch.equal(
+            moe_lora(**a, scale=SCALE, implementation=name), moe_mlp(*base, implementation=name)
+        )
+
+
+def kept(fn):
+    """Bytes of each storage that autograd keeps, by its address."""
+    seen = {}
+
+    def pack(t):
+        seen[t.untyped_storage().data_ptr()] = t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = fn()
+    assert y.requires_grad
+    return seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("format", [None, *FORMATS], ids=str)
+def test_what_is_kept_is_what_the_formula_says(name, mode, format):
+    """Base and adapters aside: x, gate and up, A's results and the routing. Of a quantised base
+    nothing but itself.
+    """
+    if format and name not in QUICK:
+        pytest.skip("the same for all")
+    for dtype in (torch.float32, torch.bfloat16) if name in QUICK else (torch.float32,):
+        skip_unless_usable(MOE_LORA, name, dtype)
+        a = inputs(mode, dtype)
+        if format:
+            a |= {n: FORMATS[format](a[n]) for n in ("gate_up_proj", "down_proj")}
+        seen = kept(lambda a=a: moe_lora(**a, scale=SCALE, implementation=name))
+        held = [a[n] for n in ADAPTERS]
+        for n in ("gate_up_proj", "down_proj"):
+            held += a[n].tensors() if format else [a[n]]
+        for t in held:
+            del seen[t.untyped_storage().data_ptr()]
+        assert sum(seen.values()) == saved_bytes(
+            T,
+            K,
+            E,
+            H,
+            I,
+            RANKS,
+            dtype.itemsize,
+            shared_A=MODES[mode][0] == 1,
+            shared_B=MODES[mode][3] == 1,
+        )
+
+
+@pytest.mark.parametrize("name", [n for n in QUICK if n != "eager"])
+def test_each_base_weight_is_multiplied_once_and_no_factor_is_expanded(name, monkeypatch):
+    """In either pass: two grouped products of the base, none for its gradient; and with shared
+    factors no tensor of all experts is made.
+    """
+    skip_unless_usable(MOE_LORA, name, torch.float32)
+    monkeypatch.setattr(
+        ops_moe_lora, "_register", lambda name, forward, backward: (forward, backward)
+    )
+    forward, backward = ops_moe_lora._compose(name)
+    a = {n: t.detach() for n, t in inputs("shared").items()}
+    x, gate_up, down, index, weight, *adapters = a.values()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.made += [
+                t.shape
+                for t in (out if isinstance(out, tuple) else (out,))
+                if isinstance(t, torch.Tensor)
+            ]
+            if "grouped_gemm" in str(func):
+                self.products.append(args[1].data_ptr())
+            return out
+
+    def watched(fn, *arguments):
+        with Seen() as seen:
+            seen.made, seen.products = [], []
+            found = fn(lambda: gate_up, lambda: down, *arguments)
+        assert sorted(seen.products) == sorted((gate_up.data_ptr(), down.data_ptr()))
+        assert seen.made and not [shape for shape in seen.made if len(shape) == 3 and shape[0] == E]
+        return found
+
+    y, *saved = watched(forward, E, x, index, weight, *adapters, SCALE, True)
+    found = watched(backward, torch.ones_like(y), x, weight, *adapters, *saved, SCALE, [True] * 8)
+    expected = moe_lora(**inputs("shared"), scale=SCALE, implementation=name)
+    assert torch.equal(y, expected) and [g.shape for g in found] == [
+        t.shape for t in (x, weight, *adapters)
+    ]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_without_gradients_nothing_is_kept(name):
+    skip_unless_usable(MOE_LORA, name, torch.float32)
+    a = inputs("hybrid_shared")
+    expected = moe_lora(**a, scale=SCALE, implementation=name)
+    with torch.no_grad():
+        assert torch.equal(moe_lora(**a, scale=SCALE, implementation=name), expected)
+    with pytest.raises(AssertionError):
+        kept(
+            lambda: moe_lora(
+                **{n: t.detach() for n, t in a.items()}, scale=SCALE, implementation=name
+            )
+        )
+
+
+@pytest.mark.parametrize("mode", ["per_expert", "hybrid_shared"])
+@pytest.mark.parametrize("name", QUICK)
+def test_which_gradients_are_wanted_changes_none_of_them(name, mode):
+    skip_unless_usable(MOE_LORA, name, torch.float32)
+    a = inputs(mode)
+    dy = torch.randn(T, H, device=DEVICE)
+    for n, expected in grads(moe_lora(**a, scale=SCALE, implementation=name), a, dy).items():
+        alone = {m: t if m == n else t.detach() for m, t in a.items()}
+        found = grads(moe_lora(**alone, scale=SCALE, implementation=name), alone, dy)
+        assert list(found) == [n] and torch.equal(found[n], expected), n
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_same_twice(name):
+    skip_unless_usable(MOE_LORA, name, torch.float32)
+    results = []
+    for _ in range(2):
+        a = inputs("shared")
+        y = moe_lora(**a, scale=SCALE, implementation=name)
+        results.append((y, *grads(y, a, torch.ones_like(y)).values()))
+    for one in zip(*results, strict=True):
+        assert all(torch.equal(t, one[0]) for t in one)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", QUICK)
+def test_a_quantised_base_is_its_dequantised_one(name, format):
+    skip_unless_usable(MOE_LORA, name, torch.float32)
+    a = inputs()
+    quantized = {n: FORMATS[format](a[n]) for n in ("gate_up_proj", "down_proj")}
+    dy = torch.randn(T, H, device=DEVICE)
+    for noise in (None, AQN(0.0, 3), AQN(0.5, 3, 1, 7)):
+        dense = {
+            n: dequantize(
+                q,
+                noise=noise and AQN(noise.alpha, 3, noise.step, noise.layer + i),
+                implementation=name if name in ("eager", "triton") else "auto",
+            )
+            for i, (n, q) in enumerate(quantized.items())
+        }
+        expected = moe_lora(**{**a, **dense}, scale=SCALE, implementation=name)
+        found = moe_lora(**{**a, **quantized}, scale=SCALE, noise=noise, implementation=name)
+        assert torch.equal(found, expected)
+        theirs = grads(expected, a, dy)
+        assert all(torch.equal(g, theirs[n]) for n, g in grads(found, a, dy).items())
+
+
+@pytest.mark.parametrize("name", [n for n in QUICK if n != "eager"])
+def test_compiled_in_one_graph(name):
+    skip_unless_usable(MOE_LORA, name, torch.float32)
+    a = inputs("hybrid_shared")
+    a |= {n: FORMATS["nvfp4"](a[n]) for n in ("gate_up_proj", "down_proj")}
+
+    def layer(a, noise):
+        return moe_lora(**a, scale=SCALE, noise=noise, implementation=name) * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for step in range(3):
+        noise = AQN(0.1, 5, step)
+        expected, found = layer(a, noise), compiled(a, noise)
+        assert torch.equal(found, expected)
+        dy = torch.randn_like(found)
+        theirs = grads(expected, a, dy)
+        assert all(torch.equal(g, theirs[n]) for n, g in grads(found, a, dy).items())
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "which, make, error, message",
+    [
+        ("x", lambda t: t[0], ValueError, "x must have shape [T, H], got [20]"),
+        (
+            "gate_up_proj",
+            lambda t: t[:, :-1],
+            ValueError,
+            "gate_up_proj must have shape [E, 2 I, H], got [4, 31, 20]",
+        ),
+        (
+            "gate_up_proj",
+            lambda t: t.half(),
+            TypeError,
+            "gate_up_proj must have x's dtype float32, got float16",
+        ),
+        (
+            "gate_up_proj",
+            lambda t: t.requires_grad_(),
+            ValueError,
+            "gate_up_proj must not require a gradient: under adapters it is frozen",
+        ),
+        ("down_proj", lambda t: t[1:], ValueError, "down_proj must have shape [4, 20, 16]"),
+        (
+            "expert_index",
+            lambda t: t[1:],
+            ValueError,
+            "expert_index must have a row for each of x's 11, got [10, 2]",
+        ),
+        (
+            "gate_A",
+            lambda t: t[:2],
+            ValueError,
+            "gate_A must have shape [E or 1, r, in], with E = 4 and r not 0, got [2,",
+        ),
+        (
+            "gate_A",
+            lambda t: t[:, :0],
+            ValueError,
+            "gate_A must have shape [E or 1, r, in], with E = 4 and r not 0",
+        ),
+        (
+            "gate_A",
+            lambda t: t[:1],
+            ValueError,
+            "gate_A and up_A must both be shared or both be of each expert, got 1 and",
+        ),
+        (
+            "up_B",
+            lambda t: t[:1],
+            ValueError,
+            "gate_B and up_B must both be shared or both be of each expert, got 4 and 1",
+        ),
+        (
+            "up_A",
+            lambda t: t[..., 1:],
+            ValueError,
+            "up_A must have shape [4, 5, 20] ([E or 1, r, in], in = 20, out = 16)",
+        ),
+        (
+            "up_B",
+            lambda t: t[..., 1:],
+            ValueError,
+            "up_B must have shape [4, 16, 5] ([E or 1, out, r], in = 20, out = 16)",
+        ),
+        (
+            "down_B",
+            lambda t: t.bfloat16(),
+            TypeError,
+            "down_B must have x's dtype float32, got bfloat16",
+        ),
+        ("down_A", lambda t: None, TypeError, "down_A must be a torch.Tensor, got NoneType"),
+        ("scale", lambda t: float("nan"), ValueError, "scale must be a finite number, got nan"),
+        (
+            "noise",
+            lambda t: AQN(1.0, 0),
+            ValueError,
+            "noise is for quantised weights, got it with tensors",
+        ),
+        ("noise", lambda t: 3, TypeError, "noise must be an AQN or None, got int"),
+    ],
+)
+def test_bad_input_is_named(which, make, error, message):
+    a = {**inputs(), "scale": SCALE, "noise": None}
+    a[which] = make(a[which])
+    with pytest.raises(error, match=re.escape(message)):
+        moe_lora(**a)
+
+
+# ---- the module
+
+
+def experts(mode="per_expert", quantized=None, **options):
+    """With adapters that are not the first ones."""
+    a = inputs(mode, away=False)
+    base = [a["gate_up_proj"], a["down_proj"]]
+    if quantized:
+        base = [FORMATS[quantized](w) for w in base]
+    module = LoRAExperts(*base, 4, 6.0, mode=mode, **options)
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in module.adapters().values():
+            p.copy_(torch.randn(p.shape, generator=g) / 4)
+    return module, (a["x"].detach(), a["expert_index"], a["expert_weight"].detach())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_module_begins_as_its_base(mode):
+    a = inputs()
+    base = torch.nn.Parameter(a["gate_up_proj"])
+    module = LoRAExperts(base, a["down_proj"], 4, 8, rslora=True, mode=mode)
+    assert module.scale == 4 and module.gate_up_proj is base and not base.requires_grad
+    routing = a["x"], a["expert_index"], a["expert_weight"]
+    expected = moe_lora(a["x"], base, a["down_proj"], *routing[1:], **module.adapters(), scale=1.0)
+    assert torch.equal(module(*routing), expected)
+    assert {n for n, p in module.named_parameters() if p.requires_grad} == {
+        f"lora_{n}" for n in ADAPTERS
+    }
+    for name, p in module.adapters().items():
+        if name.endswith("A"):
+            assert 0.7 < p.abs().max() * p.shape[2] ** 0.5 <= 1
+            assert p.shape[0] == (
+                1
+                if mode == "shared"
+                or (mode, name[:4]) in (("hybrid_shared", "gate"), ("hybrid_shared", "up_A"))
+                else E
+            )
+        else:
+            assert not p.any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_merged_is_the_same(mode):
+    module, routing = experts(mode)
+    expected = module(*routing)
+    weights = [w.data_ptr() for w in (module.gate_up_proj, module.down_proj)]
+    module.merge_(torch.Generator().manual_seed(5))
+    assert not any(p.any() for n, p in module.adapters().items() if n.endswith("B"))
+    assert weights == [w.data_ptr() for w in (module.gate_up_proj, module.down_proj)]
+    torch.testing.assert_close(module(*routing), expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(
+        moe_mlp(routing[0], module.gate_up_proj, module.down_proj, *routing[1:]),
+        expected,
+        rtol=2e-6,
+        atol=2e-6,
+    )
+    first = module.lora_down_A.clone()
+    module.reset_parameters(torch.Generator().manual_seed(6))
+    assert not torch.equal(module.lora_down_A, first)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_quantised_base_is_merged_and_quantised_again(format):
+    module, routing = experts("hybrid_shared", format)
+    a = {n: p.detach() for n, p in module.adapters().items()}
+    q = module.gate_up_proj.weight(), module.down_proj.weight()
+    expected = merged(
+        {"gate_up_proj": dequantize(q[0]), "down_proj": dequantize(q[1]), **a}, module.scale
+    )
+    module.to(torch.bfloat16).float()  # what it is made of keeps its dtypes
+    found = moe_lora(
+        routing[0],
+        *q,
+        *routing[1:],
+        **{n: t.bfloat16().float() for n, t in a.items()},
+        scale=module.scale,
+    )
+    assert torch.equal(module(*routing), found)
+    with torch.no_grad():
+        for n, p in module.adapters().items():
+            p.copy_(a[n])
+    module.merge_()
+    for w, e, old in zip((module.gate_up_proj, module.down_proj), expected, q, strict=True):
+        new = w.weight()
+        assert type(new) is type(old) and new.dtype == old.dtype
+        for t, u in zip(new.tensors(), FORMATS[format](e).tensors(), strict=True):
+            torch.testing.assert_close(
+                t.float(), u.float(), rtol=1e-5, atol=1.0 if t.itemsize == 1 else 1e-6
+            )
+    again = LoRAExperts(*q, 4, 6.0, mode="hybrid_shared")
+    again.load_state_dict(module.state_dict())
+    assert torch.equal(again(*routing), module(*routing))
+
+
+def test_noise_is_for_training():
+    module, routing = experts("per_expert", "nvfp4")
+    quiet = module.eval()(*routing)
+    module.set_noise(AQN(1.0, 3))
+    assert torch.equal(module(*routing), quiet)
+    assert not torch.equal(module.train()(*routing), quiet)
+    dense, routing = experts()
+    dense.set_noise(AQN(1.0, 3))
+    dense(*routing)
+
+
+def test_recomputed_and_under_autocast():
+    module, (x, *routing) = experts("hybrid_shared")
+    x = x.requires_grad_()
+    names = list(module.adapters())
+    leaves = [x, *module.adapters().values()]
+    expected = torch.autograd.grad(module(x, *routing).square().sum(), leaves)
+    module.recompute = True
+    y = module(x, *routing)
+    assert all(map(torch.equal, torch.autograd.grad(y.square().sum(), leaves), expected))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        low = module(x, *routing)
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), y, rtol=0.05, atol=0.05 * float(y.abs().max()))
+    found = torch.autograd.grad(low.float().square().sum(), leaves)
+    assert all(g.dtype == torch.float32 for g in found), names
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"rank": 0}, "rank must be an int >= 1, got 0"),
+        ({"alpha": 0.0}, "alpha must be a finite number > 0, got 0.0"),
+        (
+            {"mode": "all"},
+            "mode must be one of ['per_expert', 'shared', 'hybrid_shared'], got 'all'",
+        ),
+        ({"implementation": "fast"}, "moe_lora: unknown implementation 'fast'"),
+        ({"down_proj": torch.zeros(E, H, I + 1)}, "down_proj must have shape [4, 20, 16]"),
+    ],
+)
+def test_bad_options_are_named(change, message):
+    a = inputs()
+    options = {
+        "gate_up_proj": a["gate_up_proj"],
+        "down_proj": a["down_proj"],
+        "rank": 2,
+        "alpha": 4.0,
+        **change,
+    }
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LoRAExperts(**options)
+
+
+# ---- over processes
+
+
+def _one_rank(rank, world, folder):
+    torch.set_num_threads(1)
+    group = join_group(rank, world, folder)
+    whole, (x, index, weight) = experts()
+    x, index, weight = (t.cpu() for t in (x, index, weight))
+    own = slice(rank * E // world, (rank + 1) * E // world)
+    mesh = init_device_mesh("cpu", (world,))
+    local, _ = experts()
+    for name, p in list(local.named_parameters()):
+        part = DTensor.from_local(p.detach()[own].clone(), mesh, [Shard(0)], run_check=False)
+        local.register_parameter(name, torch.nn.Parameter(part, p.requires_grad))
+    local.spread(group)
+    mine = slice(5) if rank == 0 else slice(5, T)  # tokens
+    y = whole(x, index, weight)
+    for recompute in (False, True):
+        local.recompute = recompute
+        found = local(x[mine].clone().requires_grad_(), index[mine], weight[mine])
+        torch.testing.assert_close(found, y[mine], rtol=1e-5, atol=1e-5)
+        local.zero_grad()
+        found.square().sum().backward()
+    y.square().sum().backward()
+    for name, p in local.adapters().items():
+        torch.testing.assert_close(
+            p.grad.to_local(), whole.adapters()[name].grad[own], rtol=1e-4, atol=1e-4
+        )
+    tensors, config = local.to_peft("experts")
+    expected, _ = whole.to_peft("experts")
+    assert all(torch.equal(t, expected[key]) for key, t in tensors.items())
+    for p in local.adapters().values():
+        p.data.zero_()
+    local.load_peft_(tensors, config, "experts")
+    assert all(
+        torch.equal(p.to_local(), whole.adapters()[n][own]) for n, p in local.adapters().items()
+    )
+    for module in (local, whole):
+        module.merge_(torch.Generator().manual_seed(2))
+    for name, p in local.named_parameters():
+        torch.testing.assert_close(
+            p.to_local(), whole.get_parameter(name)[own], rtol=1e-6, atol=1e-6
+        )
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="processes of a CPU")
+def test_experts_and_their_adapters_spread_over_processes(tmp_path):
+    two_processes(_one_rank, str(tmp_path))
+
+
+def test_what_cannot_be_spread_is_refused():
+    module, _ = experts("shared")
+    with pytest.raises(
+        ValueError, match="mode = 'shared' does not go with experts that are spread over processes"
+    ):
+        module.spread(None)
+    module, _ = experts()
+    with pytest.raises(
+        ValueError, match="dispatch must be 'alltoall' for experts with adapters, got 'deepep'"
+    ):
+        module.spread(None, "deepep")
+
+
+# ---- PEFT
+
+PATH = "model.layers.0.mlp.experts"
+
+
+def qwen(layers=1):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=H,
+        intermediate_size=24,
+        moe_intermediate_size=I,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=E,
+        num_experts_per_tok=K,
+        norm_topk_prob=True,
+        max_position_embeddings=32,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(config).eval()
+    with torch.no_grad():  # transformers begins experts close to 0
+        for p in model.get_submodule(PATH).parameters():
+            p.normal_(0, 0.2)
+    return model
+
+
+def with_experts(model, modules):
+    """The same model with these in place of its experts."""
+    for path, module in modules.items():
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, module)
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=torch.arange(24).view(2, 12)).logits
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The following (rank|alpha)_pattern keys did not match"
+)  # PEFT looks at modules
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_peft_reads_what_was_trained_here(mode, rslora):
+    peft = pytest.importorskip("peft")
+    model = qwen()
+    base = model.get_submodule(PATH)
+    module = LoRAExperts(
+        base.gate_up_proj.detach().clone(),
+        base.down_proj.detach().clone(),
+        3,
+        6.0,
+        rslora=rslora,
+        mode=mode,
+    )
+    with torch.no_grad():
+        for p in module.adapters().values():
+            p.normal_(0, 0.3)
+    tensors, entries = module.to_peft(PATH)
+    theirs = peft.get_peft_model(qwen(), peft.LoraConfig(target_modules=[], **entries)).eval()
+    result = peft.set_peft_model_state_dict(theirs, tensors)
+    assert not result.unexpected_keys and not [key for key in result.missing_keys if "lora" in key]
+    untouched = logits(model)
+    found, expected = logits(theirs), logits(with_experts(model, {PATH: module}))
+    assert (expected - untouched).abs().max() > 1e-2
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+    again = LoRAExperts.from_peft(
+        module.gate_up_proj,
+        module.down_proj,
+        tensors,
+        {**entries, "peft_type": "LORA"},
+        PATH,
+        mode=mode,
+    )
+    assert (again.rank, again.alpha, again.rslora) == (3, 6.0, rslora)
+    for n, p in module.adapters().items():
+        assert torch.equal(p, again.adapters()[n]), n
+
+
+def from_peft(mode="per_expert", rank_pattern=None, change=lambda tensors: None, **options):
+    """PEFT's model with random adapters, and a module with what PEFT would save."""
+    peft = pytest.importorskip("peft")
+    model = qwen()
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=6,
+        target_modules=[],
+        rank_pattern=rank_pattern or {},
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )
+    theirs = peft.get_peft_model(model, config).eval()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for n, p in theirs.named_parameters():
+            if "lora_" in n:
+                p.normal_(0, 0.3)
+    tensors = {n: t.clone() for n, t in peft.get_peft_model_state_dict(theirs).items()}
+    change(tensors)
+    base = qwen().get_submodule(PATH)
+    module = LoRAExperts.from_peft(
+        base.gate_up_proj.detach(),
+        base.down_proj.detach(),
+        tensors,
+        {**config.to_dict(), **options},
+        PATH,
+        mode=mode,
+    )
+    return theirs, tensors, module
+
+
+def test_what_peft_trained_is_read_here():
+    theirs, tensors, module = from_peft()
+    torch.testing.assert_close(
+        logits(with_experts(qwen(), {PATH: module})), logits(theirs), rtol=1e-5, atol=1e-5
+    )
+    again, entries = module.to_peft(PATH)
+    assert not entries["rank_pattern"]
+    assert set(again) == set(tensors) and all(
+        torch.equal(t, tensors[key]) for key, t in again.items()
+    )
+
+
+GATE_UP_A, GATE_UP_B, DOWN_A, DOWN_B = (
+    f"base_model.model.{PATH}.{n}.weight"
+    for n in ("base_layer.lora_A", "base_layer.lora_B", "lora_A", "lora_B")
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")
+def test_what_cannot_be_read_is_refused(mode):
+    refused = {
+        "the adapter's scale is 1 (lora_alpha 6, r 6), this module's 2": {
+            "rank_pattern": {"experts.gate_up_proj": 6}
+        },
+        "lora_A.weight is missing; LoRAExperts has adapters on gate_up_proj and down_proj": {
+            "change": lambda t: t.pop(DOWN_A)
+        },
+        "lora_magnitude cannot be represented in LoRAExperts": {
+            "change": lambda t: t.update({f"base_model.model.{PATH}.lora_magnitude": t[DOWN_A]})
+        },
+        "lora_B.weight must have shape [32, 12] for 4 experts of rank 3, got [32, 11]": {
+            "change": lambda t: t.update({GATE_UP_B: t[GATE_UP_B][:, 1:]})
+        },
+        "use_dora = True cannot be represented in LoRAExperts": {"use_dora": True},
+        f'{PATH}: use_rslora must be true or false, got "false"': {"use_rslora": "false"},
+        f"{PATH}: r must be an int >= 1, got 3.0": {"r": 3.0},
+        "lora_A.weight must be one of float32, bfloat16, float16, float64, got int8": {
+            "change": lambda t: t.update({DOWN_A: t[DOWN_A].to(torch.int8)})
+        },
+        "peft_type must be LORA, got 'LOHA'": {"peft_type": "LOHA"},
+        "has rank 6 for gate and up together, which rank 3 for each cannot represent": {
+            "rank_pattern": {"experts.gate_up_proj": 6},
+            "alpha_pattern": {"experts.gate_up_proj": 12},
+        },
+        "the adapter's rank is 5; for this module's 3 it must be 3, or 6 with": {
+            "rank_pattern": {"experts.gate_up_proj": 5},
+            "alpha_pattern": {"experts.gate_up_proj": 10},
+        },
+    }
+    if mode == "shared":
+        refused[
+            "gate_A of expert 1 differs from expert 0's; mode = 'shared' has one for all experts"
+        ] = {}
+    for message, options in refused.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            from_peft(mode, **options)
+
+
+def test_a_hybrid_takes_what_has_one_where_it_has_one():
+    def share(tensors):
+        for key, one in (
+            (GATE_UP_A, tensors[GATE_UP_A][:3].repeat(E, 1)),
+            (DOWN_B, tensors[DOWN_B][:, ::E].repeat_interleave(E, 1)),
+        ):
+            tensors[key] = one
+
+    theirs, tensors, module = from_peft("hybrid_shared", change=share)
+    import peft
+
+    peft.set_peft_model_state_dict(theirs, tensors)
+    torch.testing.assert_close(
+        logits(with_experts(qwen(), {PATH: module})), logits(theirs), rtol=1e-5, atol=1e-5
+    )
+    with pytest.raises(
+        ValueError, match="gate_B of expert 1 differs from expert 0's; mode = 'shared'"
+    ):
+        from_peft("shared", change=share)
+    with pytest.raises(
+        ValueError, match="gate_A of expert 1 differs from expert 0's; mode = 'hybrid_shared'"
+    ):
+        from_peft("hybrid_shared")

@@ -1,0 +1,925 @@
+"""Every op and implementation of the registry under torch.compile, activation checkpointing and
+torch.library.opcheck."""
+
+import contextlib
+import functools
+import importlib
+import pathlib
+import re
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import DEVICE, OperatorNames, skip_unless_usable
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from tilewright import ImplementationUnavailable, platform
+from tilewright.bench import contract
+from tilewright.ops import OPS, _checks, _library
+from tilewright.ops.quantize import Quantized
+from tilewright.registry import Implementation, On, Op, short, use
+
+EVERY_IMPLEMENTATION = pytest.mark.parametrize(
+    "op, name",
+    [
+        pytest.param(op, i.name, id=f"{op.name}-{i.name}")
+        for op in OPS.values()
+        for i in op.implementations
+    ],
+)
+OPCHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+LARGE = 5000  # elements; more add nothing here, and Triton's interpreter takes seconds for them
+
+
+def differentiable(op):
+    return any(t.requires_grad for case in small_cases(op) for t in contract.leaves(inputs(case)))
+
+
+def skip_unless_differentiable(op):
+    if not differentiable(op):
+        pytest.skip("no input of it is differentiable")
+
+
+@functools.cache
+def small_cases(op):
+    """Contract cases by the number of their elements, smallest first; those without elements
+    last.
+    """
+    sizes = {}
+    for case in op.cases:
+        if "contract" in case.tags:
+            made = contract.leaves(case.make(DEVICE, torch.float32, 0))
+            size = sum(t.numel() for t in made)
+            if size <= LARGE:
+                sizes[case] = (any(t.numel() == 0 for t in made), size)
+    assert sizes, f"{op.name} has no contract case of at most {LARGE} elements"
+    return sorted(sizes, key=sizes.get)
+
+
+def inputs(case):
+    return contract.convert(case.make(DEVICE, torch.float32, 0), None)
+
+
+def differentiate(fn, kwargs):
+    """Results and gradients of fn(**kwargs)."""
+    outs = contract.leaves(fn(**kwargs))
+    wanted = [o for o in outs if o.requires_grad]
+    leaves = [t for t in contract.leaves(kwargs) if t.requires_grad]
+    if not wanted:
+        return [o.detach() for o in outs]
+    grads = torch.autograd.grad(
+        wanted, leaves, contract.upstream(wanted, "contiguous"), allow_unused=True
+    )
+    return [*(o.detach() for o in outs), *grads]
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for f, e in zip(found, expected, strict=True):
+        if f.dtype == torch.float8_e4m3fn:
+            f, e = f.view(torch.uint8), e.view(torch.uint8)
+        torch.testing.assert_close(f, e, rtol=0, atol=0, equal_nan=True)
+
+
+# ---- torch.compile
+
+
+@EVERY_IMPLEMENTATION
+def test_compiles_as_one_graph_and_gives_the_same(op, name):
+    """The graph is traced whole and split into forward and backward, then run as it is: equal
+    bits.
+    """
+    skip_unless_usable(op, name, torch.float32)
+    fn = functools.partial(op.public, implementation=name)
+    for case in small_cases(op)[
+        : 1 if name == "eager" else 2
+    ]:  # what Dynamo traces of a twin is PyTorch's
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+        assert_same(differentiate(compiled, inputs(case)), differentiate(fn, inputs(case)))
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+def test_auto_compiles_through_inductor(op):
+    """Inductor may reorder eager arithmetic; an operator it calls as it is, in its fake's
+    strides.
+    """
+    torch._dynamo.reset()
+    case = small_cases(op)[0]
+    compiled = torch.compile(op.public, fullgraph=True)
+    found, expected = differentiate(compiled, inputs(case)), differentiate(op.public, inputs(case))
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(*(t.float() if t.itemsize == 1 else t for t in (f, e)))
+
+
+def test_a_pin_reaches_compiled_code(monkeypatch):
+    """Changing the pin recompiles; going back does not."""
+
+    def times(name, factor):
+        return Implementation(name, lambda: lambda x: x * factor, devices=(DEVICE,))
+
+    op = Op("probe", None, lambda x: x * 1, (times("two", 2), times("three", 3)))
+    monkeypatch.setitem(OPS, "probe", op)
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: op.pick("auto", x)(x) + 1, fullgraph=True, backend=backend)
+    x = torch.ones(3, device=DEVICE)
+    assert compiled(x)[0] == 3
+    for pin, expected in [("three", 4), ("eager", 2), ("three", 4), ("two", 3)]:
+        with use(probe=pin):
+            assert compiled(x)[0] == expected, f"pinned to {pin}"
+        assert compiled(x)[0] == 3, "the pin outlived its block"
+    assert len(graphs) == 4, "unpinned, and one for each pin"
+
+
+# ---- torch.autocast
+
+# What PyTorch has for the same, on what the op's smallest case holds. Of a quantized or fused one,
+# its products.
+COUNTERPARTS = {
+    "rmsnorm": lambda x, weight, **_: F.rms_norm(x, x.shape[-1:], weight),
+    "add_rmsnorm": lambda x, residual, weight, **_: F.rms_norm(x + residual, x.shape[-1:], weight),
+    "rmsnorm_quantize": lambda x, weight, **_: F.rms_norm(x, x.shape[-1:], weight),
+    "add_rmsnorm_quantize": lambda x, residual, weight, **_: F.rms_norm(
+        x + residual, x.shape[-1:], weight
+    ),
+    "silu_mul": lambda gate, up, **_: F.silu(gate) * up,
+    "gelu_mul": lambda gate, up, **_: F.gelu(gate) * up,
+    "attention": lambda q, k, v, **_: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+    "cross_entropy": lambda logits, target, **_: F.cross_entropy(logits, target),
+    "linear_cross_entropy": lambda x, weight, target, **_: F.linear_cross_entropy(
+        x, weight, target
+    ),
+    "grouped_gemm": lambda x, weight, **_: F.linear(x, weight[0]),
+    "moe_mlp": lambda x, gate_up_proj, **_: F.linear(x, gate_up_proj[0]),
+    "moe_lora": lambda x, gate_up_proj, **_: F.linear(x, gate_up_proj[0]),
+    "quantized_linear": lambda x, q, **_: F.linear(x, x.new_ones(q.shape)),
+    "fp8_linear": lambda x, q, **_: F.linear(x, x.new_ones(q.shape)),
+}
+
+
+@contextlib.contextmanager
+def autocast(device):
+    """torch.autocast(device, torch.bfloat16), also where there is no such device."""
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+
+
+def cast_by_hand(op, kwargs, device=DEVICE):
+    """What the op's convention makes of arguments under bfloat16 autocast."""
+    convention, arguments = op.autocast
+    dtype = {"products": torch.bfloat16, "norm": None if device == "cpu" else torch.float32}.get(
+        convention
+    )
+    return {
+        n: v.to(dtype) if n in arguments and dtype and isinstance(v, torch.Tensor) else v
+        for n, v in kwargs.items()
+    }
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+def test_every_op_declares_what_autocast_does_to_it(op):
+    assert op.autocast is not None, f"{op.name}'s public function has no @_checks.autocast"
+    assert op.autocast.convention in _checks.CONVENTIONS
+    assert bool(op.autocast.arguments) == (op.autocast.convention in ("products", "norm"))
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
+    [row] = [
+        line
+        for line in page.splitlines()
+        if line.startswith("| autocast |") and f"`{op.name}`" in line
+    ]
+    assert f"| {op.autocast.convention} |" in row
+    casts = re.search(rf"`{op.name}`(?: \(([^)]*)\))?", row)[1] or ""
+    assert tuple(filter(None, casts.split(", "))) == op.autocast.arguments
+
+
+@EVERY_IMPLEMENTATION
+def test_autocast_does_what_the_op_declares(op, name):
+    """Bit for bit what inputs that were cast by hand give; gradients in the dtypes of the
+    leaves.
+    """
+    skip_unless_usable(
+        op, name, torch.bfloat16 if op.autocast.convention == "products" else torch.float32
+    )
+    if name == "triton" and DEVICE == "cpu":
+        pytest.skip("casts come before any implementation is chosen")
+
+    def under(**kwargs):
+        with autocast(DEVICE):
+            return op.public(**kwargs, implementation=name)
+
+    kwargs = inputs(whole_case(op))
+    found = differentiate(under, kwargs)
+    assert_same(
+        found,
+        differentiate(lambda **kw: op.public(**cast_by_hand(op, kw), implementation=name), kwargs),
+    )
+    leaves = [t for t in contract.leaves(kwargs) if t.requires_grad]
+    grads = found[len(found) - len(leaves) :] if leaves else []
+    assert all(g is None or g.dtype == t.dtype for g, t in zip(grads, leaves, strict=True))
+
+
+@pytest.mark.parametrize(
+    "name, device",
+    [
+        *((name, "cpu") for name in COUNTERPARTS),
+        # Those that need no device to be traced, which is where the lists differ.
+        *((name, "cuda") for name in ("rmsnorm", "add_rmsnorm", "silu_mul", "gelu_mul")),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=short)
+def test_autocast_gives_the_dtype_that_pytorch_gives(name, device, dtype):
+    if name == "linear_cross_entropy" and not hasattr(F, name):
+        pytest.skip(f"torch {torch.__version__} has no F.linear_cross_entropy")
+    if "rmsnorm" in name and device == "cuda" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 does not autocast F.rms_norm on CUDA to float32, 2.13 does")
+    op = OPS[name]
+    made = contract.convert(whole_case(op).make("cpu", torch.float32, 0), dtype)
+    with contextlib.ExitStack() as stack:
+        if device == "cuda":
+            stack.enter_context(FakeTensorMode())
+            made = {
+                n: torch.empty(v.shape, dtype=v.dtype, device="cuda")
+                if isinstance(v, torch.Tensor)
+                else v
+                for n, v in made.items()
+            }
+        stack.enter_context(autocast(device))
+        out = op.public(**made, implementation="eager")
+        first = out[0] if isinstance(out, tuple) else out
+        out = first if isinstance(first, Quantized) else contract.leaves(out)[0]
+        assert out.dtype == COUNTERPARTS[name](**made).dtype
+
+
+@pytest.mark.parametrize(
+    "op",
+    [op for op in OPS.values() if op.autocast.convention == "products"],
+    ids=lambda op: op.name,
+)
+def test_autocast_compiles_as_one_graph(op):
+    torch._dynamo.reset()
+    kwargs = inputs(whole_case(op))
+
+    def under(fn):
+        def call(**kwargs):
+            with autocast(DEVICE):
+                return fn(**kwargs)
+
+        return call
+
+    compiled = torch.compile(op.public, fullgraph=True, backend="aot_eager")
+    assert_same(differentiate(under(compiled), kwargs), differentiate(under(op.public), kwargs))
+
+
+def test_without_autocast_a_call_costs_one_question(monkeypatch):
+    asked, ask = [], torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *a: (asked.append(a), ask(*a))[1])
+    monkeypatch.setattr(
+        torch, "get_autocast_dtype", lambda *a: pytest.fail("a dtype was asked for")
+    )
+    q = torch.randn(1, 1, 2, 8, device=DEVICE)
+    assert OPS["attention"].public(q, q, q).dtype == torch.float32 and asked == [(DEVICE,)]
+    OPS["silu_mul"].public(q, q)
+    assert asked == [(DEVICE,)]
+
+
+def test_autocast_makes_one_dtype_of_several():
+    """As FSDP2, LoRA and Hugging Face mix them; without it the error says what to cast."""
+    x, weight = torch.randn(4, 8, device=DEVICE).bfloat16(), torch.randn(6, 8, device=DEVICE)
+    target = torch.arange(4, device=DEVICE)
+    loss = OPS["linear_cross_entropy"].public
+    with autocast(DEVICE):
+        found = loss(x, weight, target=target)
+        with pytest.raises(
+            TypeError, match=r"takes \d+ positional"
+        ):  # no argument is lost on the way
+            loss(x, weight, target, *range(30))
+    assert found.dtype == torch.float32 and torch.equal(found, loss(x, weight.bfloat16(), target))
+    with pytest.raises(
+        TypeError, match=r"weight must have x's dtype torch\.bfloat16, got torch\.float32; cast one"
+    ):
+        loss(x, weight, target)
+    q = torch.randn(1, 2, 4, 8, device=DEVICE)
+    with autocast(DEVICE):
+        assert OPS["attention"].public(q, q, v=q.bfloat16()).dtype == torch.bfloat16
+        assert OPS["attention"].public(q.double(), q.double(), q.double()).dtype == torch.float64
+    with pytest.raises(TypeError, match="v must have q's dtype"):
+        OPS["attention"].public(q, q, q.bfloat16())
+
+
+# ---- several devices
+
+
+def module(op):
+    return importlib.import_module(f"tilewright.ops.{op}")
+
+
+class OfDevice(torch.Tensor):
+    """Stands for a tensor on a CUDA device that need not be there. Operators get it as that
+    device's tensors.
+    """
+
+    @staticmethod
+    def __new__(cls, data, index):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, dtype=data.dtype, device=f"cuda:{index}"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args)
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """Two CUDA devices, of which the first, an H100, is current and the second is an A100. entered:
+    the devices that were made current.
+    """
+    state = SimpleNamespace(current=0, entered=[])
+
+    @contextlib.contextmanager
+    def enter(device):
+        index = getattr(device, "index", device)
+        before, state.current = state.current, index
+        state.entered.append(index)
+        yield
+        state.current = before
+
+    def capability(device=None):
+        return ((9, 0), (8, 0))[state.current if device is None else torch.device(device).index]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: state.current)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    return state
+
+
+@pytest.fixture
+def own_library(monkeypatch):
+    """Operators that a test defines go with it."""
+    with torch.library._scoped_library("tilewright", "FRAGMENT") as library:
+        monkeypatch.setattr(_library, "_LIBRARY", library)
+        yield
+
+
+@pytest.mark.parametrize("past", [False, True], ids=["dispatched", "past_the_dispatcher"])
+def test_launchers_run_with_their_tensors_device_current(devices, own_library, monkeypatch, past):
+    """Every operator is made by `define`. The first argument may be absent."""
+    ran = []
+    if past:
+        monkeypatch.setattr(_library, "_PLAIN", (OfDevice, torch.Tensor))
+        monkeypatch.setitem(_library._TYPES, "Tensor", _library._PLAIN)
+        monkeypatch.setattr(OfDevice, "__torch_dispatch__", None)
+
+    def launcher(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        ran.append(devices.current)
+        return torch.empty(0)
+
+    op = _library.define("on_a_device", launcher, lambda bias, x: x.new_empty(0))
+    for index in (0, 1, 0):
+        op(None, OfDevice(torch.ones(3), index))
+    assert ran == [0, 1, 0] and devices.current == 0
+    assert devices.entered == [1], "a device that was current already was entered"
+    op(None, torch.ones(3))  # on a CPU, which has no current device
+    assert ran.pop() == 0 and devices.entered == [1]
+
+
+def test_what_writes_in_place_runs_with_its_tensors_device_current(
+    devices, own_library, monkeypatch
+):
+    """It is called without an operator around it."""
+    ran = []
+
+    def launcher(*args):
+        ran.append(devices.current)
+
+    x, table = OfDevice(torch.ones(1, 2, 4), 1), torch.ones(2, 2)
+    module("rope")._register("probe", launcher).rotate(
+        x, None, x, None, table, table, None, False, False
+    )
+    monkeypatch.setattr(module("qk_norm_rope"), "_slices", lambda qkv, hq, hk: [qkv] * 3)
+    module("qk_norm_rope")._register("probe", launcher, launcher).overwrite(
+        x, None, None, table, table, None, 1, 1, 1e-6, 0.0, False
+    )
+    assert ran == [1, 1] and devices.current == 0
+
+
+def test_an_implementation_is_chosen_by_what_the_tensors_device_can_do(devices):
+    found = []
+    op = Op(
+        "probe",
+        None,
+        lambda x: x,
+        (
+            Implementation("hopper", lambda: "hopper", lambda kind: platform.no_cuda(90)),
+            Implementation("ampere", lambda: "ampere", lambda kind: platform.no_cuda(80)),
+        ),
+    )
+    for index in (0, 1, 0, 1):
+        found.append(op.pick("auto", On(torch.device("cuda", index))))
+    assert found == ["hopper", "ampere"] * 2
+    assert [op.unpinned(On(torch.device("cuda", index))) for index in (1, 0)] == [
+        "ampere",
+        "hopper",
+    ]
+    assert devices.entered.count(1) == 2, "an answer that was kept was looked for again"
+
+
+# ---- an implementation's parts
+
+
+def recorded(fn, kwargs):
+    """Names of the operators that ran for results and gradients. The profiler sees into an
+    operator, which a dispatch mode does not.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        differentiate(fn, kwargs)
+    return [e.name for e in profile.events() if "::" in e.name]
+
+
+def cases_of_every_kind(op):
+    """The smallest case of each set of types of arguments: of tensors, and of each quantised
+    format.
+    """
+    found = {}
+    for case in small_cases(op):
+        kwargs = inputs(case)
+        if all(t.numel() for t in contract.leaves(kwargs)):
+            found.setdefault(tuple(map(type, kwargs.values())), (case, kwargs))
+    return list(found.values())
+
+
+@EVERY_IMPLEMENTATION
+def test_a_named_implementation_runs_the_same_operators_whatever_is_pinned(op, name, monkeypatch):
+    """Its parts too, forward and backward, in compiled code as well."""
+    skip_unless_usable(op, name, torch.float32)
+    if name == "triton" and DEVICE == "cpu":
+        pytest.skip("the interpreter takes minutes, and the parts are those of the others")
+    fn = functools.partial(op.public, implementation=name)
+    made, picked = [], set()
+    pick = Op.pick
+    monkeypatch.setattr(Op, "pick", lambda self, *a: (picked.add(self.name), pick(self, *a))[1])
+    for case, kwargs in cases_of_every_kind(op):
+        with contextlib.suppress(
+            ImplementationUnavailable
+        ):  # a variant that it refuses by a sentence
+            differentiate(fn, kwargs)  # and fills tables that are made once
+            made.append((case, kwargs))
+    monkeypatch.undo()
+    if picked == {op.name}:
+        return  # it has no parts that the registry could choose
+    for case, kwargs in made:
+        calls = [fn]
+        if name != "eager":  # a twin is no operator: its graph holds what was traced
+            torch._dynamo.reset()
+            calls.append(torch.compile(fn, fullgraph=True, backend="aot_eager"))
+            differentiate(calls[1], kwargs)
+        for call in calls:
+            alone = recorded(call, kwargs)
+            with use("eager"):
+                assert recorded(call, kwargs) == alone, case.name
+
+
+# ---- activation checkpointing
+
+
+@EVERY_IMPLEMENTATION
+def test_recomputes_the_same_under_checkpointing(op, name):
+    skip_unless_usable(op, name, torch.float32)
+
+    def twice(**kwargs):
+        scaled = {
+            n: v * 0.5 if isinstance(v, torch.Tensor) and v.requires_grad else v
+            for n, v in kwargs.items()
+        }
+        first = contract.leaves(op.public(**kwargs, implementation=name))
+        second = contract.leaves(op.public(**scaled, implementation=name))
+        return tuple(a + b if a.requires_grad else a for a, b in zip(first, second, strict=True))
+
+    def checkpointed(**kwargs):
+        return checkpoint(twice, use_reentrant=False, **kwargs)
+
+    for case in small_cases(op)[: 1 if name == "triton" else 2]:  # the interpreter is slow
+        assert_same(differentiate(checkpointed, inputs(case)), differentiate(twice, inputs(case)))
+
+
+# ---- derivatives that kernels do not have
+
+
+def right_or_refused(derivative, name, refusal):
+    """PyTorch's own fused kernels refuse in words of their own."""
+    expected = derivative("eager")
+    try:
+        found = derivative(name)
+    except (RuntimeError, NotImplementedError) as error:
+        theirs = "not implemented|does not support it|double backward are not supported"
+        assert re.search(
+            f"{refusal}|{theirs}" if name in ("torch", "sdpa") else refusal, str(error)
+        ), error
+        return False
+    for f, e in zip(found, expected, strict=True):
+        if f is not None and e is not None:
+            torch.testing.assert_close(f, e, rtol=1e-3, atol=1e-3 * float(e.abs().max()))
+        else:
+            assert all(t is None or not t.any() for t in (f, e))
+    return True
+
+
+def whole_case(op):
+    return next(
+        case for case in small_cases(op) if all(t.numel() for t in contract.leaves(inputs(case)))
+    )
+
+
+@EVERY_IMPLEMENTATION
+@pytest.mark.parametrize(
+    "power", [1, 3]
+)  # whether what arrives at the op's backward depends on its inputs
+def test_a_second_derivative_is_right_or_refused(op, name, power):
+    skip_unless_usable(op, name, torch.float32)
+    skip_unless_differentiable(op)
+
+    def second(name):
+        kwargs = inputs(whole_case(op))
+        outs = contract.leaves(op.public(**kwargs, implementation=name))
+        leaves = [t for t in contract.leaves(kwargs) if t.requires_grad]
+        loss = sum(o.pow(power).sum() for o in outs if o.requires_grad)
+        grads = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        return torch.autograd.grad(
+            loss + sum(g.pow(3).sum() for g in grads if g is not None), leaves, allow_unused=True
+        )
+
+    right = right_or_refused(
+        second,
+        name,
+        r"tilewright::\w+ is differentiable once; use implementation='eager' for "
+        "higher derivatives",
+    )
+    assert right or op.name != "rope", "a rotation's backward is a rotation"
+
+
+@EVERY_IMPLEMENTATION
+def test_a_forward_mode_derivative_is_right_or_refused(op, name):
+    skip_unless_usable(op, name, torch.float32)
+    skip_unless_differentiable(op)
+
+    def tangents(name):
+        kwargs = {
+            n: v.detach() if isinstance(v, torch.Tensor) else v
+            for n, v in inputs(whole_case(op)).items()
+        }
+        first = next(n for n, v in kwargs.items() if isinstance(v, torch.Tensor))
+
+        def call(t):
+            outs = contract.leaves(op.public(**{**kwargs, first: t}, implementation=name))
+            return tuple(o for o in outs if o.is_floating_point())
+
+        return torch.func.jvp(
+            call, (kwargs[first],), (torch.ones_like(kwargs[first]) * kwargs[first].cos(),)
+        )[1]
+
+    right_or_refused(
+        tangents,
+        name,
+        r"(tilewright::\w+|linear_cross_entropy\[torch\]) has no forward-mode derivative; "
+        "use implementation='eager'",
+    )
+
+
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop"
+)  # vmap calls operators once for each element
+@EVERY_IMPLEMENTATION
+def test_derivatives_by_torch_func_are_right_or_refused(op, name):
+    """grad, vmap of grad, grad of grad, and grad below what autograd records."""
+    skip_unless_usable(op, name, torch.float32)
+    skip_unless_differentiable(op)
+    if name == "triton" and DEVICE == "cpu":
+        pytest.skip("the operators' formulas are made as those of the others")
+    if (op.name, name) == ("linear_cross_entropy", "torch"):
+        pytest.skip("PyTorch's own Function has no rule for torch.func")
+    kwargs = inputs(whole_case(op))
+    first = next(n for n, v in kwargs.items() if isinstance(v, torch.Tensor) and v.requires_grad)
+    fixed = {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in kwargs.items()}
+    x = fixed[first]
+
+    def loss(implementation):
+        def call(t):
+            outs = contract.leaves(op.public(**{**fixed, first: t}, implementation=implementation))
+            return sum(o.sin().sum() for o in outs if o.is_floating_point())
+
+        return call
+
+    def of_grad(f):
+        return lambda t: torch.func.grad(f)(t).sin().sum()
+
+    def below_autograd(f):
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(of_grad(f)(leaf), leaf)
+
+    refusal = (
+        r"tilewright::\w+ (is differentiable once; use implementation='eager' for higher "
+        r"derivatives|"
+        "has no derivative within torch.func; use implementation='eager')"
+    )
+    of = {
+        "grad": lambda f: (torch.func.grad(f)(x),),
+        "vmap of grad": lambda f: (torch.func.vmap(torch.func.grad(f))(torch.stack((x, x)))[1],),
+        "grad of grad": lambda f: (torch.func.grad(of_grad(f))(x),),
+        "grad below autograd": below_autograd,
+    }
+    if op.name == "linear_cross_entropy" and name != "eager":
+        del of[
+            "vmap of grad"
+        ]  # chunks and sums are decided by values, which vmap refuses in words of PyTorch's
+    right = {
+        how: right_or_refused(lambda n, f=f: f(loss(n)), name, refusal) for how, f in of.items()
+    }
+    made_in_forward = op.name == "linear_cross_entropy"
+    saves_no_leaf = op.name == "permute" or (
+        op.name == "qk_norm_rope" and kwargs.get("q_weight") is None
+    )
+    assert right["grad"] or made_in_forward or saves_no_leaf
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp"])
+def test_a_loss_that_makes_its_gradients_in_forward_refuses_too(name):
+    """What it saves is constant to autograd, so that no second derivative could be tied to its
+    inputs.
+    """
+    op = OPS["linear_cross_entropy"]
+    skip_unless_usable(op, name, torch.float32)
+    x, w = (torch.randn(n, 8, device=DEVICE, requires_grad=True) for n in (4, 6))
+    loss = op.public(x, w, torch.arange(4, device=DEVICE), implementation=name)
+    with pytest.raises(RuntimeError, match="is differentiable once"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_a_tangent_elsewhere_is_not_refused():
+    x, w = torch.randn(4, 8), torch.ones(8)
+    fused = OPS["rmsnorm"].choose(DEVICE, torch.float32)
+    y = OPS["rmsnorm"].public(x, w, implementation=fused)
+    found = torch.func.jvp(
+        lambda t: OPS["rmsnorm"].public(x, w, implementation=fused) * t, (x,), (x,)
+    )[1]
+    assert torch.equal(found, y * x)
+
+
+def test_create_graph_under_checkpointing_gives_the_same_first_derivative():
+    """Saved tensors come out of a checkpoint once."""
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    fn = OPS["rmsnorm"].public
+    expected = torch.autograd.grad(fn(x, w).pow(2).sum(), (x, w))
+    found = torch.autograd.grad(
+        checkpoint(fn, x, w, use_reentrant=False).pow(2).sum(), (x, w), create_graph=True
+    )
+    assert_same([f.detach() for f in found], expected)
+
+
+# ---- tensors without elements
+
+
+@EVERY_IMPLEMENTATION
+def test_a_tensor_without_elements_may_have_any_strides(op, name):
+    """`contiguous()` leaves them as they are."""
+    skip_unless_usable(op, name, torch.float32)
+
+    def strided(t):
+        if not isinstance(t, torch.Tensor) or t.numel() or t.dim() < 2:
+            return t
+        wide = t.new_empty([2 * n for n in t.shape])
+        return wide[(slice(None, None, 2),) * t.dim()].detach().requires_grad_(t.requires_grad)
+
+    fn = functools.partial(op.public, implementation=name)
+    for case in small_cases(op):
+        kwargs = inputs(case)
+        odd = {n: strided(v) for n, v in kwargs.items()}
+        if any(odd[n] is not v for n, v in kwargs.items()):
+            assert_same(differentiate(fn, odd), differentiate(fn, kwargs))
+
+
+# ---- past the dispatcher
+
+
+@pytest.fixture
+def probe(own_library):
+    """y = x * factor. ran: what each launch was given.   overload: counts its calls."""
+
+    def launcher(
+        x: torch.Tensor,
+        factor: float,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        sizes: list[int],
+    ) -> torch.Tensor:
+        ran.append((factor, sizes))
+        return x * factor
+
+    def keep(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+        ctx.factor = inputs[1]
+
+    ran = []
+    op = _library.define("past_the_dispatcher", launcher, lambda x, *_: torch.empty_like(x))
+    _library.differentiate(op, lambda ctx, dy: (dy * ctx.factor, None, None, None, None), keep)
+    op.ran, op.overload = ran, mock.Mock(wraps=op.overload, _schema=op.overload._schema)
+    return op
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_an_operator_is_called_past_the_dispatcher_where_nothing_needs_it(probe):
+    x = torch.ones(3)
+    rest = 2.0, None, torch.float32, [1]
+    for given in (x, torch.nn.Parameter(x), x.clone().requires_grad_()):
+        y = probe(given, *rest)
+        assert y.requires_grad == given.requires_grad
+        if y.requires_grad:
+            assert type(y.grad_fn).__name__ == "tilewright_past_the_dispatcherBackward"
+            assert torch.autograd.grad(y.sum(), given)[0].tolist() == [2.0] * 3
+            with torch.no_grad():
+                assert not probe(given, *rest).requires_grad
+    assert probe.ran == [(2.0, [1])] * 5 and not probe.overload.called
+
+
+def test_what_looks_at_operators_sees_them(probe):
+    """Modes, transforms, subclasses, fakes, tangents, the profiler, torch.jit.trace; and what
+    has to be converted.
+    """
+    x, rest = torch.ones(3, requires_grad=True), (2.0, None, torch.float32, [1])
+
+    def through(run):
+        del probe.ran[:]
+        probe.overload.reset_mock()
+        run()
+        assert probe.overload.called
+        return probe.ran
+
+    with OperatorNames() as mode:
+        assert through(lambda: probe(x, *rest))
+    assert "tilewright::past_the_dispatcher" in mode.names
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert through(lambda: probe(x, *rest))
+    assert "tilewright::past_the_dispatcher" in {e.name for e in profile.events()}
+    assert through(lambda: probe(x.as_subclass(Subclass), *rest))
+    through(lambda: torch.func.grad(lambda t: probe(t, *rest).sum())(x.detach()))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert not through(lambda: probe(mode.from_tensor(x), *rest)), (
+            "a launcher ran on a fake tensor"
+        )
+    assert not through(lambda: probe(x.to("meta"), *rest))
+    assert "tilewright::past_the_dispatcher" in str(
+        torch.jit.trace(lambda t: probe(t, *rest), x.detach(), check_trace=False).graph
+    )
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda t: probe(t, *rest), (x.detach(),), (x.detach(),))
+    # An int for a float, and a tuple for a list: a kernel would be specialized for them.
+    ((factor, sizes),) = through(lambda: probe(x, 2, None, torch.float32, (1,)))
+    assert type(factor) is float and type(sizes) is list
+
+
+def test_an_operator_without_a_derivative_says_so(own_library):
+    def launcher(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    op = _library.define("without_a_derivative", launcher, torch.empty_like)
+    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+        op(torch.ones(3, requires_grad=True)).sum().backward()
+
+
+# ---- torch.library.opcheck
+
+
+class Calls(dict):
+    """One call of each of this package's operators, for each set of options that it was called
+    with.
+    """
+
+    def keep(self, func, args, kwargs):
+        if getattr(func, "namespace", None) == "tilewright":
+            options = tuple(
+                a.dtype if isinstance(a, torch.Tensor) else tuple(a) if isinstance(a, list) else a
+                for a in args
+            )
+            kept = [
+                a.detach().clone().requires_grad_(a.requires_grad)
+                if isinstance(a, torch.Tensor)
+                else a
+                for a in args
+            ]
+            self.setdefault((func, options), (kept, dict(kwargs or {})))
+
+
+class AboveAutograd(TorchFunctionMode):
+    """Sees which arguments of a forward operator require a gradient, so that opcheck checks its
+    formula.
+    """
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls.keep(func, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+class BelowAutograd(TorchDispatchMode):
+    """Sees backward operators too, which a formula calls."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.keep(
+            func, [a.detach() if isinstance(a, torch.Tensor) else a for a in args], kwargs
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def record(op, name):
+    calls = Calls()
+    made = [
+        inputs(case) for case in small_cases(op)
+    ]  # before: some quantise, which is another op's work
+    with BelowAutograd(calls), AboveAutograd(calls):
+        for kwargs in made:
+            with contextlib.suppress(
+                ImplementationUnavailable
+            ):  # a variant that it refuses by a sentence
+                differentiate(functools.partial(op.public, implementation=name), kwargs)
+    return calls
+
+
+@EVERY_IMPLEMENTATION
+def test_operators_pass_opcheck(op, name):
+    skip_unless_usable(op, name, torch.float32)
+    calls = record(op, name)
+    if not calls:
+        pytest.skip("made of PyTorch's own operators")
+    given = [a for args, _ in calls.values() for a in args if isinstance(a, torch.Tensor)]
+    # An operator that takes integers only, such as the check of targets, needs no formula. What
+    # PyTorch's own operators are made of has others only for what is constant: codes, noise.
+    needed = (
+        name not in ("eager", "torch")
+        and differentiable(op)
+        and any(a.is_floating_point() for a in given)
+    )
+    assert not needed or any(a.requires_grad for a in given), "no formula would be checked"
+    # The interpreter is slow; test_compiles_as_one_graph_and_gives_the_same compiles these, too.
+    slow = name == "triton" and DEVICE == "cpu"
+    for (func, _), (args, kwargs) in calls.items():
+        torch.library.opcheck(
+            func,
+            args,
+            kwargs,
+            test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+            if slow
+            else OPCHECKS,
+        )
+
+
+def test_no_operator_escapes_opcheck():
+    """Every operator that can stand in a graph (it has a fake) is called by some case."""
+    called = set()
+    # Of layers, not of an op (test_products.py); and implementations that cannot run here, although
+    # another test may have loaded them.
+    elsewhere = {"product_cpp"}
+    for op in OPS.values():
+        for impl in op.implementations:
+            if impl.why_not(DEVICE) is not None:
+                elsewhere.add(f"_{impl.name}_")
+            if impl.why_not(DEVICE, torch.float32) is None:
+                called |= {func.name().split(".")[0] for func, _ in record(op, impl.name)}
+    there = {
+        name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tilewright::")
+    }
+    fakes = {n for n in there if torch._C._dispatch_has_kernel_for_dispatch_key(n, "Meta")}
+    assert fakes, "no operator was found: the test looks in the wrong place"
+    fakes = {n for n in fakes if not any(name in n for name in elsewhere)}
+    assert fakes <= called, f"no small contract case calls {sorted(fakes - called)}"

@@ -1,0 +1,527 @@
+"""quantized_linear and fp8_linear beyond the numerics contract, which tests/ops/test_contract.py
+holds
+them to: what they keep, which way they take, noise, what they refuse.
+"""
+
+import dataclasses
+import re
+import sys
+
+import pytest
+import torch
+from helpers import DEVICE, skip_unless_usable
+
+from tilewright.bench import contract
+from tilewright.ops import (
+    dequantize_block_fp8,
+    fp8_linear,
+    quantize_block_fp8,
+    quantize_mxfp8,
+    quantize_nf4,
+    quantize_nvfp4,
+    quantized_linear,
+)
+from tilewright.ops.aqn import AQN
+from tilewright.ops.quantized_linear import FP8_LINEAR, QUANTIZED_LINEAR, dequantize
+
+MODULE = sys.modules["tilewright.ops.quantized_linear"]
+NAMES = [i.name for i in QUANTIZED_LINEAR.implementations]
+FUSED = [n for n in NAMES if n != "eager"]
+FORMATS = {
+    "nf4": quantize_nf4,
+    "nf4 nested": lambda w: quantize_nf4(w, double_quant=True),
+    "nvfp4": quantize_nvfp4,
+    "block_fp8": quantize_block_fp8,
+}
+EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS)
+EVERY_NAME = pytest.mark.parametrize("name", NAMES)
+EVERY_FUSED = pytest.mark.parametrize("name", FUSED)
+T, N, K = 5, 24, 64
+
+
+def randn(*shape, dtype=torch.float32, seed=0, scale=1.0):
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=g) * scale).to(DEVICE, dtype)
+
+
+def inputs(format, dtype=torch.float32, T=T, N=N, K=K):
+    """x, q and bias, of which x and bias want gradients."""
+    return (
+        randn(T, K, dtype=dtype).requires_grad_(),
+        FORMATS[format](randn(N, K, seed=1, scale=K**-0.5)),
+        randn(N, dtype=dtype, seed=2).requires_grad_(),
+    )
+
+
+def storages(*tensors):
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def close(found, expected):
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(
+        found,
+        expected,
+        rtol=2e-2 if found.dtype.itemsize == 2 else 1e-5,
+        atol=2e-2 if found.dtype.itemsize == 2 else 1e-5,
+    )
+
+
+# ---- what it is
+
+
+@EVERY_FORMAT
+def test_the_definition_is_what_a_reader_would_write(format):
+    x, q, bias = (t.detach().double() if isinstance(t, torch.Tensor) else t for t in inputs(format))
+    w = dequantize(q, dtype=torch.float64, implementation="eager")
+    expected = torch.stack(
+        [torch.stack([(x[t] * w[n]).sum() + bias[n] for n in range(N)]) for t in range(T)]
+    )
+    torch.testing.assert_close(quantized_linear(x, q, bias, implementation="eager"), expected)
+
+
+@EVERY_FORMAT
+@EVERY_FUSED
+def test_nothing_is_kept_but_the_codes_and_scales(format, name):
+    """No copy of them, no dequantised weight, and not x."""
+    dtype = torch.float32
+    skip_unless_usable(QUANTIZED_LINEAR, name, dtype)
+    x, q, bias = inputs(format, dtype)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = quantized_linear(x, q, bias, implementation=name)
+    assert storages(*kept) == storages(*q.tensors())
+    assert sum(t.nbytes for t in kept) == q.nbytes
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    close(dx, dequantize(q, dtype=dtype).sum(0).expand(T, K))
+
+
+def test_eager_keeps_autograds_own_copy():
+    """The definition is plain PyTorch; that the count above sees a weight that is kept."""
+    x, q, bias = inputs("nf4")
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        quantized_linear(x, q, bias, implementation="eager")
+    assert sum(t.nbytes for t in kept) >= 4 * N * K
+
+
+# ---- the ways that a product is made
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("name, dtype", [("cpp", torch.float32), ("cpp", torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "K", [16 * 65, 2 * 1024 + 64], ids=str
+)  # in pieces of 1,024, the last one short
+def test_cpp_few_rows_are_as_many(format, name, dtype, K, monkeypatch):
+    skip_unless_usable(QUANTIZED_LINEAR, name, dtype)
+    if K % 64 and "nf4" in format:
+        K = 64 * 17
+    for T, N in ((1, 1), (2, 6), (3, 13), (4, 5), (9, 20)):
+        x, q, bias = inputs(format, dtype, T, N, K)
+        with monkeypatch.context() as patch:
+            patch.setattr(MODULE, "dense", None)  # the dequantised weight is not asked for
+            few = quantized_linear(x, q, bias, implementation=name)
+        with monkeypatch.context() as patch:
+            patch.setattr(MODULE, "_CPP_ROWS", {dtype: 0})
+            many = quantized_linear(x, q, bias, implementation=name)
+        close(few, many)
+        # Of very few elements eager's own error, which is the measure, may happen to be nothing.
+        assert T * N < 100 or not broken(name, x, q, bias, dtype)
+
+
+def broken(name, x, q, bias, dtype):
+    return contract.compare(QUANTIZED_LINEAR, name, {"x": x, "q": q, "bias": bias}, dtype)
+
+
+@pytest.mark.parametrize(
+    "format, T, K, few",
+    [
+        ("nf4", 1, 64, True),
+        ("nf4", 64, 64, True),
+        ("nf4", 65, 64, False),
+        ("nf4", 3, 96, False),
+        ("nvfp4", 3, 80, True),
+        ("nvfp4", 3, 72, False),
+        ("block_fp8", 3, 33, True),
+        ("block_fp8", 65, 64, False),
+    ],
+)
+def test_which_way_triton_takes(format, T, K, few):
+    pytest.importorskip("triton")
+    from tilewright.kernels import quantized_linear_triton as k
+
+    x = torch.empty(T, K, dtype=torch.bfloat16)
+    block = {"nf4": [64], "nvfp4": [], "block_fp8": [128, 128]}[format]
+    assert (k.constants(x, format, 24, block) is not None) == few
+    assert (
+        format != "block_fp8" or k.constants(x, format, 24, [128, 16]) is None
+    )  # narrower than what is read at once
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@EVERY_FORMAT
+def test_triton_is_right_with_any_constants(format, dtype):
+    """Pieces of the sum, tiles wider than a scale and narrower, none fused."""
+    skip_unless_usable(QUANTIZED_LINEAR, "triton", dtype)
+    from tilewright.kernels import quantized_linear_triton as k
+
+    x, q, bias = inputs(format, dtype, 18, 20, 192)
+    key = (k.FORMATS[format.split()[0]], 20, 192, dtype.itemsize, 32)
+    launches = [
+        {
+            "fused": True,
+            "BLOCK_N": n,
+            "BLOCK_K": step,
+            "SPLIT": split,
+            "num_warps": 4,
+            "num_stages": 2,
+        }
+        for n, step, split in ((16, 64, 1), (32, 128, 2), (64, 32, 4))
+    ]
+    for config in [*launches, {**launches[0], "fused": False}]:
+        with k.FEW_ROWS.override(x.device, key, config):
+            assert not broken("triton", x, q, bias, dtype), config
+
+
+@EVERY_NAME
+def test_a_format_that_no_kernel_takes_whole(name):
+    """Blocks of NF4 that run over the ends of rows, an odd number of columns, other blocks."""
+    skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
+    for q in (
+        quantize_nf4(randn(N, 40, scale=0.1)),
+        quantize_nf4(randn(N, 33)),
+        quantize_nvfp4(randn(N, 33)),
+        quantize_block_fp8(randn(N, 40), block=(3, 5)),
+        quantize_nf4(randn(N, 96), block_size=32),
+        quantize_nf4(randn(N, 256), block_size=256),
+    ):
+        x = randn(3, q.shape[1], seed=3)
+        close(quantized_linear(x, q, implementation=name), x @ dequantize(q).t())
+
+
+@EVERY_FUSED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shapes_and_strides_change_nothing(name, dtype):
+    skip_unless_usable(QUANTIZED_LINEAR, name, dtype)
+    x, q, bias = (
+        t.detach() if isinstance(t, torch.Tensor) else t for t in inputs("nvfp4", dtype, T=6)
+    )
+    expected = quantized_linear(x, q, bias, implementation=name)
+    wide = torch.zeros(6, 2 * K, dtype=dtype, device=DEVICE)
+    wide[:, ::2] = x
+    turned = dataclasses.replace(
+        q, data=q.data.t().contiguous().t(), scale=q.scale.t().contiguous().t()
+    )
+    for strided in (wide[:, ::2], x.t().contiguous().t()):
+        assert torch.equal(quantized_linear(strided, q, bias, implementation=name), expected)
+    assert torch.equal(quantized_linear(x, turned, bias, implementation=name), expected)
+    assert torch.equal(
+        quantized_linear(x.view(2, 1, 3, K), q, bias, implementation=name).view(6, N), expected
+    )
+    # One row: PyTorch's own products of matrices and vectors may sum in another order.
+    close(quantized_linear(x[0], q, bias, implementation=name), expected[0])
+    assert quantized_linear(x[:0].view(0, 3, K), q, implementation=name).shape == (0, 3, N)
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp"])
+@pytest.mark.parametrize("T", [7, 90])
+def test_the_same_twice_and_on_any_number_of_threads(name, T):
+    skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
+    x, q, bias = inputs("nf4", T=T)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (2, 2, 1):
+            torch.set_num_threads(threads)
+            y = quantized_linear(x, q, bias, implementation=name)
+            results.append((y, *torch.autograd.grad(y, (x, bias), torch.ones_like(y))))
+    finally:
+        torch.set_num_threads(before)
+    assert all(
+        torch.equal(a, b)
+        for other in results[1 : 2 if T > 64 else 3]
+        for a, b in zip(results[0], other, strict=True)
+    )
+
+
+# ---- noise
+
+
+@EVERY_FORMAT
+@EVERY_NAME
+def test_noise_is_that_of_the_dequantised_weight_in_both_passes(format, name):
+    skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
+    x, q, bias = inputs(format)
+    noise = AQN(2.0, 7, step=3, layer=2)
+    w = dequantize(q, noise=noise, dtype=torch.float32)
+    dy = randn(T, N, seed=5)
+    y = quantized_linear(x, q, bias, noise=noise, implementation=name)
+    dx, db = torch.autograd.grad(y, (x, bias), dy)
+    close(y, x @ w.t() + bias)
+    close(dx, dy @ w)
+    close(db, dy.sum(0))
+    plain = quantized_linear(x, q, bias, implementation=name)
+    assert (plain - y).abs().max() > 1e-3
+    other = quantized_linear(
+        x, q, bias, noise=dataclasses.replace(noise, step=4), implementation=name
+    )
+    assert not torch.equal(other, y)
+    assert torch.equal(quantized_linear(x, q, bias, noise=AQN(0.0, 7), implementation=name), plain)
+
+
+# ---- gradients, compilers
+
+
+@EVERY_NAME
+def test_gradients_of_each_alone_and_of_expanded_ones(name):
+    skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
+    x, q, bias = inputs("nf4")
+    for dy in (
+        randn(T, N, seed=3),
+        torch.ones((), device=DEVICE).expand(T, N),
+        randn(N, T, seed=4).t(),
+    ):
+        both = torch.autograd.grad(quantized_linear(x, q, bias, implementation=name), (x, bias), dy)
+        (of_x,) = torch.autograd.grad(
+            quantized_linear(x, q, bias.detach(), implementation=name), x, dy
+        )
+        (of_bias,) = torch.autograd.grad(
+            quantized_linear(x.detach(), q, bias, implementation=name), bias, dy
+        )
+        assert torch.equal(of_x, both[0]) and torch.equal(of_bias, both[1])
+        close(both[0], dy @ dequantize(q))
+
+
+@EVERY_FUSED
+def test_it_is_linear_so_that_higher_derivatives_are_right(name):
+    skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
+
+    def third(name):
+        x, q, bias = inputs("block_fp8")
+        y = quantized_linear(x, q, bias, implementation=name)
+        first = torch.autograd.grad(y.pow(3).sum(), (x, bias), create_graph=True)
+        return torch.autograd.grad(sum(g.pow(2).sum() for g in first), (x, bias))
+
+    for found, expected in zip(third(name), third("eager"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["eager", "cpp"])
+def test_compiled_with_noise_whose_step_changes(name):
+    skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
+    torch._dynamo.reset()
+    x, q, bias = inputs("nvfp4")
+
+    def layer(x, bias, q, step):
+        return quantized_linear(
+            x * 2, q, bias, noise=AQN(0.5, 1, step=step), implementation=name
+        ).relu()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for step in (0, 1, 5):
+        found, expected = compiled(x, bias, q, step), layer(x, bias, q, step)
+        assert torch.equal(found, expected)
+        dy = torch.ones_like(found)
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(
+                torch.autograd.grad(found, (x, bias), dy),
+                torch.autograd.grad(expected, (x, bias), dy),
+                strict=True,
+            )
+        )
+    torch._dynamo.reset()
+
+
+# ---- FP8 by FP8
+
+
+@pytest.mark.parametrize("name", ["eager", "triton"])
+def test_fp8_rounds_x_as_quantising_it_does(name):
+    """And so differs from quantized_linear, by a few per cent; each 128 columns have their own
+    scale.
+    """
+    skip_unless_usable(FP8_LINEAR, name, torch.float32)
+    x = randn(9, 300)
+    x[:, :128] *= 1e-3
+    x[:, 256:] *= 1e3
+    w = randn(150, 300, seed=1)
+    w[:, :128] *= 1e3
+    w[128:] *= 20
+    w[:, 256:] *= 1e-3
+    q, bias = quantize_block_fp8(w), randn(150, seed=2)
+    rounded = dequantize_block_fp8(quantize_block_fp8(x, block=(1, 128)))
+    found = fp8_linear(x, q, bias, implementation=name)
+    exact = (
+        rounded.double() @ dequantize(q, dtype=torch.float64, implementation="eager").t()
+        + bias.double()
+    )
+    assert contract.error(found, exact)[0] < 1e-5
+    beside = contract.error(found, quantized_linear(x, q, bias, implementation="eager"))[0]
+    assert 1e-3 < beside < 0.3
+
+
+@pytest.mark.parametrize("name", ["eager", "triton"])
+def test_fp8_has_the_gradient_of_the_unrounded_product(name):
+    skip_unless_usable(FP8_LINEAR, name, torch.float32)
+    x, q, bias = inputs("block_fp8")
+    dy = randn(T, N, seed=3)
+    found = torch.autograd.grad(fp8_linear(x, q, bias, implementation=name), (x, bias), dy)
+    expected = torch.autograd.grad(quantized_linear(x, q, bias, implementation=name), (x, bias), dy)
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-6, atol=1e-6)
+
+
+def test_fp8_keeps_only_the_codes_and_passes_opcheck_with_gradients():
+    skip_unless_usable(FP8_LINEAR, "triton", torch.float32)
+    x, q, bias = inputs("block_fp8")
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        fp8_linear(x, q, bias, implementation="triton")
+    assert storages(*kept) == storages(*q.tensors())
+    torch.library.opcheck(
+        torch.ops.tilewright.fp8_linear_triton_forward.default,
+        (x, bias, q.data.view(torch.uint8), q.scale_inv),
+    )
+
+
+def test_fp8_is_never_chosen_for_quantized_linear():
+    assert "fp8" not in NAMES and "fp8_linear" not in NAMES
+    x, q, _ = inputs("block_fp8", K=256)
+    exact = x.double() @ dequantize(q, dtype=torch.float64, implementation="eager").t()
+    assert contract.error(quantized_linear(x, q).detach(), exact.detach())[0] < 1e-5
+
+
+@EVERY_FUSED
+@pytest.mark.parametrize("rows, K", [(3, 80), (70, 64), (3, 33)])
+def test_mxfp8_is_read_as_the_others(name, rows, K, monkeypatch):
+    """Of few rows C++ asks for no dequantised weight."""
+    skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
+    x, q, bias = (
+        randn(rows, K).requires_grad_(),
+        quantize_mxfp8(randn(24, K, seed=1)),
+        randn(24, seed=2),
+    )
+    w = dequantize(q)
+    kept = []
+    with (
+        monkeypatch.context() as patch,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+    ):
+        if name == "cpp" and rows < 64 and K % 16 == 0:
+            patch.setattr(MODULE, "dense", None)
+        y = quantized_linear(x, q, bias, implementation=name)
+    assert storages(*kept) == storages(*q.tensors())
+    close(y, x @ w.t() + bias)
+    close(torch.autograd.grad(y.sum(), x)[0], w.sum(0).expand(rows, K))
+    for part, change, message in (
+        ("scale", lambda t: t[1:], r"q\.scale must have shape"),
+        ("scale", lambda t: t.view(torch.uint8), r"q\.scale must be a float8_e8m0fnu tensor"),
+        ("data", lambda t: t.view(torch.float8_e5m2), r"q\.data must be a float8_e4m3fn"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            quantized_linear(
+                x, dataclasses.replace(q, **{part: change(getattr(q, part))}), implementation=name
+            )
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (
+            {"q": quantize_nf4(torch.ones(2, 3, 64))},
+            ValueError,
+            "q must have shape [N, K], got [2, 3, 64]",
+        ),
+        (
+            {"q": torch.ones(24, 64)},
+            TypeError,
+            "q must be an NF4, NVFP4, BlockFP8 or MXFP8, got Tensor",
+        ),
+        (
+            {"x": torch.ones(5, 63)},
+            ValueError,
+            "x must have shape [..., 64], with q's K, got [5, 63]",
+        ),
+        ({"x": torch.ones(())}, ValueError, "x must have shape [..., 64], with q's K, got []"),
+        (
+            {"x": torch.ones(5, 64, dtype=torch.int32)},
+            TypeError,
+            "x must be one of float32, bfloat16, float16, float64",
+        ),
+        (
+            {"bias": torch.ones(23)},
+            ValueError,
+            "bias must have shape [24] ([N], with q's N), got [23]",
+        ),
+        (
+            {"bias": torch.ones(24).half()},
+            TypeError,
+            "bias must have x's dtype float32, got float16",
+        ),
+        ({"bias": 1.0}, TypeError, "bias must be a torch.Tensor, got float"),
+        ({"noise": 0.5}, TypeError, "noise must be an AQN or None, got float"),
+    ],
+)
+def test_bad_input_is_named(change, error, message):
+    arguments = {
+        "x": torch.ones(5, 64),
+        "q": quantize_nf4(torch.ones(24, 64)),
+        "bias": torch.ones(24),
+        **change,
+    }
+    with pytest.raises(error, match=re.escape(message)):
+        quantized_linear(**arguments)
+
+
+@EVERY_NAME
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize(
+    "format, part, change, message",
+    [
+        ("nf4", "data", lambda t: t[1:], r"q\.data must have shape"),
+        ("nf4", "absmax", lambda t: t.half(), r"q\.absmax must be a float32 tensor, got float16"),
+        ("nf4 nested", "nested_absmax", lambda t: t[1:], r"q\.nested_absmax must have shape"),
+        ("nvfp4", "scale", lambda t: t[1:], r"q\.scale must have shape"),
+        ("nvfp4", "global_scale", lambda t: t[None], r"q\.global_scale must have shape"),
+        (
+            "block_fp8",
+            "scale_inv",
+            lambda t: t.double(),
+            r"q\.scale_inv must be a float32 tensor, got float64",
+        ),
+        (
+            "block_fp8",
+            "data",
+            lambda t: t.view(torch.float8_e5m2),
+            r"q\.data must be a float8_e4m3fn tensor",
+        ),
+        (
+            "nvfp4",
+            "scale",
+            lambda t: t.view(torch.float8_e5m2),
+            r"q\.scale must be a float8_e4m3fn tensor",
+        ),
+    ],
+)
+def test_a_quantised_tensor_that_does_not_fit_together_is_named(
+    name, rows, format, part, change, message
+):
+    skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
+    x, q, bias = inputs(format, T=rows)
+    with pytest.raises((TypeError, ValueError), match=message):
+        quantized_linear(
+            x, dataclasses.replace(q, **{part: change(getattr(q, part))}), bias, implementation=name
+        )
+
+
+def test_fp8_refuses_other_formats_and_blocks():
+    x = torch.ones(3, 64)
+    with pytest.raises(TypeError, match=r"q must be tilewright\.ops' BlockFP8, got NF4"):
+        fp8_linear(x, quantize_nf4(torch.ones(24, 64)))
+    with pytest.raises(ValueError, match=re.escape("q.block must be (128, 128), got (64, 64)")):
+        fp8_linear(x, quantize_block_fp8(torch.ones(24, 64), block=(64, 64)))

@@ -1,0 +1,310 @@
+"""Selection, over the whole registry: what a name means, what `auto` chooses, what a refusal
+says.
+"""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tilewright import __main__ as cli
+from tilewright import platform, registry
+from tilewright.ops import OPS
+from tilewright.registry import FLOATS, Implementation, ImplementationUnavailable, Op, short, use
+
+ROOT = pathlib.Path(__file__).parents[2]
+EVERY_OP = pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+EVERY_IMPLEMENTATION = pytest.mark.parametrize(
+    "op, impl",
+    [
+        pytest.param(op, i, id=f"{op.name}-{i.name}")
+        for op in OPS.values()
+        for i in op.implementations
+    ],
+)
+
+
+def probe(*implementations, name="probe"):
+    """An op that multiplies: by 1 as the eager twin, else by what the implementation's `load`
+    says.
+    """
+    op = Op(name, None, lambda x: x * 1, implementations)
+    op.public = lambda x, implementation="auto": op.pick(implementation, x)(x)
+    return op
+
+
+def times(name, factor, **options):
+    return Implementation(name, lambda: lambda x: x * factor, **{"devices": ("cpu",), **options})
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """Puts an op into the registry for one test."""
+
+    def put(op):
+        monkeypatch.setitem(OPS, op.name, op)
+        return op
+
+    return put
+
+
+# ---- names
+
+
+@EVERY_OP
+def test_an_unknown_implementation_is_refused_with_the_names_there_are(op):
+    with pytest.raises(ValueError, match="unknown implementation 'nope'") as caught:
+        op.resolve("nope", "cpu")
+    assert all(repr(name) in str(caught.value) for name in ("auto", *op.names()))
+
+
+@EVERY_OP
+@pytest.mark.parametrize("name", [[], {}, 3, None], ids=repr)
+def test_an_implementation_that_is_no_name_is_refused_with_the_names_there_are(op, name):
+    op.unpinned(torch.ones(1))  # what a call that named nothing leaves behind is no name either
+    for ask in (lambda: op.resolve(name, "cpu"), lambda: op.pick(name, torch.ones(1))):
+        with pytest.raises(
+            TypeError, match=r"implementation must be one of \['auto', .*, got"
+        ) as caught:
+            ask()
+        assert repr(name) in str(caught.value) and str(caught.value).startswith(op.name)
+
+
+def test_an_unknown_op_is_refused_with_the_names_there_are():
+    with pytest.raises(ValueError, match="unknown op 'nope'") as caught:
+        registry.resolve("nope")
+    assert all(repr(name) in str(caught.value) for name in OPS)
+
+
+@EVERY_OP
+def test_an_op_resolves_by_its_name(op):
+    assert registry.resolve(op.name, "eager", "cpu") is op.eager
+
+
+@EVERY_OP
+def test_the_table_is_well_formed(op):
+    assert op.name in OPS and OPS[op.name] is op
+    assert op.names()[-1] == "eager" and op.names().count("eager") == 1
+    assert len(set(op.names())) == len(op.implementations) and "auto" not in op.names()
+    assert op.public.__doc__
+    names = [case.name for case in op.cases if "contract" in case.tags]
+    assert names and len(set(names)) == len(names)
+
+
+# ---- a name never falls back
+
+
+@EVERY_IMPLEMENTATION
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.int64], ids=short)
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "mps"])
+def test_a_name_gives_that_implementation_or_its_reason(op, impl, device_type, dtype):
+    reason = impl.why_not(device_type, dtype)
+    if reason is None:
+        found = op.resolve(impl.name, device_type, dtype)
+        assert found.__qualname__ == impl.load().__qualname__  # `load` may make its closure anew
+        return
+    with pytest.raises(ImplementationUnavailable) as caught:
+        op.resolve(impl.name, device_type, dtype)
+    assert str(caught.value).startswith(f"{op.name}[{impl.name}]: {reason} (usable here: ")
+
+
+def called(op, implementation):
+    """The op on the smallest inputs that its cases offer."""
+    made = (case.make("cpu", torch.float32, 0) for case in op.cases if "contract" in case.tags)
+    sizes = {sum(v.numel() for v in kw.values() if isinstance(v, torch.Tensor)): kw for kw in made}
+    return op.public(**sizes[min(sizes)], implementation=implementation)
+
+
+@EVERY_IMPLEMENTATION
+def test_a_call_refuses_as_resolve_does(op, impl, monkeypatch):
+    for (
+        every
+    ) in OPS.values():  # what earlier calls remembered, and later ones must not: cases call ops
+        monkeypatch.setattr(every, "_table", {})
+        monkeypatch.setattr(every, "_unpinned", {})
+    monkeypatch.setattr(platform, "interpreting", lambda: False)
+    monkeypatch.setattr(platform, "no_extension", lambda: "the extension is hidden by this test")
+    reason = impl.why_not("cpu", torch.float32)
+    if impl.name == "triton":
+        assert reason == "Triton kernels take CPU tensors only under TRITON_INTERPRET=1"
+    if impl.name == "cpp":
+        assert reason == "the extension is hidden by this test"
+    if reason is None:
+        called(op, impl.name)
+        return
+    with pytest.raises(ImplementationUnavailable) as caught:
+        called(op, impl.name)
+    assert reason in str(caught.value)
+
+
+def test_a_broken_import_is_unavailable_with_its_reason_and_does_not_fall_back():
+    def load():
+        raise ImportError("libbroken.so: cannot open shared object file")
+
+    broken = Implementation("broken", load, devices=("cpu",))
+    op = probe(broken, times("next", 2))
+    for name in (
+        "broken",
+        "auto",
+    ):  # auto chose it: to take the next one silently would hide the damage
+        with pytest.raises(
+            ImplementationUnavailable, match=r"probe\[broken\].*libbroken.so"
+        ) as caught:
+            op.public(torch.ones(1), implementation=name)
+        assert isinstance(caught.value.__cause__, ImportError)
+    assert op.public(torch.ones(1), implementation="next") == 2
+
+
+# ---- what auto chooses
+
+
+@EVERY_OP
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=short)
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_auto_is_the_first_that_is_usable_and_meant_for_the_device(op, device_type, dtype):
+    chosen = op.choose(device_type, dtype)
+    better = op.implementations[: op.names().index(chosen)]
+    assert all(device_type not in i.devices or i.why_not(device_type, dtype) for i in better)
+    assert chosen == "eager" or op.implementation(chosen).why_not(device_type, dtype) is None
+    if device_type == "cpu":
+        assert chosen != "triton", "the interpreter is for tests, never a choice"
+
+
+def test_auto_depends_on_device_and_dtype(monkeypatch):
+    op = probe(
+        times("half", 2, dtypes=(torch.bfloat16,)),
+        times("gpu", 3, devices=("cuda",)),
+        times("broken", 4, missing=lambda device: "not today"),
+        times("any", 5),
+    )
+    assert op.choose("cpu", torch.bfloat16) == "half"
+    assert op.choose("cpu", torch.float32) == "any"
+    assert op.choose("cuda", torch.float32) == "gpu"
+    assert op.choose("cpu", torch.float64) == "eager"
+    assert op.choose("mps", torch.float32) == "eager"
+    assert op.public(torch.ones(1)) == 5
+    assert op.public(torch.ones(1, dtype=torch.bfloat16)) == 2, (
+        "a choice is remembered for one dtype"
+    )
+
+
+# ---- pins
+
+
+def test_use_pins_restores_and_nests(listed):
+    op = listed(probe(times("two", 2), times("three", 3)))
+    x = torch.ones(1)
+    assert op.public(x) == 2
+    with use(probe="three"):
+        assert op.public(x) == 3
+        with use("eager"):
+            assert op.public(x) == 1
+            with use(probe="auto"):
+                assert op.public(x) == 2
+            assert op.public(x) == 1
+        assert op.public(x) == 3
+        assert op.public(x, implementation="two") == 2, "an explicit name wins"
+        assert registry.resolve("probe", "auto", "cpu")(x) == 3
+    assert op.public(x) == 2
+
+
+def test_use_auto_takes_every_outer_pin_back(listed):
+    op = listed(probe(times("two", 2)))
+    with use("eager"):
+        assert op.public(torch.ones(1)) == 1
+        with use("auto"):
+            assert op.public(torch.ones(1)) == 2
+        with use("auto", probe="eager"):
+            assert op.public(torch.ones(1)) == 1
+        assert op.public(torch.ones(1)) == 1
+
+
+def test_use_restores_after_an_exception(listed):
+    op = listed(probe(times("two", 2)))
+    with pytest.raises(KeyError), use("eager"):
+        raise KeyError
+    assert op.public(torch.ones(1)) == 2
+
+
+def test_one_name_for_all_leaves_ops_without_it_alone(listed):
+    op = listed(probe(times("two", 2), times("only_here", 7)))
+    with use("only_here"):
+        assert op.public(torch.ones(1)) == 7
+        assert all(called(other, "auto") is not None for other in OPS.values() if other is not op)
+
+
+def test_a_pin_never_falls_back(listed):
+    absent = times("absent", 3, missing=lambda device: "it is not there")
+    op = listed(probe(times("two", 2), absent))
+    with use(probe="absent"), pytest.raises(ImplementationUnavailable, match="it is not there"):
+        op.public(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "args, kwargs, sentence",
+    [
+        (("nope",), {}, r"no op has an implementation 'nope'; have \['auto', 'triton', "),
+        (
+            ("trition",),
+            {},
+            r"no op has an implementation 'trition'; did you mean 'triton'\? have \['auto', ",
+        ),
+        ((), {"nope": "eager"}, "unknown op 'nope'; "),
+        ((), {"rmsnrom": "eager"}, r"unknown op 'rmsnrom'; did you mean 'rmsnorm'\? have \["),
+        ((), {next(iter(OPS)): "nope"}, "unknown implementation 'nope'"),
+    ],
+)
+def test_use_refuses_unknown_names(args, kwargs, sentence):
+    with pytest.raises(ValueError, match=sentence), use(*args, **kwargs):
+        pytest.fail("the block ran")
+
+
+# ---- tilewright explain
+
+
+def test_explain_shows_every_row_with_its_reason_and_marks_the_choice(capsys):
+    assert cli.main(["explain", "--device", "cpu", "--dtype", "bfloat16"]) == 0
+    rows = capsys.readouterr().out.splitlines()[3:]
+    states = set()
+    for op in OPS.values():
+        for impl in op.implementations:
+            mark = "*" if impl.name == op.choose("cpu", torch.bfloat16) else " "
+            state = impl.why_not("cpu", torch.bfloat16) or "usable"
+            row = rows.pop(0)
+            assert row.endswith(f"  {state}") and row.removesuffix(state).split() == [
+                op.name,
+                *mark.split(),
+                impl.name,
+            ], row
+            states.add(len(row) - len(state))
+    assert not rows and len(states) == 1, "a column of states"
+
+
+@EVERY_OP
+def test_explain_one_op_shows_its_contract(op, capsys):
+    assert cli.main(["explain", op.name, "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert op.public.__doc__.strip().splitlines()[0] in out
+    assert not any(f"\n{other} " in out for other in OPS if other != op.name)
+
+
+def test_explain_refuses_what_it_does_not_know(capsys):
+    assert cli.main(["explain", "nope"]) == 2
+    assert "unknown op 'nope'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["explain", "--dtype", "int8"])
+    assert caught.value.code == 2
+
+
+def test_explain_is_a_command():
+    run = subprocess.run(
+        [sys.executable, "-m", "tilewright", "explain"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert all(op in run.stdout for op in OPS)

@@ -1,0 +1,327 @@
+"""One cluster of blocks, whose threads run in NumPy arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptx.arithmetic import Arithmetic
+from ptx.formats import f32
+from ptx.memory import WINDOW, U
+from ptx.tensor_cores import TensorCores
+from ptx.text import LEAVES, base_and_offset, text_and_bits
+from ptx.transfers import Transfers
+
+
+class Cluster(Transfers, TensorCores, Arithmetic):
+    def __init__(self, kernel, memory, values, at, cluster, grid, counts):
+        self.counts, self.touched = counts, {"read": [], "written": []}
+        self.k, self.memory, self.values, self.cluster = kernel, memory, values, cluster
+        n = self.n = kernel.threads * cluster
+        self.thread = np.arange(n) % kernel.threads
+        self.block = np.arange(n) // kernel.threads
+        first, y, z = at
+        # Threads of the launch, from 1.
+        self.everywhere = ((z * grid[1] + y) * grid[0] + first) * kernel.threads + np.arange(n) + 1
+        self.special = {
+            "%tid.x": self.thread,
+            "%ctaid.x": first + self.block,
+            "%ctaid.y": np.full(n, y),
+            "%ctaid.z": np.full(n, z),
+            **{f"%nctaid.{d}": np.full(n, grid[i]) for i, d in enumerate("xyz")},
+            "%laneid": self.thread % 32,
+            "%cluster_ctarank": self.block,
+        }
+        self.shared = np.full((cluster, kernel.shared_size), 0xFF, np.uint8)
+        # Since the last barrier: by which thread + 1 a byte was written, and read (-1: by several;
+        # -2 - w: by one of warp w, which has met at a barrier of its own).
+        self.written = np.zeros((cluster, kernel.shared_size), np.int64)
+        self.read = np.zeros((cluster, kernel.shared_size), np.int64)
+        # Copies of cp.async on their way: (threads, their groups, where to, bytes). Nobody may
+        # touch the places.
+        self.copies, self.groups = [], np.zeros(n, np.int64)
+        self.flying = np.zeros((cluster, kernel.shared_size), bool)
+        # Shared memory that the other proxy (TMA, wgmma) may not have seen yet, and that wgmma may
+        # still be reading.
+        self.unfenced = np.zeros((cluster, kernel.shared_size), bool)
+        self.pinned = np.zeros((cluster, kernel.shared_size), bool)
+        self.barriers = {}  # (block, address) -> an mbarrier
+        self.awaited = {}  # thread -> (its mbarrier, parity)
+        # Of wgmma: those that were issued, by group of 128 threads: what comes into which
+        # registers, what it reads.
+        self.products = [[] for _ in range(-(-n // 128))]
+        self.abroad = np.full(
+            n, -1
+        )  # barrier.cluster.arrive's that a thread had made when it wrote to another block
+        self.regs, self.constants = {}, {}
+        self.whole = None  # the threads at this instruction, if it is all of them
+        self.pc = np.zeros(n, np.int64)
+        self.waits = np.zeros(
+            n, np.int8
+        )  # 1: at bar.sync, 2: at barrier.cluster.wait, 3: at an mbarrier
+        self.arrived = np.zeros(n, np.int64)
+        self.waited = np.zeros(n, np.int64)
+
+    def run(self):
+        code, end = self.k.code, len(self.k.code)
+        while True:
+            ready = (self.waits == 0) & (self.pc < end)
+            if not ready.any():
+                if (self.pc >= end).all():
+                    for kind, sectors in self.touched.items():
+                        if sectors:
+                            self.counts.least[kind] += len(np.unique(np.concatenate(sectors)))
+                    return
+                self.release()
+                continue
+            pc = int(self.pc[ready].min())
+            here = ready & (self.pc == pc)
+            others = self.pc[ready & ~here]
+            until = int(others.min()) if len(others) else end  # where they meet again
+            self.whole = here if here.all() else None
+            going = True
+            while going and pc < until:
+                predicate, negated, op, args = code[pc]
+                going = op[0] not in LEAVES
+                if not going:
+                    self.pc[here] = pc + 1
+                who = here
+                if predicate is not None:
+                    who = here & (self.regs[predicate] != negated)
+                if predicate is None or who.any():
+                    if self.counts:
+                        self.counts.issued[self.k.classes[pc]] += int(
+                            who.reshape(-1, 32).any(1).sum()
+                        )
+                    self.step(op, args, who, pc)
+                pc += 1
+            if going:
+                self.pc[here] = pc
+
+    def release(self):
+        done = self.pc >= len(self.k.code)
+        moved = False
+        for b in range(self.cluster):
+            here = self.block == b
+            if (self.waits[here] == 1).all():  # bar.sync counts every thread of the block
+                self.waits[here] = 0
+                self.written[b] = self.read[b] = 0
+                moved = True
+        if (self.waits == 2).any() and (self.arrived >= self.waited.max() + 1).all():
+            self.waited[self.waits == 2] += 1
+            self.waits[self.waits == 2] = 0
+            self.written[:] = self.read[:] = 0
+            moved = True
+        for thread, (barrier, parity) in list(self.awaited.items()):
+            if barrier["phase"] % 2 != parity:
+                self.waits[thread] = 0
+                del self.awaited[thread]
+                moved = True
+        if not moved:
+            at = [int((self.waits == i).sum()) for i in (1, 2, 3)]
+            raise RuntimeError(
+                f"deadlock: {at[0]} at bar.sync, {at[1]} at barrier.cluster.wait, {at[2]} at an "
+                f"mbarrier, {done.sum()} ended"
+            )
+
+    # ---- operands
+
+    def get(self, name, bits):
+        if name in self.regs:
+            return self.regs[name]
+        if name in self.special:
+            return self.special[name].astype(U[bits])
+        if name in self.k.parameters:  # the address of one
+            return np.full(self.n, 4096 * (1 + self.k.parameters.index(name)), U[bits])
+        if name in self.k.shared:
+            return np.full(self.n, self.k.shared[name], U[bits])
+        if (name, bits) not in self.constants:
+            if name.startswith("0f"):
+                number, bits = int(name[2:], 16), 32
+            elif (
+                name.rstrip("0123456789") in self.k.widths
+            ):  # never written: of a pair, the half that does not matter
+                number = -1
+            else:
+                number = int(name.rstrip("U"), 0)
+            self.constants[name, bits] = np.full(self.n, number & (1 << bits) - 1, U[bits])
+            self.constants[name, bits].flags.writeable = False
+        return self.constants[name, bits]
+
+    def truth(self, name):
+        return self.regs[name] if name in self.regs else np.full(self.n, bool(int(name)))
+
+    def put(self, name, value, who):
+        if name not in self.regs:
+            self.regs[name] = np.zeros(self.n, value.dtype)
+        if self.regs[name].dtype != value.dtype:
+            raise TypeError(f"{name} holds {self.regs[name].dtype}, gets {value.dtype}")
+        if who is self.whole:
+            self.regs[name][:] = value
+        else:
+            self.regs[name][who] = value[who]
+
+    def address(self, operand):
+        base, offset = base_and_offset(operand)
+        return self.get(base, 64).astype(np.int64) + offset
+
+    # ---- memory
+
+    def places(self, space, address, size, who, name):
+        at = address[who]
+        if (at % size).any():
+            raise RuntimeError(f"{name}: address not a multiple of {size}")
+        each = at[:, None] + np.arange(size)
+        if space == "global":
+            if (each >= len(self.memory.data)).any():
+                raise RuntimeError(f"{name}: outside every tensor")
+            # The compiler may read up to 16 aligned bytes of which some are in the tensor, and drop
+            # the others: no page ends between them. They hold 0xFF here, so that using one shows.
+            inside = self.memory.inside[each]
+            if not (inside.any(1) if name.startswith("ld") else inside.all(1)).all():
+                raise RuntimeError(f"{name}: outside every tensor")
+            return each
+        own = self.block[who][:, None]
+        block = np.where(each >= WINDOW, each // WINDOW - 1, own)
+        each = each % WINDOW
+        if (each >= self.k.shared_size).any() or (each < 1024).any():
+            raise RuntimeError(f"{name}: outside shared memory")
+        if (abroad := (block != own).any(1)).any():
+            if (self.waited[who][abroad] == 0).any():
+                raise RuntimeError(f"{name}: to a block that may not have begun")
+            self.abroad[np.flatnonzero(who)[abroad]] = self.arrived[who][abroad]
+        return block, each
+
+    def of_others(self, before, thread):
+        """Whether what `written` or `read` says is of a thread that this one (from 1) has not
+        met since.
+        """
+        return (before != 0) & (before != thread) & (before != -2 - (thread - 1) // 32)
+
+    def count(self, kind, at, lanes):
+        """Sectors of global memory, of accesses that lie in one each."""
+        self.counts.requested[kind] += len(np.unique(lanes // 32 * (1 << 48) + at // 32))
+        self.touched[kind].append(np.unique(at // 32))
+
+    # ---- instructions
+
+    def step(self, op, args, who, pc):
+        name, kind = op[0], op[-1]
+        text, bits = text_and_bits(tuple(op))
+        if name == "ret":
+            if (self.abroad[who] >= self.arrived[who]).any():
+                raise RuntimeError(
+                    "ret: wrote to another block, which may have ended: no barrier.cluster.arrive "
+                    "since"
+                )
+            self.pc[who] = len(self.k.code)
+        elif name == "bra":
+            self.pc[who] = self.k.labels[args[0]]
+        elif name == "bar" and (
+            op[1] == "sync" or self.k.threads == 32
+        ):  # of a warp, where that is all
+            self.waits[who] = 1
+        elif text == "bar.warp.sync":
+            self.whole_warps(who, text)
+            for done in (self.written, self.read):
+                mine = np.isin(done, np.flatnonzero(who) + 1)
+                done[mine] = -2 - (done[mine] - 1) // 32
+        elif name == "barrier" and op[2] == "arrive":
+            self.arrived[who] += 1
+        elif name == "barrier" and op[2] == "wait":
+            self.waits[who] = 2
+        elif name in ("ld", "st"):
+            self.move(name, op, args, who, text, bits)
+        elif name == "cp" and op[1:4] == ["async", "bulk", "tensor"]:
+            self.bulk_copy(op, args, who, text)
+        elif name == "mbarrier":
+            self.mbarrier(op, args, who, text, pc)
+        elif name == "wgmma":
+            self.wgmma(op, args, who, text)
+        elif text == "fence.proxy.async.shared::cta":  # of the writes that these threads see
+            threads = np.flatnonzero(who) + 1
+            seen = (self.written == 0) | np.isin(self.written, threads)
+            self.unfenced &= ~seen
+        elif name == "elect":
+            chosen, p = args[0].split("|")
+            self.whole_warps(who, text)
+            self.put(chosen, np.zeros(self.n, np.uint32), who)
+            self.put(p, self.thread % 32 == 0, who)
+        elif text == "cvta.param.u64":
+            self.put(args[0], self.get(args[1], 64), who)
+        elif name == "cp" and op[1] == "async":
+            self.copy(op, args, who, text)
+        elif name in ("ldmatrix", "stmatrix"):
+            self.matrix(name, op, args, who, text)
+        elif name == "mma":
+            self.multiply(op, args, who, text)
+        elif name == "redux":
+            self.whole_warps(who, text)
+            given = self.get(args[1], 32).view(
+                {"s32": np.int32, "u32": np.uint32, "f32": np.float32}[kind]
+            )
+            if set(op) - {"redux", "sync", "min", "max", "add", kind} - (
+                {"abs", "NaN"} if kind == "f32" else set()
+            ) or (kind == "f32" and op[2] == "add"):
+                raise KeyError(text)
+            one, either = {
+                "min": (np.fmin, np.minimum),
+                "max": (np.fmax, np.maximum),
+                "add": (None, np.add),
+            }[op[2]]
+            given = np.abs(given) if "abs" in op else given
+            number = kind == "f32" and "NaN" not in op  # of a number and a NaN, the number
+            found = (one if number else either).reduce(
+                given.reshape(-1, 32), axis=1, dtype=given.dtype
+            )
+            self.put(args[0], np.repeat(found, 32).view(np.uint32), who)
+        elif name == "mapa":
+            self.put(
+                args[0],
+                ((self.get(args[2], 32) + 1) * WINDOW + self.get(args[1], 32)).astype(np.uint32),
+                who,
+            )
+        elif name == "shfl":
+            self.shuffle(op, args, who, text)
+        elif name == "mov" and args[0].startswith("{"):
+            parts = [p.strip() for p in args[0][1:-1].split(",")]
+            small = U[bits // len(parts)]
+            split = self.get(args[1], bits)[:, None].view(small)
+            for i, part in enumerate(parts):
+                if part != "_":
+                    self.put(part, split[:, i].copy(), who)
+        elif name == "mov" and args[1].startswith("{"):
+            parts = [p.strip() for p in args[1][1:-1].split(",")]
+            joined = np.stack([self.get(p, bits // len(parts)) for p in parts], 1)
+            self.put(args[0], np.ascontiguousarray(joined).view(U[bits])[:, 0], who)
+        elif name == "mov" and kind == "pred":
+            self.put(args[0], self.truth(args[1]), who)
+        elif name == "mov":
+            self.put(args[0], self.get(args[1], bits or 32), who)
+        elif name == "setp" and "|" in args[0]:  # of both halves
+            for i, half in enumerate(args[0].split("|")):
+                self.put(half, self.compare(op, args, i), who)
+        elif name == "setp":
+            self.put(args[0], self.compare(op, args), who)
+        elif name == "selp":
+            a, b = self.get(args[1], bits), self.get(args[2], bits)
+            self.put(args[0], np.where(self.regs[args[3]], a, b), who)
+        elif kind == "pred":
+            given = [self.truth(a) for a in args[1:]]
+            self.put(
+                args[0],
+                {
+                    "and": np.logical_and,
+                    "or": np.logical_or,
+                    "xor": np.logical_xor,
+                    "not": np.logical_not,
+                }[name](*given),
+                who,
+            )
+        elif name == "testp":
+            self.put(args[0], {"infinite": np.isinf}[op[1]](f32(self.get(args[1], 32))), who)
+        elif name == "cvt":
+            self.put(args[0], self.convert(op, args), who)
+        elif kind in ("f32", "f32x2", "bf16", "bf16x2", "f16", "f16x2"):
+            self.put(args[0], self.float(op, args), who)
+        else:
+            self.put(args[0], self.integer(op, args, bits), who)

@@ -1,0 +1,77 @@
+"""What a launch costs, in counts: instructions by class, sectors, bank conflicts."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+
+SPECIAL = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh", "div"}
+CONTROL = {"bra", "ret", "bar", "barrier", "mbarrier", "fence", "elect"}
+
+
+def instruction_class(op):
+    """Of an instruction, by what of a multiprocessor it is for."""
+    name = op[0]
+    if name in ("ld", "st", "cp", "ldmatrix", "stmatrix"):
+        return "parameter" if "param" in op else "memory"
+    if name in ("mma", "wgmma"):
+        return "tensor"
+    if name in SPECIAL:
+        return "special"
+    if name in CONTROL:
+        return "control"
+    if name in ("shfl", "redux", "mapa"):
+        return "exchange"
+    return (
+        "convert"
+        if name == "cvt"
+        else "float"
+        if op[-1] in ("f32", "f32x2", "bf16", "bf16x2", "f16", "f16x2")
+        and name not in ("mov", "selp")
+        else "integer"
+    )
+
+
+class Counts:
+    """What launches of a kernel did.
+
+    requested: sectors of 32 bytes of global memory that warps' instructions read and wrote, each
+    instruction's once.
+        least: those that programs touch, each program's once: all of it comes from memory or from
+        the L2 at least once.
+    wavefronts: passes that instructions made over shared memory; of these, conflicts are those that
+    a bank had to make
+        for several of its words.   issued: instructions of PTX by class, a warp's as one.
+        products: multiply-adds of the tensor cores.
+    """
+
+    def __init__(self):
+        self.requested, self.least = {"read": 0, "written": 0}, {"read": 0, "written": 0}
+        self.wavefronts = self.conflicts = self.products = 0
+        self.issued = collections.Counter()
+
+    def shared(self, address, size, lanes):
+        """An access of `size` bytes a thread: a pass is for 128 bytes, so for 32, 16 or 8
+        threads.
+        """
+        groups = lanes // (32 if size <= 4 else 128 // size)
+        words = (address[:, None] + np.arange(0, size, 4)) // 4
+        touched = np.unique(
+            groups[:, None] * (1 << 32) + words
+        )  # several threads at one word: one of them
+        passes = np.zeros((groups.max() + 1, 32), np.int64)
+        np.add.at(passes, (touched >> 32, touched % 32), 1)
+        passes = passes.max(1)
+        self.wavefronts += int(passes.sum())
+        self.conflicts += int((passes - 1)[passes > 0].sum())
+
+    def facts(self):
+        return {
+            "requested": self.requested,
+            "least": self.least,
+            "wavefronts": self.wavefronts,
+            "conflicts": self.conflicts,
+            "issued": dict(sorted(self.issued.items())),
+            "products": self.products,
+        }

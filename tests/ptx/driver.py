@@ -1,0 +1,97 @@
+"""Triton's driver of a GPU that this package is: kernels are launched as on a GPU."""
+
+import pathlib
+from types import SimpleNamespace
+
+import torch
+
+from ptx.counts import Counts
+from ptx.kernel import Kernel
+from ptx.memory import Memory
+from ptx.tma import TensorMap
+
+
+class Driver:
+    """Triton's driver of a GPU that is this package. So Triton itself binds and specializes
+    arguments, as for a GPU. A device's number is its architecture, since Triton keeps by device
+    what it compiled.
+    """
+
+    def __init__(self):
+        from tilewright.kernels import launch as kept_launches
+
+        kept_launches._keeping = False  # Triton's way, which tells tensors, not addresses
+        self.arch = 90
+        self.memories = []  # of each launch
+        self.names = []  # of what each launch ran
+        self.change = None  # of PTX, to plant faults
+        self.counts = None  # name of a kernel -> Counts, where they are wanted
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
+            load_binary=lambda name, cubin, shared, device: (name, name, 0, 0, 1024),
+            unload_module=lambda name: None,
+        )
+
+    def get_current_device(self):
+        return self.arch
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+    def launcher_cls(self, source, metadata):
+        from triton.runtime.cache import get_cache_manager
+
+        text = pathlib.Path(
+            get_cache_manager(metadata.hash).get_file(f"{metadata.name}.ptx")
+        ).read_text()
+        kernels = {}
+
+        def launch(x, y, z, stream, function, packed, about, enter, leave, *arguments):
+            if self.change not in kernels:
+                kernels[self.change] = Kernel(
+                    self.change(text) if self.change else text, metadata.shared
+                )
+            kernel = kernels[self.change]
+            assert metadata.num_ctas == 1 and kernel.threads == 32 * metadata.num_warps
+            assert metadata.global_scratch_size == metadata.profile_scratch_size == 0
+            memory, values = Memory(), [0, 0]  # at the end, the pointers to those two
+            described = list(metadata.tensordesc_meta or ())
+            for a, kind in reversed(list(zip(arguments, source.signature.values(), strict=True))):
+                if kind.startswith("tensordesc"):
+                    about = described.pop()
+                    where = memory.put(a.base)
+                    values[:0] = [
+                        TensorMap(
+                            where,
+                            about["elem_size"],
+                            a.shape,
+                            a.strides,
+                            about["block_size"],
+                            (0, 32, 64, 128)[about["swizzle"]],
+                        ),
+                        *a.shape,
+                        *a.strides,
+                    ]
+                elif kind != "constexpr":
+                    values.insert(
+                        0,
+                        memory.put(a, a.data_ptr() % 16)
+                        if isinstance(a, torch.Tensor)
+                        else float(a)
+                        if kind == "fp32"
+                        else a,
+                    )
+            counts = (
+                None if self.counts is None else self.counts.setdefault(metadata.name, Counts())
+            )
+            kernel.run(memory, values, (x, y, z), counts=counts)
+            memory.take_back()
+            self.memories.append(memory)
+            self.names.append(metadata.name)
+
+        return launch

@@ -1,0 +1,70 @@
+"""A compiled kernel, from its PTX."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import numpy as np
+
+from ptx.cluster import Cluster
+from ptx.counts import Counts, instruction_class
+from ptx.memory import Memory
+
+
+class Kernel:
+    def __init__(self, ptx: str, dynamic_shared: int = 0):
+        """dynamic_shared: bytes of the shared memory whose size the launch says, not the PTX."""
+        body = re.sub(r"//[^\n]*|^\s*\.loc\s[^\n]*", "", ptx, flags=re.MULTILINE)
+        outer = re.findall(r"\.extern \.shared \.align \d+ \.b8 (\S+)\[\];", body)
+        head, body = body[body.index(".entry") :].split("{", 1)
+        body = re.split(r"^\s*\.(?:file|section)\s", body, maxsplit=1, flags=re.MULTILINE)[0]
+        lines = [line.strip() for line in head.splitlines()]
+        self.parameters = [
+            line.split()[-1].rstrip(",").split("[")[0]
+            for line in lines
+            if line.startswith(".param")
+        ]
+        self.threads = int(re.search(r"\.reqntid (\d+)", head)[1])
+        self.shared, self.shared_size = dict.fromkeys(outer, 1024), 1024 + dynamic_shared
+        self.widths = {
+            name: 1 if kind == "pred" else int(kind[1:])
+            for kind, name in re.findall(r"\.reg \.(\w+)\s+(%[a-z]+)<", body)
+        }
+        self.code, self.labels, local = [], {}, {}
+        for statement in re.split(r"(?<=;)|(?<=:)(?=\s)", body):
+            s = " ".join(statement.split()).rstrip(";").lstrip("{} ").strip()
+            if m := re.match(r"\.shared \.align (\d+) \.b8 (\S+)\[(\d+)\]", s):
+                self.shared_size = -(-self.shared_size // int(m[1])) * int(m[1])
+                self.shared[m[2]] = self.shared_size
+                self.shared_size += int(m[3])
+            elif m := re.match(r"(\$?\w+):$", s):
+                if not m[1].startswith(
+                    "$"
+                ):  # of a block of its own, and there may be others with this name
+                    local[m[1]] = f"{m[1]} {len(self.code)}"
+                self.labels[local.get(m[1], m[1])] = len(self.code)
+            elif s and not s.startswith("."):
+                m = re.match(r"(?:@(!?)(%?\w+) )?(\S+) ?(.*)", s)
+                operands = [
+                    o.strip()
+                    for o in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,]+", m[4].replace(", ", ","))
+                ]
+                operands = [local.get(o, o) if m[3].startswith("bra") else o for o in operands if o]
+                self.code.append((m[2], m[1] == "!", m[3].split("."), operands))
+        self.classes = [instruction_class(op) for _, _, op, _ in self.code]
+
+    def run(
+        self,
+        memory: Memory,
+        values: list,
+        grid: tuple[int, int, int],
+        cluster: int = 1,
+        counts: Counts | None = None,
+    ) -> None:
+        values = dict(zip(self.parameters, values, strict=True))
+        with np.errstate(all="ignore"):
+            for z, y, first in itertools.product(
+                range(grid[2]), range(grid[1]), range(0, grid[0], cluster)
+            ):
+                Cluster(self, memory, values, (first, y, z), cluster, grid, counts).run()

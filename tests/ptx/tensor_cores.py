@@ -1,0 +1,227 @@
+"""Matrix instructions of a cluster: ldmatrix, mma, wgmma."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from ptx.formats import f32, widen
+from ptx.tma import swizzled
+
+
+class TensorCores:
+    # ---- wgmma
+
+    def operand(self, described, rows, transposed, block, text):
+        """Places of a [rows, 16] operand of 16-bit elements in shared memory, from its matrix
+        descriptor. A row is of a's M or of b's N. transposed: neighbours in memory are of
+        neighbouring rows, not of the sum.
+        """
+        start, leading, stride = ((described >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+        span = {0: 0, 1: 128, 2: 64, 3: 32}[described >> 62]
+        if span == 0 or described >> 49 & 7:
+            raise KeyError(f"{text}: without a swizzle, or with an offset")
+        row, k = np.arange(rows)[:, None], np.arange(16)[None, :]
+        if transposed:
+            at = (
+                row // (span // 2) * leading
+                + row % (span // 2) * 2
+                + k % 8 * span
+                + k // 8 * stride
+            )
+        else:
+            at = row // 8 * stride + row % 8 * span + k * 2
+        at = swizzled(start + at[:, :, None] + np.arange(2), span)
+        if at.max() >= self.k.shared_size or at.min() < 1024:
+            raise RuntimeError(f"{text}: outside shared memory")
+        places = np.full(at.shape, block), at
+        if self.flying[places].any():
+            raise RuntimeError(f"{text}: reads what a copy may still be writing")
+        if self.unfenced[places].any():
+            raise RuntimeError(f"{text}: reads what threads wrote, without a fence between")
+        if (self.written[places] != 0).any():
+            raise RuntimeError(f"{text}: reads what threads wrote, without a barrier between")
+        return places
+
+    def warpgroups(self, who, text):
+        groups = who.reshape(-1, 128)
+        if self.k.threads % 128 or not (groups.all(1) | ~groups.any(1)).all():
+            raise RuntimeError(f"{text}: part of a warpgroup")
+        return np.flatnonzero(groups[:, 0])
+
+    def wgmma(self, op, args, who, text):
+        groups = self.warpgroups(who, text)
+        if op[1] == "fence":
+            return
+        if op[1] == "commit_group":
+            for g in groups:
+                for product in self.products[g]:
+                    product["group"] += 1
+            return
+        if op[1] == "wait_group":
+            for g in groups:
+                done, left = {}, [p for p in self.products[g] if p["group"] <= int(args[0])]
+                for p in self.products[g][: len(self.products[g]) - len(left)]:
+                    done |= p["results"]
+                    for places in p["read"]:
+                        self.read[places] = -1  # by all four warps
+                self.products[g] = left
+                here = np.arange(self.n) // 128 == g
+                for r in done.keys() - {r for p in left for r in p["results"]}:
+                    whole = np.zeros(self.n, np.uint32)
+                    whole[here] = done[r]
+                    self.put(r, whole, here)
+            self.repin()
+            return
+        m = re.match(r"m64n(\d+)k16$", op[4])
+        if (
+            op[1:4] != ["mma_async", "sync", "aligned"]
+            or m is None
+            or op[5] != "f32"
+            or op[6] not in ("bf16", "f16")
+        ):
+            raise KeyError(text)
+        columns, kind = int(m[1]), op[6]
+        if self.counts:
+            self.counts.products += 64 * columns * 16 * len(groups)
+        names = [p.strip() for p in args[0].strip("{}").split(",")]
+        own = args[1].startswith("{")
+        scales, turned = args[4:6], [int(a) for a in args[6:]]
+        if scales != ["1", "1"] or len(turned) != 2 - own:
+            raise KeyError(text)
+        adds, described = self.truth(args[3]), self.get(args[2], 64)
+        for g in groups:
+            here = slice(128 * g, 128 * g + 128)
+            block = int(self.block[128 * g])
+            if own:
+                a = np.stack(
+                    [
+                        widen(self.get(p.strip(), 32).view(np.uint16), kind).reshape(
+                            -1, 4, 8, 4, 2
+                        )[g]
+                        for p in args[1].strip("{}").split(",")
+                    ]
+                )  # register, warp, row, thread of it, half
+                a = a.reshape(2, 2, 4, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5).reshape(64, 16)
+                read = []
+            else:
+                places = self.operand(
+                    int(self.get(args[1], 64)[128 * g]), 64, turned[0], block, text
+                )
+                a, read = widen(self.shared[places].view(np.uint16)[:, :, 0], kind), [places]
+            places = self.operand(int(described[128 * g]), columns, turned[-1], block, text)
+            b = widen(self.shared[places].view(np.uint16)[:, :, 0], kind)
+            read.append(places)
+            waiting = {}  # what products on their way leave in registers
+            for p in self.products[g]:
+                waiting |= p["results"]
+            c = np.zeros((64, columns))
+            if adds[128 * g]:
+                given = np.stack(
+                    [waiting[r] if r in waiting else self.get(r, 32)[here] for r in names]
+                )
+                c = (
+                    f32(given)
+                    .reshape(-1, 2, 2, 4, 8, 4)
+                    .transpose(3, 1, 4, 0, 5, 2)
+                    .reshape(64, columns)
+                )
+            d = (a.astype(np.float64) @ b.T.astype(np.float64) + c).astype(np.float32)
+            d = (
+                d.reshape(4, 2, 8, -1, 4, 2)
+                .transpose(3, 1, 5, 0, 2, 4)
+                .reshape(len(names), 128)
+                .view(np.uint32)
+            )
+            self.products[g].append(
+                {"group": 0, "results": dict(zip(names, d, strict=True)), "read": read}
+            )
+            for r in names:  # until it is waited for, NaN
+                self.put(
+                    r, np.full(self.n, 0x7FFFFFFF, np.uint32), who & (np.arange(self.n) // 128 == g)
+                )
+        self.repin()
+
+    def repin(self):
+        self.pinned[:] = False
+        for products in self.products:
+            for p in products:
+                for places in p["read"]:
+                    self.pinned[places] = True
+
+    def whole_warps(self, who, text):
+        lanes = who.reshape(-1, 32)
+        if not (lanes.all(1) | ~lanes.any(1)).all():
+            raise RuntimeError(f"{text}: part of a warp")
+
+    def matrix(self, name, op, args, who, text):
+        """Matrices of 8 x 8 elements of 16 bits: thread i of a warp has two of row i / 4, or with
+        trans of column i / 4, and says where row i is.
+        """
+        self.whole_warps(who, text)
+        data, where = (args[0], args[1]) if name == "ldmatrix" else (args[1], args[0])
+        rows, lane = self.address(where), self.thread % 32
+        for i, part in enumerate(p.strip() for p in data.strip("{}").split(",")):
+            first = np.arange(self.n) - lane + 8 * i  # the thread that says where row 0 is
+            if (rows[first + lane % 8][who] % 16).any():
+                raise RuntimeError(f"{text}: address not a multiple of 16")
+            if self.counts:
+                at = rows[first + lane // 4] + lane % 4 * 4
+                self.counts.shared(at[who], 4, np.flatnonzero(who))
+            # Where the two elements are: beside each other, or below.
+            pieces = (
+                [rows[first + lane // 4] + lane % 4 * 4]
+                if "trans" not in op
+                else [rows[first + lane % 4 * 2 + low] + lane // 4 * 2 for low in range(2)]
+            )
+            size = 4 // len(pieces)
+            if name == "stmatrix":
+                raw = self.get(part, 32)[who][:, None].view(np.uint8)
+                for j, at in enumerate(pieces):
+                    self.store("shared", at, raw[:, j * size : (j + 1) * size], who, text)
+            else:
+                value = np.zeros(self.n, np.uint32)
+                raw = np.concatenate([self.load("shared", at, size, who, text) for at in pieces], 1)
+                value[who] = np.ascontiguousarray(raw).view(np.uint32)[:, 0]
+                self.put(part, value, who)
+
+    def multiply(self, op, args, who, text):
+        """mma.m16n8k16: d [16, 8] = a [16, 16] b [16, 8] + c by each warp, with a row (of b, a
+        column) in a group of four threads, which have two neighbours each. Summed in float64 and
+        rounded once.
+        """
+        if (
+            op[1:6] != ["sync", "aligned", "m16n8k16", "row", "col"]
+            or op[6] != "f32"
+            or op[9] != "f32"
+        ):
+            raise KeyError(text)
+        self.whole_warps(who, text)
+        names = [[p.strip() for p in a.strip("{}").split(",")] for a in args]
+        warp = who.reshape(-1, 32)[:, 0]
+        if self.counts:
+            self.counts.products += 16 * 8 * 16 * int(warp.sum())
+        a, b = (
+            np.stack(
+                [widen(self.get(p, 32).view(np.uint16), op[7]).reshape(-1, 8, 4, 2) for p in part]
+            )[:, warp].astype(np.float64)
+            for part in names[1:3]
+        )  # register, warp, group, thread in it, half
+        a = a.reshape(2, 2, *a.shape[1:]).transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 16)
+        b = b.transpose(1, 0, 3, 4, 2).reshape(-1, 16, 8)
+        c = np.stack([f32(self.get(p, 32)).reshape(-1, 8, 4) for p in names[3]])[:, warp].astype(
+            np.float64
+        )
+        c = c.reshape(2, 2, *c.shape[1:]).transpose(2, 0, 3, 4, 1).reshape(-1, 16, 8)
+        d = (
+            (a @ b + c)
+            .astype(np.float32)
+            .reshape(-1, 2, 8, 4, 2)
+            .transpose(1, 4, 0, 2, 3)
+            .reshape(4, -1)
+        )
+        for part, value in zip(names[0], d, strict=True):
+            whole = np.zeros(self.n, np.uint32)
+            whole[who] = value.view(np.uint32)
+            self.put(part, whole, who)

@@ -1,0 +1,954 @@
+"""What Triton compiles of its kernels for sm_90 and sm_100, run on the CPU (tests/ptx), where it
+must hold the numerics contract, keep inside tensors, write every element once and have no races. No
+GPU is needed. Those that use tensor cores run as compiled for sm_80 (mma, cp.async) and sm_90
+(wgmma, TMA).
+
+Triton's interpreter truncates on a cast to bfloat16 and runs a kernel's Python on whole blocks. So
+bfloat16 is tested here, and what the compiler makes of a kernel: vectors, layouts, exchanges
+through shared memory, copies ahead of use. Two other processes do it, since this one may be running
+the interpreter; they print a line of JSON for each test.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+
+import pytest
+import torch
+
+from tilewright import platform
+from tilewright.bench import contract, performance
+from tilewright.ops import (
+    BlockFP8,
+    dequantize_block_fp8,
+    dequantize_nvfp4,
+    permute,
+    quantize_block_fp8,
+    quantize_nf4,
+    quantize_nvfp4,
+)
+from tilewright.registry import operations, short
+
+triton = pytest.importorskip("triton")
+
+ROOT = pathlib.Path(__file__).parents[2]
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def multiplies(op):
+    """Whether its kernels use tensor cores, of which the emulator has those of sm_80 and sm_90."""
+    impl = op.implementation("triton")
+    searched = (
+        s
+        for t in impl.tunables()
+        for key in map(t.named, t.keys)
+        for s in t.specs(key, t.heuristic(**key))
+    )
+    return any(
+        set(uses) - {"e2m1", "e4m3"}
+        for spec in (*impl.gate(), *searched)
+        for uses in spec.uses.values()
+    )
+
+
+OPS = [op for op in operations().values() if "triton" in op.names() and not multiplies(op)]
+# What the emulator does not run: tensor cores' products of FP8.
+OTHERS = ("fp8_linear",)
+PRODUCTS = [
+    op
+    for op in operations().values()
+    if "triton" in op.names() and multiplies(op) and op.name not in OTHERS
+]
+
+# For sm_100 and in float32, those that between them have every kernel and most of their branches;
+# the first ones in float16, too. (These two are tested in the interpreter with all cases.)
+MORE = {
+    "rmsnorm": ("gemma", "bias_none_cast", "wide"),
+    "add_rmsnorm": ("qk_norm", "fp32_weight"),
+    "silu_mul": ("packed", "by_eight"),
+    "gelu_mul": ("ragged", "erf_packed"),
+    "rope": ("per_token", "partial", "partial_interleaved"),
+    "qk_norm_rope": ("gqa", "partial", "partial_interleaved", "no_norm"),
+    "cross_entropy": ("one_class", "everything_wide"),
+    "linear_cross_entropy": ("bf16_sums",),
+    "linear_logprob": ("everything",),
+    "route": ("deepseek", "renormalized"),
+    "permute": ("ragged", "sentinels"),
+    "unpermute": ("ragged", "sentinels", "unweighted"),
+    "quantize_nvfp4": ("ragged", "square", "random", "hadamard_signs", "transpose"),
+    "dequantize_nvfp4": ("ragged", "noise"),
+}
+# Cases of ops that share their kernels with others, which have all of theirs.
+SOME = {
+    "quantize_mxfp8": ("random", "transpose"),
+    "dequantize_mxfp8": ("ragged",),
+    "add_rmsnorm_quantize": ("mxfp8",),
+}
+
+
+LONG = {
+    "grouped_gemm": (3, 370, 144, 272, (300, 0, 60)),
+    "moe_mlp": (104, 3, 2, 272, 80, "sentinels"),
+    "quantized_linear": ("nvfp4", 40, 144, 1040, True),
+}  # arguments of the ops' own `_case`
+
+
+# ---- in the other processes
+
+
+def contract_holds(driver, op, case, dtype):
+    with contract.poisoned():
+        broken = contract.check(op, "triton", case, "cpu", dtype)
+    assert not broken, "; ".join(map(str, broken))
+    for name, memory in zip(
+        driver.names, driver.memories, strict=True
+    ):  # nothing is left out or done twice
+        for t, _ in memory.tensors:
+            times = memory.times(t, "written")
+            if (
+                name == "_map_tiles" and times.any()
+            ):  # a table with room for more tiles than there are
+                count = int(t[-1])
+                parts = times[:-1].view(3, -1)
+                assert times[-1] == 1 and not parts[:, count:].any(), (t, times)
+                times = parts[:, :count]
+            assert not times.numel() or times.max() == times.min() <= 1, (name, t.shape, times)
+
+
+# ---- what they cost, in counts
+
+
+def of(*shape, dtype=BF16, seed=0):
+    return (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        .to(dtype)
+        .requires_grad_()
+    )
+
+
+def routing(T, E, K):
+    g = torch.Generator().manual_seed(0)
+    return torch.rand(T, E, generator=g).topk(K, -1).indices, torch.rand(
+        T, K, generator=g
+    ).requires_grad_()
+
+
+def quantized(quantize, **options):
+    return {"q": quantize(of(16, 4096).detach(), implementation="eager", **options)}
+
+
+def moved():
+    """Rows as a mixture of experts moves them."""
+    index, weight = routing(16, 8, 2)
+    rows, _, _, position = permute(of(16, 2048).detach(), index, 8, implementation="eager")
+    return {"rows": rows.requires_grad_(), "expert_weight": weight, "position": position}
+
+
+# Aligned inputs, large enough that edges do not count: op, or op and variant -> its keyword
+# arguments.
+COUNTED = {
+    "rmsnorm": lambda: {"x": of(16, 4096), "weight": of(4096)},
+    "add_rmsnorm": lambda: {"x": of(16, 4096), "residual": of(16, 4096), "weight": of(4096)},
+    "silu_mul": lambda: {"gate": of(4, 4096), "up": of(4, 4096)},
+    "gelu_mul": lambda: {"gate": of(4, 4096), "up": of(4, 4096)},
+    "rope": lambda: {
+        "q": of(1, 8, 16, 128),
+        "k": of(1, 2, 16, 128),
+        "cos": of(16, 64, dtype=F32).detach(),
+        "sin": of(16, 64, dtype=F32).detach(),
+    },
+    "cross_entropy": lambda: {"logits": of(4, 32768), "target": torch.tensor([5, 0, 32767, 9])},
+    "permute": lambda: {"x": of(16, 2048), "expert_index": routing(16, 8, 2)[0], "num_experts": 8},
+    "unpermute": moved,
+    "hadamard": lambda: {"x": of(16, 4096), "size": 32},
+    "quantize_nf4": lambda: {"x": of(16, 4096).detach()},
+    "dequantize_nf4": lambda: quantized(quantize_nf4),
+    "quantize_nvfp4": lambda: {"x": of(16, 4096).detach(), "global_scale": torch.tensor(1e-3)},
+    "dequantize_nvfp4": lambda: quantized(quantize_nvfp4),
+    "quantize_block_fp8": lambda: {"x": of(16, 4096).detach(), "block": (1, 128)},
+    "quantize_block_fp8 128x128": lambda: {"x": of(128, 1024).detach()},
+    "dequantize_block_fp8": lambda: quantized(quantize_block_fp8, block=(1, 128)),
+    "quantize_mxfp8": lambda: {"x": of(16, 4096).detach()},
+    "quantize_mxfp8 transpose": lambda: {"x": of(64, 512).detach(), "transpose": True},
+    "silu_mul_quantize": lambda: {"gate": of(4, 4096), "up": of(4, 4096)},
+    "rmsnorm_quantize": lambda: {"x": of(16, 4096), "weight": of(4096)},
+    "add_rmsnorm_quantize": lambda: {
+        "x": of(8, 4096),
+        "residual": of(8, 4096),
+        "weight": of(4096),
+        "format": "mxfp8",
+    },
+    "grouped_gemm": lambda: {
+        "x": of(256, 256),
+        "weight": of(2, 256, 256),
+        "offsets": torch.tensor([128, 256], dtype=torch.int32),
+    },
+    "attention": lambda: {"q": of(1, 2, 256, 64), "k": of(1, 1, 256, 64), "v": of(1, 1, 256, 64)},
+}
+COUNTS = performance.counts_of(triton.__version__)
+
+
+def count(driver, name):
+    """kernel -> counts, of a call and its derivative."""
+    driver.counts = {}
+    op = operations()[name.split()[0]]
+    contract.run(op, "triton", COUNTED[name]())
+    found = {kernel: counts.facts() for kernel, counts in sorted(driver.counts.items())}
+    driver.counts = None
+    return found
+
+
+WIDE = "a thread takes 32 bytes of a row or more, so that it stores 16: two loads for a sector, the second from the L1"
+FEW = "numbers of a row or a token, few beside its elements, that all threads of a program read"
+# Kernels that request more than 1.05 times the sectors that their programs touch, and why.
+UNCOALESCED = {
+    "_rotate": "cos and sin, for each head of a token",
+    "_backward": FEW,
+    "_losses": FEW,
+    "_collect": FEW,
+    "_spread": FEW,
+    "_histogram": "a table of eight experts",
+    "_place": "a table of eight experts",
+    "_nf4_quantize": "the 15 bounds between codes",
+    "_nf4_dequantize": "pairs of numbers, by a byte of codes",
+    "_nvfp4_dequantize": "scales, a byte for 16 elements",
+    "_block_fp8_dequantize": "a scale for 128 elements",
+    **dict.fromkeys(
+        (
+            "_nvfp4_rows",
+            "_block_fp8_quantize",
+            "_mxfp8_both",
+            "_silu_mul_quantize",
+            "_rmsnorm_quantize",
+        ),
+        WIDE,
+    ),
+}
+
+
+def counted(driver, name):
+    """No more than the budget, which this file, run with `--counts [names]`, writes."""
+    found, budgets = count(driver, name), json.loads(COUNTS.read_text())[name]
+    assert found.keys() == budgets.keys()
+    for kernel, counts in found.items():
+        now, old = flat(counts), flat(budgets[kernel])
+        more = {what: (n, old.get(what, 0)) for what, n in now.items() if n > old.get(what, 0)}
+        assert not more, f"{kernel}: more than the budget (now, budget): {more}"
+        for kind, least in (
+            counts["least"].items() if name not in ("grouped_gemm", "attention") else ()
+        ):
+            asked = counts["requested"][kind]
+            assert asked <= 1.05 * least or kernel in UNCOALESCED, (
+                f"{kernel}: {asked} sectors {kind} for {least}"
+            )
+
+
+def flat(counts):
+    return {
+        f"{what} {part}": n
+        for what, value in counts.items()
+        for part, n in (value if isinstance(value, dict) else {"": value}).items()
+    }
+
+
+def long_sums(driver, name, dtype):
+    """Enough steps in a sum for stages of copies to be used again, and the large tiles of many
+    rows.
+    """
+    make = sys.modules[operations()[name].public.__module__]._case
+    case = make("long_sums", *LONG[name])
+    contract_holds(driver, operations()[name], case, dtype)
+
+
+def any_row_of_logits(driver, V, stride, offset, dtype):
+    """Rows of infinities and NaN, ignored and bad targets, in all widths, strides and
+    alignments.
+    """
+    from tilewright.kernels import softmax_stats_triton as kernels
+    from tilewright.ops import _softmax_stats
+
+    g = torch.Generator().manual_seed(0)
+    memory = torch.randn(8 * stride + offset, generator=g).to(dtype) * 3
+    x = torch.as_strided(memory, (8, V), (stride, 1), offset)
+    inf = float("inf")
+    x[1], x[2, V // 2], x[3, 5], x[4, : V // 2] = -inf, inf, float("nan"), -inf
+    target = torch.tensor([0, 1, 2, 3, V - 1, -100, V, 7])
+    options = 0.0, True, True, True
+    found = kernels.forward(x, target, None, *options)
+    truth = _softmax_stats.stats_eager(x.double(), target, None, *options)
+    for name, a, t in zip(truth._fields, found, truth, strict=True):
+        # Of a row with a NaN any number is a peak.
+        for i in {
+            "log_sum": range(8),
+            "peak": [0, 1, 2, 4, 5, 6, 7],
+            "target": [0, 1, 2, 4, 5, 6, 7],
+        }.get(name, [0, 4, 5, 6, 7]):
+            assert contract.error(a[i : i + 1], t[i : i + 1])[0] < 2e-5, (name, i, a[i], t[i])
+    inside = (target >= 0) & (target < V)
+    g_lse, g_target = torch.randn(8, generator=g), torch.randn(8, generator=g)
+    g_lse[[1, 2, 3, 5]] = 0  # rows 1 to 3 have a target to learn from, row 5 has not
+    g_target[[1, 2, 3]] = 0
+    peak, log_sum = found[:2]
+    expected = (
+        torch.exp(x.double() - (peak.double() + log_sum.double())[:, None])
+        * g_lse.double()[:, None]
+    )
+    expected[inside.nonzero()[:, 0], target[inside]] += g_target.double()[inside]
+    expected[[1, 2, 3, 5]] = 0
+    args = x, target, None, 0.0, peak, log_sum, None, g_lse, g_target, None, None, None
+    out = kernels.backward(*args)
+    assert (
+        not driver.memories[-1].times(x, "read")[[1, 2, 3, 5]].any()
+    )  # rows without gradients are not read
+    before = memory.clone()
+    kernels.backward_(*args)
+    for result in (out, x):
+        assert contract.error(result, expected)[0] < 8 * torch.finfo(dtype).eps
+    torch.as_strided(before, (8, V), (stride, 1), offset).copy_(x)
+    assert torch.equal(before, memory)  # what lies between rows is as it was
+
+
+def losses_of_rows(driver):
+    """In pieces of more and of fewer rows than a block of the kernel has, with all options."""
+    from tilewright.kernels import softmax_stats_triton as kernels
+    from tilewright.kernels.launchers import Asked, Found, Stats
+    from tilewright.ops import _softmax_stats
+
+    g = torch.Generator().manual_seed(0)
+    T, V = 4500, 37
+    y = torch.randint(V, (T,), generator=g)
+    y[::3], y[[1, 4201]] = -100, torch.tensor([V, -1])
+    stats = Stats(*(torch.randn(T, generator=g) for _ in range(4)))
+    weight = torch.rand(V, generator=g)
+    asked = Asked(
+        y,
+        V,
+        -100,
+        weight,
+        weight.sum(),
+        torch.randn(T, generator=g).bfloat16(),
+        None,
+        0.1,
+        0.01,
+        True,
+    )
+    results = []
+    for losses, ends in ((_softmax_stats.losses_in_torch, (T,)), (kernels.losses, (4200, 4203, T))):
+        found, parts, start, total = Found(torch.empty(T), torch.empty(())), [], 0, None
+        for end in ends:
+            rows = slice(start, end)
+            total, *part = losses(
+                Stats(*(None if t is None else t[rows] for t in stats)), rows, asked, found, total
+            )
+            parts.append(part)
+            start = end
+        results.append((total, *found, *map(torch.cat, zip(*parts, strict=True))))
+    assert driver.names == ["_losses"] * 3
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def scales(driver, dtype):
+    """A gradient by an upstream one: whole blocks, and what is left of one; nothing at all by 1."""
+    from tilewright.kernels import softmax_stats_triton as kernels
+
+    for n in (5, 3 * 4096 + 6):
+        x = torch.randn(n).to(dtype)
+        before = x.clone()
+        kernels.scale_(x, torch.ones(()))
+        assert torch.equal(x, before)
+        assert (
+            not driver.memories[-1].times(x, "read").any()
+            and not driver.memories[-1].times(x, "written").any()
+        )
+        kernels.scale_(x, torch.tensor(0.3))
+        assert torch.equal(x, (before.float() * torch.tensor(0.3)).to(dtype))
+        assert (driver.memories[-1].times(x, "written") == 1).all()
+
+
+def narrow_rows_on_four_warps(driver):
+    """Two threads find a sum over rows by an exchange and both write it: it must have the same
+    bits in both.
+    """
+    from tilewright.kernels.rmsnorm_triton import BACKWARD
+
+    case = next(c for c in operations()["rmsnorm"].cases if c.name == "bias_none_cast")
+    constants = {**BACKWARD.heuristic(64, 2), "num_warps": 4}
+    with BACKWARD.override(torch.device("cpu"), (64, 2), constants):
+        contract_holds(driver, operations()["rmsnorm"], case, BF16)
+
+
+def rounds_to_nearest(driver):
+    """The contract's slack has room for a truncation."""
+    rmsnorm, silu_mul = (operations()[name].public for name in ("rmsnorm", "silu_mul"))
+    for dtype in (BF16, F16):
+        g = torch.Generator().manual_seed(0)
+        a, b = (
+            torch.randn(8, 512, generator=g).to(dtype),
+            torch.randn(8, 512, generator=g).to(dtype),
+        )
+        w = b[0].contiguous()
+        for found, truth in (
+            (
+                silu_mul(a, b, implementation="triton"),
+                torch.nn.functional.silu(a.double()) * b.double(),
+            ),
+            (
+                rmsnorm(a, w, cast="none", implementation="triton"),
+                rmsnorm(a.double(), w.double(), cast="none"),
+            ),
+        ):
+            assert (
+                found == truth.to(dtype)
+            ).double().mean() > 0.99  # float32 may lie on the other side of a tie
+
+
+def converts(driver, hardware, run, instruction="e2m1x2"):
+    """What run() returns, made with or without an instruction."""
+    texts, change = [], driver.change
+    driver.change = lambda text: texts.append(text) or (change(text) if change else text)
+    found = run()
+    driver.change = change
+    assert texts and all((instruction in text) == hardware for text in texts)
+    return found
+
+
+def to_e2m1(driver, hardware):
+    """Ties, what is next to them and to numbers that have codes, and the ends, of both signs and in
+    both halves of a
+    byte: the codes that the twin and C++ give.
+    """
+    from tilewright.ops import nvfp4
+
+    even = torch.tensor(nvfp4.VALUES)
+    marks = torch.cat([even, (even[1:] + even[:-1]) / 2])
+    inf, g = torch.tensor(float("inf")), torch.Generator().manual_seed(0)
+    v = torch.cat(
+        [
+            marks,
+            marks.nextafter(inf),
+            marks.nextafter(-inf),
+            torch.rand(64, generator=g) * 6,
+            torch.tensor([1e-45, 1e-40, 2.0**-126, 1e-30, 0.1, 6.1, 6.25, 6.374]),
+        ]
+    )
+    v = torch.cat([v, -v])
+    v = torch.nn.functional.pad(v, (0, -len(v) % 15)).view(-1, 15)
+    # The largest of a block is where e4m3 has a tie of its own: the scale is 1, and v is what is
+    # rounded.
+    v = torch.nn.functional.pad(v, (0, 1), value=6.375)
+    v = torch.cat([v, v.flip(1)])
+    one = torch.ones(())
+    for x in (v.flatten(), v):  # one row, and rows of one block
+        found = converts(
+            driver,
+            hardware,
+            lambda x=x: quantize_nvfp4(x, global_scale=one, implementation="triton"),
+        )
+        for name in ("eager", "cpp"):
+            expected = quantize_nvfp4(x, global_scale=one, implementation=name)
+            assert (expected.scale.float() == 1).all() and torch.equal(found.data, expected.data), (
+                name
+            )
+    # Random rounding is never the GPU's.
+    found = converts(
+        driver, False, lambda: quantize_nvfp4(v, global_scale=one, seed=3, implementation="triton")
+    )
+    assert torch.equal(
+        found.data, quantize_nvfp4(v, global_scale=one, seed=3, implementation="eager").data
+    )
+
+
+def from_e2m1(driver, hardware):
+    """Each byte there is, in products whose last bits show: the bits that the twin gives, of
+    zeros too.
+    """
+    from tilewright.ops import NVFP4
+
+    data = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    scale = (
+        torch.tensor([[1.0, 1.125, 1.75, 448, -1, 2.0**-9, 0.0, 7 * 2.0**-9]])
+        .repeat(4, 1)
+        .to(torch.float8_e4m3fn)
+    )
+    for total in (torch.ones(()), torch.tensor(0.1)):
+        q = NVFP4(data, scale, total, (4, 128), F32)
+        found = converts(driver, hardware, lambda q=q: dequantize_nvfp4(q, implementation="triton"))
+        assert torch.equal(
+            found.view(torch.int32), dequantize_nvfp4(q, implementation="eager").view(torch.int32)
+        )
+
+
+def to_e4m3(driver, hardware):
+    """Numbers that have codes, ties, what is next to both, and the ends, of both signs: codes
+    of the twin and C++.
+    """
+    every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    marks = torch.cat([every, (every[1:] + every[:-1]) / 2])
+    inf = torch.tensor(float("inf"))
+    v = torch.cat(
+        [
+            marks,
+            marks.nextafter(inf),
+            marks.nextafter(-inf),
+            torch.tensor([1e-45, 2.0**-126, 1e-10]),
+        ]
+    )
+    v = torch.cat([v, -v]).clamp(-448, 448)
+    v = torch.nn.functional.pad(v, (0, -len(v) % 127)).view(-1, 127)
+    v = torch.nn.functional.pad(v, (0, 1), value=448.0)  # the scale is 1
+    found = converts(
+        driver,
+        hardware,
+        lambda: quantize_block_fp8(v, block=(1, 128), implementation="triton"),
+        "e4m3x2",
+    )
+    for name in ("eager", "cpp"):
+        expected = quantize_block_fp8(v, block=(1, 128), implementation=name)
+        assert (expected.scale_inv == 1).all()
+        assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8)), name
+
+
+def from_e4m3(driver, hardware):
+    """Each byte there is, in products whose last bits show."""
+    data = torch.arange(256, dtype=torch.uint8).repeat(3, 1).view(torch.float8_e4m3fn)
+    q = BlockFP8(data, torch.tensor([[1.0, 0.1], [3e-30, 1e30], [-0.7, 0.3]]), (1, 128), F32)
+    found = converts(
+        driver, hardware, lambda: dequantize_block_fp8(q, implementation="triton"), "e4m3x2"
+    )
+    expected = dequantize_block_fp8(q, implementation="eager")
+    assert expected.isnan().sum() == 6 and torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(
+        found.nan_to_num(7.0).view(torch.int32), expected.nan_to_num(7.0).view(torch.int32)
+    )
+
+
+def planted(driver, old, new, test, *arguments):
+    """A fault in the compiled kernels must be found."""
+    changed = 0
+
+    def change(text):
+        nonlocal changed
+        text, n = re.subn(old, new, text)
+        changed += n
+        return text
+
+    driver.change = change
+    try:
+        test(driver, *arguments)
+    except (AssertionError, RuntimeError):
+        assert changed
+        return
+    raise AssertionError(f"not found, with {changed} changes")
+
+
+def runs():
+    """Name of a test -> architecture and what to call."""
+    found = {}
+    for op in OPS:
+        for case in op.cases:
+            if "contract" in case.tags and case.name in SOME.get(op.name, (case.name,)):
+                more = MORE.get(op.name) or [c.name for c in op.cases if "contract" in c.tags][:2]
+                for arch, dtype in (
+                    (90, BF16),
+                    *(((100, BF16), (90, F32)) if case.name in more else ()),
+                    *(((90, F16),) if case.name == more[0] else ()),
+                ):
+                    found[f"sm_{arch}-{op.name}-{case.name}-{short(dtype)}"] = (
+                        arch,
+                        contract_holds,
+                        op,
+                        case,
+                        dtype,
+                    )
+    for op in PRODUCTS:
+        for case in op.cases:
+            if "contract" in case.tags:
+                more = case.name.split()[-1] in (
+                    "ragged",
+                    "aligned",
+                    "tail",
+                    "sentinels",
+                    "two_scales",
+                )
+                half = case.name.endswith("aligned") and not op.name.startswith(
+                    "moe_"
+                )  # made of grouped_gemm's tiles
+                for arch, dtype in (
+                    (80, BF16),
+                    *(((90, BF16),) if more else ()),
+                    *(((80, F16),) if half else ()),
+                ):
+                    found[f"sm_{arch}-{op.name}-{case.name}-{short(dtype)}"] = (
+                        arch,
+                        contract_holds,
+                        op,
+                        case,
+                        dtype,
+                    )
+        for arch in (80, 90) if op.name in LONG else ():
+            found[f"sm_{arch}-{op.name}-long_sums"] = arch, long_sums, op.name, BF16
+    for arch, dtype, V, stride, offset in (
+        (
+            90,
+            BF16,
+            9001,
+            9001,
+            0,
+        ),  # odd: rows are walked from the multiple of 16 bytes below, in three blocks
+        (90, BF16, 12300, 12312, 0),  # a stride that is a multiple of 8 elements and not of 16
+        (90, BF16, 8712, 8728, 0),  # and so is the width
+        (90, BF16, 4099, 4104, 3),  # memory that is off 16 bytes
+        (90, F16, 16, 24, 1),
+        (90, F32, 5003, 5003, 0),
+        (90, F32, 4100, 4108, 0),
+        (100, BF16, 9001, 9001, 0),
+    ):
+        found[f"sm_{arch}-rows-{V}-{stride}-{offset}-{short(dtype)}"] = (
+            arch,
+            any_row_of_logits,
+            V,
+            stride,
+            offset,
+            dtype,
+        )
+    found["sm_90-nearest"] = 90, rounds_to_nearest
+    found["sm_90-rmsnorm-narrow_rows_on_four_warps"] = 90, narrow_rows_on_four_warps
+    found["sm_90-cross_entropy-losses"] = 90, losses_of_rows
+    found["sm_90-cross_entropy-scale"] = 90, scales, BF16
+    if COUNTS.exists():  # of this version of Triton
+        found |= {f"sm_90-counts-{name}": (90, counted, name) for name in COUNTED}
+    for arch in (90, 100, 120):
+        found[f"sm_{arch}-to_e2m1"] = arch, to_e2m1, arch >= 100
+        found[f"sm_{arch}-from_e2m1"] = arch, from_e2m1, arch >= 100
+    for arch in (80, 90, 100):
+        found[f"sm_{arch}-to_e4m3"] = arch, to_e4m3, arch >= 90
+        found[f"sm_{arch}-from_e4m3"] = arch, from_e4m3, arch >= 90
+    # Without tensor cores, and with those of sm_120, which are sm_80's.
+    nvfp4_linear = {
+        c.name: c for c in operations()["quantized_linear"].cases if "contract" in c.tags
+    }
+    for name in ("aligned", "two_scales", "three_dimensions"):
+        for arch, dtype in ((100, F32), (120, BF16)):
+            found[f"sm_{arch}-quantized_linear-nvfp4 {name}-{short(dtype)}"] = (
+                arch,
+                contract_holds,
+                operations()["quantized_linear"],
+                nvfp4_linear[f"nvfp4 {name}"],
+                dtype,
+            )
+    wide = found["sm_90-cross_entropy-everything_wide-bfloat16"][1:]
+    for name, old, new, test in (
+        ("barrier", r"bar\.sync\s+0;", "", wide),
+        ("wait", r"(cp\.async\.wait_group)\s+\d+;", r"\1 9;", wide),
+        ("bounds", r"setp\.lt\.s32", "setp.le.s32", wide),
+        ("rounding", r"cvt\.rn\.bf16", "cvt.rz.bf16", (rounds_to_nearest,)),
+    ):
+        found[f"planted-{name}"] = 90, planted, old, new, *test
+    for name, old, new, test in (
+        ("halves", r"(e2m1x2\.f32 \w+, )(%\w+), (%\w+);", r"\1\3, \2;", to_e2m1),
+        ("bytes", r"(mov\.b32 %\w+, \{e2m1_a, )(\w+), (\w+)", r"\1\3, \2", to_e2m1),
+        ("from_halves", r"(mov\.b32 \{)half_a, half_b", r"\1half_b, half_a", from_e2m1),
+        ("from_bytes", r"(mov\.b32 \{)e2m1_a, e2m1_b", r"\1e2m1_b, e2m1_a", from_e2m1),
+    ):
+        found[f"planted-e2m1-{name}"] = 100, planted, old, new, test, True
+    for name, old, new, test in (
+        ("halves", r"(e4m3x2\.f32\s+\S+, )(%\w+), (%\w+);", r"\1\3, \2;", to_e4m3),
+        ("from_halves", r"(cvt\.rn\.f16x2\.e4m3x2\s+%\w+, )%\w+;", r"\g<1>0;", from_e4m3),
+        ("by_e4m3", r"0x1c1c1c1c", "0x0c0c0c0c", from_e2m1),
+    ):
+        found[f"planted-e4m3-{name}"] = 90, planted, old, new, test, test is not from_e2m1
+    # In a product, most in every instruction of a kind. product: only in the first of a kernel.
+    for arch, name, old, new in (
+        (80, "product", r"(?s)\A(.*?)mma\.sync[^;]*;", r"\1"),
+        (80, "rows", r"(mma\.sync\S+ \{[^}]*\}, \{ )(%r\d+), (%r\d+)", r"\1\3, \2"),
+        (80, "columns", r"(mma\.sync\S+ \{[^}]*\}, \{[^}]*\}, \{ )(%r\d+), (%r\d+)", r"\1\3, \2"),
+        (80, "turned", r"(ldmatrix\S+)\.trans", r"\1"),
+        (80, "not_turned", r"(ldmatrix\S+x4)\.shared", r"\1.trans.shared"),
+        (80, "wait", r"(cp\.async\.wait_group\s+)([1-8]);", lambda m: f"{m[1]}{int(m[2]) + 1};"),
+        (80, "barrier", r"(cp\.async\.wait_group\s+\d;\s*)bar\.sync\s+0;", r"\1"),
+        (90, "product", r"(?s)\A(.*?)wgmma\.mma_async[^;]*;", r"\1"),
+        (90, "turned", r"(wgmma\.mma_async[^;]*1, 1, \d, )1;", r"\g<1>0;"),
+        (90, "not_turned", r"(wgmma\.mma_async[^;]*1, 1, \d, )0;", r"\g<1>1;"),
+        (90, "wait", r"(wgmma\.wait_group\S+\s+)\d;", r"\g<1>9;"),
+        (90, "fence", r"fence\.proxy\.async\S*;", ""),
+        (90, "arrival", r"mbarrier\.try_wait[^;]*;\s*@!complete bra\.uni waitLoop;", ""),
+        (90, "bytes", r"(mbarrier\.arrive\.expect_tx[^;]*, )(\d+);", r"\g<1>1\2;"),
+        (90, "corner", r"(bulk\.tensor\.2d[^{]*\{)(%r\d+), (%r\d+)", r"\1\3, \2"),
+        (
+            90,
+            "barrier",
+            r"(?s)wgmma\.wait_group\S+\s+1;.*?bulk\.tensor",
+            lambda m: m[0].replace("bar.sync", "//"),
+        ),
+    ):
+        test = "long_sums" if name in ("wait", "barrier") else "aligned-bfloat16"
+        found[f"planted-sm_{arch}-{name}"] = (
+            arch,
+            planted,
+            old,
+            new,
+            *found[f"sm_{arch}-grouped_gemm-{test}"][1:],
+        )
+    return found
+
+
+def without_machine_code(backend=None, stages=None, options=None, language=None, capability=None):
+    """Triton's hook into its stages: it ends with PTX, which is what is run here. Without
+    arguments, what tells such a kernel from others in Triton's cache.
+    """
+    if stages is None:
+        return "without machine code", "without machine code"
+    stages["cubin"] = lambda text, metadata: b""
+    return None
+
+
+def started():
+    """The driver, in place of Triton's own."""
+    from triton import knobs
+    from triton.runtime import driver as triton_driver
+
+    from ptx.driver import Driver
+    from tilewright.kernels import (
+        fused_quantize_triton,
+        grouped_gemm_triton,
+        quantize_triton,
+        quantized_linear_triton,
+    )
+
+    knobs.runtime.add_stages_inspection_hook = without_machine_code
+    knobs.compilation.disable_line_info = (
+        True  # nobody debugs them: a fifth of the time of compiling
+    )
+    platform.interpreting = lambda: (
+        True
+    )  # Triton takes tensors of a CPU, and this is not the interpreter
+    driver = Driver()
+    triton_driver.set_active(driver)
+    # Tensors are of the CPU here, so the launchers are told what the device has.
+    grouped_gemm_triton._has_tma = lambda device: driver.arch >= 90
+    grouped_gemm_triton._large = lambda device: driver.arch // 10 in (9, 10)
+    for module in (
+        quantize_triton,
+        fused_quantize_triton,
+        quantized_linear_triton,
+    ):  # those that name it
+        module.conversions = lambda device: (driver.arch >= 90) + (driver.arch >= 100)
+    return driver
+
+
+def main(names):
+    driver = started()
+    known = runs()
+    for name in names:
+        driver.arch, test, *arguments = known[name]
+        driver.memories, driver.names = [], []
+        driver.change = None
+        try:
+            test(driver, *arguments)
+            wrong = ""
+        except Exception:  # of any kind: each is a verdict
+            wrong = traceback.format_exc()
+        print(json.dumps({"name": name, "wrong": wrong}), flush=True)
+
+
+# ---- in pytest's process
+
+
+class Verdicts:
+    """What is wrong with each of these tests, as two processes find it out: each has every second
+    one, in order. They run ahead of whoever asks, so that asking for one waits for no more than the
+    work on it.
+    """
+
+    def __init__(self, names, command, **options):
+        self.found, self.news, self.running = {}, threading.Condition(), []
+        self.folder = tempfile.TemporaryDirectory()  # of what they say beside their verdicts
+        for i, share in enumerate(filter(None, (names[::2], names[1::2]))):
+            path = pathlib.Path(self.folder.name, str(i))
+            with path.open("w") as said:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=said,
+                    text=True,
+                    **options,
+                )
+            listener = threading.Thread(
+                target=self._listen, args=(process, share, path), daemon=True
+            )
+            listener.start()
+            self.running.append((process, listener))
+
+    def _listen(self, process, names, path):
+        with (
+            process,
+            contextlib.suppress(BrokenPipeError),
+        ):  # it died: its verdicts are missing, which is told below
+            process.stdin.write(json.dumps(names))
+            process.stdin.close()
+            for line in process.stdout:
+                if line.startswith("{"):
+                    verdict = json.loads(line)
+                    self._tell({verdict["name"]: verdict["wrong"]})
+        why = f"no verdict, the process ended with {process.returncode}: {path.read_text()[-3000:]}"
+        self._tell({name: why for name in names if name not in self.found})
+
+    def _tell(self, verdicts):
+        with self.news:
+            self.found |= verdicts
+            self.news.notify_all()
+
+    def __getitem__(self, name):
+        with self.news:
+            self.news.wait_for(lambda: name in self.found)
+            return self.found[name]
+
+    def end(self):
+        for process, listener in self.running:
+            process.kill()
+            listener.join()
+        self.folder.cleanup()
+
+
+@pytest.fixture(scope="module")
+def verdicts(request):
+    """Of all tests that are selected."""
+    names = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == request.path and item.originalname == test_compiled_kernels.__name__
+    ]
+    variables = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+    }
+    found = Verdicts(names, [sys.executable, __file__], env=variables, cwd=ROOT)
+    yield found
+    found.end()
+
+
+@pytest.mark.parametrize("name", runs())
+def test_compiled_kernels(name, verdicts):
+    assert not verdicts[name], verdicts[name]
+
+
+ACCESS = """
+.visible .entry access(
+    .param .u64 from_ptr
+)
+.reqntid 32
+{{
+    .reg .b32 %r<6>;
+    .reg .b64 %rd<4>;
+    .shared .align 16 .b8 buffer[8192];
+    ld.param.b64 %rd1, [from_ptr];
+    mov.b32 %r1, %tid.x;
+    mul.lo.s32 %r2, %r1, {stride};
+    cvt.s64.s32 %rd2, %r2;
+    add.s64 %rd3, %rd1, %rd2;
+    ld.global.b32 %r3, [%rd3];
+    mov.b32 %r4, buffer;
+    add.s32 %r5, %r4, %r2;
+    st.shared.b32 [%r5], %r3;
+    ret;
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    "stride, sectors, conflicts", [(4, 4, 0), (8, 8, 1), (32, 32, 7), (128, 32, 31), (0, 1, 0)]
+)
+def test_an_access_is_counted_as_the_sectors_and_passes_that_it_takes(stride, sectors, conflicts):
+    import ptx
+
+    memory, counts = ptx.Memory(), ptx.Counts()
+    ptx.Kernel(ACCESS.format(stride=stride)).run(
+        memory, [memory.put(torch.zeros(1024))], (1, 1, 1), counts=counts
+    )
+    facts = counts.facts()
+    assert facts["requested"]["read"] == facts["least"]["read"] == sectors
+    assert (facts["conflicts"], facts["wavefronts"]) == (conflicts, conflicts + 1)
+    assert facts["issued"] == {
+        "control": 1,
+        "convert": 1,
+        "integer": 5,
+        "memory": 2,
+        "parameter": 1,
+    }
+
+
+@pytest.mark.skipif(not COUNTS.exists(), reason=f"no counts for Triton {triton.__version__}")
+def test_more_than_the_budget_of_counts_is_told(monkeypatch):
+    """What a load that is not coalesced, a bank conflict and a kernel that is new would add."""
+    budgets = json.loads(COUNTS.read_text())
+    for plant in (
+        {"requested": {"read": 1}},
+        {"conflicts": 1},
+        {"issued": {"integer": 1}},
+        {"issued": {"tensor": 1}},
+    ):
+        found = json.loads(json.dumps(budgets["rmsnorm"]))
+        ((what, more),) = plant.items()
+        if isinstance(more, dict):
+            ((part, n),) = more.items()
+            found["_forward"][what][part] = found["_forward"][what].get(part, 0) + n
+        else:
+            found["_forward"][what] += more
+        monkeypatch.setattr(sys.modules[__name__], "count", lambda driver, name, found=found: found)
+        with pytest.raises(
+            AssertionError, match=r"_forward: more than the budget \(now, budget\): "
+        ):
+            counted(None, "rmsnorm")
+
+
+ANSWERS = """
+import json, sys, time
+for name in json.load(sys.stdin):
+    if name == "dies":
+        raise SystemExit("gone")
+    if name == "hangs":
+        time.sleep(3600)
+    print("not a verdict", flush=True)
+    print(json.dumps({"name": name, "wrong": "it is" if name == "wrong" else ""}), flush=True)
+"""
+
+
+def test_a_verdict_waits_for_no_work_but_its_own():
+    """The first ones are known while a later one is still at work, and a process that ends says
+    so for what is left.
+    """
+    verdicts = Verdicts(
+        ["right", "wrong", "hangs", "dies", "never", "after"], [sys.executable, "-c", ANSWERS]
+    )
+    try:
+        assert verdicts["right"] == "" and verdicts["wrong"] == "it is"
+        for name in ("dies", "after"):
+            assert (
+                verdicts[name].startswith("no verdict, the process ended with 1")
+                and "gone" in verdicts[name]
+            )
+        assert "hangs" not in verdicts.found and "never" not in verdicts.found
+    finally:
+        verdicts.end()
+    assert verdicts["never"].startswith("no verdict, the process ended with -9")
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["--counts"]:  # of all, or of those that are named
+    driver, old = started(), json.loads(COUNTS.read_text())
+    found = {
+        name: count(driver, name) if name in (sys.argv[2:] or COUNTED) else old[name]
+        for name in COUNTED
+    }
+    COUNTS.write_text(json.dumps(found, indent=1) + "\n")
+elif __name__ == "__main__":
+    main(json.load(sys.stdin))

@@ -1,0 +1,22 @@
+"""The text of instructions, parsed."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+LEAVES = ("ret", "bra", "bar", "barrier", "mbarrier")
+
+
+@functools.cache
+def text_and_bits(op):
+    kind = op[-1]
+    return ".".join(op), int(re.sub(r"\D", "", kind)[:2] or 0) if kind[
+        0
+    ] in "busf" and kind != "f32x2" else 0
+
+
+@functools.cache
+def base_and_offset(operand):
+    base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+)\s*)?\]$", operand).groups()
+    return base, int(offset or 0)

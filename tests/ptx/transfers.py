@@ -1,0 +1,240 @@
+"""Loads, stores, copies and barriers of a cluster."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from ptx.tma import swizzled
+
+
+class Transfers:
+    def load(self, space, address, size, who, name):
+        places = self.places(space, address, size, who, name)
+        if self.counts and space == "global":
+            self.count("read", address[who], np.flatnonzero(who))
+        elif self.counts and not name.startswith("ldmatrix"):
+            self.counts.shared(address[who], size, np.flatnonzero(who))
+        if space == "global":
+            me, m = self.everywhere[who][:, None], self.memory
+            if ((m.writer[places] != 0) & (m.writer[places] != me)).any():
+                raise RuntimeError(f"{name}: reads what another thread writes in this launch")
+            m.read[places] = True
+            before = m.reader[places]
+            m.reader[places] = np.where((before == 0) | (before == me), me, -1)
+            m.reader[places[m.reader[places] != me]] = -1  # two threads of this very instruction
+            return m.data[places]
+        if self.flying[places].any():
+            raise RuntimeError(
+                f"{name}: reads what cp.async may still be writing, without a wait_group between"
+            )
+        thread = np.broadcast_to((np.flatnonzero(who) + 1)[:, None], places[1].shape)
+        if self.of_others(self.written[places], thread).any():
+            raise RuntimeError(
+                f"{name}: reads what another thread wrote, without a barrier between"
+            )
+        self.read[places] = np.where(self.of_others(self.read[places], thread), -1, thread)
+        again = self.read[places] != thread  # two lanes of this very instruction
+        if again.any():
+            block, each = (np.broadcast_to(p, again.shape)[again] for p in places)
+            self.read[block, each] = -1
+        return self.shared[places]
+
+    def store(self, space, address, raw, who, name):
+        places = self.places(space, address, raw.shape[1], who, name)
+        if self.counts and space == "global":
+            self.count("written", address[who], np.flatnonzero(who))
+        elif self.counts and not name.startswith("stmatrix"):
+            self.counts.shared(address[who], raw.shape[1], np.flatnonzero(who))
+        if space == "global":
+            me, m = self.everywhere[who][:, None], self.memory
+            if ((m.reader[places] != 0) & (m.reader[places] != me)).any():
+                raise RuntimeError(f"{name}: writes what another thread reads in this launch")
+            np.add.at(m.written, places, 1)
+            m.writer[places] = me
+            m.data[places] = raw
+        else:
+            self.claim(places, raw, who, name)
+            self.shared[places] = raw
+
+    def claim(self, places, raw, who, name):
+        """That these threads may write this to shared memory, where until a barrier nobody else
+        may. Threads with copies of one value may all write it.
+        """
+        thread = (np.flatnonzero(who) + 1)[:, None]
+        if self.flying[places].any():
+            raise RuntimeError(f"{name}: writes where cp.async may still be writing")
+        if self.pinned[places].any():
+            raise RuntimeError(
+                f"{name}: writes what wgmma may still be reading, without a wait_group between"
+            )
+        self.unfenced[places] = True
+        for before in (self.written[places], self.read[places]):
+            if self.of_others(before, thread).any():
+                raise RuntimeError(
+                    f"{name}: writes where another thread wrote or read, no barrier between"
+                )
+        self.written[places] = np.broadcast_to(thread, before.shape)
+        if (again := self.written[places] != thread).any():
+            trial = np.zeros_like(self.shared)
+            trial[places] = raw
+            if (trial[places] != raw).any():
+                raise RuntimeError(f"{name}: two threads write one place at once")
+            block, each = (np.broadcast_to(p, again.shape)[again] for p in places)
+            self.written[block, each] = -1
+
+    def copy(self, op, args, who, text):
+        """cp.async: what it brings is in shared memory once the thread has waited for the group
+        it was committed in.
+        """
+        if op[2] == "commit_group":
+            self.groups[who] += 1
+            return
+        if op[2] == "wait_group":
+            on_the_way, self.copies = self.copies, []
+            for threads, group, places, raw in on_the_way:
+                here = who[threads] & (group < self.groups[threads] - int(args[0]))
+                block, each = (np.broadcast_to(p, raw.shape) for p in places)
+                landed = block[here], each[here]
+                self.flying[landed] = False
+                self.shared[landed] = raw[here]
+                self.unfenced[landed] = True
+                self.written[landed] = (threads[here] + 1)[:, None]  # others see it after a barrier
+                if not here.all():
+                    self.copies.append(
+                        (threads[~here], group[~here], (block[~here], each[~here]), raw[~here])
+                    )
+            return
+        size = int(args[2], 0)
+        given = self.get(args[3], 32) if len(args) > 3 else np.full(self.n, size)
+        if not np.isin(given[who], (0, size)).all():
+            raise RuntimeError(f"{text}: copies a part")
+        threads = np.flatnonzero(who)
+        raw, full = (
+            np.zeros((len(threads), size), np.uint8),
+            who & (given == size),
+        )  # the others get zeros
+        if full.any():
+            raw[full[who]] = self.load("global", self.address(args[1]), size, full, text)
+        places = self.places("shared", self.address(args[0]), size, who, text)
+        if self.counts:
+            self.counts.shared(self.address(args[0])[who], size, threads)
+        self.claim(places, raw, who, text)
+        self.flying[places] = True
+        self.copies.append((threads, self.groups[threads], places, raw))
+
+    # ---- mbarriers and TMA
+
+    def barrier(self, operand, thread, text):
+        """The mbarrier that a thread names. Its init must be seen by it."""
+        place = int(self.block[thread]), int(self.address(operand)[thread])
+        if place not in self.barriers:
+            raise RuntimeError(f"{text}: no mbarrier there")
+        if self.written[place] not in (0, thread + 1):
+            raise RuntimeError(
+                f"{text}: another thread made the mbarrier, without a barrier between"
+            )
+        return self.barriers[place]
+
+    def turn(self, barrier):
+        """Ends a phase if all have arrived and all bytes have."""
+        if barrier["missing"] == 0 and barrier["bytes"] == 0:
+            barrier["phase"] += 1
+            barrier["missing"] = barrier["count"]
+
+    def mbarrier(self, op, args, who, text, pc):
+        threads = np.flatnonzero(who)
+        if op[1] == "init":
+            for thread in threads:
+                at = np.array([self.address(args[0])[thread]])
+                only = np.arange(self.n) == thread
+                places = self.places("shared", np.full(self.n, at), 8, only, text)
+                self.claim(places, np.zeros((1, 8), np.uint8), only, text)
+                count = int(self.get(args[1], 32)[thread])
+                self.barriers[int(self.block[thread]), int(at[0])] = {
+                    "count": count,
+                    "missing": count,
+                    "bytes": 0,
+                    "phase": 0,
+                    "copies": [],
+                }
+        elif op[1] == "inval":
+            for thread in threads:
+                if self.barrier(args[0], thread, text)["copies"]:
+                    raise RuntimeError(f"{text}: copies are on their way")
+                del self.barriers[int(self.block[thread]), int(self.address(args[0])[thread])]
+        elif op[1:3] == ["arrive", "expect_tx"]:
+            for thread in threads:
+                barrier = self.barrier(args[1], thread, text)
+                barrier["bytes"] += int(self.get(args[2], 32)[thread])
+                barrier["missing"] -= 1
+                if barrier["missing"] < 0:
+                    raise RuntimeError(f"{text}: more arrive than were said to")
+                self.turn(barrier)
+        elif op[1:3] == ["try_wait", "parity"]:
+            parity = self.get(args[2], 32) & 1
+            for thread in threads:
+                barrier = self.barrier(args[1], thread, text)
+                for places, raw in barrier["copies"]:  # what was on its way lands as late as can be
+                    self.shared[places] = raw
+                    self.flying[places] = False
+                    barrier["bytes"] -= len(raw)
+                if barrier["copies"]:
+                    barrier["copies"] = []
+                    self.turn(barrier)
+                if (
+                    barrier["phase"] % 2 == parity[thread]
+                ):  # it tries again when the others can go no further
+                    self.waits[thread], self.pc[thread] = 3, pc
+                    self.awaited[thread] = barrier, parity[thread]
+            self.put(args[0], np.ones(self.n, bool), who & (self.waits == 0))
+        else:
+            raise KeyError(text)
+
+    def bulk_copy(self, op, args, who, text):
+        """cp.async.bulk.tensor: a box into shared memory; there once a thread has waited at the
+        mbarrier.
+        """
+        if op[5:] != ["shared::cta", "global", "mbarrier::complete_tx::bytes"]:
+            raise KeyError(text)
+        to, source, barrier = args
+        source, corner = re.match(r"\[(\S+?),\{(.*)\}\]", source.replace(" ", "")).groups()
+        corner = [self.get(c, 32).view(np.int32) for c in corner.split(",")]
+        for thread in np.flatnonzero(who):
+            described = self.values[
+                self.k.parameters[int(self.get(source, 64)[thread]) // 4096 - 1]
+            ]
+            each, inside = described.places(
+                [int(c[thread]) for c in reversed(corner)]
+            )  # the innermost comes first
+            m, raw = self.memory, np.zeros(len(each), np.uint8)
+            from_ = each[inside]
+            if not m.inside[from_].all():
+                raise RuntimeError(f"{text}: outside every tensor")
+            if (m.writer[from_] != 0).any():
+                raise RuntimeError(f"{text}: reads what a thread writes in this launch")
+            m.read[from_] = True
+            m.reader[from_] = -1
+            if self.counts:
+                self.count("read", from_, np.zeros(len(from_), np.int64))
+            raw[inside] = m.data[from_]
+            start = int(self.address(to)[thread])
+            if start % 128:
+                raise RuntimeError(f"{text}: address not a multiple of 128")
+            at = swizzled(start + np.arange(len(raw)), described.swizzle)
+            if at.max() >= self.k.shared_size:
+                raise RuntimeError(f"{text}: outside shared memory")
+            places = np.full(len(at), self.block[thread]), at
+            # It may not overtake what threads do there: they must have met at a barrier. (A
+            # thread's own writes need more than that, a fence.)
+            if self.flying[places].any() or self.pinned[places].any():
+                raise RuntimeError(f"{text}: writes where others may still be reading or writing")
+            for before in (self.written[places], self.read[places]):
+                if self.of_others(before, thread + 1).any():
+                    raise RuntimeError(
+                        f"{text}: writes where a thread wrote or read, no barrier between"
+                    )
+            self.flying[places] = True
+            self.unfenced[places] = False
+            self.barrier(barrier, thread, text)["copies"].append((places, raw))

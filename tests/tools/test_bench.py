@@ -1,0 +1,674 @@
+"""The benchmark itself: statistics, the gate before the clock, files, comparison, commands."""
+
+import copy
+import importlib.util
+import json
+import math
+import pathlib
+import re
+import time
+
+import pytest
+import torch
+
+from tilewright.bench import contract, overhead, providers, report, run, timing
+from tilewright.bench.__main__ import main
+from tilewright.bench.peers import PEERS
+from tilewright.ops.rmsnorm import RMSNORM, rmsnorm_eager
+from tilewright.registry import Case, Cost, Implementation, Op
+
+ROOF = timing.Roofline(1e10, {"float32": 1e11})
+QUICK = run.Settings(rounds=2, sample_seconds=0.0)
+
+
+def _case(name="tiny"):
+    ragged = next(c for c in RMSNORM.cases if c.name == "ragged")
+    return Case(
+        name, ragged.make, lambda itemsize: Cost(1000, 2000, 3000, 4000), frozenset({"cpu"})
+    )
+
+
+def _op(*implementations, cases=("tiny",)):
+    op = Op("rmsnorm", None, rmsnorm_eager, implementations, tuple(map(_case, cases)))
+
+    def public(x, weight, eps=1e-6, *, bias=None, offset=0.0, cast="llama", implementation="auto"):
+        return op.pick(implementation, x)(x, weight, bias, eps, offset, cast)
+
+    op.public = public
+    return op
+
+
+def _fake(name, fn, devices=("cpu",)):
+    return Implementation(name, lambda: fn, devices=devices)
+
+
+def wrong(x, *rest):
+    return rmsnorm_eager(x, *rest) * 1.02
+
+
+def raises(x, *rest):
+    raise RuntimeError("no such instruction\nand a long dump")
+
+
+# ---- statistics
+
+
+def test_quantiles_and_means():
+    assert timing.quantile([3, 1, 2], 0.5) == 2
+    assert timing.quantile([1, 2], 0.2) == pytest.approx(1.2)
+    assert timing.quantile(range(11), 0.8) == 8
+    assert timing.quantile([7], 0.8) == 7
+    with pytest.raises(ValueError, match="empty"):
+        timing.quantile([], 0.5)
+    with pytest.raises(ValueError, match=r"q must be in \[0, 1\], got 1.5"):
+        timing.quantile([1], 1.5)
+    assert timing.geomean([1, 4]) == pytest.approx(2)
+    assert timing.geomean([]) is None
+    t = timing.Timing.of([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert (t.p20, t.median, t.p80) == (pytest.approx(1.8), 3, pytest.approx(4.2))
+    assert t.samples == (5.0, 1.0, 2.0, 4.0, 3.0)
+
+
+@pytest.fixture
+def pass_time(monkeypatch):
+    """A function that makes time pass, and nothing else does: a loaded machine changes no test."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
+
+
+def test_a_cpu_sample_lasts_as_long_as_asked(pass_time):
+    clock = timing.CpuClock(sample_seconds=0.0095)
+    calls = clock.prepare(lambda: pass_time(0.001))
+    assert calls == 10
+    assert clock.sample(lambda: pass_time(0.001), calls) == pytest.approx(0.001)
+    assert clock.prepare(lambda: pass_time(1.0)) == 1
+    assert clock.prepare(int) == timing.CALLS_AT_MOST  # faster than the timer can tell
+
+
+class Recorder:
+    """A clock that notes which task was sampled, and gives it a time of its own choice."""
+
+    def __init__(self):
+        self.seen = []
+
+    def prepare(self, fn):
+        fn()
+        return 1
+
+    def sample(self, fn, calls):
+        self.seen.append(fn())
+        return float(len(self.seen))
+
+    def host_seconds(self, fn):
+        return None
+
+
+def test_rounds_are_interleaved_in_an_order_drawn_anew():
+    clock, tasks = Recorder(), {n: (lambda n=n: n) for n in "abcd"}
+    timings, errors = timing.interleave(tasks, clock, rounds=6, seed=1)
+    order = ["".join(clock.seen[i : i + 4]) for i in range(0, 24, 4)]
+    assert all(sorted(r) == list("abcd") for r in order) and len(set(order)) > 1
+    assert {len(t.samples) for t in timings.values()} == {6} and not errors
+    again = Recorder()
+    timing.interleave(tasks, again, rounds=6, seed=1)
+    assert again.seen == clock.seen
+
+
+def test_one_failure_loses_only_itself():
+    count = iter(range(100))
+
+    def third_time_unlucky():
+        if next(count) == 2:
+            raise RuntimeError("out of luck\nmore")
+
+    timings, errors = timing.interleave(
+        {"good": int, "bad": third_time_unlucky}, Recorder(), rounds=4
+    )
+    assert errors == {"bad": "RuntimeError: out of luck"}
+    assert list(timings) == ["good"] and len(timings["good"].samples) == 4
+
+
+@pytest.mark.parametrize(
+    "limits, rounds",
+    [
+        ({"rounds": 50, "max_seconds": 0.0}, 3),
+        ({"rounds": 50, "max_seconds": 10.0}, 10),
+        ({"rounds": 2, "max_seconds": 0.0}, 2),
+        ({"rounds": 1, "min_seconds": 7.0}, 7),
+        ({"rounds": 9, "min_seconds": 7.0}, 9),
+    ],
+)
+def test_limits_of_time(limits, rounds, pass_time):
+    timings, _ = timing.interleave({"a": lambda: pass_time(1.0)}, Recorder(), **limits)
+    assert len(timings["a"].samples) == rounds
+
+
+def test_no_rounds_is_an_error():
+    with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
+        timing.interleave({"a": int}, Recorder(), rounds=0)
+
+
+def test_roofline_takes_the_tighter_bound_and_adds_the_passes():
+    roof = timing.Roofline(100.0, {"float32": 10.0})
+    assert roof.seconds(1000, 10, "float32") == 10.0  # by traffic
+    assert roof.seconds(100, 100, "float32") == 10.0  # by arithmetic
+    assert roof.seconds(100, 100, "float16") == 1.0  # no peak measured
+    assert roof.seconds(0, 0, "float32") is None
+    assert list(roof.floors(Cost(1000, 100, 10, 100), "float32").values()) == [10.0, 10.0, 20.0]
+    measured = timing.measure_roofline(
+        "cpu", [torch.float32], copy_bytes=2**16, matmul=8, samples=2
+    )
+    assert measured.copy_bytes_per_second > 0 and measured.flops_per_second["float32"] > 0
+    with pytest.raises(ValueError, match="device must be 'cpu' or 'cuda', got 'tpu'"):
+        timing.clock("tpu")
+
+
+# ---- the gate
+
+
+def _measure(op, only, settings=QUICK, dtype=torch.float32):
+    rows = run.measure(op, op.cases[0], "cpu", dtype, ROOF, timing.CpuClock(0.0), settings, only)
+    return {r["provider"]: r for r in rows}
+
+
+def test_a_wrong_answer_is_never_timed():
+    op = _op(_fake("wrong", wrong), _fake("right", rmsnorm_eager), _fake("raises", raises))
+    rows = _measure(op, ["eager", "wrong", "right", "raises"])
+    assert rows["wrong"]["status"] == "failed" and "out 0: error" in rows["wrong"]["reason"]
+    assert rows["wrong"]["forward"] is None and rows["wrong"]["forward_backward"] is None
+    shown = report.line(rows["wrong"])
+    assert re.match(r"\*wrong +FAILED: out 0", shown) and " ms" not in shown
+    assert rows["raises"]["status"] == "error"
+    assert rows["raises"]["reason"] == "RuntimeError: no such instruction"
+    for name, held in (("right", "holds"), ("eager", "definition")):
+        assert rows[name]["contract"] == held
+        for which in report.PASSES:
+            f = rows[name][which]
+            assert 0 < f["p20_ms"] <= f["median_ms"] <= f["p80_ms"] and len(f["samples_ms"]) == 2
+    f = rows["right"]["forward_backward"]
+    assert f["gb_per_s"] == pytest.approx(3000 / f["median_ms"] * 1e3 / 1e9)
+    assert f["tflop_per_s"] == pytest.approx(7000 / f["median_ms"] * 1e3 / 1e12)
+    assert f["large_roofline_percent"] == pytest.approx(100 * 3000 / 1e10 / (f["median_ms"] / 1e3))
+    assert rows["right"]["speedup"]["eager"]["forward"] == pytest.approx(
+        rows["eager"]["forward"]["median_ms"] / rows["right"]["forward"]["median_ms"]
+    )
+
+
+def test_what_is_not_in_the_registry_passes_the_same_gate():
+    op = _op()
+    kwargs = op.cases[0].make("cpu", torch.float32, 0)
+    by = contract.reference(op, kwargs, torch.float32)
+    good = providers.Provider("compile", lambda **kw: op.public(**kw, implementation="eager"))
+    bad = providers.Provider("liger", lambda **kw: 1.02 * op.public(**kw, implementation="eager"))
+    assert providers.gate(op, good, kwargs, by) == []
+    found = [f.name for f in providers.gate(op, bad, kwargs, by)]
+    assert found == ["out 0", "grad x", "grad weight"]
+
+
+def test_a_backward_is_timed_without_its_forward(monkeypatch):
+    calls, now = [], [0.0]
+
+    def step(name, seconds):
+        calls.append(name)
+        now[0] += seconds
+
+    task = timing.After(lambda: step("before", 7.0), lambda: step("timed", 0.5))
+    with monkeypatch.context() as patch:
+        patch.setattr(timing.time, "perf_counter", lambda: now[0])
+        clock = timing.CpuClock(2.0)
+        assert clock.prepare(task) == 4
+        assert clock.sample(task, 4) == 0.5
+    assert calls == ["before", "timed"] * (len(calls) // 2)
+    f = _measure(_op(), ["eager"])["eager"]
+    assert f["backward"]["gb_per_s"] == pytest.approx(2000 / f["backward"]["median_ms"] * 1e3 / 1e9)
+
+
+def test_slack_is_for_baselines_only_and_is_shown():
+    slightly = lambda x, *rest: rmsnorm_eager(x, *rest) * (1 + 1e-6)  # noqa: E731
+    op = _op(_fake("mine", slightly), _fake("torch", slightly))
+    only = ["eager", "mine", "torch"]
+    assert {n: r["status"] for n, r in _measure(op, only).items()} == {
+        "eager": "ok",
+        "mine": "failed",
+        "torch": "failed",
+    }
+    rows = _measure(op, only, run.Settings(rounds=1, sample_seconds=0.0, baseline_slack=100.0))
+    assert rows["mine"]["status"] == "failed" and rows["mine"]["forward"] is None
+    assert rows["torch"]["status"] == "ok" and report.beyond(rows["torch"])
+    assert "beyond the contract" in report.line(rows["torch"])
+
+
+def test_a_provider_that_overwrites_its_inputs_has_its_own(monkeypatch):
+    def greedy(**kw):
+        y = op.public(**kw, implementation="eager")
+        with torch.no_grad():
+            kw["x"].data.zero_()
+        return y
+
+    op = _op()
+    seen = []
+    case = Case(
+        "kept", lambda *a: seen.append(_case().make(*a)) or seen[-1], tags=frozenset({"cpu"})
+    )
+    monkeypatch.setattr(
+        run,
+        "providers",
+        lambda *a: [
+            providers.Provider("eager", lambda **kw: op.public(**kw, implementation="eager")),
+            providers.Provider("liger", greedy, consumes=True),
+        ],
+    )
+    # The gate is not what is tested here: the backward of the eager twin reads the x that was
+    # overwritten.
+    monkeypatch.setattr(run, "gate", lambda *a: [])
+    run.measure(op, case, "cpu", torch.float32, ROOF, timing.CpuClock(0.0), QUICK)
+    assert seen[0]["x"].abs().sum() > 0
+
+
+def test_the_forward_records_no_graph_and_the_backward_starts_without_gradients():
+    grads = []
+
+    def call(x):
+        grads.append((torch.is_grad_enabled(), x.requires_grad, x.grad is None))
+        return 2 * x
+
+    x = torch.ones(3, requires_grad=True)
+    made = run.passes(providers.Provider("p", call), {"x": x})
+    for _ in range(2):
+        made["forward_backward"]()
+    assert grads[1:] == [(True, True, True)] * 2 and x.grad is not None
+    made["forward"]()
+    assert grads[-1] == (False, False, True)
+    assert list(run.passes(providers.Provider("p", call), {"x": torch.ones(3)})) == ["forward"]
+
+
+# ---- files
+
+
+def _run(tmp_path, op, **kw):
+    settings = run.Settings(rounds=1, sample_seconds=0.0)
+    return run.run(
+        [op],
+        "cpu",
+        [torch.float32],
+        settings,
+        only=["eager", "right", "wrong"],
+        out=tmp_path,
+        argv=["run"],
+        roofline=lambda *a: ROOF,
+        **kw,
+    )
+
+
+def test_results_survive_the_round_trip(tmp_path):
+    op = _op(_fake("right", rmsnorm_eager), _fake("wrong", wrong), cases=("one", "two"))
+    document, folder = _run(tmp_path, op)
+    path = folder / "results.json"
+    assert report.read_json(path) == json.loads(json.dumps(document)) and document["complete"]
+    assert sorted(p.name for p in folder.iterdir()) == ["results.json", "results.md", "speedup.png"]
+    assert (folder / "speedup.png").read_bytes().startswith(b"\x89PNG")
+    table = (folder / "results.md").read_text()
+    assert table.count("FAILED") == 2 and "| rmsnorm | one | float32 | right* | holds |" in table
+    meta = document["meta"]
+    assert meta["versions"]["torch"] == torch.__version__ and meta["settings"]["seed"] == run.SEED
+    assert meta["argv"] == ["run"] and meta["threads"] == torch.get_num_threads()
+
+
+def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
+    measure = run.measure
+
+    def interrupted(op, case, *rest):
+        if case.name == "two":
+            assert [r["case"] for r in report.read_json(tmp_path / "results.json")["rows"]] == [
+                "one"
+            ] * 2
+            raise KeyboardInterrupt
+        return measure(op, case, *rest)
+
+    monkeypatch.setattr(run, "measure", interrupted)
+    document, _ = _run(tmp_path, _op(_fake("right", rmsnorm_eager), cases=("one", "two")))
+    kept = report.read_json(tmp_path / "results.json")
+    assert (
+        not kept["complete"]
+        and {r["case"] for r in kept["rows"]} == {"one"}
+        and not document["complete"]
+    )
+    assert "interrupted" in (tmp_path / "results.md").read_text()
+
+
+def test_a_case_that_cannot_be_made_is_a_row(tmp_path):
+    op = _op(_fake("right", rmsnorm_eager), cases=("one",))
+
+    def make(*a):
+        raise MemoryError("too large")
+
+    op.cases = (Case("huge", make, tags=frozenset({"cpu"})), *op.cases)
+    document, _ = _run(tmp_path, op)
+    found = [(r["case"], r["status"]) for r in document["rows"]]
+    assert found == [("huge", "error"), ("one", "ok"), ("one", "ok")]
+
+
+def test_the_old_file_stays_if_writing_fails(tmp_path):
+    path = tmp_path / "results.json"
+    report.write_json(path, {"a": 1})
+    with pytest.raises(ValueError):
+        report.write_json(path, {"a": math.nan})
+    assert json.loads(path.read_text()) == {"a": 1} and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda d: d.update(schema=0), "schema must be 1, got 0"),
+        (lambda d: d.pop("rows"), "has no 'rows'"),
+        (lambda d: d["rows"][0].pop("status"), r"row 0 has no \['status'\]"),
+        (lambda d: d["rows"][0].update(status="fine"), "row 0: status must be one of"),
+        (lambda d: d["rows"][1].update(status="failed"), "row 1 has a time although"),
+    ],
+)
+def test_schema_errors_name_the_fault(spoil, message):
+    document = _document()
+    report.check(document)
+    spoil(document)
+    with pytest.raises(ValueError, match=message):
+        report.check(document)
+
+
+def test_means_are_over_cases_first_and_ops_second():
+    rows = []
+    for op, case, fast in (("a", "1", 2.0), ("a", "2", 8.0), ("b", "1", 9.0), ("c", "1", None)):
+        case_rows = [
+            _row(op, case, "eager", 90.0),
+            _row(op, case, "compile", 30.0),
+            _row(op, case, "cpp", 90.0 / fast if fast else None, auto=True),
+        ]
+        report.compare_with_baselines(case_rows)
+        rows += case_rows
+    found = report.summary(rows)
+    assert found["over_eager"]["all"]["ops"] == {"a": pytest.approx(4.0), "b": pytest.approx(9.0)}
+    assert found["over_eager"]["float32"]["geomean"] == pytest.approx(6.0)
+    assert found["over_compile"]["all"]["geomean"] == pytest.approx(2.0)
+    assert found["left_out"] == ["c 1 float32 cpp: it broke"]
+
+
+# ---- two runs
+
+
+def _row(op, case, provider, ms, *, spread=0.01, auto=False):
+    r = report.row(op, case, "float32", provider, auto=auto)
+    if ms is None:
+        r.update(status="failed", reason="it broke")
+        return r
+    for which in report.PASSES:
+        samples = [ms / 1e3 * (1 + spread * k) for k in (-1, 0, 1)]
+        r[which] = report.figures(timing.Timing.of(samples), 0, 0, None)
+    return {**r, "contract": "holds"}
+
+
+def _document(ours=1.0, spread=0.01, baseline=2.0):
+    rows = [
+        _row("a", "1", "eager", baseline),
+        _row("a", "1", "cpp", ours, spread=spread, auto=True),
+    ]
+    meta = {
+        "device": "d",
+        "device_type": "cpu",
+        "commit": None,
+        "dirty": None,
+        "threads": 1,
+        "date": "2026-01-01T00:00:00+00:00",
+        "versions": {"torch": "2"},
+    }
+    return {
+        "schema": 1,
+        "meta": meta,
+        "roofline": ROOF.asdict(),
+        "rows": rows,
+        "summary": report.summary(rows),
+        "complete": True,
+    }
+
+
+@pytest.mark.parametrize(
+    "after, code, text",
+    [
+        (_document(), 0, "not significant"),
+        (_document(ours=1.2), 1, "REGRESSION"),
+        (_document(ours=1.2, spread=0.5), 0, "not significant"),
+        (_document(ours=1.04), 0, "ratio 1.040"),
+        (_document(ours=0.5), 0, "faster"),
+        (_document(baseline=4.0), 0, "baseline slower"),
+        (_document(ours=None), 1, "ok before, failed after: it broke"),
+    ],
+)
+def test_compare_exits_with_1_on_a_regression_only(after, code, text, tmp_path, capsys):
+    for name, document in (("a", _document()), ("b", after)):
+        report.write_json(tmp_path / f"{name}.json", document)
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == code
+    assert text in capsys.readouterr().out
+
+
+def test_compare_takes_the_threshold_and_refuses_what_is_no_result(tmp_path, capsys):
+    a, b, c = (tmp_path / f"{n}.json" for n in "abc")
+    report.write_json(a, _document())
+    report.write_json(b, _document(ours=1.2))
+    c.write_text("{")
+    assert main(["compare", str(a), str(b), "--threshold", "0.5"]) == 0
+    assert main(["compare", str(a), str(c)]) == 2
+    assert str(c) in capsys.readouterr().err
+    fewer = copy.deepcopy(_document())
+    del fewer["rows"][1]
+    text, regressions = report.compare(_document(), fewer)
+    assert "a 1 float32 cpp: only before" in text and not regressions
+
+
+# ---- commands
+
+
+def test_list_shows_the_registry_and_its_reasons(capsys):
+    assert main(["list", "--device", "cpu", "--dtype", "float32,float16", "--op", "rmsnorm"]) == 0
+    out = capsys.readouterr().out
+    assert "rmsnorm: cases timed on cpu: qwen3-8b" in out
+    for name in ("eager", "compile", *PEERS, *RMSNORM.names()):
+        assert f"\n  {name:<8} " in out
+    assert PEERS["liger"].why_not("rmsnorm", "cpu") in out
+    if RMSNORM.implementation("cpp").why_not("cpu") is None:
+        assert "float32: usable; float16: takes float32, bfloat16, not float16" in out
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (
+            ["run", "--op", "rmsnrm"],
+            "argument --op: unknown 'rmsnrm'; did you mean 'rmsnorm'? have ['rmsnorm'",
+        ),
+        (["run", "--provider", "tensorrt"], "argument --provider: unknown 'tensorrt'; "),
+        (["run", "--case", "gpt-2"], "argument --case: unknown 'gpt-2'; have ['qwen3-8b'"),
+        (
+            ["run", "--dtype", "float8"],
+            "argument --dtype: unknown 'float8'; did you mean 'float64'? have ['float32'",
+        ),
+        (["run", "--rounds", "0"], "must be an integer of at least 1, got '0'"),
+        (["compare", "a", "b", "--threshold", "-1"], "must be a number of at least 0, got '-1'"),
+    ],
+)
+def test_bad_arguments_are_named_with_what_is_accepted(argv, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_overhead_counts_down_the_layers(tmp_path, capsys):
+    argv = [
+        "overhead",
+        "--op",
+        "rmsnorm",
+        "--device",
+        "cpu",
+        "--rounds",
+        "2",
+        "--sample-ms",
+        "0.2",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(argv) == 0
+    written = json.loads((tmp_path / "overhead.json").read_text())
+    assert [r["grad"] for r in written["rows"]] == [False, True]
+    for r in written["rows"]:
+        assert not r["errors"]
+        fused = r["implementation"] == "cpp"
+        timed = {k for k, v in r["us"].items() if v}
+        assert timed == {"public", "resolved", "pick", *(["operator"] if fused else [])}
+        assert (r["overhead_us"] is not None) == fused
+    assert "public - operator" in capsys.readouterr().out
+
+
+def test_overhead_is_of_calls_with_and_without_a_graph(monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        overhead, "levels", lambda op, name, kwargs: given.append(kwargs) or {"public": int}
+    )
+    overhead.overhead([RMSNORM], "cpu", torch.float32, rounds=1, sample_seconds=0.0)
+    assert [kw["x"].requires_grad for kw in given] == [False, True]
+
+
+def test_overhead_repeats_the_first_launch_of_a_triton_kernel():
+    kwargs = {
+        k: v.detach() if isinstance(v, torch.Tensor) else v
+        for k, v in RMSNORM.cases[0].make("cpu", torch.float32, 0).items()
+    }
+    if reason := RMSNORM.implementation("triton").why_not("cpu"):
+        pytest.skip(reason)
+    from tilewright.kernels import rmsnorm_triton
+
+    made = overhead.levels(RMSNORM, "triton", kwargs)
+    assert set(made) == set(overhead.LEVELS)
+    assert "launch" not in overhead.levels(RMSNORM, "cpp", kwargs)
+    run = type(rmsnorm_triton._forward).run
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(rmsnorm_triton._forward), "run", lambda kernel, *a, **k: seen.append(kernel)
+        )
+        made["launch"]()
+        assert not seen, "the launch itself, and not what is looked up now"
+        made["operator"]()
+    assert [kernel.fn.__name__ for kernel in seen] == ["_forward"] and run is type(
+        rmsnorm_triton._forward
+    ).run
+
+
+def test_overhead_calls_the_operator_with_what_the_op_passes():
+    if reason := RMSNORM.implementation("cpp").why_not("cpu"):
+        pytest.skip(reason)
+    kwargs = RMSNORM.cases[0].make("cpu", torch.float32, 0)
+    made = overhead.levels(RMSNORM, "cpp", kwargs)
+    expected = RMSNORM.public(**kwargs, implementation="cpp")
+    assert torch.equal(made["public"](), expected) and torch.equal(made["resolved"](), expected)
+    assert torch.equal(made["operator"]()[0], expected) and made["operator"]()[0].requires_grad
+    assert made["pick"]() is RMSNORM.resolve("cpp", "cpu", torch.float32)
+
+
+def test_the_roof_is_a_copy_of_as_many_bytes(monkeypatch):
+    """Beside the large one: a short copy's start and end count, and so do those of what is
+    compared with it.
+    """
+    roof = timing.Roofline(1e9, {"float32": 1e12})
+    cost = Cost(1000, 3000, 0, 0)
+    assert roof.floors(cost, "float32")["forward_backward"] == pytest.approx(4e-6)
+    found = roof.floors(cost, "float32", {1000: 5e-6})
+    assert found == {"forward": 5e-6, "backward": 3e-6, "forward_backward": pytest.approx(8e-6)}
+    assert (
+        timing.copy_of(0, "cpu") is None and timing.copy_of(timing.LARGEST_COPY + 1, "cpu") is None
+    )
+    copied = timing.copy_of(999, "cpu")()
+    assert copied.nbytes == 500 and bool((copied == 1).all())
+    op = _op(_fake("right", rmsnorm_eager), cases=("one",))
+    op.cases = tuple(
+        Case(c.name, c.make, lambda itemsize: Cost(4000, 8000), c.tags) for c in op.cases
+    )
+    seen = []
+
+    def interleave(tasks, clock, **kw):
+        seen.extend(tasks)
+        times = {(n, w): 4e-6 if n != run.COPY else w * 1e-9 / 2 for n, w in tasks}
+        return {k: timing.Timing.of([t]) for k, t in times.items()}, {}
+
+    monkeypatch.setattr(timing, "interleave", interleave)
+    (row,) = run.measure(
+        op,
+        op.cases[0],
+        "cpu",
+        torch.float32,
+        ROOF,
+        timing.CpuClock(0.0),
+        run.Settings(rounds=1),
+        only=["right"],
+    )
+    assert {w for n, w in seen if n == run.COPY} == {4000, 8000}
+    assert row["forward"]["roofline_percent"] == pytest.approx(50)
+    assert row["forward"]["large_roofline_percent"] == pytest.approx(
+        100 * 4000 / ROOF.copy_bytes_per_second / 4e-6
+    )
+
+
+def test_the_flush_leaves_no_dirty_lines():
+    clock = object.__new__(timing.CudaClock)
+    clock._buffer, clock._sum = torch.ones(64), torch.empty(())
+    before = clock._buffer._version
+    clock._flush()
+    assert clock._buffer._version == before and float(clock._sum) == 64, (
+        "all of it is read, and none written"
+    )
+
+
+@pytest.mark.parametrize("seconds, calls, made", [(0.0, timing.CUDA_CALLS, 6), (0.15, 1, 3)])
+def test_a_slow_call_on_a_gpu_is_sampled_once_and_prepared_in_few(
+    monkeypatch, seconds, calls, made
+):
+    """Minutes of the device go into calls of a second, if each is made thirty times."""
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda: time.sleep(seconds if queued else 0) or queued.clear()
+    )
+    clock = object.__new__(timing.CudaClock)
+    clock._flushes, clock._host, clock._flush_seconds = {}, {}, 1e-3
+    queued, count = [], []
+
+    def call():
+        queued.append(1)
+        count.append(1)
+
+    assert clock.prepare(call) == calls
+    assert len(count) <= made and clock.host_seconds(call) < 0.1  # the wait, if any, is longer
+    assert clock._flushes[id(call)] == 2
+
+
+# ---- under pytest-benchmark
+
+
+def test_a_baseline_beyond_the_contract_is_skipped_and_an_implementation_fails(monkeypatch):
+    pytest.importorskip("pytest_benchmark")
+    path = pathlib.Path(__file__).parents[1] / "benchmark" / "test_speed.py"
+    spec = importlib.util.spec_from_file_location("test_speed", path)
+    speed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(speed)
+    op = _op(_fake("right", rmsnorm_eager), _fake("wrong", wrong))
+    monkeypatch.setattr(
+        speed,
+        "providers",
+        lambda op, device, dtype: [
+            providers.Provider(
+                "compile", lambda **kwargs: op.public(**kwargs, implementation="wrong")
+            ),
+            providers.Provider(
+                "wrong", lambda **kwargs: op.public(**kwargs, implementation="wrong")
+            ),
+        ],
+    )
+    with pytest.raises(pytest.skip.Exception, match="breaks the contract: out 0: error"):
+        speed.test_speed(op, op.cases[0], torch.float32, "compile", None)
+    with pytest.raises(AssertionError, match="out 0: error"):
+        speed.test_speed(op, op.cases[0], torch.float32, "wrong", None)

@@ -1,0 +1,368 @@
+"""What the commands say where a package, a file, an address or a name is not there: one
+sentence, and no traceback.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tilewright import __main__ as cli
+from tilewright import platform
+from tilewright.bench import __main__ as bench
+from tilewright.ops import OPS
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+# ---- packages
+
+OPTIONAL = (
+    "datasets",
+    "pydantic",
+    "tqdm",
+    "transformers",
+    "yaml",
+    "matplotlib",
+    "nvidia-cutlass-dsl",
+    "s3fs",
+    "gcsfs",
+    "adlfs",
+    "aiohttp",
+    "triton",
+    "wandb",
+    "quack",
+    "liger_kernel",
+    "bitsandbytes",
+    "torchao",
+    "flash-attn-4",
+    "flash-attn-3",
+    "deep_ep",
+)
+# Runs commands, one after the other, in a process that has none of these packages.
+WITHOUT = """
+import contextlib, io, json, runpy, sys
+
+hidden, commands = json.loads(sys.argv[1])
+for name in hidden:
+    sys.modules[name.replace("-", "_")] = None   # cannot be imported, and has no spec
+found = []
+for module, *arguments in commands:
+    sys.argv = [module, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+    found.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(found))
+"""
+TRAINER = (
+    "error: the packages 'datasets', 'pydantic', 'tqdm', 'transformers', 'yaml' are not installed "
+    "(pip install 'tilewright[trainer]')"
+)
+
+
+def test_commands_without_their_packages_name_what_installs_them():
+    commands = [
+        ["tilewright.trainer.train", "config.yaml"],
+        ["tilewright.trainer.config", "check", "config.yaml"],
+        ["tilewright", "explain"],
+        ["tilewright.bench", "compile-gate", "--require", "triton"],
+        [
+            "tilewright.bench",
+            "list",
+            "--device",
+            "cpu",
+            "--op",
+            "attention,moe_mlp,quantize_nf4,quantize_nvfp4",
+        ],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, json.dumps([OPTIONAL, commands])],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    train, config, explain, gate, peers = json.loads(done.stdout.splitlines()[-1])
+    assert train[0] == config[0] == TRAINER
+    assert (
+        gate[0] == 2
+        and gate[2] == "compile-gate: the package 'triton' is not installed (pip install triton)\n"
+    )
+    assert explain[0] == peers[0] == 0
+    for name, how in (
+        ("flash_attention_4", "pip install --pre flash-attn-4"),
+        ("quack", "pip install quack-kernels"),
+        ("cute", "pip install 'tilewright[cute]'"),
+        ("triton", "pip install triton"),
+    ):
+        rows = [line for line in explain[1].splitlines() if f"   {name} " in line]
+        assert rows and all(line.endswith(f" is not installed ({how})") for line in rows), (
+            name,
+            rows,
+        )
+    for line in (
+        "transformers-grouped  the package 'transformers' is not installed "
+        "(pip install 'tilewright[transformers]')",
+        "liger                 the package 'liger_kernel' is not installed (pip install "
+        "liger-kernel)",
+        "bitsandbytes          the package 'bitsandbytes' is not installed (pip install "
+        "bitsandbytes)",
+        "torchao               the package 'torchao' is not installed (pip install torchao)",
+        "flash-attn            none of the packages flash-attn-4, flash-attn-3, flash-attn is "
+        "installed "
+        "(pip install --pre flash-attn-4)",
+    ):
+        assert f"\n  {line}\n" in peers[1]
+
+
+def test_extras_are_those_of_the_project():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+
+    def packages(extra):
+        for requirement in extras[extra]:
+            name = re.match(r"[\w-]+", requirement)[0]
+            yield from (
+                packages(re.search(r"\[(\w+)\]", requirement)[1])
+                if name == "tilewright"
+                else [name]
+            )
+
+    for extra, modules in platform.EXTRAS.items():
+        assert {"pyyaml" if m == "yaml" else m for m in modules} <= {*packages(extra)}, extra
+    assert {*packages("trainer")} == {"datasets", "pydantic", "pyyaml", "tqdm", "transformers"}
+    bounds = {r for names in extras.values() for r in names if r.startswith("transformers")}
+    assert len(bounds) == 1, "extras that are installed together disagree"
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_every_optional_package_is_named_with_what_installs_it(name):
+    extra = next((e for e, names in platform.EXTRAS.items() if name in names), None)
+    how = f"pip install 'tilewright[{extra}]'" if extra else platform.INSTALL[name]
+    assert platform.not_installed(name) == f"the package {name!r} is not installed ({how})"
+
+
+# ---- pipes and names
+
+
+def unread(main, *arguments):
+    """The exit code of a command whose output goes into a pipe that nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as out, contextlib.redirect_stdout(out):
+        return main([*arguments])
+
+
+def test_commands_whose_output_nobody_reads_end_quietly(tmp_path):
+    for arguments in (["explain"], ["explain", "rope"], [], ["--version"]):
+        assert unread(cli.main, *arguments) == 141
+    for arguments in (["list", "--device", "cpu", "--op", "rope"], []):
+        assert unread(bench.main, *arguments) == 141
+    config = pytest.importorskip("tilewright.trainer.config")
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "model: {config_path: x}\ndata: {datasets: [{path: dummy}]}\ntrain: {output_dir: o}\n"
+    )
+    for arguments in (["check", str(path)], ["check", "--help"]):
+        assert unread(config.main, *arguments) == 141
+
+
+def test_another_pipe_that_breaks_is_an_error():
+    @platform.command
+    def main():
+        raise BrokenPipeError("a worker's")
+
+    with pytest.raises(BrokenPipeError, match="a worker's"):
+        main()
+
+
+def test_bare_commands_print_their_help(capsys):
+    for main, word in ((cli.main, "explain"), (bench.main, "compile-gate")):
+        assert main([]) == 2
+        assert word in capsys.readouterr().out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0 and re.fullmatch(
+        r"tilewright \d+\.\d+\.\d+\n", capsys.readouterr().out
+    )
+
+
+def test_misspelt_ops_and_cases_name_the_nearest(capsys):
+    assert cli.main(["explain", "rmsnrom"]) == 2
+    assert (
+        "unknown op 'rmsnrom'; did you mean 'rmsnorm'? have ['rmsnorm', " in capsys.readouterr().err
+    )
+    for arguments, sentence in (
+        (["--op", "rop"], "argument --op: unknown 'rop'; did you mean 'rope'? have ["),
+        (["--dtype", "bf16"], "argument --dtype: unknown 'bf16'; "),
+        (["--op", "rope", "--provider", "trition"], "; did you mean 'triton'? have ["),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            bench.main(["run", "--device", "cpu", *arguments])
+        assert ended.value.code == 2 and sentence in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not platform.no_cuda(), reason="a CUDA device is present")
+def test_without_a_device_nothing_is_usable_on_it(capsys):
+    assert cli.main(["explain", "--device", "cuda", "--dtype", "bfloat16"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines()[3:] if line]
+    assert len(rows) == sum(len(op.implementations) for op in OPS.values())
+    assert not [row for row in rows if row.endswith("usable") or "*" in row]
+
+
+# ---- data and tokenizers of a run
+
+
+@pytest.fixture
+def train(tmp_path, capsys, monkeypatch):
+    """Runs the trainer on a tiny model; returns its exit code and what it says on standard
+    error.
+    """
+    pytest.importorskip("pydantic")
+    pytest.importorskip("datasets")
+    from tilewright.trainer import data, hf
+    from tilewright.trainer import train as module
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "qwen3",
+                "vocab_size": 97,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "max_position_embeddings": 64,
+                "rms_norm_eps": 1e-6,
+                "tie_word_embeddings": True,
+            }
+        )
+    )
+    tree = {
+        "model": {"config_path": str(tmp_path / "model")},
+        "data": {
+            "datasets": [{"path": "dummy"}],
+            "dataset_prepared_path": str(tmp_path / "prepared"),
+            "sample_packing_sequence_len": 32,
+        },
+        "train": {
+            "output_dir": str(tmp_path / "out"),
+            "data_parallel_mode": "none",
+            "max_steps": 2,
+            "log_format": "structured",
+        },
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(tree))
+
+    def first_step(*arguments):
+        raise AssertionError("the first step is reached")
+
+    monkeypatch.setattr(module, "train_step", first_step)
+
+    def run(*arguments):
+        code = module.main([str(tmp_path / "config.yaml"), *arguments])
+        return code, capsys.readouterr().err
+
+    run.data, run.hf = data, hf
+    return run
+
+
+def refuse(train, monkeypatch, *arguments):
+    """What the trainer says before it has read a file of the model or asked the network for
+    anything.
+    """
+    import datasets
+
+    def asked(*arguments, **options):
+        raise AssertionError(f"asked for {arguments}")
+
+    monkeypatch.setattr(datasets, "load_dataset", asked)
+    monkeypatch.setattr(train.hf, "local_folder", asked)
+    code, said = train(*arguments)
+    assert code == 1 and said.startswith("error: ") and said.count("\n") == 1, said
+    return said.removeprefix("error: ").rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    "address, package, extra",
+    [
+        ("s3://bucket/x.jsonl", "s3fs", "s3"),
+        ("gs://bucket/x.jsonl", "gcsfs", "gs"),
+        ("abfs://container/x.jsonl", "adlfs", "abfs"),
+        ("https://localhost:9/x.jsonl", "aiohttp", "http"),
+        ("simplecache::s3://bucket/x.jsonl", "s3fs", "s3"),
+    ],
+)
+def test_an_address_without_the_package_that_reads_it(
+    train, monkeypatch, tmp_path, address, package, extra
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    sentence = (
+        f"{address}: the package '{package}' is not installed (pip install 'tilewright[{extra}]')"
+    )
+    for key in ("--data.datasets.0.path=", '--data.test_datasets=[{"path": "'):
+        assert refuse(train, monkeypatch, f"{key}{address}" + '"}]' * key.endswith('"')) == sentence
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "prepared").mkdir()  # the set may be there: told once it is looked for
+    assert train(f"--data.datasets.0.path={address}")[1] == f"error: {sentence}\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["nope.jsonl", "data/nope.parquet", "nope.json.gz", "a/b/c", "./nope", "nope/"]
+)
+def test_a_misspelt_file_is_not_looked_for_on_the_hub(train, monkeypatch, name):
+    assert (
+        refuse(train, monkeypatch, "--data.datasets.0.path", name)
+        == f"{name}: no such file or folder"
+    )
+
+
+def test_what_is_prepared_needs_no_package(train, monkeypatch):
+    import datasets
+
+    address = "--data.datasets.0.path=s3://bucket/x.jsonl"
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 30})
+    with monkeypatch.context() as once, pytest.raises(AssertionError, match="the first step"):
+        once.setattr(train.data, "_raw", lambda entry, data: rows)
+        once.setattr(platform, "no_module", lambda name: None)
+        train(address)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(AssertionError, match="the first step"):
+        train(address)
+
+
+def test_a_tokenizer_that_is_not_there_is_found_before_the_first_step(train, monkeypatch):
+    import huggingface_hub
+
+    def unreachable(path, **options):
+        raise OSError("there is no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    code, said = train("--model.tokenizer_path=nobody/nothing")
+    assert code == 1
+    assert said == (
+        "error: nobody/nothing: no such file or folder, and the Hub does not give it "
+        "(there is no network)\n"
+    )
+    with pytest.raises(AssertionError, match="the first step"):  # it is not needed
+        train("--model.tokenizer_path=nobody/nothing", "--train.save_hf_weights=false")

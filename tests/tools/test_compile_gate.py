@@ -1,0 +1,634 @@
+"""The compile gate goes red for what it is there for. Kernels are compiled in a process of their
+own, since this one may be running Triton's interpreter.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tilewright.bench import compile_gate, machine_code, ptx_loops
+from tilewright.kernels.spec import KernelSpec
+
+ROOT = pathlib.Path(__file__).parents[2]
+pytest.importorskip("triton")
+
+PLANTED = '''
+import contextlib, importlib.util, io, json, pathlib, sys
+
+import triton
+import triton.language as tl
+
+from tilewright.bench import compile_gate, kernel_digest
+from tilewright.kernels.spec import KernelSpec
+from tilewright.registry import Implementation, Op
+
+
+@triton.jit
+def copy(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def hold(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK))
+    tl.store(y_ptr + tl.arange(0, BLOCK), x / tl.sum(x))
+
+
+@triton.jit
+def strided(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i * n))
+
+
+@triton.jit
+def product(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    at = i[:, None] * BLOCK + i[None, :]
+    x = tl.load(x_ptr + at).to(tl.float16)
+    tl.store(y_ptr + at, tl.dot(x, x))
+
+
+@triton.jit
+def loops(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.zeros([BLOCK], tl.float32)
+    for j in range(n):
+        x += tl.load(x_ptr + j // n * BLOCK + i)
+    tl.store(y_ptr + i, x / tl.sum(x))
+
+
+FACTOR = tl.constexpr(2)
+
+
+@triton.jit
+def scaled(x):
+    """The product."""
+    return x * FACTOR
+
+
+@triton.jit
+def calls(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)   # of a program
+    tl.store(y_ptr + i, scaled(tl.load(x_ptr + i, mask=i < n)), mask=i < n)
+
+
+def spec(kernel, label, block, warps=4, **options):
+    types = {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32"}
+    signature = {n: types[n] for n in kernel.arg_names if n in types}
+    return KernelSpec(kernel, label, signature, {"BLOCK": block}, warps, **options)
+
+
+COPY = spec(copy, "copy", 1024, divisible=("n",), elements=1024)
+ODD = spec(copy, "odd n", 1024)                # masked by an odd length: no two elements share a load
+SPILL = spec(hold, "spill", 8192, warps=1)     # 256 float32 a thread, of which a thread can hold 255
+BROKEN = spec(copy, "broken", 1000)            # not a power of two
+BUDGETS = compile_gate.BUDGETS = pathlib.Path(sys.argv[1])
+FILE = compile_gate.COMPILERS[KernelSpec].budget_file()
+
+
+def gate(*specs, argv=(), budgets=None):
+    op = Op("planted", None, None, (Implementation("triton", None, gate=lambda: specs),))
+    compile_gate.operations = lambda: {"planted": op}
+    if budgets is not None:
+        FILE.write_text(json.dumps(budgets))
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = compile_gate.main(["--arch", "90", "--jobs", "1", *argv])
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def digests(path):
+    """Of the kernel that calls another, as this file stands and with what a change makes of it."""
+    text, made = pathlib.Path(path).read_text(), {}
+    for name, old, new in (("same", "", ""), ("constant", "constexpr(2)", "constexpr(3)"),
+                           ("called", "return x * FACTOR", "return FACTOR - x"), ("comment", "# of a program", "#"),
+                           ("documentation", "The product.", "A product."), ("below", "FACTOR =", "\\n\\nFACTOR ="),
+                           ("own", "tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)   #", "tl.arange(0, BLOCK)   #")):
+        assert old in text
+        file = pathlib.Path(path).with_name(f"{name}.py")
+        file.write_text(text.replace(old, new, 1).split("def spec(")[0] if old else text.split("def spec(")[0])
+        module = importlib.util.module_from_spec(importlib.util.spec_from_file_location("changed", file))
+        module.__spec__.loader.exec_module(module)
+        made[name] = kernel_digest.of_kernel(module.calls)
+    return made
+
+
+found = {"no file": gate(COPY), "update": gate(COPY, argv=["--update"])}
+written = json.loads(FILE.read_text())
+(key,) = written
+found["written"] = written
+found["green"] = gate(COPY)
+for name, value in [("registers", 4), ("shared", -1), ("load", 256), ("store", 256), ("uses", ["wgmma"]),
+                    ("sass_load", 256), ("sass_store", 256), ("wide_loads", 101), ("wide_stores", 101),
+                    ("sass_uses", ["tma"]), ("per_element", 0.1)]:
+    found[name] = gate(COPY, budgets={key: {**written[key], name: value}})
+SIX = [spec(copy, f"copy {warps} {block}", block, warps, divisible=("n",))
+       for warps, block in ((4, 512), (4, 1024), (4, 2048), (2, 512), (2, 1024), (2, 2048))]
+gate(*SIX, argv=["--update"], budgets={})
+six = json.loads(FILE.read_text())
+broken = {k: {**b, "registers": 1} for k, b in six.items()}
+found["drawn"] = [gate(*SIX, argv=["--seed", seed, "--json"], budgets=broken) for seed in "123412"]
+found["all"] = gate(*SIX, argv=["--all", "--json"], budgets=broken)
+found["needs more"] = gate(*SIX[1:], spec(copy, "copy 4 512", 512, divisible=("n",), load=256), argv=["--json"],
+                           budgets=six)
+found["no budget"] = gate(COPY, budgets={})
+found["stale"] = gate(COPY, budgets={**written, "planted/gone sm_90": written[key]})
+found["stale, not asked for"] = gate(COPY, budgets={**written, "planted/gone sm_120": written[key]})
+found["spill"] = gate(SPILL, argv=["--update"])
+found["narrow"] = gate(ODD, argv=["--json"], budgets={})
+found["broken"] = gate(BROKEN, argv=["--update"])
+found["shared twice"] = gate(COPY, COPY, argv=["--json"], budgets=written)
+BLACKWELL = spec(copy, "blackwell", 1024, min_arch=100)
+found["not launched"] = gate(BLACKWELL, COPY, argv=["--json"], budgets=written)
+AMPERE = spec(copy, "ampere", 1024, max_arch=89)
+found["no longer launched"] = gate(AMPERE, COPY, argv=["--json"], budgets=written)
+try:
+    gate(COPY, spec(copy, "copy", 512))
+except ValueError as error:
+    found["one label"] = str(error)
+WGMMA = {90: ("wgmma",), 100: ("tcgen05",)}
+for name, needs in {
+    "need wide": (copy, 1024, ("n",), {}), "need no loads": (strided, 1024, (), {"load": 0}),
+    "need loads": (strided, 1024, (), {}), "need stores": (copy, 1024, ("n",), {"store": 256}),
+    "need no divisions": (loops, 1024, ("n",), {"undivided": True}),
+    "need wgmma": (copy, 1024, ("n",), {"uses": WGMMA}), "has wgmma": (product, 64, (), {"uses": WGMMA}),
+}.items():
+    kernel, block, divisible, options = needs
+    planted = spec(kernel, kernel.__name__, block, divisible=divisible, **options)
+    found[name] = gate(planted, argv=["--update"])
+    FILE.unlink()
+    if name == "has wgmma":   # the other architecture, where another instruction is needed
+        found["has tcgen05"] = gate(planted, argv=["--arch", "100"])
+found["digests"] = digests(__file__)
+print(json.dumps(found))
+'''
+
+
+def without_interpreter(**variables):
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return {**inherited, "PYTHONPATH": str(ROOT), **variables}
+
+
+def python(*args, **variables):
+    """A run of Python at the root, without the interpreter unless `variables` sets it."""
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        env=without_interpreter(**variables),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gate")
+    script = folder / "planted.py"  # a file, because Triton reads a kernel's source
+    script.write_text(PLANTED)
+    run = python(script, folder / "budgets")
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_without_a_budget_file_it_says_so_and_checks_the_rest(planted):
+    assert planted["no file"]["code"] == 0
+    assert "no budgets for triton" in planted["no file"]["out"]
+
+
+def test_update_writes_what_was_compiled_and_is_then_green(planted):
+    assert planted["update"]["code"] == 0
+    (budget,) = planted["written"].values()
+    assert len(budget.pop("digest")) == 16
+    assert 8 <= budget.pop("registers") <= 64
+    assert (
+        2 < budget.pop("per_element") < 8
+    )  # eight elements a thread: addresses, a load, a mask, a store
+    assert budget == {
+        "shared": 0,
+        "load": 128,
+        "store": 128,
+        "uses": [],
+        "sass_load": 128,
+        "sass_store": 128,
+        "wide_loads": 100,
+        "wide_stores": 100,
+        "sass_uses": [],
+    }
+    assert planted["green"]["code"] == 0 and "no failures" in planted["green"]["out"]
+
+
+def test_what_did_not_change_is_compiled_by_a_draw(planted):
+    """Of six kernels with budgets that none can meet, the one that is drawn fails; with --all
+    each does.
+    """
+    drawn = [json.loads(run["out"]) for run in planted["drawn"]]
+    assert all(len(run["results"]) == len(run["failures"]) == 1 for run in drawn)
+    names = [run["results"][0]["name"] for run in drawn]
+    assert names[:2] == names[4:] and len(set(names)) > 1, "the draw is the seed's"
+    assert (
+        "6 of 6 did not change since their budgets were written: 5 of them" in drawn[0]["notes"][-1]
+    )
+    assert len(json.loads(planted["all"]["out"])["failures"]) == 6
+
+
+def test_what_a_spec_needs_is_part_of_its_digest(planted):
+    run = json.loads(planted["needs more"]["out"])
+    assert (
+        "planted/copy 4 512" in {r["name"] for r in run["results"]}
+        and planted["needs more"]["code"] == 1
+    )
+
+
+def test_a_digest_is_of_what_a_kernel_computes(planted):
+    same, *others = planted["digests"].values()
+    assert {name for name, digest in planted["digests"].items() if digest != same} == {
+        "constant",
+        "called",
+        "own",
+    }
+    assert len(set(others)) == 4
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("registers", "registers a thread: "),
+        ("shared", "bytes of shared memory: 0, budget -1"),
+        ("load", "widest global load: 128 bits, budget 256"),
+        ("store", "widest global store: 128 bits, budget 256"),
+        ("uses", "no longer uses wgmma"),
+        ("no budget", "has no budget"),
+        ("sass_load", "widest global load in SASS: 128 bits, budget 256"),
+        ("sass_store", "widest global store in SASS: 128 bits, budget 256"),
+        ("wide_loads", "loaded by 128 bits or more: 100%, budget 101"),
+        ("wide_stores", "stored by 128 bits or more: 100%, budget 101"),
+        ("sass_uses", "no longer uses tma in SASS"),
+        ("per_element", "instructions an element: "),
+    ],
+)
+def test_worse_than_the_budget_is_red(planted, name, sentence):
+    assert planted[name]["code"] == 1
+    assert f"FAILED planted/copy sm_90: {sentence}" in planted[name]["out"]
+
+
+def test_a_stale_budget_is_red_where_it_was_asked_about(planted):
+    assert planted["stale"]["code"] == 1
+    assert "FAILED planted/gone sm_90: has a budget but no kernel" in planted["stale"]["out"]
+    assert planted["stale, not asked for"]["code"] == 0
+
+
+def test_a_spill_is_red_and_no_update_excuses_it(planted):
+    assert planted["spill"]["code"] == 1
+    assert "FAILED planted/spill sm_90: spills " in planted["spill"]["out"]
+    assert "loads and stores of local memory (LDL, STL); accepted: 0" in planted["spill"]["out"]
+
+
+def test_an_access_that_stays_narrow_is_seen(planted):
+    (result,) = json.loads(planted["narrow"]["out"])["results"]
+    assert {result["facts"][key] for key in ("load", "store", "sass_load", "sass_store")} == {32}
+    assert (result["facts"]["wide_loads"], result["facts"]["wide_stores"]) == (0, 0)
+    assert planted["narrow"]["code"] == 1
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        (
+            "need loads",
+            "strided sm_90: needs a global load of 128 bits, the widest has 32 in PTX and 32 in "
+            "SASS",
+        ),
+        (
+            "need stores",
+            "copy sm_90: needs a global store of 256 bits, the widest has 128 in PTX and 128 in "
+            "SASS",
+        ),
+        ("need wgmma", "copy sm_90: needs wgmma, uses none such in PTX and none such in SASS"),
+        ("need no divisions", "loops sm_90: has 1 divisions in loops; accepted: 0"),
+    ],
+)
+def test_a_need_that_is_not_met_is_red_and_no_update_excuses_it(planted, name, sentence):
+    assert planted[name]["code"] == 1
+    assert f"FAILED planted/{sentence}" in planted[name]["out"]
+    assert planted[name]["out"].count("FAILED") == 1
+
+
+@pytest.mark.parametrize("name", ["need wide", "need no loads", "has wgmma", "has tcgen05"])
+def test_a_need_that_is_met_is_green(planted, name):
+    assert planted[name]["code"] == 0, planted[name]["out"]
+
+
+def test_a_kernel_that_does_not_compile_is_red_with_the_compilers_reason(planted):
+    assert planted["broken"]["code"] == 1
+    assert "planted/broken sm_90: does not compile" in planted["broken"]["out"]
+    assert "power of 2" in planted["broken"]["out"]
+
+
+def test_a_shared_spec_is_compiled_once_and_an_unlaunched_one_not_at_all(planted):
+    for name in ("shared twice", "not launched", "no longer launched"):
+        (result,) = json.loads(planted[name]["out"])["results"]
+        assert result["name"] == "planted/copy"
+    assert "label 'copy'" in planted["one label"]
+
+
+def facts(**changes):
+    green = {
+        "registers": 32,
+        "spill": 0,
+        "local": 0,
+        "shared": 0,
+        "load": 128,
+        "store": 128,
+        "uses": (),
+    }
+    return compile_gate.Facts(**{**green, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"local": 8}, "8 bytes of stack and local memory"),
+        ({"spill": 8}, "spills 8 bytes"),
+        ({"local_instructions": 2}, "has 2 loads and stores of local memory"),
+        ({"shared": 100 * 1024}, "sm_120 has 101376"),
+        ({}, None),
+    ],
+)
+def test_some_facts_need_no_budget_to_be_wrong(changes, sentence):
+    found = compile_gate.problems(compile_gate.Result("op/kernel", 120, facts(**changes)))
+    assert (sentence in found[0]) if sentence else not found
+
+
+def test_a_need_is_looked_for_in_ptx_and_in_machine_code():
+    def unmet(need, **changes):
+        return compile_gate.unmet(compile_gate.Result("op/kernel", 90, facts(**changes)), need)
+
+    plain = KernelSpec(None, "kernel", {}, {})
+    assert unmet(plain) == []  # machine code that was not read fails nothing
+    assert unmet(plain, sass_load=128, sass_store=128, sass_uses=()) == []
+    (said,) = unmet(
+        plain, sass_load=32, sass_store=128, sass_uses=()
+    )  # ptxas split a load that PTX asked for
+    assert said == "needs a global load of 128 bits, the widest has 128 in PTX and 32 in SASS"
+    copies = replace(plain, uses={90: ("tma",)})
+    (said,) = unmet(copies, uses=("tma",), sass_load=128, sass_store=128, sass_uses=("mma",))
+    assert said == "needs tma, uses tma in PTX and mma in SASS"
+    assert unmet(replace(plain, uses={100: ("tcgen05",)})) == []
+    assert unmet(replace(plain, load=0), load=16) == []
+    assert unmet(plain, loop_divisions=0) == []
+
+
+def test_divisions_in_loops_are_read_from_ptx():
+    """Of a loop in a loop each counts once; what is before, between or behind, and comments,
+    not at all.
+    """
+    ptx = """
+        div.s32 %r1, %r2, %r3;
+    $L__BB0_1:
+        rem.u32 %r4, %r4, %r1;
+    $L__BB0_2:                       // =>This Inner Loop Header
+        rcp.approx.ftz.f32 %f1, %f2; // div.s32
+        mov.b32 %r7, %div.s32;
+        @%p1 bra $L__BB0_4;
+        div.full.f32 %f3, %f1, %f2;
+    $L__BB0_4:
+        @%p2 bra $L__BB0_2;
+        bra.uni $L__BB0_1;
+        div.rn.f32 %f4, %f5, %f6;
+        bra $L__BB0_9;
+    $L__BB0_9:
+        ret;"""
+    assert ptx_loops.divisions(ptx) == 3
+    assert ptx_loops.divisions(ptx.split("$L__BB0_2")[0]) == 0
+
+
+@pytest.mark.parametrize(
+    "ptx, load",
+    [
+        ("@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];", 128),
+        ("ld.global.L1::evict_last.v2.b64 { %rd4, %rd5 }, [%rd1];", 128),
+        ("ld.global.nc.b16 %rs1, [%rd1];", 16),
+        ("ld.volatile.global.f32 %f1, [%rd1];", 32),
+        ("ld.global.v8.b32 {%r1}, [%rd1];", 256),
+        ("ld.shared.v4.b32 {%r1}, [%r2];", 0),
+        ("ld.param.b64 %rd1, [p];", 0),
+        ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;", 128),
+        (
+            "@%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[%r1], [%rd1, {%r2}], [%r3];",
+            128,
+        ),
+        ("cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], 1024;", 0),
+    ],
+)
+def test_the_width_of_a_load_is_read_from_ptx(ptx, load):
+    assert machine_code.widest(ptx, "ld") == load
+
+
+@pytest.mark.parametrize(
+    "ptx, uses",
+    [
+        (
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%r1}, %rd1, %rd2, %p1, 1, 1;",
+            {"wgmma"},
+        ),
+        ("@%p4 tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %rd1, %rd2, %r2, %p5;", {"tcgen05"}),
+        ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1}, {%r2}, {%r3}, {%r4};", {"mma"}),
+        (
+            "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%rd1, {%r1}], "
+            "[%r2];",
+            {"tma"},
+        ),
+        (
+            "cp.async.bulk.commit_group; cp.async.commit_group; wgmma.commit_group.sync.aligned; "
+            "tcgen05.alloc.x;",
+            set(),
+        ),
+        ("barrier.cluster.arrive.aligned;", {"cluster"}),
+        ("cvt.rn.satfinite.e2m1x2.f32 low, %f2, %f1;", {"e2m1"}),
+        ("cvt.rn.f16x2.e2m1x2 both, low;", {"e2m1"}),
+        ("cvt.rn.satfinite.e4m3x2.f32 %rs1, %f2, %f1;", {"e4m3"}),
+        ("cvt.rn.f16x2.e4m3x2 %r1, %rs1;", {"e4m3"}),
+        ("cvt.rn.satfinite.e5m2x2.f32 %rs1, %f2, %f1; cvt.rn.f16x2.f32 %r1, %f2, %f1;", set()),
+    ],
+)
+def test_families_of_instructions_are_read_from_ptx(ptx, uses):
+    assert set(machine_code.ptx_facts(ptx)["uses"]) == uses
+
+
+# As nvdisasm prints them: a copy; and what it prints for single lines of PTX of each family.
+COPY = """
+        /*00e0*/                   LDG.E.128 R4, desc[UR6][R2.64] ;
+        /*00f0*/              @!P1 LDG.E.64 R8, desc[UR6][R2.64+0x10] ;
+        /*0100*/                   LDS.128 R12, [R49] ;
+        /*0110*/                   LDC.64 R2, c[0x0][0x210] ;
+        /*0120*/              @P0 STG.E.128 desc[UR6][R2.64], R4 ;
+        /*0130*/                   EXIT ;
+"""
+
+
+def test_widths_and_their_shares_are_read_from_sass():
+    assert machine_code.sass_facts(COPY) == {
+        "sass_load": 128,
+        "sass_store": 128,
+        "wide_loads": 66,
+        "wide_stores": 100,
+        "local_instructions": 0,
+        "sass_uses": (),
+        "instructions": 6,
+    }
+
+
+@pytest.mark.parametrize(
+    "instruction, fact, value",
+    [
+        ("LDG.E.U16 R4, desc[UR14][R2.64+0x2]", "sass_load", 16),
+        ("LDG.E R4, desc[UR14][R2.64]", "sass_load", 32),
+        ("LDG.E.LTC128B.64 R6, desc[UR12][R6.64+0x10]", "sass_load", 64),
+        ("LDG.E.ENL2.256 R20, R16, desc[UR12][R16.64+0x400]", "sass_load", 256),
+        ("STG.E.ENL2.256 desc[UR12][R2.64+0x800], R16, R20", "sass_store", 256),
+        ("LDGSTS.E.BYPASS.128 [R13], desc[UR18][R2.64], P0", "sass_load", 128),
+        ("UBLKCP.S.G [UR4], [UR6], UR10", "sass_load", 128),
+        ("UBLKCP.S.S [UR4], [UR6], UR10", "sass_load", 0),
+        ("UTMASTG.2D [UR4], [UR10]", "sass_store", 128),
+        ("STG.E.U8 desc[UR12][R4.64], R19", "sass_store", 8),
+        ("LDL.64 R2, [R1+0x8]", "local_instructions", 1),
+        ("@!P0 STL [R1], R2", "local_instructions", 1),
+        ("LDGSTS.E [R13], desc[UR18][R2.64]", "sass_uses", ("cp.async",)),
+        ("HGMMA.64x64x16.F32 R24, gdesc[UR4], !UPT", "sass_uses", ("wgmma",)),
+        (
+            "@!UP0 UTCHMMA gdesc[UR8], gdesc[UR10], tmem[UR4], tmem[UR6], idesc[UR7], UP1",
+            "sass_uses",
+            ("tcgen05",),
+        ),
+        ("HMMA.16816.F32 R4, R8, R12, R4", "sass_uses", ("mma",)),
+        ("UTMALDG.2D.MULTICAST [UR4], [UR10], UR9", "sass_uses", ("tma",)),
+        ("UCGABAR_ARV", "sass_uses", ("cluster",)),
+        ("STAS.128 [R10.64], R4", "sass_uses", ("cluster",)),
+        ("F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C R4, R5, R0, RZ", "sass_uses", ("e2m1",)),
+        ("F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R5, R0, RZ", "sass_uses", ("e4m3",)),
+        ("F2FP.F16.E4M3.UNPACK_B R6, R6", "sass_uses", ("e4m3",)),
+        ("EXIT", "instructions", 1),
+        ("NOP", "instructions", 0),
+        ("F2FP.F16.E2M1.UNPACK_B R6, R6.B1", "sass_uses", ("e2m1",)),
+        ("F2FP.BF16.F32.PACK_AB R4, R5, R0", "sass_uses", ()),
+    ],
+)
+def test_an_instruction_is_read_from_sass(instruction, fact, value):
+    for text in (
+        f"        /*1c3a0*/              {instruction} ;",
+        f"        /*02e0*/  {instruction} ;   /* 0x02 */",
+    ):
+        assert machine_code.sass_facts(text)[fact] == value
+
+
+def test_what_is_no_cubin_is_not_disassembled():
+    with pytest.raises((ValueError, RuntimeError), match=r"not a cubin|cannot disassemble"):
+        machine_code.disassemble([b"PK"], 90)
+    with pytest.raises(RuntimeError, match=r"does not know SM1|no nvdisasm"):
+        machine_code.disassemble([], 1)
+
+
+def test_spills_and_stack_are_read_from_what_ptxas_says():
+    log = (
+        "ptxas info    : Function properties for kernel\n"
+        "    88 bytes stack frame, 120 bytes spill stores, 160 bytes spill loads\n"
+        "ptxas info    : Used 128 registers, 88 bytes cumulative stack size, 16 bytes lmem\n"
+    )
+    assert compile_gate.resources(log) == (128, 160, 104)
+    with pytest.raises(RuntimeError, match="no register count"):
+        compile_gate.resources("nothing of the kind")
+
+
+def test_the_interpreter_is_refused_with_a_sentence():
+    run = python("-m", "tilewright.bench.compile_gate", TRITON_INTERPRET="1")
+    assert run.returncode == 2
+    assert "TRITON_INTERPRET is set" in run.stderr
+
+
+COLLECTED = """
+import json
+from tilewright.bench import compile_gate as gate
+
+specs = gate.collect(gate.operations().values(), without=("cute",))
+print(json.dumps([gate.COMPILERS[gate.KernelSpec].budget_file().name,
+                  sorted({s.kernel.fn.__module__ for s in specs.values()}),
+                  [f"{n} sm_{a}" for n, s in specs.items() for a in gate.ARCHS
+                   if s.min_arch <= a <= s.max_arch and gate.budgeted(n)]]))
+"""
+
+
+def test_every_triton_module_is_in_the_gate_and_every_kernel_has_a_budget():
+    run = python("-c", COLLECTED)
+    assert run.returncode == 0, run.stderr[-3000:]
+    name, modules, keys = json.loads(run.stdout.splitlines()[-1])
+    written = {
+        f"tilewright.kernels.{p.stem}"
+        for p in (ROOT / "tilewright/kernels").glob("*_triton.py")
+        if p.stem != "instructions_triton"
+    }  # functions for kernels, and no kernel
+    assert set(modules) == written, "no op's gate= compiles these modules"
+    path = compile_gate.BUDGETS / name
+    if not path.exists():
+        pytest.skip(f"no budgets for {path.stem}")
+    budgets = json.loads(path.read_text())
+    archs = tuple({key.split()[-1] for key in budgets})  # all, of the pinned Triton
+    differ = set(budgets) ^ {key for key in keys if key.endswith(archs)}
+    assert not differ, f"run `python -m tilewright.bench compile-gate --update`: {sorted(differ)}"
+
+
+TUNED = """
+import json, pathlib, sys
+from tilewright.bench import compile_gate as gate
+from tilewright.kernels import tuning
+
+tuning.TABLES = pathlib.Path(sys.argv[1])
+specs = gate.collect(gate.operations().values(), without=("cute",))
+specs = {n: s for n, s in specs.items() if not gate.budgeted(n)}
+results = gate.compile_all(specs, gate.launched(specs, gate.ARCHS), 2)
+print(json.dumps([sorted(r.key for r in results), gate.judge(results, specs, {}, ())]))
+"""
+
+
+def test_every_entry_of_every_table_is_compiled_for_every_architecture(tmp_path):
+    path = tmp_path / "some-gpu/rmsnorm.json"
+    path.parent.mkdir()
+
+    def verdict(config):
+        entry = {"key": {"D": 128, "itemsize": 4, "add": False}, "config": config}
+        path.write_text(
+            json.dumps({"schema": 1, "device": "some gpu", "launches": {"forward": [entry]}})
+        )
+        run = python("-c", TUNED, tmp_path)
+        assert run.returncode == 0, run.stderr[-3000:]
+        return json.loads(run.stdout.splitlines()[-1])
+
+    keys, failures = verdict({"BLOCK_D": 128, "BLOCK_T": 8, "num_warps": 8})
+    # Without noise and with it.
+    assert failures == [] and sorted(k.rsplit(" ", 1)[1] for k in keys) == sorted(
+        ["sm_100", "sm_120", "sm_90"] * 2
+    )
+    assert all(
+        "some-gpu: D=128 itemsize=4 add=False; BLOCK_D=128 BLOCK_T=8 num_warps=8" in k for k in keys
+    )
+    _, failures = verdict({"BLOCK_D": 128, "BLOCK_T": 64, "num_warps": 1})  # 256 elements a thread
+    assert any("spills" in f for f in failures)
+
+
+def test_candidates_of_searches_are_collected_for_the_gate():
+    run = python(
+        "-c",
+        "from tilewright.bench import compile_gate as g\n"
+        "from tilewright.ops import OPS\n"
+        "print('\\n'.join(g.collect([OPS['rope']], space=True)))",
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    names = run.stdout.splitlines()
+    assert len(names) > 4 and all(n.startswith("rope/rotate") and "; BLOCK_H=" in n for n in names)

@@ -1,0 +1,188 @@
+"""Triton's cache made without a GPU: the same keys again and in another folder, others for
+another constant.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tarfile
+
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).parents[2]
+COMPUTE_CAPABILITY = 90
+
+
+def measured(folder):
+    """In a process of its own, where Triton compiles. What `fill` says of: a call; it again; with
+    another constant; as for another Triton; from its packed cache in another folder, whose lists
+    `scripts/gpu.sh` mends.
+    """
+    from triton import knobs
+
+    from tilewright.bench import compile_gate, gpu_cache, launches, pretend, variants
+    from tilewright.bench.gpu_cache import Call
+    from tilewright.kernels import rmsnorm_triton
+    from tilewright.ops import OPS
+
+    key, first = (
+        gpu_cache.key_of_build(None),
+        Call("rmsnorm", "triton", "ragged", "contract", "bfloat16"),
+    )
+    config = rmsnorm_triton.FORWARD.heuristic(100, 2, False)
+    other = gpu_cache._with(
+        first, rmsnorm_triton.FORWARD, (100, 2, False), {**config, "num_warps": 8}
+    )
+
+    def fill(call, key=key):  # in a process that has compiled nothing
+        found, said = gpu_cache.fill([call], COMPUTE_CAPABILITY, key, 1)
+        assert not said, said
+        return found
+
+    knobs.cache.dir = str(folder / "cache")
+    found = {
+        "first": fill(first),
+        "again": fill(first),
+        "other": fill(other),
+        "another Triton": fill(first, key + "x"),
+    }
+    gpu_cache.pack(folder / "cache", found["first"], folder / "results/triton-cache.tar.gz")
+    script = {**os.environ, "PYTHON": "true", "TRITON_CACHE_DIR": str(folder / "carried")}
+    said = subprocess.run(
+        ["bash", ROOT / "scripts/gpu.sh", folder / "results", "1", "report"],
+        env=script,
+        text=True,
+        capture_output=True,
+    )
+    assert said.returncode == 0, said.stderr
+    (folder / "cache").rename(folder / "gone")
+    knobs.cache.dir = str(folder / "carried")
+    found["carried"], found["other, carried"] = fill(first), fill(other)
+
+    spec = rmsnorm_triton.FORWARD.specs(
+        {"D": 128, "itemsize": 2, "add": False}, config | {"BLOCK_D": 128}
+    )[0]
+    facts, cubin = compile_gate._compile_triton(spec, COMPUTE_CAPABILITY)
+    with pretend.gpu(COMPUTE_CAPABILITY, compiles=False):
+        plan = {what: gpu_cache.calls([what], OPS.values()) for what in gpu_cache.WHAT}
+        asked = {}
+        for v in variants.VARIANTS:
+            case = next(c for c in OPS[v.op].cases if c.name == v.case)
+            if "cuda" in case.tags and v.launch:
+                kwargs = case.make("cuda", torch.bfloat16, 0)
+                t, k = next(
+                    (t, k)
+                    for t, k in launches.asked_for(
+                        OPS[v.op], OPS[v.op].implementation("triton"), kwargs
+                    )
+                    if t.name == v.launch
+                )
+                now = t.heuristic(**t.named(k))
+                asked[v.name] = {
+                    "now": now,
+                    "other": {**now, **v.other},
+                    "space": t.candidates(**t.named(k)),
+                }
+        x = torch.randn(3, 8, device="cuda")
+        about = [
+            str(x.device),
+            x.is_cuda,
+            x[1:].data_ptr() - x.data_ptr(),
+            torch.cuda.get_device_capability(),
+        ]
+    return {
+        **found,
+        "registers": [facts.registers, pretend.registers(cubin)],
+        "variants": asked,
+        "about": about,
+        "after": [torch.ones(1).is_cuda, str(torch.ones(1).device), torch.cuda.is_available()],
+        "plan": {
+            what: [[c.op, c.case, c.launch, len(c.config)] for c in calls]
+            for what, calls in plan.items()
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    folder = tmp_path_factory.mktemp("gpu_cache")
+    done = subprocess.run(
+        [sys.executable, __file__, folder], env=variables, cwd=ROOT, text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(folder / "results/triton-cache.tar.gz") as packed:
+        names = packed.getnames()
+    return {**json.loads(done.stdout.splitlines()[-1]), "names": names}
+
+
+def test_what_was_compiled_is_found_again(ran):
+    first, again = ran["first"], ran["again"]
+    assert len(first) >= 3 and not any(first.values()), (
+        "forward, backward and the sum of its shares"
+    )
+    assert set(again) == set(first) and all(again.values()), "nothing is compiled twice"
+    assert {n.rpartition(".")[2] for n in ran["names"]} == {"cubin", "json"}
+
+
+def test_another_constant_and_another_triton_are_compiled(ran):
+    new = {name for name, there in ran["other"].items() if not there}
+    assert len(new) == 1 and not new & set(ran["first"]), "the forward, with its other constant"
+    assert not set(ran["another Triton"]) & set(ran["first"]) and not any(
+        ran["another Triton"].values()
+    )
+
+
+def test_a_cache_that_was_carried_elsewhere_is_found(ran):
+    assert set(ran["carried"]) == set(ran["first"]) and all(ran["carried"].values())
+    assert not all(ran["other, carried"].values()), "what was not packed is compiled"
+
+
+def test_a_gpu_that_is_not_there_says_that_it_is(ran):
+    assert ran["about"] == ["cuda:0", True, 32, [9, 0]] and ran["after"] == [False, "cpu", False]
+    from_ptxas, from_cubin = ran["registers"]
+    assert from_ptxas == from_cubin > 0
+
+
+def test_the_plan_is_all_that_a_first_call_launches(ran):
+    from tilewright.ops import OPS
+
+    goals = {op for op, *_ in ran["plan"]["goals"]}
+    assert goals == {op.name for op in OPS.values() if op.goals}
+    search = {launch: 0 for *_, launch, _ in ran["plan"]["search"]}
+    for _, _, launch, constants in ran["plan"]["search"]:
+        assert constants
+        search[launch] += 1
+    assert {
+        "moe_mlp/up_swiglu",
+        "grouped_gemm/backward_weight",
+        "rmsnorm/backward",
+        "rope/rotate",
+    } <= set(search)
+    assert min(search.values()) > 1 and "linear_cross_entropy/chunk" not in search
+
+
+def test_every_variant_changes_the_launch_that_its_case_makes(ran):
+    from tilewright.bench.variants import VARIANTS
+
+    cuda = [v for v in VARIANTS if v.launch and "CPU" not in v.name]
+    assert set(ran["variants"]) == {v.name for v in cuda}
+    for v in cuda:
+        found = ran["variants"][v.name]
+        assert found["other"] != found["now"], v.name
+        known = {n: value for n, value in found["other"].items() if n in found["now"]}
+        assert known in found["space"], f"{v.name}: what the gate does not compile"
+
+
+def test_a_build_of_another_triton_is_refused(tmp_path):
+    from tilewright.bench import gpu_cache
+
+    with pytest.raises(ValueError, match="is another Triton than"):
+        gpu_cache.key_of_build(tmp_path)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measured(pathlib.Path(sys.argv[1]))))

@@ -1,0 +1,216 @@
+"""A dry run of scripts/gpu.sh on the CPU: its real stages, over three ops with tiny cases, in
+calls that are cut.
+"""
+
+import collections
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tilewright.kernels import tuning
+from tilewright.ops.linear_cross_entropy import CHUNK
+
+ROOT = pathlib.Path(__file__).parents[2]
+STAGES = ["goals", "ab", "search", "again", "rest", "tests", "report"]
+SHARES = {"goals": 90, "ab": 80, "search": 70, "again": 70, "rest": 80, "tests": 90}
+
+# The scaled-down plan, added to a copy of the package. A timed case takes a while to be made, so
+# that a call of seconds is cut, and no processor time. What is searched for one op never meets its
+# goal.
+PLAN = """
+import time
+from tilewright.registry import Case, Goal
+
+def _scaled_down(op, *, reaches):
+    tiny = next(c for c in op.cases if "contract" in c.tags)
+    def make(device, dtype, seed):
+        time.sleep(1.5)
+        return tiny.make(device, dtype, seed)
+    op.cases = (Case("tiny", tiny.make, tiny.cost, frozenset({"contract"})),
+                Case("cpu-small", make, tiny.cost, frozenset({"cpu"})))
+    op.goals = (Goal("", "forward", "roofline_percent", at_least=1e-9 if reaches else 1e9, dtypes=("bfloat16",)),)
+    return op
+
+OPS = {n: _scaled_down(OPS[n], reaches=n != "linear_cross_entropy")
+       for n in ("linear_cross_entropy", "rmsnorm", "rope")}
+"""
+# Samples are short and few: the numbers are not looked at.
+TIMING = """
+measure_roofline = functools.partial(measure_roofline, copy_bytes=2**22, matmul=64, samples=2)
+clock.__defaults__ = (0.0,)
+"""
+RUN = """
+Settings.__init__.__defaults__ = (3, 0.0, 1.0, 0.0, 1.0)
+"""
+OVERHEAD = """
+import functools
+overhead = functools.partial(overhead, sample_seconds=0.0)
+"""
+# Workers are forked from the call, which has imported what they need: a second or two of processor
+# time each.
+FORKS = """
+from types import SimpleNamespace
+
+FINISH = 0.5
+
+class _Forked:
+    def __init__(self, command, start_new_session):
+        self.pid, self._code = os.fork(), None
+        if not self.pid:
+            os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            from tilewright.bench.__main__ import main
+            try:
+                os._exit(main(command[3:]))
+            finally:
+                os._exit(1)
+
+    def poll(self):
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self, timeout):
+        deadline = time.time() + timeout
+        while self.poll() is None and time.time() < deadline:
+            time.sleep(0.01)
+
+subprocess = SimpleNamespace(Popen=_Forked, TimeoutExpired=subprocess.TimeoutExpired)
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    tree = tmp_path_factory.mktemp("plan")
+    shutil.copytree(
+        ROOT / "tilewright",
+        tree / "tilewright",
+        symlinks=True,
+        ignore=shutil.ignore_patterns("__pycache__", "*.so", "tuned"),
+    )
+    for path in (ROOT / "tilewright").glob("*.so"):
+        (tree / "tilewright" / path.name).symlink_to(path)
+    for path, text in (
+        ("ops/__init__.py", PLAN),
+        ("bench/timing.py", TIMING),
+        ("bench/run.py", RUN),
+        ("bench/overhead.py", OVERHEAD),
+        ("bench/runner.py", FORKS),
+    ):
+        with (tree / "tilewright" / path).open("a") as file:
+            file.write(text)
+    for folder in ("scripts", "tests/ops", "tests/nn", "bench_results", "docs", "csrc", "out"):
+        (tree / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/gpu.sh", tree / "scripts")
+    (tree / "bench_results/reasons.toml").touch()
+    (tree / "tests/ops/test_one.py").write_text("def test_one():\n    assert True\n")
+    return tree
+
+
+def call(tree, minutes, *stages):
+    """A call of the script: its exit code, and of each stage its code, seconds and those left
+    when it began.
+    """
+    env = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "OUT": str(tree / "out"),
+        "TORCH_COMPILE_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": "",
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tree / "build/cache"),
+    }
+    begun = time.monotonic()
+    process = subprocess.Popen(
+        ["bash", "scripts/gpu.sh", "bench_results/dry", str(minutes), *stages],
+        cwd=tree,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    found, said, since = {}, [], 0.0
+    for line in process.stdout:
+        said.append(line)
+        word, *rest = line.split()[1:] if line.startswith("== ") else [""]
+        if "exit code" in line:
+            now = time.monotonic()
+            left = 60 * minutes - 30 - (since - begun)
+            found[word.rstrip(":")] = (int(rest[2].rstrip(";")), now - since, left)
+        elif word:
+            since = time.monotonic()
+    return process.wait(), found, "".join(said)
+
+
+def made(tree):
+    """How often each unit of the suite was made, by the stream."""
+    stream = tree / "out/results.jsonl"
+    lines = (
+        stream.read_text().splitlines() if stream.exists() else []
+    )  # a busy machine may have made nothing yet
+    return collections.Counter(json.loads(line)["unit"] for line in lines)
+
+
+def beyond_their_shares(found):
+    # A stage has at least six seconds; on a busy machine Python's imports alone take more.
+    return {
+        stage: (took, left)
+        for stage, (_, took, left) in found.items()
+        if stage in SHARES and took > max(6.0, left * SHARES[stage] / 100) + 45.0
+    }
+
+
+def test_every_stage_ends_in_time_and_is_resumed(tree):
+    code, found, said = call(tree, 0.65, *STAGES[:-1])
+    assert code == 3, f"a call that was cut is not done\n{said}"
+    assert list(found) == STAGES[:-1] and not beyond_their_shares(found), said
+    assert {c for c, *_ in found.values()} <= {0, 3} and found["goals"][0] == found["rest"][
+        0
+    ] == 3, said
+    first, tested = made(tree), found["tests"][0] == 0
+    for _ in range(4):  # a machine that others use may need more than one
+        code, found, said = call(tree, 3, *STAGES)
+        assert list(found) == STAGES and not beyond_their_shares(found), said
+        assert ("passed before" in said) == tested, "what has passed is not tested again"
+        tested = found["tests"][0] == 0
+        if code != 3:
+            break
+    assert code == 0 and {c for c, *_ in found.values()} == {0}, said
+    times = made(tree)
+    assert first <= times and {
+        "roofline",
+        "goals/rope.cpu-small.bfloat16",
+        "ab/linear_cross_entropy.cpu-small",
+        "parity/rmsnorm.tiny",
+        "overhead/rope",
+    } <= set(times)
+    # The goals' cases are timed again where the search has found other constants for them, and
+    # nothing else is.
+    assert {
+        unit for unit, n in times.items() if n > 1 and "linear_cross_entropy" not in unit
+    } == set(), times
+    (table,) = (tree / "tilewright/kernels/tuned").glob("*/linear_cross_entropy.json")
+    (entry,) = tuning.read(table)["launches"]["chunk"]
+    assert (
+        entry["config"] in CHUNK.candidates(**entry["key"])
+        and entry["median_us"] <= entry["heuristic_us"]
+    )
+    assert (tree / "out/results.tar.gz").exists() and (
+        tree / "bench_results/dry/tests.passed"
+    ).exists()
+    searched = [p.stat().st_mtime_ns for p in (tree / "bench_results/dry/tune").glob("*.json")]
+    code, found, said = call(tree, 3, "goals", "search")
+    assert code == 0 and made(tree) == times, "what is there is not made again"
+    assert (
+        searched
+        == [p.stat().st_mtime_ns for p in (tree / "bench_results/dry/tune").glob("*.json")]
+        != []
+    )

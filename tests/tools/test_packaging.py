@@ -1,0 +1,290 @@
+"""What is installed, what importing it costs, and what works without the optional parts."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(*args, cwd, code=0, **variables):
+    """Runs Python; returns what it printed."""
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("TRITON_INTERPRET", "PYTHONPATH", "PYTEST_ADDOPTS")
+    }
+    done = subprocess.run(
+        [sys.executable, *map(str, args)],
+        cwd=cwd,
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+# ---- importing
+
+IMPORT = """
+import json, sys, time
+import torch
+before, torch_took = set(sys.modules), time.process_time()
+import {module}
+share = (time.process_time() - torch_took) / torch_took
+brought = sorted({{m.split(".")[0] for m in set(sys.modules) - before}})
+print(json.dumps([share, brought, "torch._dynamo" in sys.modules]))
+"""
+
+
+@pytest.mark.parametrize("module", ["tilewright", "tilewright.ops"])
+def test_importing_is_cheap_and_brings_nothing_optional(module):
+    share, brought, dynamo = json.loads(run("-c", IMPORT.format(module=module), cwd=ROOT))
+    heavy = {"triton", "transformers", "matplotlib", "pydantic", "datasets", "pandas", "sympy"}
+    assert not heavy & set(brought)
+    assert not dynamo, "torch._dynamo takes more than a second, and imports Triton"
+    assert share < 0.5, f"{share:.2f} of the time of `import torch`"
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None   # import triton now raises ImportError
+import torch
+import tilewright
+from tilewright import __main__ as cli
+from tilewright.ops import OPS, rmsnorm
+
+x, w = torch.ones(2, 8), torch.ones(8)
+rmsnorm(x, w)
+try:
+    rmsnorm(x, w, implementation="triton")
+except tilewright.ImplementationUnavailable as error:
+    print("refused:", error)
+raise SystemExit(cli.main(["explain"]))
+"""
+
+
+def test_everything_else_works_without_triton():
+    out = run("-c", WITHOUT_TRITON, cwd=ROOT)
+    reason = "the package 'triton' is not installed (pip install triton)"
+    assert f"refused: rmsnorm[triton]: {reason}" in out
+    rows = [line for line in out.splitlines() if " triton " in line and "refused" not in line]
+    assert rows and all(line.endswith(reason) for line in rows)
+
+
+@pytest.mark.parametrize("name", ["kernels", "ops", "bench", "trainer", "triton", "quack"])
+def test_the_repository_hides_no_package_of_that_name(name):
+    """transformers imports a package `kernels`: a folder of that name at the root would stand
+    before it.
+    """
+    code = f"import importlib.util; print(importlib.util.find_spec({name!r}))"
+    found = run("-c", code, cwd=ROOT).strip()
+    assert found == "None" or "site-packages" in found
+
+
+# ---- building and installing
+
+LEFT = shutil.ignore_patterns(
+    "*.so",
+    "__pycache__",
+    "_no_extension.txt",
+    ".*",
+    "build",
+    "dist",
+    "*.egg-info",
+    "outputs",
+    "last_prepared_dataset",
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """The repository, without what earlier builds and runs left."""
+    return shutil.copytree(ROOT, tmp_path_factory.mktemp("source") / "tilewright", ignore=LEFT)
+
+
+def build(source, out, *options, **variables):
+    run(
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        out,
+        *options,
+        source,
+        cwd=source,
+        **{k: str(v) for k, v in variables.items()},
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def built(source, tmp_path_factory):
+    """The sdist, and the wheel made from what the sdist holds; not optimized, which takes a
+    third of the time.
+    """
+    out = tmp_path_factory.mktemp("dist")
+    compiler = out / "compiler"
+    compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
+    compiler.chmod(0o755)
+    build(source, out, TILEWRIGHT_REQUIRE_CPP="1", CXX=compiler)
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    assert "without" not in wheel.name
+    return sdist, wheel
+
+
+def installed(wheel, folder):
+    run(
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        folder,
+        wheel,
+        cwd=folder,
+    )
+    return folder
+
+
+def test_the_sdist_holds_the_repository_and_its_tests_are_found(built, source, tmp_path):
+    with tarfile.open(built[0]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (root,) = tmp_path.iterdir()
+    # What `source` has beside the repository is of the builds that were made there.
+    missing = [
+        p
+        for p in source.rglob("*")
+        if p.is_file()
+        and (ROOT / p.relative_to(source)).exists()
+        and not (root / p.relative_to(source)).exists()
+    ]
+    assert (root / "csrc").is_dir() and not missing
+    # Of tests that between them import all that lies beside them; to collect them all takes a
+    # minute.
+    some = (
+        "tests/ptx/test_cute.py",
+        "tests/ops/test_context_parallel.py",
+        "tests/tools/test_pieces.py",
+        "tests/tools/test_style.py",
+        "tests/benchmark",
+    )
+    found = run(
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *some,
+        cwd=root,
+        PYTHONPATH=str(root),
+    )
+    assert all(name in found for name in some)
+
+
+def test_the_wheel_holds_one_package_with_its_extension_and_data(built):
+    names = zipfile.ZipFile(built[1]).namelist()
+    info = {n.split("/")[0] for n in names if n.split("/")[0].endswith(".dist-info")}
+    assert {n.split("/")[0] for n in names} - info == {"tilewright"}
+    package = (ROOT / "tilewright").rglob("*")
+    files = {str(p.relative_to(ROOT)) for p in package if p.suffix in (".py", ".json")}
+    assert files <= set(names)
+    assert "tilewright/_C.so" in names
+    assert "cp311-abi3" in built[1].name, "one wheel for every Python from 3.11"
+
+
+SMOKE = """
+import json, torch, tilewright
+from tilewright.ops import OPS, rmsnorm
+x, w = torch.randn(3, 64, requires_grad=True), torch.ones(64)
+reasons = {op.name: op.implementation("cpp").why_not("cpu") for op in OPS.values() if "cpp" in op.names()}
+if not any(reasons.values()):
+    y = rmsnorm(x, w, implementation="cpp")
+    y.sum().backward()
+    torch.testing.assert_close(y, rmsnorm(x, w, implementation="eager"))
+print(json.dumps([tilewright.__file__, reasons, rmsnorm(x, w).isfinite().all().item()]))
+"""
+
+
+def test_an_installed_wheel_works_away_from_the_repository(built, tmp_path):
+    target = installed(built[1], tmp_path)
+    file, reasons, finite = json.loads(run("-c", SMOKE, cwd=tmp_path, PYTHONPATH=str(target)))
+    assert pathlib.Path(file).is_relative_to(target), "another copy was imported"
+    assert reasons and not any(reasons.values()) and finite
+    out = run(target / "bin" / "tilewright", "explain", cwd=tmp_path, PYTHONPATH=str(target))
+    assert any("* cpp " in line and line.endswith("usable") for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    "variables, why",
+    [
+        ({"TILEWRIGHT_SKIP_CPP": "1"}, ": TILEWRIGHT_SKIP_CPP=1 ("),
+        (
+            {"CC": "/bin/false", "CXX": "/bin/false"},
+            ": CalledProcessError: Command '['/bin/false', '--version']' ",
+        ),
+    ],
+    ids=["skipped", "no_compiler"],
+)
+def test_a_build_without_the_extension_says_so_and_leaves_the_rest_working(
+    source, tmp_path, variables, why
+):
+    earlier = (
+        source
+        / "build"
+        / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+        / "tilewright"
+    )
+    earlier.mkdir(parents=True, exist_ok=True)
+    (earlier / "_C.so").touch()  # which a compiler made that worked
+    dist = tmp_path / "dist"
+    said = run(
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "-w",
+        dist,
+        source,
+        cwd=source,
+        **variables,
+    )
+    (wheel,) = dist.glob("*.whl")
+    assert wheel.name.endswith("-0_without_cpp-py3-none-any.whl") and wheel.name in said
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    target = tmp_path / "site"
+    target.mkdir()
+    installed(wheel, target)
+    file, reasons, finite = json.loads(run("-c", SMOKE, cwd=tmp_path, PYTHONPATH=str(target)))
+    assert pathlib.Path(file).is_relative_to(target) and finite
+    out = run(target / "bin" / "tilewright", "explain", cwd=tmp_path, PYTHONPATH=str(target))
+    for reason in reasons.values():
+        assert "is not built" + why in reason and reason in out
+
+
+def test_a_build_that_requires_the_extension_does_not_skip_it(source, tmp_path):
+    environment = {"TILEWRIGHT_SKIP_CPP": "1", "TILEWRIGHT_REQUIRE_CPP": "1"}
+    run("setup.py", "-q", "build_ext", "--build-lib", tmp_path, cwd=source, code=1, **environment)
+
+
+def test_imports_point_one_way():
+    command = pathlib.Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run(
+        [command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout

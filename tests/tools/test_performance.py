@@ -1,0 +1,902 @@
+"""The generated page of results: which row is shown, what is said where `auto` is behind, and
+that it is up to date.
+"""
+
+import json
+import pathlib
+import re
+import sys
+
+import pytest
+
+from tilewright import registry
+from tilewright.bench import performance, report
+from tilewright.bench.performance import NO_REASON, number
+from tilewright.ops import OPS
+from tilewright.ops.rmsnorm import RMSNORM
+from tilewright.registry import Goal
+
+ROOT = pathlib.Path(__file__).parents[2]
+NO_GPU = "No number here was measured on a GPU"
+ROOF = {"copy_bytes_per_second": 4e12, "flops_per_second": {"bfloat16": 8e14, "float32": 5e13}}
+
+
+# ---- small raw results
+
+
+def meta(device="cuda", date="2026-11-20", commit="a", **more):
+    name = {"cuda": "NVIDIA H200", "cpu": "Some CPU"}[device]
+    return {
+        "device_type": device,
+        "device": name,
+        "versions": {"torch": "2.13.0"},
+        "commit": commit and commit * 40,
+        "dirty": False,
+        "date": f"{date}T10:00:00+00:00",
+        "threads": 2,
+        "settings": {},
+        "argv": ["run", "--until", "17.5", "--out", "/root/x/there"],
+        **more,
+    }
+
+
+def figures(ms, spread=0.01, **more):
+    return {
+        "median_ms": ms,
+        "p20_ms": ms * (1 - spread),
+        "p80_ms": ms * (1 + spread),
+        "samples_ms": [ms],
+        "calls_per_sample": 1,
+        "host_us": None,
+        "gb_per_s": 3000.0,
+        "tflop_per_s": 2.0,
+        "roofline_percent": 75.0,
+        **more,
+    }
+
+
+def row(
+    provider,
+    ms=None,
+    case="qwen3-8b",
+    dtype="bfloat16",
+    op="rmsnorm",
+    spread=0.01,
+    peak=None,
+    **more,
+):
+    made = report.row(op, case, dtype, provider, auto=provider == "triton")
+    if ms is not None:
+        made.update(
+            contract="definition" if provider == "eager" else "holds",
+            peak_mib=peak,
+            forward=figures(ms / 3, spread),
+            backward=None,
+            forward_backward=figures(ms, spread),
+        )
+    return {**made, **more}
+
+
+def write(path, document):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"schema": 1, **document}))
+    return path
+
+
+def results(root, rows, folder="run", about=None):
+    return write(
+        root / folder / "results.json",
+        {"meta": about or meta(), "roofline": ROOF, "rows": rows, "summary": {}, "complete": True},
+    )
+
+
+AHEAD = [row("eager", 9.0), row("compile", 4.0), row("triton", 2.0)]
+BEHIND = [row("eager", 9.0), row("compile", 1.0), row("triton", 2.0)]
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "bench_results").mkdir()
+    return tmp_path / "bench_results"
+
+
+def build(root):
+    return performance.build(root, root.parent / "docs" / "performance.md", root.parent / "tuned")
+
+
+def section(text, title):
+    """The lines below a heading, up to the next one."""
+    return text.split(f"{title}\n", 1)[1].split("\n#", 1)[0]
+
+
+def line(text, *words):
+    """The only line with all these words."""
+    [found] = [each for each in text.splitlines() if all(w in each for w in words)]
+    return found
+
+
+def run(root, *more):
+    return performance.main(
+        [
+            "--results",
+            str(root),
+            "--out",
+            str(root.parent / "docs/performance.md"),
+            "--tuned",
+            str(root.parent / "tuned"),
+            *more,
+        ]
+    )
+
+
+# ---- what it says
+
+
+def test_numbers_have_three_digits():
+    assert [
+        number(v) for v in (1234.5, 99.96, 1, 0.08761, 0.00012345, 1.5e-9, 0, None, float("inf"))
+    ] == ["1230", "100", "1.00", "0.0876", "0.000123", "1.5e-09", "0", "", "infinite"]
+
+
+def test_without_a_gpu_result_it_says_so(root):
+    results(root, AHEAD, about=meta("cpu"))
+    page = build(root).text
+    assert NO_GPU in page and "nothing is estimated" in page and "bench suite" in page
+    results(root, AHEAD, "gpu")
+    page = build(root).text
+    assert NO_GPU not in page and "## NVIDIA H200 (cuda)" in page and "## Some CPU (cpu)" in page
+
+
+def test_an_empty_folder_makes_a_page(root):
+    page = build(root).text
+    assert NO_GPU in page and "There is no result yet." in page
+
+
+def test_a_gpu_without_a_time_is_not_called_measured(root):
+    results(root, [row("eager"), row("triton", status="failed", reason="grad weight: error 1")])
+    page = build(root).text
+    assert "No time here was measured on a GPU" in page
+    assert "grad weight: error 1" in line(page, "`rmsnorm` triton (`auto`), failed")
+
+
+def test_devices_stand_with_the_newest_first(root):
+    results(root, AHEAD, "a", meta("cpu", "2026-11-21"))
+    results(root, AHEAD, "b", meta("cuda", "2026-11-20"))
+    page = build(root).text
+    assert page.index("## Some CPU") < page.index("## NVIDIA H200")
+
+
+def test_the_headline_is_a_mean_over_cases_and_then_over_ops(root):
+    cases = [
+        row(p, ms, case)
+        for case, times in (("a", (8, 2)), ("b", (18, 2)))
+        for p, ms in zip(("eager", "triton"), times, strict=True)
+    ]
+    results(
+        root,
+        [
+            *cases,
+            row("eager", 6, op="rope"),
+            row("triton", 1, op="rope"),
+            row("liger", 3, op="rope"),
+        ],
+    )
+    headline = section(build(root).text, "### Headline")
+    assert "6.00 (2 ops, 3 cases)" in line(
+        headline, "| eager |"
+    )  # rmsnorm: sqrt(4 * 9) = 6; rope: 6
+    assert "3.00 (1 op, 1 case)" in line(headline, "| liger |")
+
+
+def test_a_row_has_times_rate_roof_and_ratios(root):
+    # Not a peer: another implementation of this library. A peer: a provider that nothing here
+    # knows.
+    results(root, [*AHEAD, row("liger", 3.5), row("cpp", 2.5), row("newcomer", 3.0)])
+    said = section(build(root).text, "#### `rmsnorm`")
+    for text in (
+        "0.667 [0.660, 0.673]",
+        "2.00 [1.98, 2.02]",
+        "3000 GB/s",
+        "75.0",
+        "4.50",
+        "| 2.00 |",
+        "1.50 (newcomer)",
+        "Measured at aaaaaaaaaa, 2026-11-20.",
+    ):
+        assert text in said
+    assert (
+        "backward |" in said and "| backward |" not in said
+    )  # a column that is empty throughout is left out
+
+
+def test_backward_has_a_column_where_it_was_timed(root):
+    results(root, [row("triton", 2.0, backward=figures(1.25))])
+    assert "| 1.25 [1.24, 1.26] |" in section(build(root).text, "#### `rmsnorm`")
+
+
+def test_the_rate_is_of_what_bounds_the_case(root):
+    bound = row("triton", 2.0, forward_backward=figures(2.0, tflop_per_s=700.0, gb_per_s=100.0))
+    results(root, [bound])
+    assert "700 TFLOP/s" in section(build(root).text, "#### `rmsnorm`")
+
+
+# ---- which row is the one
+
+
+def test_the_newest_wins_and_the_older_is_listed(root):
+    results(root, AHEAD, "z-older", meta(date="2026-11-19", commit="b"))
+    results(
+        root,
+        [row("eager", 9.0), row("compile", 4.0), row("triton", 3.0)],
+        "a-newer",
+        meta(date="2026-11-20"),
+    )
+    page = build(root).text
+    assert "3.00 [2.97, 3.03]" in page and "2.00 [1.98, 2.02]" not in page
+    raw = section(page, "## Raw files")
+    assert "bbbbbbbbbb" in line(raw, "z-older") and "aaaaaaaaaa" in line(raw, "a-newer")
+    assert "`python -m tilewright.bench run --out .../there`" in raw and "/root" not in page
+
+
+def test_a_newest_row_that_failed_hides_the_older_time(root):
+    results(root, AHEAD, "older", meta(date="2026-11-19"))
+    failed = row("triton", status="failed", reason="out 0: error 1")
+    results(root, [row("eager", 9.0), failed], "newer")
+    page = build(root).text
+    assert "#### `rmsnorm`" not in page and "### Headline" not in page and "out 0: error 1" in page
+
+
+def test_a_ratio_is_never_of_two_runs(root):
+    """The newest run lacks the peer: its ratio is the older run's own, not the newest time
+    against the older one.
+    """
+    results(
+        root, [row("triton", 2.0), row("liger", 6.0)], "older", meta(date="2026-11-19", commit="b")
+    )
+    results(root, [row("triton", 1.0), row("eager", 5.0)], "newer")
+    page = build(root).text
+    said = line(section(page, "#### `rmsnorm`"), "qwen3-8b")
+    assert "3.00 (liger)" in said and "5.00" in said
+    assert "bbbbbbbbbb, 2026-11-19" in line(section(page, "### Headline"), "| liger |")
+
+
+def test_an_older_ratio_of_another_implementation_is_not_of_auto(root):
+    older = [row("triton", 2.0), row("cute", 1.0), row("liger", 1.5)]
+    results(root, older, "older", meta(date="2026-11-19"))
+    results(root, [row("triton", 2.0, auto=False), row("cute", 1.0, auto=True)], "newer")
+    page = build(root).text
+    assert "In none of the 1 comparisons" in page and "liger" not in section(page, "### Headline")
+
+
+def test_an_older_result_that_says_otherwise_is_shown(root):
+    results(root, BEHIND, "older", meta(date="2026-11-19"))
+    results(root, AHEAD, "newer")
+    page = build(root).text
+    said = line(section(page, "#### Older results in which it was not ahead"), "compile")
+    assert "0.500" in said and "2.00" in said
+    assert "In 1 of these comparisons an older result" in page
+
+
+# ---- where it is not ahead
+
+REASON = '[[reason]]\nop = "rms*"\nagainst = "compile"\nreason = "The registers spill."\n'
+
+
+def test_a_slower_case_is_listed_with_its_reason_or_without(root):
+    results(root, BEHIND)
+    page = build(root)
+    said = line(section(page.text, "### Where it is not ahead"), "`rmsnorm`")
+    assert "| compile | 0.500 |" in said and NO_REASON in said
+    [case] = page.unexplained
+    assert "rmsnorm qwen3-8b bfloat16 compile" in case
+    (root / "reasons.toml").write_text(REASON)
+    page = build(root)
+    assert "The registers spill." in line(page.text, "| compile | 0.500 |") and not page.unexplained
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("op", "rope"),
+        ("case", "llama*"),
+        ("dtype", "float32"),
+        ("against", "liger"),
+        ("device", "*EPYC*"),
+    ],
+)
+def test_a_reason_holds_only_for_what_its_patterns_fit(root, field, value):
+    results(root, BEHIND)
+    (root / "reasons.toml").write_text(f'[[reason]]\n{field} = "{value}"\nreason = "Because."\n')
+    assert build(root).unexplained
+
+
+def test_ranges_that_overlap_are_said_to_and_need_no_reason(root):
+    results(root, [row("compile", 1.9, spread=0.1), row("triton", 2.0, spread=0.1)])
+    page = build(root)
+    said = line(page.text, "| compile | 0.950")
+    assert "Within spread: p20 to p80 overlap (1.80 to 2.20 and 1.71 to 2.09 ms)." in said
+    assert not page.unexplained
+
+
+def test_without_a_backward_forward_is_compared(root):
+    only = [row("compile", 1.0, forward_backward=None), row("triton", 2.0, forward_backward=None)]
+    results(root, only)
+    assert "| 0.500 | forward |" in section(build(root).text, "### Where it is not ahead")
+
+
+def test_a_baseline_beyond_the_contract_is_marked(root):
+    results(root, [row("compile", 1.0, contract="grad weight: error 3"), row("triton", 2.0)])
+    page = build(root)
+    assert (
+        "breaks the numerics contract" in line(page.text, "| compile | 0.500 |")
+        and page.unexplained
+    )
+    assert "0 of 1" in line(section(page.text, "### The gate before the clock"), "| compile |")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[[reason]]\nop = 3\nreason = 'x'",
+        "[[reason]]\nops = 'x'\nreason = 'x'",
+        "[[reason]]\nop = 'x'",
+        "reason = ",
+        "[[reasons]]\nreason = 'x'",
+    ],
+)
+def test_broken_reasons_name_the_file(root, text):
+    (root / "reasons.toml").write_text(text)
+    with pytest.raises(ValueError, match=r"reasons\.toml: "):
+        build(root)
+
+
+# ---- goals, what is missing, tuned constants
+
+
+@pytest.mark.parametrize(
+    "goal, words",
+    [
+        (
+            Goal("H200", "forward_backward", "roofline_percent", at_least=70),
+            ["75.0 (qwen3-8b bfloat16)", "| met |"],
+        ),
+        (
+            Goal("H200", "forward_backward", "roofline_percent", at_least=80),
+            ["at least 80.0 % of roof", "not met in 1"],
+        ),
+        (Goal("H200", "forward", "median_ms", at_most=0.7), ["0.667", "| met |"]),
+        (
+            Goal("H200", "forward", "median_ms", at_most=0.6),
+            ["at most 0.600 ms", "not met in 1 of 1"],
+        ),
+        (Goal("H200", "forward", "peak_mib", at_most=100), ["64.0", "| met |"]),
+        (Goal("B200", "forward", "median_ms", at_most=0.6), ["| B200 |", "not measured"]),
+        (Goal("H200", "backward", "median_ms", at_most=0.6), ["not measured"]),
+        (Goal("H200", "forward", "median_ms", at_most=1, dtypes=("float32",)), ["not measured"]),
+        (
+            Goal("H200", "forward", "median_ms", at_most=1, cases=("qwen3-8b", "b")),
+            ["| met; not measured: b bfloat16 |"],
+        ),
+    ],
+)
+def test_goals(root, monkeypatch, goal, words):
+    case = next(c for c in RMSNORM.cases if c.name == "qwen3-8b")
+    monkeypatch.setattr(RMSNORM, "cases", (case,))
+    for op in OPS.values():
+        monkeypatch.setattr(op, "goals", (goal,) if op is RMSNORM else ())
+    results(root, [row("triton", 2.0, peak=64.0)])
+    goals = section(build(root).text, "## Goals")
+    said = line(goals, "`rmsnorm`")
+    assert all(w in said for w in words), said
+    assert ("Measured at" in goals) == ("| not measured |" not in said)
+
+
+def test_kernel_time_and_op_time_are_columns(root):
+    fast = row("triton", 2.0)
+    fast["forward_backward"].update(kernel_ms=1.5, op_ms=2.75, large_roofline_percent=61.0)
+    results(root, [fast])
+    said = section(build(root).text, "#### `rmsnorm`")
+    assert "| kernels, ms | alone, ms |" in said and "% of roof, large copy" in said
+    assert "| 1.50 | 2.75 |" in said and "| 61.0 |" in said
+
+
+CLASS = ("sm_90", "sm_100")
+
+
+@pytest.mark.parametrize(
+    "name, capability, share, said",
+    [
+        ("NVIDIA H100", "9.0", 4.0, "met"),
+        ("NVIDIA B200", "10.0", 4.0, "met"),
+        ("NVIDIA B200", "10.0", 5.0, "not met in 1"),
+        ("NVIDIA RTX", "12.0", 4.0, "not measured"),
+        ("Some CPU", None, 4.0, "not measured"),
+    ],
+)
+def test_a_goal_of_a_class_is_judged_by_what_its_device_has_measured(
+    root, monkeypatch, name, capability, share, said
+):
+    goal = Goal(
+        CLASS,
+        "forward",
+        "matmul_percent",
+        at_least=share,
+        cases=("qwen3-8b",),
+        dtypes=("bfloat16",),
+    )
+    for op in OPS.values():
+        monkeypatch.setattr(op, "goals", (goal,) if op is RMSNORM else ())
+    about = {**meta("cuda" if capability else "cpu"), "device": name, "capability": capability}
+    roof = {**ROOF, "flops_per_second": {"bfloat16": 50e12}}  # and the rows say 2 TFLOP/s: 4 %
+    write(
+        root / "run" / "results.json",
+        {
+            "meta": about,
+            "roofline": roof,
+            "rows": [row("triton", 2.0)],
+            "summary": {},
+            "complete": True,
+        },
+    )
+    found = line(section(build(root).text, "## Goals"), "`rmsnorm`")
+    assert (
+        f"| {said}" in found and (name if "met" in said.split()[:2] else "sm_90 or sm_100") in found
+    ), found
+    assert "% of the measured matrix product" in found
+
+
+@pytest.mark.parametrize("metric", ["median_ms", "tflop_per_s"])
+def test_a_class_of_devices_has_no_absolute_speed(metric):
+    with pytest.raises(ValueError, match=f"metric must not be '{metric}' for a class of devices"):
+        Goal(CLASS, "forward", metric, at_most=1.0)
+
+
+def test_every_goal_of_gpus_is_of_a_class_or_beside_one():
+    """So that a run on any of them judges it."""
+    for op in OPS.values():
+        classes = {(g.which, g.cases) for g in op.goals if isinstance(g.device, tuple)}
+        assert all(
+            "EPYC" in g.device or (g.which, g.cases) in classes
+            for g in op.goals
+            if isinstance(g.device, str)
+        ), op.name
+
+
+def test_the_worst_and_the_best_case_of_a_goal(root, monkeypatch):
+    monkeypatch.setattr(
+        RMSNORM, "goals", (Goal("H200", "forward", "median_ms", at_most=1.5, cases=("a", "b")),)
+    )
+    results(root, [row("triton", 3.0, "a"), row("triton", 6.0, "b")])
+    said = line(section(build(root).text, "## Goals"), "`rmsnorm`")
+    assert "| 2.00 (b bfloat16) | 1.00 (a bfloat16) | not met in 1 of 2 cases |" in said
+
+
+def test_ops_without_a_time_are_named(root):
+    results(root, AHEAD)
+    said = section(build(root).text, "### Not measured here")
+    assert "llama" in line(said, "`rmsnorm`") or "gemma" in line(said, "`rmsnorm`")
+    assert "qwen3-8b," not in line(said, "`rmsnorm`")
+    for name in registry.operations().keys() - {"rmsnorm"}:
+        assert "not measured here" in line(said, f"- `{name}`:")
+
+
+def test_tuned_tables_are_summed_up(root):
+    entry = {
+        "key": {"N": 1},
+        "config": {"w": 4},
+        "heuristic": {"w": 8},
+        "median_us": 10.0,
+        "heuristic_us": 20.0,
+        **{n: meta(commit="c")[n] for n in ("date", "commit", "dirty", "versions")},
+    }
+    same = {**entry, "config": {"w": 8}, "median_us": 20.0}
+    write(
+        root.parent / "tuned/h200/rmsnorm.json",
+        {
+            "device": "NVIDIA H200",
+            "device_type": "cuda",
+            "launches": {"forward": [entry, same, same]},
+        },
+    )
+    said = section(build(root).text, "## Tuned constants")
+    assert (
+        "| NVIDIA H200 | `rmsnorm` | forward | 3 | 1 | 1.26 | 1.00 | 2.00 |" in said
+        and "cccccccccc" in said
+    )
+
+
+# ---- suites
+
+
+def suite(root, name="suite"):
+    folder, about = root / name, meta(commit=None, source="0123456789abcdef", dirty=None)
+    unit = {"status": "done", "seconds": 1.0, "reason": None}
+    units = {
+        "parity/rmsnorm.ragged": unit,
+        "time/rope.a.bfloat16": {**unit, "status": "not reached"},
+    }
+    given = {**about, "argv": ["suite", "--minutes", "9"]}
+    write(
+        folder / "suite.json", {"kind": "suite", "meta": given, "complete": False, "units": units}
+    )
+    write(
+        folder / "roofline.json",
+        {"meta": {**about, "clocks": {"sm_mhz": 1980.0, "power_w": None}}, "roofline": ROOF},
+    )
+    about = {**about, "load_average": [1.5, 0, 0], "load_average_at_end": [3.5, 0, 0]}
+
+    def result(implementation, status="holds", reason=None, tensors=(), dtype="bfloat16"):
+        return {
+            "implementation": implementation,
+            "dtype": dtype,
+            "status": status,
+            "reason": reason,
+            "tensors": [
+                dict(zip(("name", "error", "eager", "budget"), t, strict=True)) for t in tensors
+            ],
+        }
+
+    for case, error in (("ragged", 0.002), ("zero-rows", 0.003)):
+        write(
+            folder / f"parity/rmsnorm.{case}.json",
+            {
+                "meta": about,
+                "op": "rmsnorm",
+                "case": case,
+                "results": [
+                    result("triton", tensors=[("out 0", error, 0.001, 0.004)]),
+                    result("cute", "broken", "out 0: error 1", [("out 0", None, 0.001, 0.004)]),
+                    result("cpp", "unavailable", "takes CPU tensors"),
+                ],
+            },
+        )
+    captured = [
+        {k: v for k, v in result(*r).items() if k != "tensors"}
+        for r in (("triton",), ("cute", "error", "no capture"))
+    ]
+    write(
+        folder / "graph/rmsnorm.ragged.json",
+        {"meta": about, "op": "rmsnorm", "case": "ragged", "results": captured},
+    )
+    write(
+        folder / "time/rmsnorm.qwen3-8b.bfloat16.json",
+        {"meta": about, "roofline": ROOF, "rows": AHEAD},
+    )
+    write(
+        folder / "time/rope.a.bfloat16.json",
+        {"meta": about, "roofline": None, "rows": [], "error": "its process died: SIGSEGV"},
+    )
+    us = {
+        level: {"median": 1.5, "p20": 1.0, "p80": 2.0}
+        for level in ("public", "resolved", "operator", "pick")
+    }
+    write(
+        folder / "overhead/rmsnorm.json",
+        {
+            "meta": about,
+            "rows": [
+                {
+                    "op": "rmsnorm",
+                    "implementation": "triton",
+                    "case": "ragged",
+                    "dtype": "bfloat16",
+                    "grad": True,
+                    "errors": {},
+                    "us": us,
+                    "overhead_us": 0.25,
+                }
+            ],
+        },
+    )
+    return folder
+
+
+def test_a_suite_is_read_whole(root):
+    suite(root)
+    page = build(root).text
+    assert "sources 0123456789, 2026-11-20" in page
+    parity = section(page, "### Numerics")
+    assert "2 of 2; 0.750 (out 0, zero-rows)" in line(parity, "| triton |")
+    assert "0 of 2; infinite" in line(parity, "| cute |")
+    assert "`rmsnorm` ragged cute bfloat16, broken: out 0: error 1" in parity
+    assert "- takes CPU tensors: `rmsnorm` cpp" in parity
+    graph = section(page, "### CUDA graphs")
+    assert "1 of 1" in line(graph, "| triton |") and "error: no capture" in graph
+    assert "| yes | 1.50 | 1.50 | 1.50 | 1.50 | 0.250 |" in section(page, "### Host time of a call")
+    said = line(page, "| [suite]")
+    assert (
+        said.endswith("| unknown | 3.50 |")
+        and "| `python -m tilewright.bench suite --minutes 9` |" in said
+    )
+    assert "4000 | 800 | 50.0 | 1980 MHz SM" in section(page, "### Measured roofs")
+    assert "no: 1 of 2 units not reached" in section(page, "## Raw files")
+    assert "time/rope.a.bfloat16" in line(page, "SIGSEGV")
+    assert "#### `rmsnorm`" in page and "| torch.compile | 2.00 (1 op, 1 case)" in page
+
+
+def test_a_suite_that_was_ended_before_its_summary_counts(root):
+    (suite(root) / "suite.json").unlink()
+    page = build(root).text
+    assert "#### `rmsnorm`" in page
+    said = line(page, "| [suite]")
+    assert "| suite |" in said and "| no | unknown |" in said
+
+
+def test_overhead_and_training_folders_are_listed(root):
+    us = dict.fromkeys(("public", "resolved", "operator", "pick"))
+    write(
+        root / "overhead-x" / "overhead.json",
+        {
+            "meta": meta("cpu"),
+            "rows": [
+                {
+                    "op": "rope",
+                    "implementation": "cpp",
+                    "case": "gqa",
+                    "dtype": "float32",
+                    "grad": False,
+                    "errors": {"pick": "no"},
+                    "us": {**us, "public": {"median": 7.0}},
+                    "overhead_us": None,
+                }
+            ],
+        },
+    )
+    (root / "training-x").mkdir()
+    (root / "training-x" / "README.md").write_text("runs")
+    (root / "notes").mkdir()
+    page = build(root).text
+    assert (
+        "7.00" in line(section(page, "### Host time of a call"), "| cpp |")
+        and "`rope` pick: no" in page
+    )
+    assert "[README.md](../bench_results/training-x/README.md)" in section(page, "## Training runs")
+    assert "not read" in line(page, "| [notes]")
+
+
+# ---- broken files
+
+
+def _broken(path, change):
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    "file, change, said",
+    [
+        ("suite.json", lambda d: d.pop("units"), "has no 'units'"),
+        ("suite.json", lambda d: d.update(schema=2), "schema must be 1, got 2"),
+        (
+            "roofline.json",
+            lambda d: d["roofline"].pop("flops_per_second"),
+            "has no 'flops_per_second'",
+        ),
+        (
+            "parity/rmsnorm.ragged.json",
+            lambda d: d["results"][0].update(status="fine"),
+            "status must be one of",
+        ),
+        (
+            "parity/rmsnorm.ragged.json",
+            lambda d: d["results"][0]["tensors"][0].pop("budget"),
+            "has no 'budget'",
+        ),
+        ("graph/rmsnorm.ragged.json", lambda d: d["meta"].pop("date"), "meta has no 'date'"),
+        (
+            "time/rmsnorm.qwen3-8b.bfloat16.json",
+            lambda d: d["meta"].update(date="yesterday"),
+            "yesterday",
+        ),
+        (
+            "time/rmsnorm.qwen3-8b.bfloat16.json",
+            lambda d: d["rows"][0].pop("provider"),
+            "row 0 has no",
+        ),
+        (
+            "time/rmsnorm.qwen3-8b.bfloat16.json",
+            lambda d: d["rows"][0]["forward"].pop("p20_ms"),
+            "has no 'p20_ms'",
+        ),
+        (
+            "time/rmsnorm.qwen3-8b.bfloat16.json",
+            lambda d: d["rows"][0]["forward"].update(median_ms=0),
+            "must be positive",
+        ),
+        ("overhead/rmsnorm.json", lambda d: d.update(rows=[3]), "not subscriptable"),
+    ],
+)
+def test_a_broken_file_is_one_clear_error_that_names_it(root, capsys, file, change, said):
+    folder = suite(root)
+    _broken(folder / file, change)
+    assert run(root) == 2
+    [message] = capsys.readouterr().err.strip().splitlines()
+    assert message.count(str(folder / file)) == 1 and said in message
+    assert not (root.parent / "docs").exists()
+
+
+def test_what_is_no_json_and_what_is_not_there_are_named(root, capsys):
+    path = results(root, AHEAD)
+    path.write_text(path.read_text()[:-9])
+    assert run(root) == 2 and str(path) in capsys.readouterr().err
+    path.write_text('{"schema": 1, "meta": NaN}')
+    assert run(root) == 2 and "NaN is no number" in capsys.readouterr().err
+    assert run(root / "nowhere") == 2 and "nowhere: no such folder" in capsys.readouterr().err
+
+
+# ---- the command
+
+
+def test_check_fails_where_the_page_or_a_picture_is_not_what_it_would_be(root, capsys):
+    pytest.importorskip("matplotlib")
+    path = results(root, AHEAD)
+    out = root.parent / "docs/performance.md"
+    assert run(root, "--check") == 1 and "is not there" in capsys.readouterr().out
+    assert not out.exists()
+    assert run(root) == 0 and run(root, "--check") == 0
+    pictures = sorted(p.name for p in (out.parent / "img/performance").iterdir())
+    assert pictures == ["nvidia-h200-ratios.png", "nvidia-h200-roofline.png"]
+
+    text = out.read_text()
+    out.write_text(text.replace("4.50", "5.50"))
+    capsys.readouterr()
+    assert run(root, "--check") == 1 and "differs" in capsys.readouterr().out
+    out.write_text(text)
+
+    (out.parent / "img/performance/nvidia-h200-ratios.png").unlink()
+    assert run(root, "--check") == 1 and run(root) == 0 and run(root, "--check") == 0
+
+    # Other numbers, the page right: the pictures are now of the old ones.
+    _broken(path, lambda d: d["rows"][2]["forward_backward"].update(median_ms=1.0))
+    out.write_text(build(root).text)
+    assert run(root, "--check") == 1 and "shows other numbers" in capsys.readouterr().out
+    assert run(root) == 0 and run(root, "--check") == 0
+
+
+def test_check_fails_for_a_case_without_a_reason(root, capsys):
+    pytest.importorskip("matplotlib")
+    results(root, BEHIND)
+    assert run(root) == 0
+    assert NO_REASON in capsys.readouterr().out
+    assert run(root, "--check") == 1
+    (root / "reasons.toml").write_text(REASON)
+    assert run(root) == 0 and run(root, "--check") == 0
+
+
+def test_without_matplotlib_the_text_is_the_same_and_it_says_what_is_missing(
+    root, monkeypatch, capsys
+):
+    results(root, AHEAD)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(root) == 0
+    assert (
+        "pictures are not drawn: the package 'matplotlib' is not installed (pip install 'tilewright[bench]')"
+        in capsys.readouterr().err
+    )
+    out = root.parent / "docs/performance.md"
+    assert out.read_text() == build(root).text and not (out.parent / "img").exists()
+
+
+def test_a_picture_that_is_no_longer_shown_is_removed_and_others_are_left(root):
+    pytest.importorskip("matplotlib")
+    path = results(root, AHEAD)
+    run(root)
+    folder = root.parent / "docs/img/performance"
+    (folder / "mine.png").write_bytes(b"")
+    path.unlink()
+    assert run(root) == 0 and [p.name for p in folder.iterdir()] == ["mine.png"]
+
+
+def test_many_cases_are_split_over_pictures(root):
+    results(
+        root,
+        [
+            row(p, ms, f"case-{i}", op=op)
+            for op in ("rmsnorm", "rope")
+            for i in range(30)
+            for p, ms in (("compile", 3.0), ("triton", 2.0))
+        ],
+    )
+    links = [p.link for p in build(root).pictures if p.kind == "ratios"]
+    assert links == [f"img/performance/nvidia-h200-ratios-{i}.png" for i in (1, 2)]
+
+
+def test_pictures_hold_what_they_say(root):
+    """No text over the edge, no row without a mark, every peer by its name."""
+    pytest.importorskip("matplotlib")
+    for i in range(8):
+        about = meta(date=f"2026-11-{10 + i}", commit="abcdef01"[i])
+        results(
+            root,
+            [
+                row(p, ms, f"case-{i}")
+                for p, ms in (
+                    ("triton", 2.0),
+                    ("compile", 3.0),
+                    ("liger", 2.5 + i % 2),
+                    ("quack", 3.0),
+                )
+            ],
+            f"run-{i}",
+            about,
+        )
+    results(
+        root,
+        [
+            row("eager", 9.0, "alone"),
+            row("triton", 2.0, "alone"),
+            row("eager", 9.0, "a", op="rope"),
+            row("triton", 2.0, "a", op="rope"),
+        ],
+        "eager-only",
+    )
+    shown = {p.kind: p for p in build(root).pictures}
+    ratios = shown["ratios"].data
+    [panel] = ratios["panels"]
+    assert {y for y, _, _ in panel["points"]} == set(range(len(ratios["rows"]))) == set(range(8))
+    assert {other for _, other, _ in panel["points"]} == {"compile", "liger", "quack"}
+    assert "cases of: rmsnorm, rope." in shown["ratios"].caption
+    assert set(shown) == {"roofline", "ratios"}
+    for kind, picture in shown.items():
+        figure = picture.figure()
+        figure.draw_without_rendering()
+        names = [t.get_text() for legend in figure.legends for t in legend.get_texts()]
+        assert kind == "roofline" or names[1:] == [
+            "over the best peer: liger",
+            "over the best peer: quack",
+        ]
+        assert (
+            f"measured 2026-11-10 to 2026-11-{17 if kind == 'ratios' else 20}"
+            in figure.get_suptitle()
+        )
+        for artist in (*figure.texts, *figure.legends):
+            box = artist.get_window_extent()
+            assert box.x0 >= 0 and box.x1 <= figure.bbox.width, (kind, box)
+
+
+def test_the_same_inputs_make_the_same_bytes(root, monkeypatch):
+    single = [row("eager", 9.0, dtype="float32"), row("triton", 3.0, dtype="float32")]
+    write(
+        suite(root) / "time/rmsnorm.qwen3-8b.float32.json",
+        {"meta": meta(), "roofline": ROOF, "rows": single},
+    )
+    results(root, BEHIND, "run", meta("cpu"))
+    results(root, AHEAD, "same-date", meta("cpu"))
+    made = []
+    for reverse in (False, True):  # the order of files on disk is an accident
+        with monkeypatch.context() as patched:
+            for name in ("glob", "iterdir", "rglob"):
+                real = getattr(pathlib.Path, name)
+                patched.setattr(
+                    pathlib.Path, name, lambda *a, real=real, r=reverse: sorted(real(*a), reverse=r)
+                )
+            page = build(root)
+        made.append((page.text, [p.digest for p in page.pictures]))
+    assert made[0] == made[1]
+
+
+def test_the_committed_page_is_what_the_committed_results_make(monkeypatch):
+    monkeypatch.chdir(ROOT)  # the links of the page are relative
+    out = pathlib.Path("docs/performance.md")
+    page = performance.build(
+        pathlib.Path("bench_results"), out, pathlib.Path("tilewright/kernels/tuned")
+    )
+    assert out.read_text() == page.text, f"run `{performance.COMMAND}`"
+    assert not page.unexplained
+
+
+def test_implementations_without_a_time_are_named(root):
+    results(root, [row("triton", 2.0)])
+    said = next(
+        text
+        for text in build(root).text.splitlines()
+        if text.startswith("Implementations without a time")
+    )
+    by_name = dict(re.findall(r"(\w+) \(([^)]*)\)", said))
+    assert "`rmsnorm`" not in by_name["triton"] and "`rope`" in by_name["triton"]
+    assert (
+        "`rmsnorm`" in by_name["cute"]
+        and "`rmsnorm`" in by_name["cpp"]
+        and "only where it is faster" in said
+    )

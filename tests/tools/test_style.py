@@ -1,0 +1,230 @@
+"""Rules of CONTRIBUTING.md that a linter does not know, by reading the syntax trees."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+LIBRARY = sorted((ROOT / "tilewright").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.py"))
+KERNELS = sorted((ROOT / "tilewright/kernels").glob("*_triton.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def dotted(node):
+    """`a.b.c` as text; the last names of anything else."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def swallowed(tree):
+    """An exception that is caught and forgotten: why a package is missing is then lost."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            caught = ast.dump(node.type) if node.type else "everything"
+            empty = all(
+                isinstance(s, ast.Pass | ast.Continue)
+                or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
+                for s in node.body
+            )
+            broad = ("ImportError", "ModuleNotFoundError", "'Exception'", "everything")
+            if empty and any(name in caught for name in broad):
+                yield node.lineno, "an exception is caught and forgotten"
+        if (
+            isinstance(node, ast.Call)
+            and dotted(node.func).endswith("suppress")
+            and any(
+                dotted(a) in ("ImportError", "ModuleNotFoundError", "Exception") for a in node.args
+            )
+        ):
+            yield node.lineno, "an exception is suppressed and forgotten"
+
+
+def environment(tree):
+    """Environment variables are read by platform.py alone, so that one place says what can
+    change a run.
+    """
+    for node in ast.walk(tree):
+        name = dotted(node) if isinstance(node, ast.Attribute) else ""
+        if name in ("os.environ", "os.getenv", "os.putenv"):
+            yield node.lineno, f"{name} outside platform.py"
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {"environ", "getenv"} & {a.name for a in node.names}
+        ):
+            yield node.lineno, "os.environ outside platform.py"
+
+
+def generated(tree):
+    """Code that is made from strings cannot be found by reading."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func) in ("exec", "eval"):
+            yield node.lineno, f"{dotted(node.func)}()"
+
+
+def patched(tree):
+    """A module that changes another one when it is imported."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                root = dotted(target).split(".")[0]
+                if isinstance(target, ast.Attribute) and root in imported(tree):
+                    yield node.lineno, f"{dotted(target)} is assigned on import"
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Call)
+            and dotted(node.value.func)
+            in (
+                "setattr",
+                "torch.manual_seed",
+                "torch.set_default_dtype",
+                "torch.set_num_threads",
+                "warnings.filterwarnings",
+                "warnings.simplefilter",
+            )
+        ):
+            yield node.lineno, f"{dotted(node.value.func)}() on import"
+
+
+def imported(tree):
+    return {
+        (a.asname or a.name).split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for a in node.names
+    }
+
+
+UNPORTABLE = ("autotune", "libdevice", "inline_asm_elementwise")
+
+
+def unportable(tree):
+    """What Triton's interpreter cannot run, or searches for a configuration during training. Inline
+    PTX may be what `if HARDWARE:` is for, with the same in software as its `else`.
+    """
+    apart = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and dotted(node.test) == "HARDWARE" and node.orelse
+        for statement in node.body
+        for inner in ast.walk(statement)
+        if dotted(inner).endswith("inline_asm_elementwise")
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in UNPORTABLE and node not in apart:
+            yield node.lineno, f"{dotted(node)} in a Triton kernel"
+        if isinstance(node, ast.ImportFrom) and "libdevice" in [a.name for a in node.names]:
+            yield node.lineno, "libdevice in a Triton kernel"
+
+
+def undocumented(tree):
+    """What PyTorch does not document is named in _torch.py alone."""
+    torches = {"torch"} | {
+        a.asname or a.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch"
+        for a in node.names
+    }
+    for node in ast.walk(tree):
+        names, root = [], ""
+        if isinstance(node, ast.Attribute):
+            root, *names = dotted(node).split(".")
+            if root not in torches or names[0] == "ops":
+                names = (
+                    [node.attr]
+                    if node.attr in ("_is_view", "_base", "_dynamo_marked_constant")
+                    else []
+                )
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None)
+            names = [
+                n
+                for a in node.names
+                for n in f"{module + '.' if module else ''}{a.name}".split(".")
+            ]
+            names = names if names[0] == "torch" else []
+        if any(n.startswith("_") and not n.startswith("__") for n in names):
+            yield node.lineno, f"{'.'.join([root, *names])} outside _torch.py"
+
+
+def retried(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("flaky", "reruns"):
+            yield node.lineno, "a test is retried"
+
+
+RULES = [
+    (swallowed, LIBRARY),
+    (environment, [p for p in LIBRARY if p.name != "platform.py"]),
+    (generated, LIBRARY),
+    (patched, LIBRARY),
+    (unportable, KERNELS),
+    (retried, TESTS),
+    (undocumented, [p for p in LIBRARY if p.name not in ("_torch.py", "pretend.py")]),
+]
+
+
+@pytest.mark.parametrize("rule, files", RULES, ids=[rule.__name__ for rule, _ in RULES])
+def test_rule_holds(rule, files):
+    assert files
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for path in files
+        for line, what in rule(ast.parse(path.read_text()))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "rule, source",
+    [
+        (swallowed, "try:\n    import triton\nexcept ImportError:\n    pass"),
+        (swallowed, "try:\n    import triton\nexcept (OSError, ModuleNotFoundError):\n    ..."),
+        (swallowed, "try:\n    f()\nexcept Exception:\n    pass"),
+        (swallowed, "try:\n    f()\nexcept:\n    pass"),
+        (swallowed, "with contextlib.suppress(ImportError):\n    import triton"),
+        (environment, "import os\nx = os.environ.get('X')"),
+        (environment, "import os\nx = os.getenv('X')"),
+        (environment, "from os import environ"),
+        (generated, "exec('x = 1')"),
+        (patched, "import torch\ntorch.nn.Linear = None"),
+        (patched, "import torch\ntorch.manual_seed(0)"),
+        (patched, "from transformers import models\nmodels.llama.RMSNorm = None"),
+        (unportable, "import triton\n@triton.autotune([], [])\ndef f(): pass"),
+        (unportable, "from triton.language.extra import libdevice"),
+        (unportable, "x = tl.inline_asm_elementwise('')"),
+        (unportable, "if HARDWARE:\n    tl.inline_asm_elementwise('')"),
+        (unportable, "if HARDWARE:\n    pass\nelse:\n    tl.inline_asm_elementwise('')"),
+        (retried, "@pytest.mark.flaky(reruns=3)\ndef f(): pass"),
+        (undocumented, "import torch\ntorch._C._is_tracing()"),
+        (undocumented, "x._is_view()"),
+        (undocumented, "from torch.utils import _pytree"),
+        (undocumented, "import torch._dynamo"),
+        (undocumented, "from torch.autograd import forward_ad\nforward_ad._current_level"),
+    ],
+)
+def test_rule_sees_a_planted_fault(rule, source):
+    assert list(rule(ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    "rule, source",
+    [
+        (
+            swallowed,
+            "try:\n    import triton\nexcept ImportError as error:\n    reason = str(error)",
+        ),
+        (swallowed, "try:\n    f()\nexcept KeyError:\n    pass"),
+        (patched, "import torch\nclass A: pass\nA.x = 1\nB = torch.nn.Linear"),
+        (environment, "import os\nos.path.join('a')"),
+        (
+            undocumented,
+            "import torch\nself._x = torch.ops.aten._unsafe_view(x, torch.nn.Linear.__name__)",
+        ),
+        (unportable, "if HARDWARE:\n    x = tl.inline_asm_elementwise('')\nelse:\n    x = 1"),
+    ],
+)
+def test_rule_leaves_the_rest_alone(rule, source):
+    assert not list(rule(ast.parse(source)))

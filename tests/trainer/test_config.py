@@ -1,0 +1,1038 @@
+"""Every field is read or refused; every error is found, at once; what is loaded can be written
+and loaded again.
+"""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+pytest.importorskip("pydantic")
+
+from tilewright import platform
+from tilewright.trainer import config as module
+from tilewright.trainer.config import Config, ConfigError, Train, load, resolved
+from tilewright.trainer.overrides import default_of, get, kind, leaves, markdown, unknown
+from tilewright.trainer.rules import ACCEPTED, REFUSED
+
+ROOT = pathlib.Path(__file__).parents[2]
+TRAINER = ROOT / "tilewright/trainer"
+LEAVES = leaves(Config)
+LEAST = (
+    "model: {config_path: nowhere}\ndata: {datasets: [{path: dummy}]}\ntrain: {output_dir: out}\n"
+)
+
+# The reference that the configuration follows.
+XORL = {
+    "model": """model_path config_path tokenizer_path attn_implementation moe_implementation ep_dispatch
+        deepep_buffer_size_gb deepep_num_sms deepep_async_combine merge_qkv basic_modules foundation encoders""",
+    "data": """datasets test_datasets dataset_prepared_path select_columns sample_packing_method
+        sample_packing_sequence_len sample_packing_group_size sample_packing_sequentially
+        sample_packing_mp_start_method eval_sample_packing dataloader_num_workers dataloader_prefetch_factor
+        dataloader_pin_memory dataloader_drop_last pad_to_multiple_of val_set_size shuffle_merged_datasets
+        shuffle_before_merging_datasets dataset_num_proc dataset_shard_num dataset_shard_idx
+        num_dataset_shards_to_save skip_prepare_dataset push_dataset_to_hub hf_use_auth_token""",
+    "data.datasets": """path type name split revision trust_remote_code data_files ds_type max_seq_len shards
+        shards_idx preprocess_shards""",
+    "train": """data_parallel_mode data_parallel_shard_size data_parallel_replicate_size tensor_parallel_size
+        pipeline_parallel_size pipeline_parallel_schedule pp_variable_seq_lengths expert_parallel_size
+        ulysses_parallel_size ringattn_parallel_size cp_fsdp_mode reshard_after_forward ep_outside
+        optimizer optimizer_dtype lr lr_min lr_start lr_warmup_ratio lr_decay_style lr_decay_ratio weight_decay
+        no_decay_modules no_decay_params max_grad_norm muon_lr muon_momentum muon_nesterov muon_ns_steps
+        muon_adjust_lr_fn micro_batch_size gradient_accumulation_steps num_train_epochs max_steps
+        enable_mixed_precision enable_gradient_checkpointing enable_reentrant recompute_modules
+        moe_checkpoint_method enable_full_shard enable_forward_prefetch enable_activation_offload
+        activation_gpu_limit enable_compile init_device load_weights_mode enable_full_determinism
+        allow_cuda_launch_blocking empty_cache_steps gc_steps output_dir ckpt_manager save_steps save_epochs
+        save_async save_hf_weights load_checkpoint_path log_format use_wandb wandb_project wandb_name wandb_tags
+        wandb_log_interval enable_profiling profile_start_step profile_end_step profile_trace_dir
+        profile_record_shapes profile_profile_memory profile_with_stack profile_rank0_only seed""",
+    "lora": """enable_lora lora_rank lora_alpha lora_target_modules save_lora_only enable_qlora quant_format
+        quant_group_size exclude_modules merge_lora_interval reset_optimizer_on_merge enable_aqn aqn_alpha""",
+}
+
+
+@pytest.fixture(autouse=True)
+def _plain_machine(monkeypatch):
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def least(write):
+    """Loads the smallest configuration, changed by arguments."""
+    path = write(LEAST)
+    return lambda *arguments: load(path, list(arguments))
+
+
+def errors(call, *arguments):
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments)
+    return caught.value.problems
+
+
+# ---- the fields
+
+# Fields of the reference's training server, which mean the same here.
+OF_THE_SERVER = {
+    "train.freeze_router",
+    *(
+        f"model.{name}"
+        for name in (
+            "router_fp32",
+            "lm_head_fp32",
+            "rmsnorm_native",
+            "activation_native",
+            "rope_native",
+            "attention_cast_bf16",
+        )
+    ),
+}
+OURS = {"model.batch_invariant"}
+
+
+def test_every_field_of_the_reference_exists_and_no_other():
+    expected = (
+        OURS
+        | OF_THE_SERVER
+        | {f"{section}.{name}" for section, names in XORL.items() for name in names.split()}
+    )
+    entries = {path for path in LEAVES if path.startswith("data.test_datasets.")}
+    assert {*LEAVES} - entries == expected
+    assert entries == {
+        p.replace("datasets", "test_datasets") for p in expected if p.startswith("data.datasets.")
+    }
+
+
+def attributes(file):
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+
+
+# Read by a rule or a method of the configuration, so that the trainer needs not look at the field
+# itself.
+ELSEWHERE = {
+    "trust_remote_code": "refused by a rule",
+    "ckpt_manager": "has one value",
+    "allow_cuda_launch_blocking": "a rule",
+    "data_parallel_shard_size": "Train.mesh",
+    "data_parallel_replicate_size": "Train.mesh",
+    "reshard_after_forward": "Train.reshard",
+    "enable_full_shard": "Train.reshard",
+}
+
+
+def test_every_field_is_read_or_refused():
+    sources = [
+        f for f in TRAINER.glob("*.py") if f.name not in ("config.py", "rules.py", "overrides.py")
+    ]
+    read = set().union(*map(attributes, sources))
+    assert {"mesh", "reshard"} <= read
+    own = attributes(TRAINER / "config.py") | attributes(TRAINER / "rules.py")
+    for path, field in LEAVES.items():
+        name = path.rpartition(".")[2]
+        if name in ELSEWHERE:
+            assert name in own or kind(field.annotation) == "dcp", path
+        else:
+            assert name in read or path in REFUSED, (
+                f"{path}: nobody reads it, and it is not refused"
+            )
+
+
+def test_reference_is_current():
+    expected = markdown(Config, module.TITLE, module.NOTES, module.DIFFERENCES)
+    assert (ROOT / "docs/configuration.md").read_text() == expected, (
+        "run `python -m tilewright.trainer.config docs`"
+    )
+    assert all(path in LEAVES for path in module.DIFFERENCES)
+    assert all(field.description.endswith((".", ")")) for field in LEAVES.values())
+
+
+# ---- reading
+
+
+def test_misspelt_keys_are_all_reported_with_the_nearest(write):
+    path = write(
+        "model: {config_path: x, merge_qvk: true}\ndata: {datasets: [{path: dummy, "
+        "max_seq_length: 8}]}\n"
+        "trian: {lr: 1}\ntrain: {output_dir: o, weigth_decay: 0.1, lora_rank: 3, zzz: 1, "
+        "save_steps: -1}\n"
+    )
+    found = errors(load, path, ["--data.pack.method", "x", "--train.gradient-acumulation-steps=2"])
+    for expected in (
+        "model.merge_qvk = true: unknown key; did you mean model.merge_qkv?",
+        "data.datasets.0.max_seq_length = 8: unknown key; did you mean data.datasets.max_seq_len?",
+        'trian = {"lr": 1}: unknown key; did you mean train?',
+        "train.weigth_decay = 0.1: unknown key; did you mean train.weight_decay?",
+        "train.lora_rank = 3: unknown key; lora_rank belongs under lora",
+        "train.zzz = 1: unknown key",
+        "--train.gradient-acumulation-steps = 2: unknown key; "
+        "did you mean train.gradient_accumulation_steps?",
+    ):
+        assert expected in found
+    assert any(line.startswith("--data.pack.method = x: unknown key") for line in found)
+    assert any(line.startswith("train.save_steps = -1: input should be greater") for line in found)
+    assert len(found) == 9
+
+
+def test_wrong_types_and_broken_rules_are_reported_together(write):
+    found = errors(load, write("data: {datasets: [{path: dummy, shards: 2}]}\ntrain: {lr: fast}"))
+    assert [line.split(":")[0] for line in found] == [
+        "train.lr = fast",
+        "train.output_dir",
+        "data.datasets.0.shards = 2, data.datasets.0.shards_idx = null",
+        "model.model_path = null, model.config_path = null",
+    ]
+
+
+def test_what_stands_in_for_a_wrong_value_is_not_judged(write):
+    """A missing path is checked as dummy, which has no text; a wrong lr as the default, which
+    is below lr_min.
+    """
+    text = "data: {datasets: [{type: text}]}\ntrain: {lr: fast, lr_min: 1, lr_decay_style: linear, output_dir: o}"
+    assert errors(load, write(text), ["--model.config_path", "x"]) == [
+        "data.datasets.0.path: required",
+        "train.lr = fast: input should be a valid number, unable to parse string as a number; "
+        "expected number",
+    ]
+
+
+@pytest.mark.parametrize(
+    "given, meant",
+    [
+        ("learning_rate", "train.lr"),
+        ("warmup_ratio", "train.lr_warmup_ratio"),
+        ("epochs", "train.num_train_epochs"),
+        ("per_device_train_batch_size", "train.micro_batch_size"),
+        ("bf16", "train.enable_mixed_precision"),
+        ("gradient_checkpointing", "train.enable_gradient_checkpointing"),
+        ("optim", "train.optimizer"),
+        ("target_modules", "lora.lora_target_modules"),
+        ("r", "lora.lora_rank"),
+        ("maxsteps", "train.max_steps"),
+        ("steps", "train.max_steps or train.gc_steps or train.save_steps"),
+        ("sead", "train.seed"),
+        ("logging_steps", None),
+        ("adam_beta1", None),
+        ("zzz", None),
+    ],
+)
+def test_the_words_of_a_key_are_compared_and_other_libraries_names_are_known(least, given, meant):
+    """Letters alone find train.log_format for learning_rate."""
+    expected = f"unknown key; did you mean {meant}?" if meant else "unknown key"
+    assert errors(least, f"--train.{given}", "1") == [f"--train.{given} = 1: {expected}"]
+
+
+def test_names_of_other_libraries_stand_for_fields_that_would_not_be_found():
+    for name, path in module.ELSEWHERE.items():
+        assert path in LEAVES and name not in {p.rpartition(".")[2] for p in LEAVES}
+        assert f"{path}?" not in unknown(Config, f"{path.rpartition('.')[0]}.{name}", {}), (
+            f"{name} is found without"
+        )
+
+
+def test_the_section_that_was_named_comes_before_other_libraries_names():
+    for key, meant in (
+        ("data.datasets.max_seq_length", "data.datasets.max_seq_len"),
+        ("data.max_seq_length", "data.sample_packing_sequence_len"),
+    ):
+        assert unknown(Config, key, module.ELSEWHERE) == f"unknown key; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (
+            "model:\ndata: {datasets: [null, 3]}\ntrain: 4\nlora: []",
+            [
+                "data.datasets.0 = null: expected a mapping",
+                "data.datasets.1 = 3: expected a mapping",
+                "train = 4: expected a mapping",
+                "lora = []: expected a mapping",
+                "model.model_path = null, model.config_path = null: one of them must be given",
+            ],
+        ),
+        (
+            "data: {datasets: []}",
+            ["data.datasets = []: list should have at least 1 item", "train.output_dir: required"],
+        ),
+        ("data: {datasets: 3}", ["data.datasets = 3: input should be a valid list"]),
+        ("a: [1]", ["a = [1]: unknown key", "data.datasets: required"]),
+        ("", ["data.datasets: required", "train.output_dir: required"]),
+        ("- a", ["holds list, not sections"]),
+        ("3", ["holds integer, not sections"]),
+        ("train: {lr: 1, lr: 2}", ["key 'lr' is given twice"]),
+        ("train: {}\ntrain: {}", ["key 'train' is given twice"]),
+        ("train: {max-steps: 1, max_steps: 2}", ["key 'max_steps' is given twice"]),
+        ("train: {max_steps: 1, max-steps: 2}", ["key 'max-steps' is given twice"]),
+        ("1: 2", ["key 1 is not a string"]),
+        ("a: [", ["config.yaml: while parsing"]),
+        ("x: !!python/object/apply:os.getcwd []", ["could not determine a constructor"]),
+        (f"seed: {'9' * 5000}", ["numbers of more than 100 characters are not read"]),
+        (f"seed: 0x{'f' * 5000}", ["numbers of more than 100 characters are not read"]),
+        ("a: 2020-02-31", ["'2020-02-31' is no timestamp"]),
+        ("a: !!bool x", ["'x' is no bool"]),
+        ("a: !!timestamp x", ["'x' is no timestamp"]),
+        ("a: !!int x", ["'x' is no int"]),
+        ("a: " + "[" * 5000, ["the file has more than 50 levels of nesting"]),
+        ("- " * 2000, ["the file has more than 50 levels of nesting"]),
+        (
+            "".join(" " * i + "a:\n" for i in range(2000)),
+            ["the file has more than 50 levels of nesting"],
+        ),
+        ("a: &a [1, *a]", ["alias *a is within what it stands for"]),
+        ("a: &a {b: {<<: *a}}", ["alias *a is within what it stands for"]),
+        *(
+            (
+                "\n".join(
+                    [
+                        f"a0: &a0 {first}",
+                        *(f"a{i}: &a{i} {f(', '.join([f'*a{i - 1}'] * 9))}" for i in range(1, 8)),
+                    ]
+                ),
+                [
+                    "the file has more than 100,000 values (an alias counts as everything it "
+                    "stands for)"
+                ],
+            )
+            for first, f in (("[x]", "[{}]".format), ("{x: 1}", "{{<<: [{}]}}".format))
+        ),
+    ],
+)
+def test_malformed_files(write, text, expected):
+    found = errors(load, write(text))
+    for line in expected:
+        assert any(line in f for f in found), (line, found)
+
+
+def test_unreadable_files(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\xfd")
+    assert "can't decode" in errors(load, str(tmp_path / "binary"))[0]
+    assert errors(load, str(tmp_path / "none")) == [
+        f"{tmp_path / 'none'}: No such file or directory"
+    ]
+    assert "directory" in errors(load, str(tmp_path))[0].lower()
+
+
+def test_merge_keys_of_yaml_work(write):
+    text = LEAST.replace("train:", "lora: &d {}\ntrain:").replace(
+        "output_dir: out", "<<: *d, output_dir: out"
+    )
+    assert load(write(text)).train.output_dir == "out"
+
+
+@pytest.mark.parametrize(
+    "path, values",
+    [
+        ("train.micro_batch_size", ["true", "1.5", ".nan", "null", "[]", "many"]),
+        ("train.lr", ["true", ".nan", ".inf", "-.inf", "null", "{}"]),
+        ("train.save_epochs", [".inf", "yes"]),
+        ("train.max_steps", ["false", "0"]),
+        ("model.model_path", ["true", "[a]"]),
+        ("data.val_set_size", ["true", ".nan"]),
+        ("train.save_async", ["3", "[]"]),
+        ("train.optimizer", ["adam"]),
+        ("train.recompute_modules", ["[]", "[norm]"]),
+        ("train.no_decay_params", ["bias", "[[a]]"]),
+        ("data.select_columns", ["3"]),
+    ],
+)
+def test_values_of_another_type_are_refused(write, path, values):
+    section, name = path.split(".")
+    for value in values:
+        text = re.sub(rf"({section}: {{)", rf"\g<1>{name}: {value}, ", LEAST)
+        found = errors(load, write(text))
+        assert len(found) == 1 and re.match(rf"{path}(\.0)? = ", found[0]), (value, found)
+
+
+def test_what_is_near_the_limits_is_read(least, write):
+    deep, shared = "[" * 48 + "]" * 48, "[&a [" + "x, " * 9000 + "y], " + "*a, " * 9 + "*a]"
+    assert [line.split(":")[0].split(" = ")[0] for line in errors(least, "--a.b", deep)] == [
+        "--a.b"
+    ]
+    names = [f"{i}.json" for i in range(500)]
+    assert least(f"--data.select_columns={names}").data.select_columns == names
+    [line] = errors(load, write(f"a: {shared}\n{LEAST}"))
+    assert line.endswith(": unknown key") and len(line) < 300
+
+
+def test_integers_that_no_array_could_hold_are_refused(least, write):
+    """Python's have no end."""
+    assert least(f"--train.max_steps={2**63 - 1}").train.max_steps == 2**63 - 1
+    for value in (2**63, 10**90):
+        sentence = [f"train.max_steps = {value}: does not fit in 64 bits; expected integer | null"]
+        assert errors(least, f"--train.max_steps={value}") == sentence
+    assert (
+        errors(load, write(LEAST.replace("output_dir", f"max_steps: {value}, output_dir")))
+        == sentence
+    )
+
+
+def test_numbers_may_be_strings_as_yaml_makes_them(write):
+    """YAML 1.1 reads 1e-5, without a point, as a string."""
+    assert load(write(LEAST.replace("output_dir", "lr: 1e-5, output_dir"))).train.lr == 1e-5
+
+
+def test_bad_file_ends_with_code_2_and_only_messages(write, capsys):
+    from tilewright.trainer import train
+
+    text = "model: {config_paht: x}\ndata: {datasets: [{path: dummy}]}\ntrain: {output_dir: o, lr: -1}\n"
+    with pytest.raises(SystemExit) as ended:
+        train.main([write(text)])
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (2, "")
+    assert said.err.splitlines() == [
+        "model.config_paht = x: unknown key; did you mean model.config_path?",
+        "train.lr = -1: input should be greater than 0; expected number",
+        "model.model_path = null, model.config_path = null: one of them must be given",
+    ]
+
+
+def test_help_names_every_field(capsys):
+    for arguments, code in (["--help"], 0), ([], 2):
+        with pytest.raises(SystemExit) as stopped:
+            module.from_command_line(arguments)
+        assert stopped.value.code == code
+        text = capsys.readouterr().out
+        assert all(f"--{path} (" in text for path in LEAVES)
+
+
+def test_check_prints_what_loads_again(write, capsys):
+    path = write(LEAST)
+    assert module.main(["check", path, "--train.seed", "7"]) == 0
+    printed = capsys.readouterr().out
+    assert load(write(printed)) == load(
+        path, ["--train.seed", "7"]
+    )  # the same file: `path` now holds the printed
+    assert "seed: 7" in printed
+
+
+# ---- overrides
+
+
+@pytest.mark.parametrize(
+    "arguments, path, expected",
+    [
+        (["--train.lr", "1e-4"], "train.lr", 1e-4),
+        (["--train.lr=1e-4"], "train.lr", 1e-4),
+        (["--train.max-steps", "3"], "train.max_steps", 3),
+        (["--train.max-steps=3"], "train.max_steps", 3),
+        (["--train.data_parallel_shard_size", "-1"], "train.data_parallel_shard_size", -1),
+        (["--train.save_hf_weights", "false"], "train.save_hf_weights", False),
+        (["--train.wandb_name", "a=b"], "train.wandb_name", "a=b"),
+        (["--train.wandb_name=a=b"], "train.wandb_name", "a=b"),
+        (["--train.wandb_name=--x"], "train.wandb_name", "--x"),
+        (["--train.wandb_name", '"null"'], "train.wandb_name", "null"),
+        (["--train.wandb_name", "12"], "train.wandb_name", "12"),
+        (["--train.max_steps", "null"], "train.max_steps", None),
+        (["--train.load_checkpoint_path", ""], "train.load_checkpoint_path", None),
+        (["--train.wandb_tags", '["a", "b"]'], "train.wandb_tags", ["a", "b"]),
+        (["--train.wandb_tags=[a, b]"], "train.wandb_tags", ["a", "b"]),
+        (["--data.val_set_size", "100"], "data.val_set_size", 100),
+        (["--data.val_set_size", "0.05"], "data.val_set_size", 0.05),
+        (["--data.datasets.0.path", "hub/name"], "data.datasets.0.path", "hub/name"),
+        (["--data.datasets.0.max-seq-len=9"], "data.datasets.0.max_seq_len", 9),
+        (
+            ["--data.datasets", '[{"path": "a/b"}, {"path": "dummy"}]'],
+            "data.datasets.1.path",
+            "dummy",
+        ),
+        (["--train.seed", "1", "--train.seed", "2"], "train.seed", 2),
+    ],
+)
+def test_override(least, arguments, path, expected):
+    value = get(least(*arguments), path)
+    assert value == expected and type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (
+            ["train.lr", "1"],
+            [
+                "train.lr: not an override; write --section.field value",
+                "1: not an override; write --section.field value",
+            ],
+        ),
+        (["--train.lr"], ["--train.lr: no value given"]),
+        (["--train.lr", "--train.seed=1"], ["--train.lr: no value given"]),
+        (["--lr", "1"], ["--lr = 1: unknown key; lr belongs under train"]),
+        (["--train", "{}"], ["--train = {}: a section; give its fields"]),
+        (
+            ["--data.datasets.1.path", "x"],
+            ["data.datasets.1.path = x: there is nothing at data.datasets.1 to change"],
+        ),
+        (
+            ["--data.datasets.path", "x"],
+            ["data.datasets.path = x: there is nothing at data.datasets to change"],
+        ),
+        (
+            ["--data.test_datasets.0.path", "x"],
+            ["data.test_datasets.0.path = x: there is nothing at data.test_datasets.0 to change"],
+        ),
+        (
+            ["--train.max_steps", "true"],
+            [
+                "train.max_steps = true: input should be a valid integer, unable to parse string "
+                "as an integer; expected integer | null"
+            ],
+        ),
+        (
+            ["--train.lr", "nan"],
+            ["train.lr = nan: input should be a finite number; expected number"],
+        ),
+    ],
+)
+def test_wrong_override(least, arguments, expected):
+    assert errors(least, *arguments) == expected
+
+
+def test_broken_json_is_named(least):
+    [line] = errors(least, "--train.wandb_tags", "[a,]]")
+    assert line.startswith("train.wandb_tags = [a,]]: not JSON:")
+
+
+def test_without_a_file_arguments_are_enough():
+    arguments = [
+        "--model.config_path",
+        "x",
+        "--data.datasets",
+        '[{"path": "dummy"}]',
+        "--train.output_dir",
+        "o",
+    ]
+    assert module.from_command_line(arguments).data.datasets[0].path == "dummy"
+
+
+# ---- the resolved configuration
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--data.dataloader_num_workers", "2"],
+        ["--model.config_path", "a/config.json"],
+        ["--train.data_parallel_mode", "none", "--train.lr", "3e-7"],
+        ["--data.val_set_size", "0.1"],
+        ["--train.wandb_name", "null"],
+        ["--train.wandb_name", '"null"'],
+        ["--train.wandb_name", "ünïcode: [x]"],
+        ["--train.optimizer", "sgd", "--train.recompute_modules", '["mlp"]'],
+        [
+            "--lora.enable_qlora",
+            "true",
+            "--lora.exclude_modules",
+            '["lm_head"]',
+            "--lora.enable_aqn",
+            "true",
+        ],
+    ],
+)
+def test_resolved_is_a_fixed_point(least, write, arguments):
+    config = least(*arguments)
+    again = load(write(resolved(config)))
+    assert again == config and resolved(again) == resolved(config)
+
+
+def test_what_is_derived(least):
+    config = least()
+    assert config.model.tokenizer_path == config.model.config_path == "nowhere"
+    assert least(QLORA).lora.enable_lora and not config.lora.enable_lora
+    assert config.train.init_device == "meta" and config.data.dataloader_prefetch_factor is None
+    assert least("--data.dataloader_num_workers", "2").data.dataloader_prefetch_factor == 2
+    here = "cpu" if platform.no_cuda() else "cuda"
+    assert least("--train.data_parallel_mode", "ddp").train.init_device == here
+    model = least("--model.config_path", "null", "--model.model_path", "m/x").model
+    assert (model.config_path, model.tokenizer_path) == ("m/x", "m/x")
+    assert least("--model.config_path", "m/config.json").model.tokenizer_path == "m"
+
+
+def test_configurations_do_not_change(least):
+    with pytest.raises(ValueError, match="frozen"):
+        least().train.lr = 1
+
+
+# ---- what is refused
+
+
+def other_values(path):
+    """Values that the type allows, other than those that are accepted."""
+    named = kind(LEAVES[path].annotation)
+    accepted = ACCEPTED.get(path, (default_of(Config, path),))
+    candidates = {
+        "integer": ["7"],
+        "number": ["0.5"],
+        "boolean": ["true", "false"],
+        "mapping": ['{"a": 1}'],
+        "list of string | null": ['["a"]'],
+    }.get(named, [v for v in named.split(" | ") if v != "null"])
+    return [v for v in candidates if v.lower() != str(accepted[0]).lower() and v not in accepted]
+
+
+@pytest.mark.parametrize("path, value", [(p, v) for p in REFUSED for v in other_values(p)])
+def test_unsupported_fields_are_refused_with_their_sentence(least, path, value):
+    found = [line for line in errors(least, f"--{path}", value) if line.startswith(f"{path} = ")]
+    assert [line for line in found if line.endswith(f": {REFUSED[path]}")] == found[:1] != []
+
+
+def test_every_refused_field_has_another_value_in_the_tests():
+    assert all(map(other_values, REFUSED))
+
+
+def test_refused_fields_may_name_their_default(least):
+    for path in REFUSED:
+        value = get(least(), path)
+        least(
+            f"--{path}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
+        )
+
+
+NONE, DDP = "--train.data_parallel_mode=none", "--train.data_parallel_mode=ddp"
+FIRST = "--data.datasets.0."
+LORA, QLORA, WEIGHTS = "--lora.enable_lora=true", "--lora.enable_qlora=true", "--model.model_path=x"
+# What breaks the rule, the sentence, and a neighbour that does not.
+RULES = [
+    (
+        "--model.batch_invariant=true --train.ringattn_parallel_size=2",
+        "where a ring cuts a document depends on",
+        "--model.batch_invariant=true --train.ulysses_parallel_size=2",
+    ),
+    *(
+        (
+            f"--model.batch_invariant=true --model.{native}=true",
+            "PyTorch's own operators do not claim that a row's bits",
+            "--model.batch_invariant=true --model.router_fp32=true",
+        )
+        for native in ("rmsnorm_native", "activation_native", "rope_native")
+    ),
+    (
+        "--model.batch_invariant=true --lora.enable_lora=true",
+        "the products of adapters",
+        "--lora.enable_lora=true",
+    ),
+    (
+        f"{DDP} --train.data_parallel_shard_size=2",
+        "only fsdp2 reads this",
+        f"{DDP} --train.data_parallel_shard_size=1",
+    ),
+    (
+        f"{DDP} --train.data_parallel_replicate_size=2",
+        "only fsdp2",
+        "--train.data_parallel_replicate_size=2",
+    ),
+    (
+        f"{NONE} --train.reshard_after_forward=false",
+        "only fsdp2 reads this",
+        "--train.reshard_after_forward=false",
+    ),
+    (
+        f"{NONE} --train.enable_full_shard=false",
+        "only fsdp2 reads this",
+        "--train.enable_full_shard=false",
+    ),
+    (
+        f"{NONE} --train.enable_forward_prefetch=false",
+        "only fsdp2",
+        "--train.enable_forward_prefetch=false",
+    ),
+    (f'{NONE} --model.basic_modules=["x"]', "only fsdp2 reads this", '--model.basic_modules=["x"]'),
+    (f"{FIRST}trust_remote_code=true", "no longer runs", f"{FIRST}trust_remote_code=false"),
+    (
+        f"{FIRST}path=a/b {FIRST}data_files=f",
+        "data_files needs ds_type",
+        f"{FIRST}path=a/b {FIRST}data_files=f {FIRST}ds_type=csv",
+    ),
+    (
+        f"{FIRST}preprocess_shards=2 {FIRST}shards=2 {FIRST}shards_idx=0",
+        "give one of them",
+        f"{FIRST}preprocess_shards=2",
+    ),
+    (f"{FIRST}shards=2", "give both, or neither", f"{FIRST}shards=2 {FIRST}shards_idx=1"),
+    (f"{FIRST}shards_idx=0", "give both, or neither", f"{FIRST}shards=1 {FIRST}shards_idx=0"),
+    (
+        f"{FIRST}shards=2 {FIRST}shards_idx=2",
+        "from 0 to one below",
+        f"{FIRST}shards=2 {FIRST}shards_idx=0",
+    ),
+    (f"{FIRST}name=x", "not read from anywhere", f"{FIRST}path=a/b {FIRST}name=x"),
+    (f"{FIRST}split=x", "not read from anywhere", f"{FIRST}path=a/b {FIRST}split=x"),
+    (f"{FIRST}revision=x", "not read from anywhere", f"{FIRST}path=a/b {FIRST}revision=x"),
+    (f"{FIRST}ds_type=csv", "not read from anywhere", f"{FIRST}path={__file__} {FIRST}ds_type=csv"),
+    (f"{FIRST}data_files=x {FIRST}ds_type=csv", "not read from anywhere", ""),
+    (f"{FIRST}type=text", "tokenized already", f"{FIRST}type=tokenized"),
+    (
+        f"{FIRST}path={__file__} {FIRST}name=x",
+        "only a dataset on the Hub",
+        f"{FIRST}path={__file__}",
+    ),
+    (
+        f"{FIRST}path=s3://b/f.csv {FIRST}revision=x",
+        "only a dataset on the Hub",
+        f"{FIRST}path=s3://b/f.csv",
+    ),
+    (
+        f"{FIRST}path=a/b {FIRST}data_files=f {FIRST}ds_type=csv {FIRST}name=x",
+        "give one of them",
+        f"{FIRST}path=a/b {FIRST}data_files=f {FIRST}ds_type=csv {FIRST}revision=x",
+    ),
+    (
+        f"{FIRST}path=a/b {FIRST}ds_type=csv",
+        "the Hub knows the format",
+        f"{FIRST}path=s3://b/f {FIRST}ds_type=csv",
+    ),
+    (
+        "--model.config_path=null",
+        "one of them must be given",
+        "--model.config_path=null --model.model_path=x",
+    ),
+    (
+        "--data.dataloader_prefetch_factor=2",
+        "without workers it must be null",
+        "--data.dataloader_prefetch_factor=2 --data.dataloader_num_workers=1",
+    ),
+    ("--data.val_set_size=0", "a number of samples", "--data.val_set_size=1"),
+    ("--data.val_set_size=1.5", "a number of samples", "--data.val_set_size=0.5"),
+    ("--data.val_set_size=-0.5", "a number of samples", "--data.val_set_size=2"),
+    (
+        '--data.val_set_size=1 --data.test_datasets=[{"path":"dummy"}]',
+        "give one of them",
+        '--data.test_datasets=[{"path":"dummy"}]',
+    ),
+    (
+        '--data.test_datasets=[{"path":"dummy","shards":2}]',
+        "give both, or neither",
+        '--data.test_datasets=[{"path":"dummy","shards":2,"shards_idx":1}]',
+    ),
+    (
+        "--data.dataset_shard_num=2",
+        "give both, or neither",
+        "--data.dataset_shard_num=2 --data.dataset_shard_idx=1",
+    ),
+    (
+        "--data.dataset_shard_idx=0",
+        "give both, or neither",
+        "--data.dataset_shard_num=1 --data.dataset_shard_idx=0",
+    ),
+    ("--data.dataset_shard_num=2 --data.dataset_shard_idx=2", "from 0 to one below", ""),
+    (
+        "--data.push_dataset_to_hub=a/b",
+        "pushing needs hf_use_auth_token",
+        "--data.push_dataset_to_hub=a/b --data.hf_use_auth_token=true",
+    ),
+    (
+        "--data.push_dataset_to_hub=a/b --data.hf_use_auth_token=true "
+        "--data.skip_prepare_dataset=true",
+        "nothing is prepared",
+        "--data.hf_use_auth_token=true --data.skip_prepare_dataset=true",
+    ),
+    (
+        "--train.data_parallel_shard_size=0",
+        "must be -1, or 1 or more",
+        "--train.data_parallel_shard_size=1",
+    ),
+    (
+        "--train.data_parallel_replicate_size=-2",
+        "must be -1, or 1 or more",
+        "--train.data_parallel_replicate_size=-1",
+    ),
+    (
+        "--train.init_device=cpu",
+        "fsdp2 builds the model on meta",
+        f"{NONE} --train.init_device=cpu",
+    ),
+    (
+        f"{DDP} --train.init_device=meta",
+        "only fsdp2 builds the model on meta",
+        "--train.init_device=meta",
+    ),
+    (
+        "--train.enable_full_shard=false --train.reshard_after_forward=true",
+        "ZeRO-2 keeps parameters",
+        "--train.enable_full_shard=false --train.reshard_after_forward=false",
+    ),
+    (
+        "--train.lr_decay_style=cosine --train.lr_min=1e-3",
+        "the decay would rise",
+        "--train.lr_min=1e-3",
+    ),
+    (
+        "--train.lr_warmup_ratio=0.1 --train.lr_start=1",
+        "the warmup would fall",
+        "--train.lr_start=1",
+    ),
+    (
+        "--train.lr_decay_style=linear --train.lr_warmup_ratio=0.5 --train.lr_decay_ratio=0.4",
+        "the decay would end",
+        "--train.lr_decay_style=linear --train.lr_warmup_ratio=0.4 --train.lr_decay_ratio=0.5",
+    ),
+    (
+        "--train.enable_gradient_checkpointing=false --train.enable_reentrant=true",
+        "nothing is recomputed",
+        "--train.enable_reentrant=true",
+    ),
+    (
+        '--train.enable_gradient_checkpointing=false --train.recompute_modules=["mlp"]',
+        "nothing is recomputed",
+        '--train.recompute_modules=["mlp"]',
+    ),
+    (
+        "--train.enable_full_determinism=true",
+        "needs allow_cuda_launch_blocking",
+        "--train.enable_full_determinism=true --train.allow_cuda_launch_blocking=true",
+    ),
+    (
+        "--train.profile_start_step=2",
+        "profiling must end after it starts",
+        "--train.profile_start_step=2 --train.profile_end_step=3",
+    ),
+    (
+        f"{DDP} --train.expert_parallel_size=2",
+        "only fsdp2 reads this",
+        "--train.expert_parallel_size=2",
+    ),
+    (
+        f"{NONE} --train.ep_outside=true",
+        "only fsdp2",
+        "--train.ep_outside=true --train.expert_parallel_size=2",
+    ),
+    ("--train.ep_outside=true", "there is nothing to place", ""),
+    ("--model.ep_dispatch=deepep", "one process has all experts", "--model.ep_dispatch=alltoall"),
+    (
+        "--model.deepep_buffer_size_gb=1",
+        "only deepep reads this",
+        "--model.deepep_buffer_size_gb=2",
+    ),
+    ("--model.deepep_num_sms=24", "only deepep reads this", "--model.deepep_num_sms=20"),
+    ("--model.deepep_num_sms=21", "must be even", ""),
+    ("--model.ep_dispatch=deepep --train.enable_mixed_precision=false", "carries bfloat16", ""),
+    (
+        "--train.enable_gradient_checkpointing=false --train.moe_checkpoint_method=moe_act",
+        "nothing is recomputed",
+        "--train.moe_checkpoint_method=moe_act",
+    ),
+    (
+        '--train.moe_checkpoint_method=moe_act --train.recompute_modules=["self_attn"]',
+        "experts are not recomputed",
+        '--train.moe_checkpoint_method=moe_act --train.recompute_modules=["mlp"]',
+    ),
+    (
+        "--train.moe_checkpoint_method=moe_act --train.enable_reentrant=true",
+        "without reentering",
+        "",
+    ),
+    (
+        f"{DDP} --train.ulysses_parallel_size=2",
+        "only fsdp2 reads this",
+        "--train.ulysses_parallel_size=2",
+    ),
+    (
+        f"{DDP} --train.ringattn_parallel_size=2",
+        "only fsdp2 reads this",
+        "--train.ringattn_parallel_size=2",
+    ),
+    (
+        "--train.cp_fsdp_mode=none",
+        "no sequence is spread",
+        "--train.cp_fsdp_mode=none --train.ringattn_parallel_size=2",
+    ),
+    (f"{QLORA} --lora.enable_lora=false", "QLoRA implies LoRA", QLORA),
+    *(
+        (f"--lora.{field}", "only enable_lora makes", f"{LORA} --lora.{field} {WEIGHTS}")
+        for field in (
+            "lora_rank=2",
+            "lora_alpha=2",
+            'lora_target_modules=["q_proj"]',
+            "save_lora_only=true",
+            "merge_lora_interval=3",
+        )
+    ),
+    *(
+        (f"{LORA} --lora.{field}", "only enable_qlora makes", f"{QLORA} --lora.{field}")
+        for field in ("quant_format=block_fp8", 'exclude_modules=["x"]', "enable_aqn=true")
+    ),
+    (
+        f"{LORA} --lora.quant_group_size=64",
+        "only enable_qlora makes",
+        f"{QLORA} --lora.quant_format=nf4 --lora.quant_group_size=64",
+    ),
+    (
+        f"{QLORA} --lora.aqn_alpha=2",
+        "only enable_aqn makes",
+        f"{QLORA} --lora.enable_aqn=true --lora.aqn_alpha=2",
+    ),
+    (
+        f"{QLORA} --lora.quant_group_size=32",
+        "nvfp4 has groups of 16",
+        f"{QLORA} --lora.quant_group_size=16",
+    ),
+    (
+        f"{QLORA} --lora.quant_format=nf4",
+        "nf4 has groups of 32, 64",
+        f"{QLORA} --lora.quant_format=nf4 --lora.quant_group_size=4096",
+    ),
+    (
+        f"{QLORA} --lora.quant_format=block_fp8 --lora.quant_group_size=129",
+        "block_fp8 has groups of 1 to 128",
+        f"{QLORA} --lora.quant_format=block_fp8 --lora.quant_group_size=128",
+    ),
+    (
+        f"{LORA} --lora.reset_optimizer_on_merge=true",
+        "no merge to reset at",
+        f"{LORA} --lora.reset_optimizer_on_merge=true --lora.merge_lora_interval=2",
+    ),
+    (
+        f"{LORA} --lora.save_lora_only=true {WEIGHTS} --lora.merge_lora_interval=2",
+        "would lose what was merged",
+        f"{LORA} --lora.save_lora_only=true {WEIGHTS}",
+    ),
+    (f"{LORA} --lora.save_lora_only=true", "random weights are not stored", ""),
+    (
+        f"{LORA} --lora.save_lora_only=true {WEIGHTS} --train.save_hf_weights=false",
+        "no Hugging Face checkpoint",
+        "",
+    ),
+    (
+        f"{QLORA} --lora.enable_aqn=true --train.enable_compile=true",
+        "compiled code would be made anew",
+        f"{QLORA} --train.enable_compile=true",
+    ),
+    (
+        f"{QLORA} --train.expert_parallel_size=2",
+        "quantised experts are not spread",
+        f"{LORA} --train.expert_parallel_size=2",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "broken, sentence, neighbour", RULES, ids=[b.replace("--", "") for b, _, _ in RULES]
+)
+def test_rule(least, broken, sentence, neighbour):
+    found = errors(least, *broken.split())
+    fields = {a[2:].partition("=")[0] for a in broken.split()}
+    assert any(
+        sentence in line and any(re.search(rf"{f}\b.* = ", line) for f in fields) for line in found
+    ), found
+    least(*neighbour.split())
+
+
+def test_rules_of_the_machine(least, monkeypatch):
+    if platform.no_cuda():
+        assert errors(least, NONE, "--train.init_device=cuda") == [
+            "train.init_device = cuda: no CUDA device"
+        ]
+    monkeypatch.setattr(platform, "no_module", lambda name: f"no {name} here")
+    deep = "--model.ep_dispatch=deepep", "--train.expert_parallel_size=2"
+    assert errors(least, *deep) == ["model.ep_dispatch = deepep: no deep_ep here"]
+    assert errors(least, "--train.use_wandb=true") == ["train.use_wandb = true: no wandb here"]
+    monkeypatch.setattr(platform, "no_module", lambda name: None)
+    if platform.no_cuda():
+        assert errors(least, *deep) == ["model.ep_dispatch = deepep: no CUDA device"]
+    assert least("--train.use_wandb=true").train.use_wandb
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    [line] = errors(least)
+    assert "CUDA_LAUNCH_BLOCKING is set" in line
+    assert least("--train.allow_cuda_launch_blocking=true")
+
+
+def test_building_without_a_file_follows_the_rules_too():
+    parts = {"model": {"config_path": "x"}, "data": {"datasets": [{"path": "dummy"}]}}
+    assert Config(**parts, train={"output_dir": "o"})
+    with pytest.raises(ValueError, match="tensor parallelism"):
+        Config(**parts, train={"output_dir": "o", "tensor_parallel_size": 2})
+
+
+# ---- the mesh
+
+BOTH = {"ringattn_parallel_size": 2, "ulysses_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    "values, world, expected",
+    [
+        ({}, 1, (1, 1)),
+        ({}, 8, (1, 8)),
+        ({"data_parallel_shard_size": 4}, 8, (2, 4)),
+        ({"data_parallel_replicate_size": 2}, 8, (2, 4)),
+        ({"data_parallel_shard_size": 1}, 4, (4, 1)),
+        ({"data_parallel_shard_size": 2, "data_parallel_replicate_size": 3}, 6, (3, 2)),
+        ({"data_parallel_mode": "ddp"}, 4, (4, 1)),
+        ({"data_parallel_mode": "none"}, 1, (1, 1)),
+        ({"data_parallel_mode": "none"}, 2, "none: trains one process, but 2 were started"),
+        ({"data_parallel_shard_size": 3}, 8, "do not make 8 processes"),
+        ({"data_parallel_shard_size": 16}, 8, "do not make 8 processes"),
+        ({"data_parallel_replicate_size": 3}, 8, "do not make 8 processes"),
+        ({"data_parallel_replicate_size": 16}, 8, "do not make 8 processes"),
+        (
+            {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2},
+            8,
+            "do not make 8 processes",
+        ),
+        ({"expert_parallel_size": 2}, 4, (1, 4)),
+        (
+            {"expert_parallel_size": 3},
+            4,
+            "expert_parallel_size = 3: does not divide the 4 processes of a shard group",
+        ),
+        (
+            {"expert_parallel_size": 4, "data_parallel_replicate_size": 2},
+            4,
+            "does not divide the 2 processes",
+        ),
+        ({**BOTH}, 8, (1, 8)),
+        ({**BOTH, "cp_fsdp_mode": "none"}, 8, (4, 2)),
+        ({**BOTH, "cp_fsdp_mode": "ulysses_only"}, 16, (2, 8)),
+        ({**BOTH, "cp_fsdp_mode": "ring_only", "data_parallel_replicate_size": 2}, 16, (4, 4)),
+        ({**BOTH, "data_parallel_shard_size": 1}, 8, (2, 4)),
+        (
+            {**BOTH},
+            6,
+            "ringattn_parallel_size = 2, train.ulysses_parallel_size = 2: 6 processes do not "
+            "divide by 4",
+        ),
+        ({**BOTH}, 2, "2 processes do not divide by 4"),
+        (
+            {**BOTH, "data_parallel_shard_size": 4},
+            8,
+            "do not make 8 processes of 4 for each sequence",
+        ),
+        (
+            {**BOTH, "data_parallel_replicate_size": 3},
+            8,
+            "do not make 8 processes of 4 for each sequence",
+        ),
+        (
+            {**BOTH, "cp_fsdp_mode": "none", "expert_parallel_size": 4},
+            8,
+            "does not divide the 2 processes of a shard",
+        ),
+    ],
+)
+def test_mesh(values, world, expected):
+    train = Train(output_dir="o", **values)
+    if isinstance(expected, tuple):
+        assert train.mesh(world) == expected
+    else:
+        assert expected in errors(train.mesh, world)[0]
+
+
+def test_reshard_follows_full_shard_unless_it_is_given():
+    assert (
+        Train(output_dir="o").reshard and not Train(output_dir="o", enable_full_shard=False).reshard
+    )
+    assert not Train(output_dir="o", reshard_after_forward=False).reshard

@@ -1,0 +1,564 @@
+"""The trainer's models against transformers, on the same weights, in float32."""
+
+import json
+import pathlib
+import shutil
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from tilewright import ops as tw  # noqa: E402
+from tilewright.trainer import hf  # noqa: E402
+from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
+
+SMOLLM2 = pathlib.Path(__file__).parents[2] / ".cache/smollm2"
+SMALL = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.2,
+}
+MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SHAPES = {
+    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
+    "llama3-rope": (transformers.LlamaConfig, {"rope_parameters": LLAMA3}),
+    "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": False}),
+    "qwen3-tied": (transformers.Qwen3Config, {"tie_word_embeddings": True}),
+    "qwen3-moe": (transformers.Qwen3MoeConfig, MOE),
+    "qwen3-moe-mixed": (
+        transformers.Qwen3MoeConfig,
+        {**MOE, "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
+}
+
+
+IDS = torch.arange(12)[None]
+
+
+def theirs(name, tmp_path):
+    kind, extra = SHAPES[name]
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(
+        kind(**SMALL, **extra), attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():  # norms of exactly one would hide a norm that is not applied
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.add_(0.3 * torch.randn_like(p))
+    model.save_pretrained(tmp_path / "theirs")
+    return model
+
+
+def ours(folder, merge_qkv=True, **ops):
+    model = Transformer(hf.load_config(folder), Ops.resolve(**ops), merge_qkv)
+    hf.load_weights(model, folder)
+    return model
+
+
+def close(a, b):
+    assert (a - b).abs().max() <= 1e-4 * b.abs().max()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("merge_qkv", [True, False])
+def test_logits_loss_and_gradients_equal_transformers(name, merge_qkv, tmp_path):
+    reference = theirs(name, tmp_path)
+    model = ours(tmp_path / "theirs", merge_qkv)
+    ids = torch.randint(0, 211, (2, 40))
+    close(model(ids), reference(ids).logits)
+    labels = torch.cat((ids[:, 1:], torch.full((2, 1), -100)), 1)
+    loss = model(ids, labels=labels)
+    expected = reference(ids, labels=ids).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    loss.backward()
+    expected.backward()
+    wanted = dict(reference.named_parameters())
+    compared = 0
+    for param, p in model.named_parameters():
+        if "experts" in param:
+            want = wanted[param].grad
+        else:
+            want = torch.cat([wanted[n].grad for n in hf.sources(param, model.config)])
+        assert (p.grad - want).abs().max() <= 1e-4 * want.abs().max(), param
+        compared += 1
+    assert compared == len(list(model.parameters()))
+
+
+def test_smollm2_logits_equal_transformers_on_the_real_weights():
+    if not (SMOLLM2 / "config.json").is_file():
+        pytest.skip("no .cache/smollm2; `make .cache/smollm2/config.json` makes it")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        SMOLLM2, dtype=torch.float32
+    ).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM2)
+    ids = tokenizer(
+        "The capital of France is Paris, and the sea around Brittany is cold in winter.",
+        return_tensors="pt",
+    ).input_ids
+    with torch.no_grad():
+        logits = ours(SMOLLM2)(ids)
+        close(logits, reference(ids).logits)
+    after_is = tokenizer("The capital of France is", return_tensors="pt").input_ids.shape[1] - 1
+    assert tokenizer.decode(logits[0, after_is].argmax()) == " Paris"
+
+
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_packed_documents_equal_separate_ones(name, attn, tmp_path):
+    theirs(name, tmp_path)
+    model = ours(tmp_path / "theirs", attn_implementation=attn)
+    documents = [torch.randint(0, 211, (n,)) for n in (5, 1, 17)]
+    packed = model(
+        torch.cat(documents)[None], cu_seqlens=torch.tensor([0, 5, 6, 23], dtype=torch.int32)
+    )
+    alone = torch.cat([model(d[None])[0] for d in documents])
+    torch.testing.assert_close(packed[0], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_boundaries_on_the_host_spare_attention_reading_them(monkeypatch):
+    """Each layer gets a bound of the longest document. It is a power of two: compiled code is
+    made for few of them.
+    """
+    given = []
+    monkeypatch.setattr(
+        tw, "attention", lambda q, k, v, max_seqlen, **_: given.append(max_seqlen) or q.clone()
+    )
+    made = Transformer(ModelConfig.from_hf({"model_type": "qwen3", **SMALL}), Ops.resolve())
+    ids = torch.arange(23)[None]
+    for ends, bound in (
+        ((0, 5, 6, 23), 32),
+        ((0, 4, 8, 23), 16),
+        ((0, 11, 15, 23), 16),
+        ((0, 23), 32),
+        (None, None),
+    ):
+        made(ids, cu_seqlens=torch.tensor(ends or (0, 3, 23)), ends=ends)
+        assert given == [bound] * 3
+        given.clear()
+    made(ids[:, :1], cu_seqlens=torch.tensor((0, 1, 1)), ends=(0, 1, 1))
+    assert given == [1] * 3
+    for cu, ends, message in (
+        ((0, 5, 23), (0, 6, 23), "ends must be the values of cu_seqlens, got"),
+        ((0, 5, 23), (0, 23), "ends must be the values of cu_seqlens, got"),
+        (None, (0, 23), "ends are cu_seqlens on the host: give both"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made(ids, cu_seqlens=cu and torch.tensor(cu), ends=ends)
+
+
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+def test_compiled_layers_are_not_made_anew_for_other_documents(attn):
+    from torch._dynamo.testing import CompileCounter
+
+    made = Transformer(ModelConfig.from_hf({"model_type": "qwen3", **SMALL}), Ops.resolve(attn))
+    counter = CompileCounter()
+    made.model.layers[0].compile(backend=counter)
+    ids, counts = torch.randint(0, 211, (1, 16)), []
+    for ends in (
+        (0, 16),
+        (0, 5, 16),
+        (0, 7, 8, 16),
+        (0, 1, 2, 3, 16),
+        (0, 2, 4, 6, 8, 16),
+        (0, 4, 8, 12, 16),
+        range(0, 17, 2),
+    ):
+        made(ids, cu_seqlens=torch.tensor(tuple(ends)), ends=ends)
+        counts.append(counter.frame_count)
+    assert counts[0] > 0 and counts[3:] == counts[2:3] * 4
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe-mixed"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_activations_give_the_same_gradients(name, reentrant, tmp_path):
+    theirs(name, tmp_path)
+    ids = torch.randint(0, 211, (1, 20))
+    found = []
+    for modules in ("off", None, ["self_attn"], ["mlp"], ["self_attn", "mlp"]):
+        model = ours(tmp_path / "theirs")
+        if modules != "off":
+            model.recompute_activations(modules, reentrant)
+        model(ids, labels=ids).backward()
+        found.append([p.grad for p in model.parameters()])
+    for grads in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], grads, strict=True))
+
+
+@pytest.mark.parametrize("modules", [None, ["mlp"], ["self_attn", "mlp"]])
+def test_experts_alone_are_recomputed_without_choosing_again(modules, tmp_path):
+    """The same gradients; each router runs once, each layer's experts twice; and less is kept
+    than without.
+    """
+    theirs("qwen3-moe-mixed", tmp_path)
+    ids = torch.randint(0, 211, (1, 20))
+
+    def measure(alone):
+        model = ours(tmp_path / "theirs")
+        if alone:
+            model.recompute_activations(modules, experts_alone=True)
+        calls, kept = {"gate": 0, "experts": 0}, {}
+
+        def counted(name, call):
+            def wrapped(*args):
+                calls[name] += 1
+                return call(*args)
+
+            return wrapped
+
+        for block in model.model.layers:
+            if hasattr(block.mlp, "experts"):
+                block.mlp.gate.forward = counted("gate", block.mlp.gate.forward)
+                block.mlp.experts._compute = counted("experts", block.mlp.experts._compute)
+
+        def pack(t):
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = model(ids, labels=ids)
+        loss.backward()
+        return [p.grad for p in model.parameters()], calls, sum(kept.values())
+
+    found = measure(False), measure(True)
+    (plain, once, much), (recomputed, twice, little) = found
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+    assert once == {"gate": 2, "experts": 2} and twice == {"gate": 2, "experts": 4}
+    assert little < much - 2 * 20 * 2 * 2 * 48 * 4  # gate and up of two layers
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_folders_round_trip_bit_for_bit_and_load_in_transformers(name, tmp_path):
+    reference = theirs(name, tmp_path)
+    hf.save_weights(ours(tmp_path / "theirs"), tmp_path / "ours", max_shard_bytes=100_000)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    ).eval()
+    for (n, a), (_, b) in zip(reference.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(a, b), n
+    ids = torch.randint(0, 211, (1, 12))
+    torch.testing.assert_close(again(ids).logits, reference(ids).logits, rtol=0, atol=0)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_meta_construction_and_initialisation_depend_on_the_seed_alone():
+    config = ModelConfig.from_hf({"model_type": "qwen3", **SMALL, "tie_word_embeddings": True})
+    models = []
+    for meta, seed in ((True, 3), (False, 3), (False, 4)):
+        with torch.device("meta" if meta else "cpu"):
+            model = Transformer(config, Ops.resolve())
+        if meta:
+            model.to_empty(device="cpu")
+            model.tie()
+        model.init_weights(seed)
+        models.append(model)
+    a, b, c = (torch.cat([p.flatten() for p in m.parameters()]) for m in models)
+    assert torch.equal(a, b) and not torch.equal(a, c)
+    assert models[0].lm_head.weight is models[0].model.embed_tokens.weight
+    assert 0.015 < models[0].model.layers[0].self_attn.qkv_proj.weight.std() < 0.025
+
+
+NUMBERS = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+]
+OPTIONAL = ["num_key_value_heads", "head_dim", "max_position_embeddings"]
+EXPERTS = ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        *(
+            (
+                {name: value},
+                f"config.json: {name} must be an integer of at least 1 and at most 16777216, got "
+                f"{value!r}",
+            )
+            for name in (*NUMBERS, *OPTIONAL, *EXPERTS)
+            for value in (0, 10**12)
+        ),
+        *(
+            ({"head_dim": value}, f"head_dim must be an integer of .*, got {value}")
+            for value in (16.0, True, -16)
+        ),
+        *(
+            ({name: None}, f"config.json: {name} must be an integer of .*, got None")
+            for name in (*NUMBERS, "moe_intermediate_size")
+        ),
+        ({"head_dim": 15}, "head_dim must be even, got 15"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 must divide"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_experts = 8, got 9"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers must be a list of integers, got 1"),
+        *(
+            (
+                {"rope_theta": v},
+                f"config.json: rope_theta must be a finite number above 0, got {v!r}",
+            )
+            for v in (0, -1.0, "10000", float("inf"))
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 0}},
+            "rope_theta must be a finite number above 0, got 0",
+        ),
+        (
+            {"rope_parameters": {**LLAMA3, "factor": 0}},
+            "factor must be a finite number above 0, got 0",
+        ),
+        ({"rope_parameters": [8]}, "rope_parameters must be an object, got"),
+        ({"rope_parameters": {"rope_type": ["linear"]}}, "rope type .*'linear'.* is not supported"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a finite number above 0, got 0"),
+        (
+            {"tie_word_embeddings": "false"},
+            "tie_word_embeddings must be true or false, got 'false'",
+        ),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
+    ],
+)
+def test_a_number_of_config_json_is_taken_as_it_is_or_refused(change, message):
+    whole = {"model_type": "qwen3_moe", **SMALL, **MOE}
+    assert ModelConfig.from_hf(
+        {**whole, **dict.fromkeys((*OPTIONAL, "decoder_sparse_step", "rope_theta"))}
+    ) == (
+        ModelConfig.from_hf({**whole, "num_key_value_heads": 4, "max_position_embeddings": 4096})
+    )  # null: the default
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf({**whole, **change})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "mamba"}, "model_type must be one of .*'mamba'"),
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window = True"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf({"model_type": "llama", **SMALL, **change})
+
+
+def test_unknown_and_unusable_implementations_are_refused_before_anything_is_built():
+    from tilewright.registry import ImplementationUnavailable
+
+    with pytest.raises(
+        ValueError, match=r"attention: unknown implementation 'flash_attention_9'; have"
+    ):
+        Ops.resolve("flash_attention_9")
+    with pytest.raises(
+        ValueError, match=r"moe_mlp: unknown implementation 'nosuch'; have \['auto', 'triton'"
+    ):
+        Ops.resolve(moe_implementation="nosuch")
+    with pytest.raises(ImplementationUnavailable, match=r"moe_mlp\[triton\]"):
+        Ops.resolve(moe_implementation="triton", device_type="xpu")
+    assert Ops.resolve(moe_implementation="eager").names()["moe_mlp"] == "eager"
+    with pytest.raises(ImplementationUnavailable, match=r"rmsnorm.*triton"):
+        Ops.resolve(
+            rmsnorm="triton", device_type="cuda"
+        ) if not torch.cuda.is_available() else Ops.resolve(rmsnorm="triton", device_type="xpu")
+
+
+def rewrite(folder, change):
+    """The tensors of a folder, changed; as one file."""
+    tensors = change(load_file(folder / hf.SINGLE))
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / hf.SINGLE)
+
+
+Q, K = (f"model.layers.1.self_attn.{n}_proj.weight" for n in "qk")
+
+
+@pytest.mark.parametrize(
+    "dtype, name",
+    [
+        (torch.int8, "I8"),
+        (torch.int64, "I64"),
+        (torch.bool, "BOOL"),
+        (torch.complex64, "C64"),
+        (torch.float8_e4m3fn, "F8_E4M3"),
+    ],
+)
+def test_weights_of_a_dtype_that_is_no_weights_are_refused(dtype, name, tmp_path):
+    theirs("qwen3", tmp_path)
+    rewrite(tmp_path / "theirs", lambda t: {**t, K: t[K].to(dtype)})
+    with pytest.raises(
+        ValueError, match=rf"\n  {K} is {name} in model\.safetensors; accepted are F32, BF16, F16, "
+    ):
+        ours(tmp_path / "theirs")
+    for good in (torch.float64, torch.float16):
+        rewrite(tmp_path / "theirs", lambda t, good=good: {**t, K: torch.ones(32, 64, dtype=good)})
+        ours(tmp_path / "theirs")
+
+
+def test_projections_of_swapped_sizes_are_named(tmp_path):
+    theirs("qwen3", tmp_path)
+    rewrite(tmp_path / "theirs", lambda t: {**t, Q: t[K], K: t[Q]})
+    with pytest.raises(ValueError) as caught:
+        ours(tmp_path / "theirs")
+    assert str(caught.value).splitlines()[1:] == [
+        f"  {Q} has shape [32, 64], the model's has [64, 64]",
+        f"  {K} has shape [64, 64], the model's has [32, 64]",
+    ]
+
+
+def test_an_index_names_files_of_its_folder(tmp_path):
+    theirs("qwen3", tmp_path)
+    folder, outside = tmp_path / "theirs", tmp_path / "outside.safetensors"
+    names = list(load_file(folder / hf.SINGLE))
+    (folder / hf.SINGLE).rename(outside)
+    (folder / "link.safetensors").symlink_to(outside)
+    (folder / "inner").mkdir()
+    shutil.copy(outside, folder / "inner/x.safetensors")
+    index = folder / hf.INDEX
+
+    def refused(text, message):
+        index.write_text(text if isinstance(text, str) else json.dumps(text))
+        with pytest.raises(ValueError, match=message) as caught:
+            ours(folder)
+        assert str(folder) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    for file in (
+        "../outside.safetensors",
+        str(outside),
+        "link.safetensors",
+        "inner/../../outside.safetensors",
+    ):
+        refused(
+            {"weight_map": dict.fromkeys(names, file)},
+            f"weight_map names {file!r}, which is not in the folder",
+        )
+    refused({"weight_map": dict.fromkeys(names, 3)}, "weight_map must name files, got 3")
+    refused({}, "weight_map must be an object, from tensors' names to files', got NoneType")
+    refused({"weight_map": names}, "weight_map must be an object, .*, got list")
+    refused([], "must hold a JSON object, got list")
+    refused("{", "is not valid JSON")
+    refused("[" * 100_000, "is not valid JSON")
+    save_file({Q: torch.ones(1)}, folder / "inner/y.safetensors")
+    refused(
+        {"weight_map": {**dict.fromkeys(names, "inner/x.safetensors"), K: "inner/y.safetensors"}},
+        rf"y\.safetensors: holds no {K}, although",
+    )
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "inner/x.safetensors")}))
+    want = ours(folder)(IDS)
+    # A snapshot in the Hub's cache holds links to blobs beside it.
+    cache = tmp_path / "models--a--b"
+    (cache / "snapshots/c0ffee").mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    shutil.copy(outside, cache / "blobs/5eed")
+    shutil.copy(folder / "config.json", cache / "snapshots/c0ffee")
+    (cache / "snapshots/c0ffee/x.safetensors").symlink_to("../../blobs/5eed")
+    text = json.dumps({"weight_map": dict.fromkeys(names, "x.safetensors")})
+    (cache / "snapshots/c0ffee" / hf.INDEX).write_text(text)
+    assert torch.equal(ours(cache / "snapshots/c0ffee")(IDS), want)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"quantization_config": []}, "quantization_config must be an object, got list"),
+        (
+            {"quantization_config": {"weight_block_size": 128}},
+            "weight_block_size must be two integers of .*, got 128",
+        ),
+        (
+            {"quantization_config": {"weight_block_size": []}},
+            r"weight_block_size must be two integers .*, got \[\]",
+        ),
+        (
+            {"quantization_config": {"weight_block_size": [128.0, 128]}},
+            "weight_block_size must be two integers",
+        ),
+        (
+            {"quantization_config": {"ignore": "lm_head"}},
+            "ignore of .* must be a list of names, got 'lm_head'",
+        ),
+    ],
+)
+def test_a_quantization_that_config_json_describes_wrongly_is_refused(change, message, tmp_path):
+    theirs("qwen3", tmp_path)
+    file = tmp_path / "theirs/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ValueError, match=message):
+        hf.excluded(tmp_path / "theirs")
+        ours(tmp_path / "theirs")
+    file.rename(tmp_path / "theirs/hf_quant_config.json")
+    (tmp_path / "theirs/hf_quant_config.json").write_text('{"quantization": []}')
+    with pytest.raises(
+        ValueError, match=r"hf_quant_config\.json: quantization must be an object, got list"
+    ):
+        hf.excluded(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_dtype_that_a_folder_holds(dtype, tmp_path):
+    reference = theirs("qwen3", tmp_path).to(dtype)
+    folder = tmp_path / "theirs"
+    for options in ({}, {"max_shard_size": "100KB"}):
+        reference.save_pretrained(folder, **options)
+        assert hf.stored_dtype(folder) == dtype
+    hf.save_weights(ours(folder), tmp_path / "again", dtype=hf.stored_dtype(folder))
+    assert {t.dtype for t in load_file(tmp_path / "again" / hf.SINGLE).values()} == {dtype}
+    for file in folder.glob("model*"):
+        file.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    for where in (folder, folder / "config.json"):
+        assert hf.stored_dtype(where, weights=False) == dtype
+    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors"):
+        hf.stored_dtype(folder)
+    for name in ("dtype", "torch_dtype"):
+        for value, want in ((str(dtype)[6:], dtype), (None, torch.float32)):
+            (folder / "config.json").write_text(json.dumps({**config, "dtype": None, name: value}))
+            assert hf.stored_dtype(folder, weights=False) == want
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "int8"}))
+    with pytest.raises(
+        ValueError, match=r"config\.json's dtype must be one of float32, bfloat16, .*, got 'int8'"
+    ):
+        hf.stored_dtype(folder, weights=False)
+
+
+def test_a_checkpoint_that_does_not_fit_reports_everything_at_once(tmp_path):
+    theirs("qwen3", tmp_path)
+    file = tmp_path / "theirs/model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.self_attn.k_proj.weight"]
+    tensors["model.norm.weight"] = torch.ones(3)
+    tensors["model.layers.9.extra"] = torch.ones(1)
+    save_file(tensors, file)
+    with pytest.raises(ValueError) as caught:
+        ours(tmp_path / "theirs")
+    for part in (
+        "missing model.layers.0.self_attn.k_proj.weight",
+        "model.norm.weight has shape [3], the model's has [64]",
+        "unexpected model.layers.9.extra",
+    ):
+        assert part in str(caught.value)
+    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors"):
+        hf.load_weights(Transformer(hf.load_config(tmp_path / "theirs"), Ops.resolve()), tmp_path)

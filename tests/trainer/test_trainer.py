@@ -1,0 +1,2167 @@
+"""The training loop: schedules, gradients however they are cut up, checkpoints, what a run
+writes.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import json
+import math
+import os
+import pathlib
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+pytest.importorskip("pydantic")
+transformers = pytest.importorskip("transformers")
+
+import distributed_worker  # noqa: E402
+
+from tilewright import adapt  # noqa: E402
+from tilewright import ops as tw  # noqa: E402
+from tilewright.lora import QuantizedLinear  # noqa: E402
+from tilewright.ops import _softmax_stats  # noqa: E402
+from tilewright.ops.aqn import AQN  # noqa: E402
+from tilewright.ops.moe_lora import MOE_LORA  # noqa: E402
+from tilewright.registry import ImplementationUnavailable  # noqa: E402
+from tilewright.trainer import adapters, checkpoint, data, hf, optim, parallel, train  # noqa: E402
+from tilewright.trainer.config import ConfigError, load  # noqa: E402
+from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
+from tilewright.trainer.parallel import World, clip_gradients, init_distributed  # noqa: E402
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+MOE = {
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
+
+def write_config(folder, shape=QWEN3, **changes):
+    """A configuration of a small run on synthetic tokens; changes as train__lr=..."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model/config.json").write_text(json.dumps(shape))
+    tree = {
+        "model": {"config_path": str(folder / "model")},
+        "data": {
+            "datasets": [{"path": "dummy"}],
+            "sample_packing_sequence_len": 32,
+            "dataset_prepared_path": str(folder / "prepared"),
+            "pad_to_multiple_of": 8,
+        },
+        "train": {
+            "output_dir": str(folder / "out"),
+            "data_parallel_mode": "none",
+            "lr": 1e-2,
+            "max_steps": 6,
+            "enable_mixed_precision": False,
+            "enable_gradient_checkpointing": False,
+            "save_epochs": 0,
+        },
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        tree.setdefault(section, {})[name] = value
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    return str(folder / "config.yaml")
+
+
+def shape_of(config):
+    return hf.load_config(config.model.config_path)
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+
+
+def tensors(folder, step):
+    from safetensors.torch import load_file
+
+    return load_file(folder / f"out/checkpoints/global_step_{step}/hf/model.safetensors")
+
+
+def run(path, *arguments):
+    config = load(path, list(arguments))
+    try:
+        train.train(config, init_distributed(config.train))
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- schedule and groups
+
+
+def schedule(**changes):
+    return load(
+        None,
+        [
+            "--train.output_dir",
+            "-",
+            "--data.datasets",
+            '[{"path": "dummy"}]',
+            "--model.config_path",
+            "-",
+            *(f"--train.{k}={v}" for k, v in changes.items()),
+        ],
+    ).train
+
+
+def test_learning_rate_follows_its_closed_form():
+    constant = schedule(lr=1.0)
+    assert [optim.lr_at(i, 10, constant) for i in (0, 9)] == [1.0, 1.0]
+    warm = schedule(lr=1.0, lr_warmup_ratio=0.4)
+    assert np.allclose([optim.lr_at(i, 10, warm) for i in range(6)], [0, 0.25, 0.5, 0.75, 1, 1])
+    started = schedule(lr=1.0, lr_start=0.5, lr_warmup_ratio=0.4)
+    assert np.allclose(
+        [optim.lr_at(i, 10, started) for i in range(5)], [0.5, 0.625, 0.75, 0.875, 1]
+    )
+    linear = schedule(lr=1.0, lr_min=0.1, lr_decay_style="linear")
+    assert np.allclose([optim.lr_at(i, 10, linear) for i in range(10)], np.linspace(1, 0.1, 10))
+    cosine = schedule(
+        lr=1.0, lr_min=0.0, lr_warmup_ratio=0.2, lr_decay_style="cosine", lr_decay_ratio=0.7
+    )
+    want = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(5)] + [0, 0, 0]
+    assert np.allclose([optim.lr_at(i, 10, cosine) for i in range(2, 10)], want)
+    assert (
+        optim.lr_at(0, 1, schedule(lr=1.0, lr_decay_style="cosine")) == 1.0
+    )  # one step is not a division by zero
+
+
+def test_every_parameter_is_in_one_group_and_decay_follows_the_names():
+    model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
+    groups = optim.parameter_groups(
+        model, schedule(weight_decay=0.1, no_decay_modules='["norm"]', no_decay_params="[]")
+    )
+    names = {id(p): n for n, p in model.named_parameters()}
+    found = [{names[id(p)] for p in g["params"]} for g in groups]
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    assert found[0] | found[1] == set(names.values()) and not found[0] & found[1]
+    assert found[1] == {n for n in names.values() if "norm" in n}
+    by_parameter = optim.parameter_groups(model, schedule(no_decay_params='["weight"]'))
+    assert not by_parameter[0]["params"]
+
+
+def test_clipping_scales_to_the_norm_and_zero_only_measures():
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3.0, 4.0])
+    assert clip_gradients([p], 0.0) == 5.0 and p.grad.tolist() == [3.0, 4.0]
+    assert clip_gradients([p], 10.0) == 5.0 and p.grad.tolist() == [3.0, 4.0]
+    assert clip_gradients([p], 1.0) == 5.0
+    torch.testing.assert_close(p.grad, torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+
+
+# ---- the same gradients however the batch is cut up
+
+
+def make_bins():
+    """Eight bins of uneven documents; one has no label that counts, another only one."""
+    rng = np.random.default_rng(7)
+    bins = []
+    for lengths in ((9, 4), (13,), (3, 3, 3), (16,), (2, 14), (5, 6), (16,), (8, 8)):
+        ids = [rng.integers(0, 97, n) for n in lengths]
+        bins.append([(i, i.copy()) for i in ids])
+    for _, labels in bins[3]:
+        labels[:] = -100
+    for _, labels in bins[6]:
+        labels[:-1] = -100
+    return bins
+
+
+def step_in_one_process(path, bins, *arguments):
+    config = load(path, list(arguments))
+    t, world = config.train, World()
+    model = train.build_model(config, shape_of(config), world, Ops.resolve())
+    step = [
+        data.collate(bins[i : i + t.micro_batch_size], 8)
+        for i in range(0, len(bins), t.micro_batch_size)
+    ]
+    assert len(step) == t.gradient_accumulation_steps
+    loss, tokens, _ = train.train_step(model, step, config, world)
+    norm = clip_gradients(list(model.parameters()), 0.0)
+    return {
+        "loss": loss,
+        "tokens": tokens,
+        "norm": norm,
+        "grads": {n: p.grad for n, p in model.named_parameters() if p.requires_grad},
+    }
+
+
+def same(found, want, tolerance=1e-5):
+    assert found["tokens"] == want["tokens"]
+    assert found["loss"] == pytest.approx(want["loss"], rel=tolerance)
+    assert found["norm"] == pytest.approx(want["norm"], rel=tolerance)
+    assert found["grads"].keys() == want["grads"].keys()
+    for name, grad in want["grads"].items():
+        assert (found["grads"][name] - grad).abs().max() <= tolerance * grad.abs().max(), name
+
+
+@pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["qwen3", "qwen3-moe"])
+def test_accumulation_gives_the_gradients_of_one_large_batch(shape, tmp_path):
+    path = write_config(tmp_path, shape)
+    at_once, cut = (
+        step_in_one_process(
+            path,
+            make_bins(),
+            f"--train.micro_batch_size={m}",
+            f"--train.gradient_accumulation_steps={8 // m}",
+        )
+        for m in (8, 1)
+    )
+    assert at_once["tokens"] == sum((b[1:] != -100).sum() for d in make_bins() for _, b in d)
+    same(cut, at_once)
+    # and the loss is the mean over tokens, not over micro-batches
+    config = load(path)
+    model = train.build_model(config, shape_of(config), World(), Ops.resolve())
+    whole = data.collate(make_bins(), 8)
+    logits = model(
+        whole["input_ids"], position_ids=whole["position_ids"], cu_seqlens=whole["cu_seqlens"]
+    )
+    mean = torch.nn.functional.cross_entropy(logits[0].double(), whole["labels"][0])
+    assert at_once["loss"] == pytest.approx(mean.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["none", "fsdp2"])
+def test_a_frozen_router_stays_what_it_was_and_the_rest_learns(mode, tmp_path):
+    path = write_config(
+        tmp_path,
+        MOE,
+        train__freeze_router=True,
+        train__data_parallel_mode=mode,
+        train__save_steps=2,
+        train__max_steps=4,
+        train__weight_decay=0.1,
+    )
+    run(path)
+    resumed = str(tmp_path / "out/checkpoints/global_step_2")
+    run(
+        path,
+        f"--train.output_dir={tmp_path / 'again/out'}",
+        f"--train.load_checkpoint_path={resumed}",
+    )
+    late, again = tensors(tmp_path, 4), tensors(tmp_path / "again", 4)
+    config = load(path)
+    fresh = Transformer(shape_of(config), Ops.resolve())
+    fresh.init_weights(config.train.seed)
+    gates = [n for n in late if n.endswith("mlp.gate.weight")]
+    assert len(gates) == 2
+    for name in gates:
+        assert torch.equal(late[name].float(), fresh.state_dict()[name]), name
+    for name, t in late.items():
+        assert torch.equal(t, again[name]), name
+        if name in fresh.state_dict() and name not in gates:
+            assert not torch.equal(t.float(), fresh.state_dict()[name]), name
+
+
+def test_freezing_a_router_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"train\.freeze_router = True: the model has no experts"):
+        run(write_config(tmp_path, train__freeze_router=True))
+
+
+def launch(processes, script, *arguments):
+    """Runs a script under torchrun on gloo; its output is shown if it fails."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+    }
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(processes),
+            *script,
+            *arguments,
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+MODES = {
+    "ddp": ["--train.data_parallel_mode=ddp"],
+    "fsdp2": ["--train.data_parallel_mode=fsdp2"],
+    "fsdp2_recompute": [
+        "--train.data_parallel_mode=fsdp2",
+        "--train.enable_gradient_checkpointing=true",
+    ],
+    "fsdp2_zero2": ["--train.data_parallel_mode=fsdp2", "--train.enable_full_shard=false"],
+    "hsdp": ["--train.data_parallel_mode=fsdp2", "--train.data_parallel_replicate_size=2"],
+}
+
+
+@pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["qwen3", "qwen3-moe"])
+def test_two_processes_give_the_gradients_of_one(shape, tmp_path):
+    path = write_config(
+        tmp_path, shape, train__micro_batch_size=1, train__gradient_accumulation_steps=4
+    )
+    bins = make_bins()
+    torch.save(bins, tmp_path / "bins.pt")
+    (tmp_path / "modes.json").write_text(json.dumps(MODES))
+    want = step_in_one_process(path, bins, "--train.gradient_accumulation_steps=8")
+    done = launch(
+        2, [str(pathlib.Path(__file__).with_name("distributed_worker.py"))], str(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for mode in MODES:
+        same(torch.load(tmp_path / f"{mode}.pt"), want)
+
+
+EXPERTS = ["--train.data_parallel_mode=fsdp2", "--train.expert_parallel_size=2"]
+RECOMPUTE = "--train.enable_gradient_checkpointing=true"
+SPREAD = {
+    "train_and_save": [*EXPERTS, "--train.optimizer=adamw", "--train.lr=1e-3"],
+    "train_after_loading": [
+        *EXPERTS,
+        "--train.optimizer=adamw",
+        "--train.lr=1e-3",
+        "--train.ep_outside=true",
+    ],
+    "train": [*EXPERTS],
+    "train_outside": [*EXPERTS, "--train.ep_outside=true", "--train.enable_full_shard=false"],
+    "train_all_four": ["--train.data_parallel_mode=fsdp2", "--train.expert_parallel_size=4"],
+    "train_replicas": [*EXPERTS, "--train.data_parallel_replicate_size=2"],
+    "train_recompute": [*EXPERTS, RECOMPUTE],
+    "train_moe_act": [*EXPERTS, RECOMPUTE, "--train.moe_checkpoint_method=moe_act"],
+    "train_in_bfloat16": [*EXPERTS, RECOMPUTE, "--train.enable_mixed_precision=true"],
+    "train_moe_act_mlp": [
+        *EXPERTS,
+        RECOMPUTE,
+        "--train.moe_checkpoint_method=moe_act",
+        '--train.recompute_modules=["mlp"]',
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory):
+    """Four steps in four processes in each of those ways, and in one process of the whole batch."""
+    folder = tmp_path_factory.mktemp("spread")
+    # SGD, whose steps show a wrong scale of gradients, which AdamW's do not; and gradients that are
+    # clipped.
+    path = write_config(
+        folder,
+        MOE,
+        train__micro_batch_size=1,
+        train__gradient_accumulation_steps=2,
+        train__optimizer="sgd",
+        train__lr=0.5,
+        train__max_grad_norm=0.2,
+        data__pad_to_multiple_of=1,
+    )
+    bins = make_bins()
+    torch.save(bins, folder / "bins.pt")
+    (folder / "modes.json").write_text(json.dumps(SPREAD))
+    done = launch(4, [str(pathlib.Path(__file__).with_name("distributed_worker.py"))], str(folder))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {mode: torch.load(folder / f"{mode}.pt") for mode in SPREAD}
+    alone = {
+        adam: distributed_worker.several_steps(
+            load(
+                path,
+                [
+                    "--train.micro_batch_size=4",
+                    *(["--train.optimizer=adamw", "--train.lr=1e-3"] if adam else []),
+                ],
+            ),
+            World(),
+            bins,
+        )[2]
+        for adam in (False, True)
+    }
+    return folder, path, found, alone
+
+
+@pytest.mark.parametrize("mode", SPREAD)
+def test_experts_spread_over_processes_train_as_in_one(mode, spread):
+    _, path, found, alone = spread
+    found, want = found[mode], alone[mode in ("train_and_save", "train_after_loading")]
+    assert min(want["norm"]) > 0.4  # twice what it is clipped to
+    if mode == "train_in_bfloat16":
+        assert found["loss"] != want["loss"]
+        np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-2)
+        np.testing.assert_allclose(found["norm"], want["norm"], rtol=2e-2)
+        start = distributed_worker.several_steps(load(path, []), World(), [], steps=0)[2]["weights"]
+        for name, weight in want["weights"].items():  # how far each has moved
+            moved = found["weights"][name] - start[name]
+            assert moved.dtype == torch.float32
+            want_moved = (
+                weight - start[name]
+            )  # less than 1 % differently, and 8 % where a token chose another expert
+            assert (moved - want_moved).norm() <= 0.15 * want_moved.norm(), name
+        return
+    np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-5)
+    np.testing.assert_allclose(found["norm"], want["norm"], rtol=1e-5)
+    for name, weight in want["weights"].items():
+        # AdamW divides by the gradient's size, and so makes a rounding error of a small one large.
+        tolerance = 1e-3 if mode in ("train_and_save", "train_after_loading") else 1e-5
+        assert (found["weights"][name] - weight).abs().max() <= tolerance * weight.abs().max(), name
+    for a, b in zip(found["router"], want["router"], strict=True):
+        assert (
+            a.keys()
+            == b.keys()
+            == {"expert_load", "worst_expert_load", "load_balance_loss", "z_loss"}
+        )
+        assert a["expert_load"] == pytest.approx(b["expert_load"], rel=1e-6)
+        assert a == pytest.approx(
+            b, rel=0.1
+        )  # the losses are means of micro-batches', which differ in their tokens
+
+
+@pytest.mark.parametrize(
+    "mode, calls",
+    [("train", 7), ("train_moe_act", 7), ("train_moe_act_mlp", 7), ("train_recompute", 9)],
+)
+def test_moe_act_sends_no_token_twice_and_nothing_exchanges_sizes_again(mode, calls, spread):
+    layers, micro_batches = 2, 2
+    assert spread[2][mode]["all_to_alls"] == layers * micro_batches * calls
+
+
+def check_moves(trained):
+    """What `train_and_save` wrote is what the processes of `train_after_loading`, laid out
+    otherwise, and one process alone read. Returns the latter's model and optimizer, and what was
+    saved.
+    """
+    folder, path, found, _ = trained
+    want, moved = found["train_and_save"], found["train_after_loading"]
+    for kind in ("restored", *hf.LOAD_MODES):
+        assert all(torch.equal(moved[kind][name], w) for name, w in want["weights"].items()), kind
+    assert all(torch.equal(a, b) for a, b in zip(moved["moments"], want["moments"], strict=True))
+    config = load(path, ["--train.optimizer=adamw"])
+    model = Transformer(shape_of(config), Ops.resolve())
+    optimizer = optim.build_optimizer(model, config.train)
+    checkpoint.restore(
+        folder / "checkpoints/global_step_1", model, optimizer, World(), run={}, ops={}
+    )
+    assert all(torch.equal(p, want["weights"][name]) for name, p in model.named_parameters())
+    return model, optimizer, want
+
+
+def test_checkpoints_of_spread_experts_move(spread):
+    folder, *_ = spread
+    model, optimizer, want = check_moves(spread)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(distributed_worker.moments(optimizer), want["moments"], strict=True)
+    )
+    for name, weight in want["weights"].items():  # one file of each expert's own tensors
+        parts = hf.split(name, weight, model.config)
+        for target, part in zip(hf.sources(name, model.config), parts, strict=True):
+            assert torch.equal(stored(folder)[target], part), target
+    assert sum(".experts.3." in name for name in stored(folder)) == 2 * 3
+
+
+def test_the_trainer_spreads_experts_and_reports_on_routers(runs):
+    folder, out = runs
+    folder = folder / "experts"
+    assert re.search(r"^ops: .* route=\S+ moe_mlp=\S+$", out, re.MULTILINE)
+    spread = rows(folder)
+    run(
+        str(folder / "config.yaml"),
+        "--train.data_parallel_mode=fsdp2",
+        "--train.micro_batch_size=2",
+        "--train.load_checkpoint_path",
+        str(folder / "out/checkpoints/global_step_2"),
+    )
+    evaluations = [
+        [r["eval_loss"] for r in found if "eval_loss" in r] for found in (spread, rows(folder))
+    ]
+    assert len(evaluations[0]) == 3 and evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
+    for a, b in zip(
+        *([r for r in found if "loss" in r] for found in (spread, rows(folder))), strict=True
+    ):
+        for key in ("step", "loss", "grad_norm", "expert_load", "worst_expert_load"):
+            assert a[key] == pytest.approx(b[key], rel=1e-4), key
+        assert 1 <= a["expert_load"] <= a["worst_expert_load"] <= 4 and a["z_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        (QWEN3, "train.expert_parallel_size = 2: the model has no experts"),
+        ({**MOE, "num_experts": 5}, "train.expert_parallel_size = 2: 5 experts do not divide by 2"),
+        (
+            {**MOE, "moe_intermediate_size": 25},
+            r"train.expert_parallel_size = 2: 50 rows of gate_up_proj do not divide",
+        ),
+    ],
+)
+def test_what_cannot_be_spread_is_one_sentence(shape, message, tmp_path):
+    config = load(write_config(tmp_path, shape), EXPERTS)
+    with torch.device("meta"):
+        model = Transformer(shape_of(config), Ops.resolve())
+    with pytest.raises(ValueError, match=message), fake_group(8):
+        parallel.parallelize(model, config, World(0, 8))
+
+
+@contextlib.contextmanager
+def fake_group(size):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_router_statistics_are_of_the_whole_step(tmp_path):
+    path = write_config(
+        tmp_path,
+        MOE,
+        data__pad_to_multiple_of=1,
+        train__gradient_accumulation_steps=4,
+        train__micro_batch_size=2,
+    )
+    config = load(path)
+    model = train.build_model(config, shape_of(config), World(), Ops.resolve())
+    logits = [[], []]
+    for seen, block in zip(logits, model.model.layers, strict=True):
+        block.mlp.gate.register_forward_hook(
+            lambda module, args, out, seen=seen: seen.append(out.detach())
+        )
+    bins = make_bins()
+    step = [data.collate(bins[i : i + 2], 1) for i in range(0, 8, 2)]
+    found = train.train_step(model, step, config, World())[2]
+    parts = [
+        [tw.route(x, 2, renormalize=True, implementation="eager") for x in seen] for seen in logits
+    ]
+    loads = []
+    for layer in parts:
+        tokens = sum(p.tokens_per_expert for p in layer).double()
+        assert tokens.sum() == 2 * sum(len(ids) for d in bins for ids, _ in d)
+        loads.append(float(tokens.max() / tokens.mean()))
+    every = [p for layer in parts for p in layer]
+    assert found == pytest.approx(
+        {
+            "expert_load": sum(loads) / 2,
+            "worst_expert_load": max(loads),
+            "load_balance_loss": float(sum(p.load_balance_loss for p in every)) / 8,
+            "z_loss": float(sum(p.z_loss for p in every)) / 8,
+        },
+        rel=1e-5,
+    )
+
+
+def stored(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "hf/model.safetensors")
+
+
+COUNT = {
+    "train__max_steps": None,
+    "train__num_train_epochs": 2,
+    "train__save_hf_weights": False,
+    "data__sample_packing_sequence_len": 20,
+    "data__pad_to_multiple_of": 4,
+}
+
+
+def ten_samples(folder):
+    """Options of a run over two epochs of ten bins of one sample, of 11 to 20 tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ten.jsonl").write_text(
+        "".join(
+            json.dumps({"input_ids": [(s + i) % 97 for i in range(11 + s)]}) + "\n"
+            for s in range(10)
+        )
+    )
+    return {**COUNT, "data__datasets": [{"path": str(folder / "ten.jsonl")}]}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Whole runs on two ranks, one after the other in the same processes: the folder, and what
+    they wrote.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    two, modes = "--train.data_parallel_mode=fsdp2", {}
+
+    def add(name, path, *arguments):
+        modes[f"run_{name}"] = [path, two, *arguments]
+
+    path = write_config(
+        folder / "experts",
+        MOE,
+        train__max_steps=3,
+        train__enable_gradient_checkpointing=True,
+        data__pad_to_multiple_of=1,
+        data__val_set_size=6,
+    )
+    add("experts", path, *EXPERTS, "--train.moe_checkpoint_method=moe_act", "--train.save_steps=2")
+    path = write_config(
+        folder / "moves", train__micro_batch_size=2, train__save_steps=2, train__lr_warmup_ratio=0.5
+    )
+    run(path, two)
+    (folder / "moves/out/metrics.jsonl").rename(folder / "moves/alone.jsonl")
+    (folder / "moves/out/checkpoints/global_step_6").rename(folder / "moves/alone")
+    # the same global batch, now one bin a rank, from the second step on
+    add(
+        "moves",
+        path,
+        "--train.micro_batch_size=1",
+        "--train.log_format=structured",
+        f"--train.load_checkpoint_path={folder}/moves/out/checkpoints/global_step_2",
+    )
+    for name in ("now", "later"):
+        add(
+            name,
+            write_config(folder / name, train__max_steps=30),
+            "--train.save_steps=2",
+            f"--train.save_async={name == 'later'}",
+            "--train.save_hf_weights=false",
+        )
+    options = ten_samples(folder)
+    run(write_config(folder / "ten", train__save_steps=4, **options), two)
+    for step in (4, 12):
+        add(
+            f"from_{step}",
+            write_config(folder / f"from_{step}", **options),
+            f"--train.load_checkpoint_path={folder}/ten/out/checkpoints/global_step_{step}",
+        )
+    (folder / "modes.json").write_text(json.dumps(modes))
+    done = launch(2, [str(pathlib.Path(__file__).with_name("distributed_worker.py"))], str(folder))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, done.stdout
+
+
+def test_fsdp2_trains_in_one_process_and_a_checkpoint_moves_to_two(runs):
+    folder, out = runs
+    alone, found = (
+        [json.loads(line) for line in (folder / "moves" / file).read_text().splitlines()]
+        for file in ("alone.jsonl", "out/metrics.jsonl")
+    )
+    assert [r["step"] for r in found] == [3, 4, 5, 6]
+    np.testing.assert_allclose(
+        [r["loss"] for r in found], [r["loss"] for r in alone[2:]], rtol=1e-5
+    )
+    assert [(r["lr"], r["tokens"]) for r in found] == [(r["lr"], r["tokens"]) for r in alone[2:]]
+    for name, tensor in tensors(folder / "moves", 6).items():
+        torch.testing.assert_close(
+            tensor, stored(folder / "moves/alone")[name], rtol=1e-4, atol=1e-5
+        )
+    line = next(line for line in out.splitlines() if "step=3 " in line)
+    assert {"loss", "lr", "grad_norm", "tokens", "tokens_per_second"} <= {
+        w.split("=")[0] for w in line.split()
+    }
+
+
+def test_checkpoints_written_while_two_ranks_train_change_nothing(runs):
+    folder, _ = runs
+    now, later = (
+        [(r["step"], r["loss"], r["grad_norm"]) for r in rows(folder / n)] for n in ("now", "later")
+    )
+    assert len(now) == 30 and now == later
+    for name in ("now", "later"):
+        found = checkpoint.complete(str(folder / name / "out"))
+        assert sorted(int(p.name.split("_")[-1]) for p in found) == list(range(2, 31, 2))
+        assert len([*found[0].glob("random_*")]) == 2 and not [*found[0].parent.glob(".*")]
+
+
+def test_an_epoch_is_all_samples_whatever_ranks_and_accumulation_a_run_goes_on_with(runs, tmp_path):
+    folder, _ = runs
+    tokens = 2 * sum(range(11, 21))
+    assert [rows(folder / "ten")[-1][k] for k in ("step", "tokens")] == [20, tokens]
+    for step in (4, 12):
+        found = rows(folder / f"from_{step}")
+        assert [r["step"] for r in found] == list(range(step + 1, step + 1 + (20 - step) // 2))
+        assert found[-1]["tokens"] == tokens
+    options = ten_samples(tmp_path)
+    run(
+        write_config(tmp_path, **options),
+        "--train.gradient_accumulation_steps=2",
+        "--train.lr_decay_style=linear",
+        "--train.data_parallel_mode=fsdp2",
+        "--train.save_epochs=1",
+        f"--train.load_checkpoint_path={folder}/ten/out/checkpoints/global_step_4",
+    )
+    found = rows(tmp_path)
+    assert [r["step"] for r in found] == list(range(5, 13)) and found[-1]["tokens"] == tokens
+    plain = schedule(
+        lr=1e-2, lr_decay_style="linear"
+    )  # of ten steps of two samples, of which two were done
+    assert [r["lr"] for r in found] == [optim.lr_at(i, 10, plain) for i in range(2, 10)]
+    ends = [p.name for p in checkpoint.complete(str(tmp_path / "out"))]
+    assert ends == ["global_step_12", "global_step_7"]
+
+
+@pytest.mark.parametrize(
+    "then, now", [((1, 1), (2, 1)), ((2, 1), (1, 1)), ((1, 2), (1, 3)), ((3, 1), (2, 2))]
+)
+@pytest.mark.parametrize("drop", [True, False])
+def test_no_sample_is_skipped_or_repeated_where_a_run_goes_on_otherwise(then, now, drop, tmp_path):
+    """(ranks, accumulation) of a run of two epochs, before and after each of its steps."""
+    options = {**ten_samples(tmp_path), "data__dataloader_drop_last": drop}
+    config = load(write_config(tmp_path, **options))
+    bins = train.build_data(config, World(), 97)[0].bins
+
+    def batches(ranks, accumulation):
+        changed = load(
+            write_config(tmp_path, **options),
+            [f"--train.gradient_accumulation_steps={accumulation}"],
+        )
+        return [
+            data.Batches(bins, changed, rank=r, world_size=ranks) for r in range(ranks)
+        ], changed.train
+
+    def take(all_ranks, count):
+        """The first token, which no two samples share, of what all ranks are given in that many
+        steps.
+        """
+        steps = [b.steps() for b in all_ranks]
+        return [
+            int(batch["input_ids"][0, 0])
+            for _ in range(count)
+            for own in steps
+            for batch in next(own)
+            if (batch["labels"] != data.IGNORE).any()
+        ]
+
+    per_step = [ranks * accumulation for ranks, accumulation in (then, now)]
+    for done in range(1, batches(*then)[0][0].steps_per_epoch * 2):
+        before, _ = batches(*then)
+        seen = take(before, done)
+        after, t = batches(*now)
+        for b in after:
+            b.load_state_dict(before[0].state_dict())
+        plan = train.Plan(t, after[0].steps_per_epoch, done - after[0].position)
+        seen += take(after, plan.total - done)
+        assert after[0].position == plan.total - plan.shift
+        counts = np.bincount(seen, minlength=10)
+        if drop:  # at most what does not fill a step is left out, of each epoch
+            assert counts.max() <= 2 and counts.sum() >= 20 - 2 * (max(per_step) - 1)
+        else:
+            assert counts.tolist() == [2] * 10
+
+
+def test_torchrun_names_the_rank_that_failed_first(tmp_path):
+    path = write_config(tmp_path, train__data_parallel_mode="fsdp2")
+    (tmp_path / "fails.py").write_text(
+        "import os, sys\n"
+        "from tilewright.trainer import train\n"
+        "def fails(*_): raise ValueError('only here')\n"
+        "if os.environ['RANK'] == '1': train.choose_ops = fails\n"
+        "sys.exit(train.main(sys.argv[1:]))\n"
+    )
+    done = launch(2, [str(tmp_path / "fails.py")], path)
+    assert done.returncode == 1
+    cause = done.stderr.partition("Root Cause")[2]
+    assert re.search(r"rank +: 1 ", cause) and re.search(
+        "traceback : only here$", cause, re.MULTILINE
+    )
+    assert (
+        "error: only here" in done.stderr
+        and 'Traceback (most recent call last):\n  File "' + str(tmp_path) not in done.stderr
+    )
+
+
+def test_a_number_of_processes_that_does_not_fit_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(parallel.platform, "launched", lambda: (0, 2, 0))
+    assert train.main([write_config(tmp_path)]) == 2
+    assert (
+        "train.data_parallel_mode = none: trains one process, but 2 were started"
+        in capsys.readouterr().err
+    )
+    with pytest.raises(ConfigError, match="do not make 4 processes"):
+        schedule(data_parallel_shard_size=3).mesh(4)
+
+
+# ---- runs
+
+
+def test_a_run_learns_and_writes_what_transformers_loads(tmp_path):
+    with open(tmp_path / "count.jsonl", "w") as file:  # each token is followed by the next number
+        for start in range(200):
+            file.write(json.dumps({"input_ids": [(start + i) % 97 for i in range(30)]}) + "\n")
+    path = write_config(
+        tmp_path,
+        train__max_steps=60,
+        train__micro_batch_size=4,
+        train__lr=2e-2,
+        data__datasets=[{"path": str(tmp_path / "count.jsonl")}],
+        data__val_set_size=8,
+    )
+    config = load(path)
+    run(path)
+    found = rows(tmp_path)
+    losses = [r["loss"] for r in found if "loss" in r]
+    assert losses[0] == pytest.approx(math.log(97), abs=0.1)
+    assert losses[-1] < 0.5
+    evaluations = {r["step"]: r["eval_loss"] for r in found if "eval_loss" in r}
+    assert evaluations[0] == pytest.approx(math.log(97), abs=0.1) and evaluations[60] < 0.5
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out/checkpoints/global_step_60/hf"
+    ).eval()
+    ours = Transformer(hf.load_config(tmp_path / "model"), Ops.resolve())
+    hf.load_weights(ours, tmp_path / "out/checkpoints/global_step_60/hf")
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(ours(ids), model(ids).logits, rtol=1e-4, atol=1e-4)
+    resolved = load(str(tmp_path / "out/resolved_config.yaml"))
+    assert resolved == config
+
+
+def test_evaluation_is_the_mean_over_tokens_whatever_the_batches(tmp_path):
+    path = write_config(tmp_path, data__val_set_size=7)
+    found = []
+    for size in (1, 3, 7):
+        config = load(path, [f"--train.micro_batch_size={size}"])
+        _, held = train.build_data(config, World(), 97)
+        model = train.build_model(config, shape_of(config), World(), Ops.resolve())
+        found.append(train.evaluate(model, held, config, World()))
+        assert model.training
+    np.testing.assert_allclose(found, found[0], rtol=1e-6)
+    total, count = 0.0, 0
+    for i in range(len(held)):
+        for ids, _ in held[i]:
+            ids = torch.from_numpy(ids)[None]
+            total += torch.nn.functional.cross_entropy(
+                model(ids)[0, :-1], ids[0, 1:], reduction="sum"
+            ).item()
+            count += ids.shape[1] - 1
+    assert found[0] == pytest.approx(total / count, rel=1e-5)
+
+
+def resumed_equals_never_stopped(tmp_path, **options):
+    options = {
+        "train__save_steps": 2,
+        "train__gradient_accumulation_steps": 2,
+        "data__dataloader_drop_last": False,
+        "train__lr_decay_style": "cosine",
+        **options,
+    }
+    run(write_config(tmp_path / "a", **options))
+    path = write_config(tmp_path / "b", **options)
+    with stopped(5, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        run(path)
+    torch.manual_seed(99)
+    run(path, "--train.load_checkpoint_path", "auto")
+    a, b = (
+        [
+            {k: r[k] for k in ("step", "loss", "lr", "grad_norm", "tokens")}
+            for r in rows(tmp_path / n)
+        ]
+        for n in ("a", "b")
+    )
+    assert a == b
+    final = tensors(tmp_path / "b", 6)
+    assert all(torch.equal(t, final[n]) for n, t in tensors(tmp_path / "a", 6).items())
+    assert not list((tmp_path / "b/out/checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_resumed_run_equals_one_that_was_never_stopped(asynchronous, tmp_path):
+    resumed_equals_never_stopped(tmp_path, train__save_async=asynchronous)
+
+
+def test_a_checkpoint_that_was_not_finished_is_not_found(tmp_path):
+    path = write_config(tmp_path, train__save_steps=2)
+    with pytest.MonkeyPatch.context() as patch:
+        real = checkpoint.dcp.save
+
+        def dies(tensors, checkpoint_id, **options):
+            real(tensors, checkpoint_id=checkpoint_id, **options)
+            if "step_4" in str(checkpoint_id):
+                raise OSError("disk full")
+
+        patch.setattr(checkpoint.dcp, "save", dies)
+        with pytest.raises(OSError, match="disk full"):
+            run(path)
+    out = tmp_path / "out"
+    assert checkpoint.find(str(out), "auto").name == "global_step_2"
+    run(path, "--train.load_checkpoint_path", "auto")
+    assert checkpoint.find(str(out), "auto").name == "global_step_6"
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [
+        f"global_step_{n}" for n in (2, 4, 6)
+    ]
+
+
+@pytest.mark.parametrize(
+    "shape, changes, message",
+    [
+        ({**QWEN3, "hidden_size": 48}, {}, r"another model: \{'hidden_size': \[?\(32, 48\)\]?\}"),
+        (QWEN3, {"model__merge_qkv": False}, r"another model: \{'merge_qkv': \(True, False\)\}"),
+        (
+            QWEN3,
+            {"train__optimizer": "sgd"},
+            r"another optimizer: \{'optimizer': \('adamw', 'sgd'\)\}",
+        ),
+        (QWEN3, {"train__no_decay_modules": ["norm"]}, r"another optimizer: \{'no_decay_modules'"),
+        (QWEN3, {"train__seed": 1}, r"another data: .*'seed': \(42, 1\)"),
+        (QWEN3, {"data__sample_packing_sequence_len": 64}, "another data: .*'bins'"),
+        (QWEN3, {"train__max_steps": 1}, "is at step 2, and the run ends at step 1"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(shape, changes, message, tmp_path):
+    run(write_config(tmp_path, train__max_steps=2))
+    path = write_config(tmp_path, shape, **changes)
+    with pytest.raises(ValueError, match=message):
+        run(path, "--train.load_checkpoint_path", "auto")
+
+
+class Killed(BaseException):
+    """Nothing handles it, as nothing handles SIGKILL."""
+
+
+@contextlib.contextmanager
+def stopped(step, error):
+    """A run ends with that error once the gradients of that step are there."""
+    real, calls = train.clip_gradients, []
+
+    def stops(*arguments):
+        calls.append(1)
+        if len(calls) == step:
+            raise error
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "clip_gradients", stops)
+        yield
+
+
+@contextlib.contextmanager
+def written_at_once():
+    """Asynchronous checkpoints are whole when the next step begins."""
+    real = checkpoint.dcp.async_save
+
+    def save(*arguments, **options):
+        future = real(*arguments, **options)
+        future.result()
+        return future
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.dcp, "async_save", save)
+        yield
+
+
+def test_a_finished_asynchronous_checkpoint_has_its_name_at_the_next_step(tmp_path):
+    path = write_config(tmp_path, train__save_steps=2, train__save_async=True)
+    with (
+        written_at_once(),
+        stopped(4, Killed()),
+        pytest.raises(Killed),
+    ):  # before the next checkpoint
+        run(path)
+    assert checkpoint.find(str(tmp_path / "out"), "auto").name == "global_step_2"
+
+
+def test_what_a_killed_run_left_is_put_in_order(tmp_path, caplog):
+    path = write_config(tmp_path, train__save_steps=2, train__max_steps=4)
+    run(path)
+    folder = tmp_path / "out/checkpoints"
+    (folder / "global_step_4").rename(
+        folder / ".global_step_4.partial"
+    )  # whole, but killed before it had its name
+    shutil.copytree(folder / "global_step_2", folder / ".global_step_6.partial")
+    (folder / ".global_step_6.partial/dcp/.metadata").unlink()
+    (folder / "global_step_2/.hf.partial").mkdir()
+    shutil.copytree(
+        folder / "global_step_2", folder / ".global_step_8.partial"
+    )  # whole, but of another step
+    checkpoint.recover(str(tmp_path / "out"), World(), alone=False)
+    assert sum("another run may be writing it" in r.message for r in caplog.records) == 4
+    run(path, "--train.load_checkpoint_path=auto")
+    assert sorted(p.name for p in folder.iterdir()) == ["global_step_2", "global_step_4"]
+    assert not (folder / "global_step_2/.hf.partial").exists()
+    assert (
+        ".global_step_6.partial: an unfinished checkpoint of an earlier run, removed" in caplog.text
+    )
+    assert (
+        ".global_step_8.partial: an unfinished checkpoint of an earlier run, removed (its state is of step 2)"
+        in caplog.text
+    )
+
+
+def test_a_second_run_does_not_write_where_one_is_writing(tmp_path):
+    path = write_config(tmp_path, train__max_steps=1, train__save_hf_weights=False)
+    (tmp_path / "out/checkpoints/.global_step_1.partial").mkdir(parents=True)
+    holds = (
+        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); "
+        "print('held', flush=True); "
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holds, str(tmp_path / "out/.lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(
+            ValueError, match=r"train\.output_dir = .*: another run is writing there"
+        ):
+            run(path)
+        assert (tmp_path / "out/checkpoints/.global_step_1.partial").exists()
+        other.stdin.close()
+    run(path)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_interrupt_is_one_sentence_that_names_the_last_checkpoint(
+    asynchronous, tmp_path, capsys
+):
+    path = write_config(tmp_path, train__save_steps=2, train__save_async=asynchronous)
+    try:  # of an asynchronous one, while the second checkpoint is under way
+        with stopped(5, KeyboardInterrupt()):
+            assert train.main([path]) == 130
+    finally:
+        dist.destroy_process_group()
+    said, last = capsys.readouterr().err, tmp_path / "out/checkpoints/global_step_4"
+    assert said.splitlines()[-1] == f"interrupted after step 4; the last whole checkpoint is {last}"
+    assert "Traceback" not in said
+    assert checkpoint.find(str(tmp_path / "out"), "auto").name == "global_step_4"
+
+
+def test_a_checkpoint_that_an_interrupt_cuts_off_is_said_to_be_given_up(tmp_path):
+    with fake_group(1):
+        saver = checkpoint.Saver(str(tmp_path), World(), False)
+        assert saver.interrupted() == "no checkpoint has been written"
+
+        class Interrupted:
+            def result(self):
+                raise KeyboardInterrupt
+
+        saver.pending = (Interrupted(), tmp_path / "aside", saver.folder(4))
+        assert (
+            saver.interrupted()
+            == "no checkpoint has been written; global_step_4 was being written and is given up"
+        )
+
+
+def test_a_step_that_is_not_finite_reaches_no_weight_and_no_checkpoint(tmp_path):
+    options = {"train__save_steps": 1, "train__max_steps": 4}
+    run(write_config(tmp_path / "a", **options))
+    path, real, steps = write_config(tmp_path / "b", **options), train.train_step, []
+
+    def overflows(model, *arguments):
+        out = real(model, *arguments)
+        steps.append(1)
+        if len(steps) == 3:
+            next(model.parameters()).grad[0, 0] = math.inf
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "train_step", overflows)
+        with pytest.raises(
+            ValueError, match=r"step 3: the norm of the gradients is inf, .*from .*global_step_2$"
+        ):
+            run(path)
+    run(path, "--train.load_checkpoint_path=auto")
+    assert [r["loss"] for r in rows(tmp_path / "a")] == [r["loss"] for r in rows(tmp_path / "b")]
+    a, b = (tensors(tmp_path / name, 4) for name in "ab")
+    assert all(torch.equal(t, b[n]) for n, t in a.items())
+    with pytest.raises(
+        ValueError, match=r"step 1: \S+ or its moments are not finite, so that no checkpoint is"
+    ):
+        run(write_config(tmp_path / "c", **options, train__lr=1e39))  # of finite gradients
+    assert not checkpoint.complete(str(tmp_path / "c/out"))
+
+
+def test_moments_that_are_not_finite_reach_no_checkpoint(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.bias]["exp_avg_sq"][1] = math.nan
+    with pytest.raises(ValueError, match=r"step 1: bias or its moments are not finite"):
+        checkpoint.Saver(str(tmp_path), World(), False).save(
+            1, model, optimizer, {"data": {}, "run": {}, "ops": {}}
+        )
+    assert not checkpoint.complete(str(tmp_path))
+
+
+class Calls:
+    """What is pickled is a call when it is unpickled."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+class Touch:
+    """What is pickled makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.path,)
+
+
+def test_reading_a_checkpoint_runs_no_code_of_its(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saver = checkpoint.Saver(str(tmp_path), World(), False)
+
+    def save(step):
+        return saver.save(step, model, optimizer, {"data": {}, "run": {}, "ops": {}})
+
+    def load(folder):
+        return checkpoint.restore(folder, model, optimizer, World(), run={}, ops={})
+
+    touched = tmp_path / "touched"
+    whole = save(1)
+    assert load(whole)["step"] == 1
+    optimizer.param_groups[0]["eps"] = Touch(touched)
+    crafted = save(2)
+    optimizer.param_groups[0]["eps"] = 1e-8
+    with pytest.raises(
+        checkpoint.Damaged, match=r"global_step_2: cannot be read .*Weights only load failed"
+    ):
+        load(crafted)
+    metadata = pickle.loads((whole / "dcp/.metadata").read_bytes())
+    piece = next(iter(metadata.storage_data.values()))
+    for changed, message in (
+        (Touch(touched), r"it names pathlib\.Path\.touch"),
+        (Calls(exec, f"open({str(touched)!r}, 'w')"), r"it names builtins\.exec"),
+        (Calls(torch.save, 1, str(touched)), r"it names torch\.serialization\.save"),
+        (dataclasses.replace(piece, relative_path=str(touched)), "is not a file in the folder"),
+        (dataclasses.replace(piece, relative_path="absent.distcp"), "absent.distcp: is absent"),
+    ):
+        metadata.storage_data["more"] = changed
+        (whole / "dcp/.metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(checkpoint.Damaged, match=message):
+            load(whole)
+    (whole / "dcp/.metadata").write_bytes(b"no pickle")
+    with pytest.raises(
+        checkpoint.Damaged, match=r"\.metadata: is not the metadata of a checkpoint"
+    ):
+        load(whole)
+    assert not touched.exists()
+
+
+def test_auto_goes_to_the_checkpoint_before_one_that_is_damaged(tmp_path, caplog):
+    path = write_config(
+        tmp_path, train__save_steps=1, train__max_steps=4, train__save_hf_weights=False
+    )
+    run(path)
+    folder = tmp_path / "out/checkpoints"
+    [file] = (folder / "global_step_4/dcp").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-100])
+    [file] = (folder / "global_step_3/dcp").glob("*.distcp")
+    file.write_bytes(b"x" * file.stat().st_size)
+    (folder / "global_step_2/random_0.safetensors").write_bytes(b"x")
+    with pytest.raises(
+        ValueError, match=r"global_step_4/dcp/\S+\.distcp: is cut off after \d+ bytes"
+    ):
+        run(path, f"--train.load_checkpoint_path={folder}/global_step_4")
+    run(path, "--train.load_checkpoint_path=auto")
+    said = [r.message for r in caplog.records if "going on from the one before it" in r.message]
+    assert [re.search(r"global_step_\d", line).group() for line in said] == [
+        f"global_step_{n}" for n in (4, 3, 2)
+    ]
+    assert [r["step"] for r in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_other_data_of_the_same_lengths_are_not_gone_on_with(tmp_path):
+    options = ten_samples(tmp_path)
+    path = write_config(tmp_path, train__save_steps=4, **options)
+    run(path)
+    file = tmp_path / "ten.jsonl"
+    file.write_text(file.read_text().replace("96, 0", "96, 1").replace("[9, 10", "[9, 11"))
+    with pytest.raises(ValueError, match=r"another data: \{'contents'"):
+        run(path, "--train.load_checkpoint_path=auto")
+    state = checkpoint.find(str(tmp_path / "out"), "auto") / "state.json"
+    then = json.loads(state.read_text())
+    del then["run"]["data"]["contents"]
+    state.write_text(json.dumps(then))
+    with pytest.raises(ValueError, match="written by a version that did not record data: contents"):
+        run(path, "--train.load_checkpoint_path=auto")
+
+
+def test_seconds_and_tokens_are_those_of_the_steps(tmp_path, monkeypatch):
+    """Without what writing a checkpoint takes; of every token, trained on or not; through a run
+    in two folders.
+    """
+    options = ten_samples(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "ten.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["labels"] = [-100] * 8 + line["input_ids"][8:]
+    (tmp_path / "ten.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    clock, save = [0.0], checkpoint.Saver.save
+
+    def now():
+        clock[0] += 1
+        return clock[0]
+
+    def slow(*arguments):
+        clock[0] += 1000
+        return save(*arguments)
+
+    monkeypatch.setattr(train.Metrics.__init__.__globals__["time"], "perf_counter", now)
+    monkeypatch.setattr(checkpoint.Saver, "save", slow)
+    run(write_config(tmp_path / "a", train__save_steps=4, **options))
+    found = rows(tmp_path / "a")
+    assert max(r["seconds"] for r in found) < 1000
+    lengths = [
+        r["tokens"] - before["tokens"]
+        for before, r in zip([{"tokens": 0}, *found], found, strict=False)
+    ]
+    assert sorted(lengths) == sorted([*range(11, 21)] * 2)
+    assert [r["tokens_per_second"] for r in found] == [
+        n / r["seconds"] for n, r in zip(lengths, found, strict=True)
+    ]
+    run(
+        write_config(tmp_path / "b", **options),
+        f"--train.load_checkpoint_path={tmp_path}/a/out/checkpoints/global_step_8",
+    )
+    assert [r["tokens"] for r in rows(tmp_path / "b")] == [r["tokens"] for r in found[8:]]
+
+
+def test_determinism_ends_with_the_run_and_the_look_at_targets_with_its_first_step(tmp_path):
+    seen, real = [], _softmax_stats.check
+
+    def check(target, *arguments):
+        look = _softmax_stats._may_look(types.SimpleNamespace(is_cuda=True))
+        seen.append((torch.are_deterministic_algorithms_enabled(), look))
+        return real(target, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        for module in ("_softmax_stats", "cross_entropy", "linear_cross_entropy"):
+            patch.setattr(importlib.import_module(f"tilewright.ops.{module}"), "check", check)
+        run(
+            write_config(
+                tmp_path,
+                train__enable_full_determinism=True,
+                train__allow_cuda_launch_blocking=True,
+                train__max_steps=2,
+            )
+        )
+    losses = len(seen) // 2  # a step
+    assert losses and seen == [(True, True)] * losses + [(True, False)] * losses
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_missing_or_broken_checkpoint_is_one_sentence(tmp_path):
+    path = write_config(tmp_path, train__max_steps=1)
+    run(path)
+    with pytest.raises(FileNotFoundError, match="no checkpoint there"):
+        run(path, "--train.load_checkpoint_path", str(tmp_path / "nowhere"))
+    assert checkpoint.find(str(tmp_path / "fresh"), "auto") is None
+    folder = tmp_path / "out/checkpoints/global_step_1"
+    (folder / "dcp/.metadata").unlink()
+    with pytest.raises(FileNotFoundError, match="not a whole checkpoint"):
+        run(path, "--train.load_checkpoint_path", "auto")
+    (folder / "state.json").write_text('{"step": 1')
+    with pytest.raises(ValueError, match=r"state\.json: is not valid JSON"):
+        run(path, "--train.load_checkpoint_path", "auto")
+
+
+def test_a_run_does_not_start_over_an_earlier_one_and_auto_takes_what_was_written_last(tmp_path):
+    path = write_config(tmp_path, train__save_steps=2, train__save_hf_weights=False)
+    run(path)
+    with pytest.raises(
+        ValueError, match=r"holds global_step_6 of an earlier run; set train\.load_checkpoint_path"
+    ):
+        run(path)
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:  # resumed from step 2, and stopped after step 4
+        patch.setattr(
+            train.Metrics,
+            "step",
+            lambda self, step, *a, **k: (
+                (_ for _ in ()).throw(KeyboardInterrupt) if step == 5 else None
+            ),
+        )
+        with pytest.raises(KeyboardInterrupt):
+            run(path, "--train.load_checkpoint_path", str(out / "checkpoints/global_step_2"))
+    assert checkpoint.find(str(out), "auto").name == "global_step_4"
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_loses_nothing(tmp_path):
+    path = write_config(tmp_path, train__save_steps=2, train__max_steps=4)
+    run(path)
+    folder = tmp_path / "out/checkpoints"
+    (folder / "global_step_4").rename(
+        folder / ".global_step_4.old"
+    )  # killed between the two renames
+    checkpoint.recover(str(tmp_path / "out"), World())
+    assert checkpoint.find(str(tmp_path / "out"), "auto").name == "global_step_4"
+    (folder / ".global_step_4.old/x").mkdir(parents=True)  # killed before the old one was removed
+    with open(tmp_path / "out/metrics.jsonl", "a") as file:  # and while a line was written
+        file.write('{"step": 4, "lo')
+    run(path, "--train.load_checkpoint_path", str(folder / "global_step_2"))
+    assert sorted(p.name for p in folder.iterdir()) == ["global_step_2", "global_step_4"]
+    assert [r["step"] for r in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_finished_run_is_not_run_again(tmp_path):
+    path = write_config(tmp_path, train__max_steps=2)
+    run(path)
+    before = (tmp_path / "out/metrics.jsonl").read_text()
+    run(path, "--train.load_checkpoint_path", "auto")
+    assert (tmp_path / "out/metrics.jsonl").read_text() == before
+
+
+def test_fine_tuning_starts_from_the_weights_it_is_given(tmp_path):
+    run(write_config(tmp_path / "a", train__max_steps=2))
+    weights = tmp_path / "a/out/checkpoints/global_step_2/hf"
+    path = write_config(
+        tmp_path / "b",
+        model__model_path=str(weights),
+        model__config_path=None,
+        train__max_steps=1,
+        train__optimizer="sgd",
+        train__lr=1e-30,
+    )
+    run(path)
+    start, end = tensors(tmp_path / "a", 2), tensors(tmp_path / "b", 1)
+    assert start.keys() == end.keys() and all(torch.equal(t, end[n]) for n, t in start.items())
+
+
+def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tmp_path):
+    path = write_config(tmp_path, train__micro_batch_size=8)
+    exact, mixed = (
+        step_in_one_process(path, make_bins(), f"--train.enable_mixed_precision={m}")
+        for m in ("false", "true")
+    )
+    assert exact["loss"] != mixed["loss"] and mixed["loss"] == pytest.approx(
+        exact["loss"], rel=2e-2
+    )
+    for name, grad in exact["grads"].items():
+        assert mixed["grads"][name].dtype == torch.float32
+        assert (mixed["grads"][name] - grad).norm() <= 0.05 * grad.norm(), name
+
+
+@pytest.mark.parametrize("mode", ["none", "fsdp2"])
+@pytest.mark.parametrize("merge_qkv", [True, False])
+def test_mixed_precision_rounds_no_angle_and_no_count_of_tokens(
+    mode, merge_qkv, tmp_path, monkeypatch
+):
+    found = {}
+
+    def spy(name, what):
+        real = getattr(tw, name)
+
+        def called(*args, **options):
+            found[name] = what(args, options)
+            return real(*args, **options)
+
+        monkeypatch.setattr(tw, name, called)
+
+    spy("linear_cross_entropy", lambda args, options: (args[0].dtype, options["num_tokens"]))
+    spy("qk_norm_rope", lambda args, options: (args[0].dtype, args[1].dtype, args[2].dtype))
+    spy("rope", lambda args, options: (args[0].dtype, args[2].dtype, args[3].dtype))
+    config = load(
+        write_config(tmp_path, train__micro_batch_size=8, model__merge_qkv=merge_qkv),
+        ["--train.enable_mixed_precision=true", f"--train.data_parallel_mode={mode}"],
+    )
+    world = init_distributed(config.train)
+    try:
+        model = train.build_model(config, shape_of(config), world, Ops.resolve())
+        ids = np.arange(260) % 97
+        train.train_step(model, [data.collate([[(ids, ids)]], 1)], config, world)
+    finally:
+        dist.destroy_process_group()
+    half = torch.bfloat16
+    assert found.pop("linear_cross_entropy") == (half, 259)  # in bfloat16 it would be 260
+    assert found == {"qk_norm_rope" if merge_qkv else "rope": (half, torch.float32, torch.float32)}
+
+
+def test_no_layer_asks_the_device_how_long_documents_are(tmp_path, monkeypatch):
+    given, real = [], tw.attention
+    monkeypatch.setattr(tw, "attention", lambda *a, **k: given.append(k) or real(*a, **k))
+    step_in_one_process(write_config(tmp_path, train__micro_batch_size=8), make_bins())
+    assert len(given) == QWEN3["num_hidden_layers"]
+    for k in given:
+        assert k["cu_seqlens"].diff().max() == k["max_seqlen"] == 16
+
+
+def test_compiled_layers_give_the_same_gradients(tmp_path):
+    path = write_config(tmp_path, train__micro_batch_size=8)
+    plain, compiled = (
+        step_in_one_process(path, make_bins(), f"--train.enable_compile={c}")
+        for c in ("false", "true")
+    )
+    same(compiled, plain, 1e-4)
+
+
+PARTS = {
+    "AddRMSNorm.forward": 24,
+    "Attention.project": 12,
+    "Attention.output": 12,
+    "SwiGLU.forward": 12,
+}
+MIXED = {**MOE, "mlp_only_layers": [0, 5]}
+COMPILED = {
+    "sdpa": (QWEN3, {"model__attn_implementation": "sdpa"}, PARTS),
+    "whole": (
+        QWEN3,
+        {
+            "model__attn_implementation": "eager",
+            "train__enable_gradient_checkpointing": True,
+            "train__data_parallel_mode": "fsdp2",
+        },
+        {"Block._layer": 12},
+    ),
+    "mixed": (MIXED, {"model__attn_implementation": "eager"}, {"Block._layer": 12}),
+    "moe_act": (
+        MIXED,
+        {
+            "train__enable_gradient_checkpointing": True,
+            "train__moe_checkpoint_method": "moe_act",
+            "train__data_parallel_mode": "fsdp2",
+        },
+        {**PARTS, "SwiGLU.forward": 2},
+    ),
+}
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """torch.compile without a compiler behind it: what is seen is which code becomes a graph,
+    and how often.
+    """
+    from torch._dynamo.testing import CompileCounter
+
+    counter, real = CompileCounter(), torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **options: real(*args, **options, backend=counter)
+    )
+    torch._dynamo.reset()
+    yield counter
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_every_layer_is_compiled_and_stays_so(case, tmp_path, backend, capsys):
+    shape, options, parts = COMPILED[case]
+    path = write_config(
+        tmp_path,
+        {**shape, "num_hidden_layers": 12},
+        **{
+            "train__save_hf_weights": False,
+            "data__val_set_size": 2,
+            "train__max_steps": 6,
+            "train__micro_batch_size": 2,
+            **options,
+        },
+    )
+    ran, real, counts = set(), parallel.Compiled.__call__, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            parallel.Compiled, "__call__", lambda self, *a: ran.add(self) or real(self, *a)
+        )
+        patch.setattr(train.Metrics, "step", lambda *a, **k: counts.append(backend.frame_count))
+        run(path, "--train.enable_compile=true")
+    assert (
+        "compiled: " + ", ".join(f"{n} x {name}" for name, n in parts.items()) + "\n"
+        in capsys.readouterr().out
+    )
+    assert len(ran) == len(parts) + (case == "mixed") and all(c.run is not c.plain for c in ran)
+    # With gradients and without, of the first layer and of the others, of one length of documents
+    # and then of any: not for each layer, batch or number of documents.
+    assert counts[0] > 0 and counts[-1] <= 6 * len(ran)
+
+
+@pytest.mark.parametrize(
+    "shape, arguments, parts",
+    [
+        (QWEN3, [RECOMPUTE, '--train.recompute_modules=["self_attn"]'], PARTS),
+        (MOE, EXPERTS, {k: n for k, n in PARTS.items() if k != "SwiGLU.forward"}),
+        (
+            QWEN3,
+            ["--train.data_parallel_mode=fsdp2", '--model.basic_modules=["o_proj"]'],
+            "o_proj would be gathered in",
+        ),
+    ],
+)
+def test_what_of_a_layer_is_compiled_is_chosen_by_what_can_be(
+    shape, arguments, parts, tmp_path, backend
+):
+    path = write_config(tmp_path, {**shape, "num_hidden_layers": 12}, train__enable_compile=True)
+    config = load(path, arguments)
+    model = Transformer(shape_of(config), Ops.resolve("eager"))
+    model.recompute_activations(config.train.recompute_modules)
+    if isinstance(parts, str):
+        with pytest.raises(ValueError, match=parts):
+            parallel._compile(model, config)
+    else:
+        parallel._compile(model, config)
+        assert parallel.compiled_parts(model) == parts
+
+
+def test_what_is_no_longer_compiled_says_so(caplog, backend):
+    grows = parallel.Compiled(Grows.call)
+    for n in range(12):
+        assert grows(Grows(n), torch.ones(2)).tolist() == [1 + n] * 2
+    [said] = [r.message for r in caplog.records if "train.enable_compile" in r.message]
+    assert said.startswith(
+        "train.enable_compile: Grows.call has been compiled 8 times and runs uncompiled"
+    )
+    with pytest.raises(
+        ValueError, match=r"train\.enable_compile = True: Grows\.breaks cannot be compiled: "
+    ):
+        parallel.Compiled(Grows.breaks)(Grows(1), torch.ones(2))
+
+
+class Grows:
+    def __init__(self, n):
+        self.text = str(n)
+
+    def call(self, x):
+        return x + len("x" * int(self.text))
+
+    def breaks(self, x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+def test_a_profile_is_written_when_asked_for(tmp_path):
+    path = write_config(
+        tmp_path,
+        train__max_steps=3,
+        train__enable_profiling=True,
+        train__profile_trace_dir=str(tmp_path / "trace"),
+    )
+    run(path)
+    [trace] = (tmp_path / "trace").glob("*.json")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert any("tilewright" in e.get("name", "") for e in events)
+
+
+def test_a_small_fraction_of_an_epoch_still_saves(tmp_path):
+    run(
+        write_config(
+            tmp_path, train__max_steps=2, train__save_epochs=1e-6, train__save_hf_weights=False
+        )
+    )
+    assert (tmp_path / "out/checkpoints/global_step_1/state.json").is_file()
+
+
+def test_weights_and_biases_gets_every_evaluation_and_every_nth_step(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text(
+        "calls = []\n"
+        "class Run:\n"
+        "    def log(self, values, step): calls.append((step, sorted(values)))\n"
+        "    def finish(self): calls.append('finish')\n"
+        "def init(**options):\n"
+        "    calls.append(options)\n"
+        "    return Run()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    run(
+        write_config(
+            tmp_path,
+            train__use_wandb=True,
+            train__wandb_log_interval=4,
+            train__wandb_name="name",
+            train__max_steps=5,
+            data__val_set_size=4,
+        )
+    )
+    import wandb
+
+    options, *logged, last = wandb.calls
+    assert (
+        options["name"] == "name"
+        and options["config"]["train"]["max_steps"] == 5
+        and last == "finish"
+    )
+    assert [(step, "eval_loss" in names) for step, names in logged] == [
+        (0, True),
+        (4, False),
+        (5, True),
+    ]
+    del sys.modules["wandb"]
+
+
+def test_the_defaults_train(tmp_path):
+    """FSDP2, bfloat16 and recomputation, which every other run here switches off."""
+    options = {"train__micro_batch_size": 2, "train__max_steps": 4}
+    run(write_config(tmp_path / "plain", **options))
+    run(
+        write_config(tmp_path / "defaults", **options),
+        "--train.data_parallel_mode=fsdp2",
+        "--train.enable_mixed_precision=true",
+        "--train.enable_gradient_checkpointing=true",
+    )
+    plain, default = ([r["loss"] for r in rows(tmp_path / name)] for name in ("plain", "defaults"))
+    assert plain != default
+    np.testing.assert_allclose(default, plain, rtol=1e-2)
+    a, b = tensors(tmp_path / "plain", 4), tensors(tmp_path / "defaults", 4)
+    assert all(b[n].dtype == torch.float32 for n in a)
+    assert a.keys() == b.keys()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"train__output_dir": "FILE"}, "File exists|Not a directory"),
+        (
+            {"train__lr": 1e30},
+            r"step 2: the (loss|norm of the gradients) is (nan|inf), so the step was not taken",
+        ),
+        ({"train__no_decay_modules": ["nosuch"]}, "no_decay_modules: 'nosuch' matches no name"),
+        (
+            {
+                "train__enable_profiling": True,
+                "train__profile_start_step": 50,
+                "train__profile_end_step": 51,
+            },
+            "profile_start_step = 50: the run has 6 steps",
+        ),
+        ({"model__config_path": "no/such/folder"}, "no/such/folder: no such file or folder"),
+        ({"data__datasets": [{"path": "TEXT", "type": "text"}]}, "holds no tokenizer"),
+        ({"data__datasets": [{"path": "EMPTY"}]}, "empty.jsonl: cannot be read as json"),
+        (
+            {
+                "data__datasets": [{"path": "FOLDER"}],
+                "data__dataset_prepared_path": "FOLDER/prepared",
+            },
+            "dataset_prepared_path = .* lies in the data set",
+        ),
+    ],
+)
+def test_what_a_user_can_mend_is_one_sentence(change, message, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "text.txt").write_text("Some words.")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/a.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
+    places = {"FILE": "file", "TEXT": "text.txt", "EMPTY": "empty.jsonl", "FOLDER": "folder"}
+
+    def real(value):
+        if isinstance(value, list):
+            return [real(v) for v in value]
+        if isinstance(value, dict):
+            return {k: real(v) for k, v in value.items()}
+        head, slash, rest = str(value).partition("/")
+        return str(tmp_path / places[head]) + slash + rest if head in places else value
+
+    with pytest.raises((ValueError, OSError), match=message):
+        run(write_config(tmp_path, **{k: real(v) for k, v in change.items()}))
+    assert gc.isenabled()  # as it was before
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"vocab_size": "64"},
+            "vocab_size must be an integer of at least 1 and at most 16777216, got '64'",
+        ),
+        (
+            {"num_hidden_layers": 0},
+            "num_hidden_layers must be an integer of at least 1 and at most 16777216, got 0",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rope type 'llama3' needs low_freq_factor",
+        ),
+    ],
+)
+def test_a_model_configuration_that_cannot_be_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf({**QWEN3, **change})
+
+
+def test_weights_that_are_not_safetensors_are_named(tmp_path):
+    write_config(tmp_path)
+    (tmp_path / "model/model.safetensors").write_text("not tensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read as safetensors"):
+        hf.load_weights(Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve()), tmp_path / "model")
+    (tmp_path / "model/config.json").write_text("[]")
+    with pytest.raises(ValueError, match="must hold a JSON object, got list"):
+        hf.load_config(tmp_path / "model")
+
+
+# ---- adapters
+
+LORA = {"lora__enable_lora": True, "lora__lora_rank": 4, "lora__lora_alpha": 8}
+QLORA = {**LORA, "lora__enable_qlora": True}
+NF4 = {**QLORA, "lora__quant_format": "nf4", "lora__quant_group_size": 64}
+FP8 = {**QLORA, "lora__quant_format": "block_fp8", "lora__quant_group_size": 16}
+KINDS = {"lora": LORA, "nvfp4": QLORA, "nf4": NF4, "block_fp8": FP8}
+
+
+def build(path, *arguments):
+    config = load(path, list(arguments))
+    return config, train.build_model(config, shape_of(config), World(), Ops.resolve())
+
+
+def adapter_names(model):
+    return {n for n, _ in model.named_parameters() if adapt.is_adapter(n)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["qwen3", "qwen3-moe"])
+def test_adapters_alone_learn(shape, kind, tmp_path):
+    path = write_config(
+        tmp_path,
+        shape,
+        train__micro_batch_size=4,
+        train__weight_decay=0.1,
+        train__lr=0.02,
+        train__gradient_accumulation_steps=2,
+        **KINDS[kind],
+    )
+    config, fresh = build(path)
+    plain = Transformer(shape_of(config), Ops.resolve())
+    plain.init_weights(config.train.seed)
+    ids = torch.arange(12)[None]
+    if kind == "lora":
+        # Experts with adapters are computed by another op than experts without.
+        assert (fresh(ids) - plain(ids)).abs().max() <= (1e-6 if shape is MOE else 0)
+    else:
+        error = (fresh(ids) - plain(ids)).abs().max() / plain(ids).abs().max()
+        assert 1e-3 < error < 0.3
+    model, optimizer, found = distributed_worker.several_steps(
+        config, World(), make_bins(), steps=8
+    )
+    before, after = fresh.state_dict(), model.state_dict()
+    assert found["loss"][-1] < found["loss"][0] - 0.05
+    for name, t in after.items():
+        assert torch.equal(t, before[name]) != adapt.is_adapter(name), name
+    assert (
+        {n for n, p in model.named_parameters() if p in optimizer.state}
+        == adapter_names(model)
+        != set()
+    )
+    quantised = [name for name, p in adapt.base_weights(model) if adapt.quantized(p)]
+    assert len(quantised) == (0 if kind == "lora" else 8)
+
+
+def flags(options):
+    return [f"--{key.replace('__', '.')}={value}" for key, value in options.items()]
+
+
+ADAPTERS = {
+    **{f"train_lora_{mode}": [*flags(LORA), *arguments] for mode, arguments in MODES.items()},
+    "train_nf4_ddp": [*flags(NF4), *MODES["ddp"]],
+    "train_nf4_hsdp": [*flags(NF4), *MODES["hsdp"]],
+    "train_nvfp4_fsdp2": [*flags(QLORA), *MODES["fsdp2_recompute"]],
+    "train_lora_merge": [
+        "--lora.enable_lora=true",
+        "--lora.merge_lora_interval=2",
+        *MODES["fsdp2"],
+    ],
+    "train_aqn": ["--lora.enable_qlora=true", "--lora.enable_aqn=true", *MODES["fsdp2_recompute"]],
+    "train_aqn_ddp": ["--lora.enable_qlora=true", "--lora.enable_aqn=true", *MODES["ddp"]],
+}
+ALONE = {
+    "lora_merge": ["--lora.enable_lora=true", "--lora.merge_lora_interval=2"],
+    "aqn": ["--lora.enable_qlora=true", "--lora.enable_aqn=true"],
+}
+
+
+@pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["qwen3", "qwen3-moe"])
+def test_two_processes_train_adapters_as_one(shape, tmp_path):
+    """From weights in a folder, which one process reads and quantises, and sends."""
+    source = Transformer(ModelConfig.from_hf(shape), Ops.resolve())
+    source.init_weights(3)
+    hf.save_weights(source, tmp_path / "weights")
+    path = write_config(
+        tmp_path,
+        shape,
+        train__micro_batch_size=1,
+        train__gradient_accumulation_steps=4,
+        train__optimizer="sgd",
+        train__lr=1.0,
+        model__model_path=str(tmp_path / "weights"),
+    )
+    bins = make_bins()
+    torch.save(bins, tmp_path / "bins.pt")
+    modes = (
+        ADAPTERS
+        if shape is QWEN3
+        else {
+            **{
+                k: ADAPTERS[k]
+                for k in (
+                    "train_lora_fsdp2",
+                    "train_nf4_ddp",
+                    "train_nvfp4_fsdp2",
+                    "train_lora_merge",
+                )
+            },
+            "train_spread": ["--lora.enable_lora=true", *EXPERTS],
+        }
+    )
+    (tmp_path / "modes.json").write_text(json.dumps(modes))
+    done = launch(
+        2, [str(pathlib.Path(__file__).with_name("distributed_worker.py"))], str(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for mode in modes:
+        kind = mode.split("_")[1]
+        alone = (
+            ALONE["lora_merge" if "merge" in mode else kind]
+            if "merge" in mode or kind == "aqn"
+            else (["--lora.enable_lora=true"] if kind == "spread" else flags(KINDS[kind]))
+        )
+        want = distributed_worker.several_steps(
+            load(path, ["--train.gradient_accumulation_steps=8", *alone]), World(), bins
+        )[2]
+        found = torch.load(tmp_path / f"{mode}.pt")
+        np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-5, err_msg=mode)
+        np.testing.assert_allclose(found["norm"], want["norm"], rtol=1e-4, err_msg=mode)
+        assert found["weights"].keys() == want["weights"].keys()
+        for name, weight in want["weights"].items():
+            assert (found["weights"][name] - weight).abs().max() <= 1e-4 * weight.abs().max(), (
+                mode,
+                name,
+            )
+
+
+@pytest.mark.parametrize(
+    "kind, mode",
+    [
+        ("lora", "none"),
+        ("lora", "fsdp2"),
+        ("nf4", "fsdp2"),
+        ("nvfp4", "none"),
+        ("block_fp8", "fsdp2"),
+    ],
+)
+def test_resuming_adapters_equals_never_stopping(kind, mode, tmp_path):
+    """Through merges, with noise, and with the quantised weights in the checkpoint."""
+    noise = {} if kind == "lora" else {"lora__enable_aqn": True}
+    resumed_equals_never_stopped(
+        tmp_path,
+        **KINDS[kind],
+        **noise,
+        train__data_parallel_mode=mode,
+        lora__merge_lora_interval=3,
+        lora__reset_optimizer_on_merge=True,
+    )
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_merging_happens_every_so_many_steps_and_may_forget_moments(kind, reset, tmp_path):
+    path = write_config(
+        tmp_path, lora__merge_lora_interval=3, lora__reset_optimizer_on_merge=reset, **KINDS[kind]
+    )
+    config, model = build(path)
+    optimizer = optim.build_optimizer(model, config.train)
+    ids = torch.arange(12)[None]
+    for step in range(2):
+        model(ids, labels=ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        adapters.after_step(model, optimizer, config, step + 1)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
+    assert all(m.any() for m in moments)
+    dense = {n: t.clone() for n, t, _ in adapt.dense_weights(model)}
+    want = model(ids)
+    adapters.after_step(model, optimizer, config, 3)
+    assert all(
+        not torch.equal(t, before[n]) for n, t in model.state_dict().items() if adapt.is_adapter(n)
+    )
+    if kind == "lora":  # exactly what it was; quantised weights are rounded again
+        assert (model(ids) - want).abs().max() <= 1e-6
+    for name, full, _ in adapt.dense_weights(model):
+        error = (full - dense[name]).norm() / dense[name].norm()
+        assert error <= (1e-6 if kind == "lora" else 0.15), name
+    now = [v for s in optimizer.state.values() for v in s.values()]
+    assert all(
+        not v.any() if reset else torch.equal(v, m) for v, m in zip(now, moments, strict=True)
+    )
+    again = build(path)[1]  # the new adapters are not those of the start
+    name = next(n for n in adapter_names(model) if n.endswith("lora_A"))
+    assert not torch.equal(model.state_dict()[name], again.state_dict()[name])
+
+
+def test_a_run_merges_when_it_is_told_to(tmp_path):
+    for name, changes in {
+        "a": {},
+        "b": {"lora__merge_lora_interval": 2},
+        "c": {"lora__merge_lora_interval": 2, "lora__reset_optimizer_on_merge": True},
+    }.items():
+        run(write_config(tmp_path / name, **LORA, **changes))
+    a, b, c = ([r["loss"] for r in rows(tmp_path / n)] for n in "abc")
+    assert a[:2] == b[:2] == c[:2] and b[2] == c[2]
+    assert b[2] == pytest.approx(
+        a[2], rel=1e-6
+    )  # a merge after step 2 is a rounding error in the loss of step 3
+    assert a[3] != b[3] and b[3:] != c[3:]
+
+
+@pytest.mark.parametrize("kind, mode", [("lora", "none"), ("nf4", "fsdp2")])
+def test_adapters_that_are_written_alone_give_what_merging_writes(kind, mode, tmp_path):
+    peft = pytest.importorskip("peft")
+    run(write_config(tmp_path / "start", train__max_steps=1))
+    start = tmp_path / "start/out/checkpoints/global_step_1/hf"
+    (start / "tokenizer.json").write_text("{}")
+    options = {
+        **KINDS[kind],
+        "model__model_path": str(start),
+        "model__config_path": None,
+        "train__data_parallel_mode": mode,
+        "lora__lora_target_modules": ["q_proj", "mlp"],
+    }
+    for name, alone in (("merged", False), ("alone", True)):
+        run(write_config(tmp_path / name, lora__save_lora_only=alone, **options))
+    merged, alone = (
+        tmp_path / f"{name}/out/checkpoints/global_step_6/hf" for name in ("merged", "alone")
+    )
+    assert sorted(p.name for p in alone.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+    ]
+    settings = json.loads((alone / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(start)
+    assert settings["target_modules"] == ["down_proj", "gate_proj", "q_proj", "up_proj"]
+    ids = torch.arange(20)[None]
+    base = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
+    with torch.no_grad():
+        want = base(ids).logits
+        if kind == "lora":
+            on = transformers.AutoModelForCausalLM.from_pretrained(start)
+        else:  # adapters of quantised weights belong on those
+            _, model = build(
+                write_config(tmp_path / "dense", **{**options, "train__data_parallel_mode": "none"})
+            )
+            hf.save_weights(model, tmp_path / "dequantised")
+            on = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dequantised")
+        torch.testing.assert_close(
+            peft.PeftModel.from_pretrained(on.eval(), alone)(ids).logits, want, rtol=1e-4, atol=1e-5
+        )
+        assert (on(ids).logits - want).abs().max() < 1e-4  # peft put them on this very model
+        plain = transformers.AutoModelForCausalLM.from_pretrained(start).eval()
+        assert (plain(ids).logits - want).abs().max() > 1e-2
+
+
+def test_the_export_has_the_dtype_of_the_base(tmp_path):
+    """Of the weights that were read; of random ones what config.json says; float32 if it says
+    nothing.
+    """
+
+    def exported(name, *arguments, **changes):
+        run(write_config(tmp_path / name, train__max_steps=1, **changes), *arguments)
+        folder = tmp_path / name / "out/checkpoints/global_step_1/hf"
+        [dtype] = {t.dtype for t in tensors(tmp_path / name, 1).values()}
+        assert json.loads((folder / "config.json").read_text())["dtype"] == str(dtype).removeprefix(
+            "torch."
+        )
+        return folder, dtype
+
+    folder, dtype = exported("random")
+    assert dtype == torch.float32
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    half, dtype = exported(
+        "half", model__config_path=str(tmp_path / "config.json"), model__tokenizer_path=str(folder)
+    )
+    assert dtype == torch.bfloat16
+    for kind in KINDS:
+        _, dtype = exported(
+            kind, model__model_path=str(half), model__config_path=None, **KINDS[kind]
+        )
+        assert dtype == torch.bfloat16, kind
+
+
+def test_each_field_of_lora_shapes_the_model(tmp_path):
+    def layers(*arguments, **changes):
+        model = build(write_config(tmp_path, **{**LORA, **changes}), *arguments)[1]
+        return dict(adapt.adapted(model)), dict(adapt.base_weights(model))
+
+    found, _ = layers()
+    assert {m.rank for m in found.values()} == {4} and {m.scale for m in found.values()} == {2.0}
+    assert len(found) == 8
+    found, _ = layers(lora__lora_rank=8, lora__lora_alpha=2)
+    assert {(m.rank, m.scale, m.lora_B.shape[1]) for m in found.values()} == {(8, 0.25, 8)}
+    found, _ = layers(lora__lora_target_modules=["v_proj", "layers.1.mlp"])
+    assert {p.removeprefix("model.layers."): [*m.slices] for p, m in found.items()} == {
+        "0.self_attn.qkv_proj": ["v_proj"],
+        "1.self_attn.qkv_proj": ["v_proj"],
+        "1.mlp.gate_up_proj": ["gate_proj", "up_proj"],
+        "1.mlp.down_proj": [""],
+    }
+    for kind, (name, size) in {
+        "nvfp4": ("nvfp4", 16),
+        "nf4": ("nf4", 64),
+        "block_fp8": ("block_fp8", 16),
+    }.items():
+        _, weights = layers(**KINDS[kind])
+        [q] = weights["model.layers.0.self_attn.o_proj.weight"].weights()
+        assert adapt.QuantFormat(name, size) == adapters.lora.format_of(q)
+    _, weights = layers(**{**NF4, "lora__quant_group_size": 512})
+    assert weights["model.layers.0.self_attn.o_proj.weight"].weights()[0].block_size == 512
+    _, weights = layers(**NF4, lora__exclude_modules=["layers.1", "gate_proj", "up_proj"])
+    assert [n for n, w in weights.items() if isinstance(w, QuantizedLinear)] == [
+        f"model.layers.0.{n}.weight"
+        for n in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.down_proj")
+    ]
+    for changes, message in (
+        ({"lora__lora_target_modules": ["lm_head"]}, "lora.lora_target_modules: .*'lm_head'"),
+        ({**NF4, "lora__exclude_modules": ["nosuch"]}, "exclude_modules = .*'nosuch' match no"),
+        ({**NF4, "lora__exclude_modules": ["layers"]}, "leaves nothing to quantise"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layers(**changes)
+
+
+def test_what_a_quantised_checkpoint_leaves_out_is_left_out_unless_the_user_says_otherwise(
+    tmp_path,
+):
+    model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
+    model.init_weights(3)
+    hf.save_weights(model, tmp_path / "weights")
+    file = tmp_path / "weights/config.json"
+    shape = json.loads(file.read_text())
+    file.write_text(
+        json.dumps(
+            {**shape, "quantization_config": {"ignore": ["lm_head", "re:.*layers[.]1[.]mlp"]}}
+        )
+    )
+    path = write_config(tmp_path, **NF4, model__model_path=str(tmp_path / "weights"))
+    for arguments, count in (([], 6), (["--lora.exclude_modules=[]"], 8)):
+        quantised = [
+            n for n, p in adapt.base_weights(build(path, *arguments)[1]) if adapt.quantized(p)
+        ]
+        assert len(quantised) == count and ("model.layers.1.mlp.down_proj.weight" in quantised) == (
+            count == 8
+        )
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nvfp4"])
+def test_noise_is_trained_with_and_not_evaluated_with(kind, tmp_path):
+    options = {**KINDS[kind], "data__val_set_size": 4, "train__max_steps": 3}
+    runs = {
+        "plain": {},
+        "none": {"lora__enable_aqn": True, "lora__aqn_alpha": 0},
+        "some": {"lora__enable_aqn": True},
+        "again": {"lora__enable_aqn": True, "train__enable_gradient_checkpointing": True},
+        "more": {"lora__enable_aqn": True, "lora__aqn_alpha": 2},
+    }
+    for name, changes in runs.items():
+        run(write_config(tmp_path / name, **options, **changes))
+    found = {
+        name: [
+            (r["step"], r.get("loss"), r.get("grad_norm"), r.get("eval_loss"))
+            for r in rows(tmp_path / name)
+        ]
+        for name in runs
+    }
+    assert found["plain"] == found["none"] and found["some"] == found["again"]
+    assert (
+        found["plain"][0] == found["some"][0] and found["plain"][0][3]
+    )  # evaluated before the first step
+    losses = [[row[1] for row in found[name] if row[1]] for name in ("plain", "some", "more")]
+    assert all(len(set(step)) == 3 for step in zip(*losses, strict=True))
+    config, model = build(write_config(tmp_path / "eval", **options))
+    _, held = train.build_data(config, World(), 97)
+    want = train.evaluate(model, held, config, World())
+    adapt.set_noise(model, AQN(1.0, 1))
+    assert train.evaluate(model, held, config, World()) == want
+    adapters.before_step(model, load(str(tmp_path / "more/config.yaml"), ["--train.seed=6"]), 5)
+    used = {n for m in model.modules() if isinstance(m, QuantizedLinear) for n in m.noise}
+    assert {(n.alpha, n.seed, n.step) for n in used} == {(2.0, 6, 5)} and len(used) == 8
+
+
+@pytest.mark.parametrize("kind", ["lora", "nvfp4"])
+def test_compiled_layers_with_adapters_give_the_same_gradients(kind, tmp_path, backend):
+    path = write_config(tmp_path, train__micro_batch_size=8, **KINDS[kind])
+    plain, compiled = (
+        step_in_one_process(path, make_bins(), f"--train.enable_compile={c}")
+        for c in ("false", "true")
+    )
+    assert backend.frame_count > 0
+    same(compiled, plain, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "kind, mode", [("lora", "none"), ("nf4", "none"), ("nvfp4", "fsdp2"), ("lora", "fsdp2")]
+)
+def test_adapters_in_mixed_precision_with_recomputation(kind, mode, tmp_path):
+    options = {**KINDS[kind], "train__micro_batch_size": 2, "train__max_steps": 4}
+    run(write_config(tmp_path / "exact", **options))
+    run(
+        write_config(tmp_path / "mixed", **options),
+        f"--train.data_parallel_mode={mode}",
+        "--train.enable_mixed_precision=true",
+        "--train.enable_gradient_checkpointing=true",
+    )
+    exact, mixed = ([r["loss"] for r in rows(tmp_path / name)] for name in ("exact", "mixed"))
+    assert exact != mixed
+    np.testing.assert_allclose(mixed, exact, rtol=1e-2)
+    written = tensors(tmp_path / "mixed", 4)
+    assert all(t.dtype == torch.float32 for t in written.values())
+
+
+def test_a_checkpoint_with_other_adapters_is_refused(tmp_path):
+    run(write_config(tmp_path, **NF4, train__max_steps=2))
+    for changes in ({}, {**NF4, "lora__lora_rank": 2}, QLORA):
+        with pytest.raises(ValueError, match=r"another model: \{'lora': "):
+            run(write_config(tmp_path, **changes), "--train.load_checkpoint_path", "auto")
+
+
+def test_a_run_cannot_come_to_save_adapters_alone(tmp_path):
+    """Weights that were merged before would be lost."""
+    merged = {**LORA, "lora__merge_lora_interval": 2, "lora__save_lora_only": False}
+    alone = {**LORA, "lora__save_lora_only": True}
+    assert adapters.tied(load(write_config(tmp_path, **merged))) != adapters.tied(
+        load(write_config(tmp_path, model__model_path=str(tmp_path), **alone))
+    )
+
+
+@pytest.mark.parametrize("asked, taken", [("eager", "eager"), (None, "auto")])
+def test_experts_with_adapters_take_the_implementation_that_was_asked_for(asked, taken, tmp_path):
+    path = write_config(tmp_path, MOE, model__moe_implementation=asked, **LORA)
+    _, model = build(path)
+    assert [m.implementation for m in adapters.mixtures(model)] == [taken] * 2
+    found = adapters.operations(model, torch.device("cpu"), torch.float32)
+    assert found == {"moe_lora": asked or MOE_LORA.choose("cpu", torch.float32)}
+    with pytest.raises(ImplementationUnavailable, match=r"moe_lora\[quack\]"):
+        build(write_config(tmp_path, MOE, model__moe_implementation="quack", **LORA))
+
+
+def test_adapters_of_experts_are_counted_as_routed(tmp_path):
+    path = write_config(tmp_path, MOE, **LORA)
+    config, model = build(path)
+    shape = shape_of(config)
+    plain = Transformer(shape, Ops.resolve()).flops_per_token(0)
+    of_experts, others = (
+        sum(
+            p.numel()
+            for n, p in model.named_parameters()
+            if adapt.is_adapter(n) and (".experts." in n) == which
+        )
+        for which in (True, False)
+    )
+    routed = of_experts * shape.num_experts_per_tok / shape.num_experts
+    assert (
+        model.flops_per_token(0) == pytest.approx(plain * 4 / 6 + 6 * (others + routed))
+        and of_experts
+        and others
+    )
