@@ -38,6 +38,8 @@ from tilewright.registry import ImplementationUnavailable  # noqa: E402
 from tilewright.trainer import adapters, checkpoint, data, hf, optim, parallel, train  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
+
+ROOT = pathlib.Path(__file__).parents[2]
 from tilewright.trainer.parallel import World, clip_gradients, init_distributed  # noqa: E402
 
 QWEN3 = {
@@ -290,7 +292,7 @@ def launch(processes, script, *arguments):
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
     }
     return subprocess.run(
         [
