@@ -35,7 +35,7 @@ ELSEWHERE = {
         "compile what a GPU launches first into Triton's cache, without a GPU",
     ),
     "end-to-end": (
-        "tilewright.bench.end_to_end",
+        "tilewright.trainer.end_to_end",
         "a training step of the trainer's model beside transformers', on a CPU",
     ),
     "report": (

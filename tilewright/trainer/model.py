@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright import adapt, lora
 from tilewright import ops as tw
-from tilewright.lora_experts import LoRAExperts, QuantizedExperts
 from tilewright.nn import Linear, RMSNorm, SwiGLU, in_row_blocks, linear_in_row_blocks
+from tilewright.nn.lora_experts import LoRAExperts
+from tilewright.nn.quantized import QuantizedExperts
 from tilewright.ops.aqn import AQN
 from tilewright.ops.attention import Request
 from tilewright.ops.context_parallel import (
