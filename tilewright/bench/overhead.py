@@ -24,7 +24,8 @@ import torch
 from tilewright import platform
 from tilewright._torch import TorchDispatchMode
 from tilewright.bench import pretend, timing
-from tilewright.registry import Op, operations, short
+from tilewright.registry import Op, short
+from tilewright.selection import operations
 
 LEVELS = ("public", "resolved", "operator", "launch", "kept", "pick")
 

@@ -36,7 +36,8 @@ from tilewright.ops.context_parallel import (
 )
 from tilewright.ops.expert_parallel import DeepEP, ep_moe_mlp
 from tilewright.ops.rope import document_positions
-from tilewright.registry import ImplementationUnavailable, operations
+from tilewright.registry import ImplementationUnavailable
+from tilewright.selection import operations
 
 MODEL_TYPES = ("llama", "qwen3", "qwen3_moe")
 LARGEST = (
