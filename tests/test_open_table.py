@@ -158,12 +158,7 @@ def load():
     from {test} import product
     return product
 
-def load_twin():
-    from tilewright.ops.hadamard import hadamard_eager
-    return hadamard_eager
-
 matrix = Implementation("matrix", load, devices=("cpu",))
-twin = Implementation("twin", load_twin, devices=("cpu",))
 taken = Implementation("cpp", load)
 other = Implementation("another", load)
 number = 3
@@ -171,7 +166,6 @@ number = 3
 POINTS = """
 [tilewright.implementations]
 hadamard.matrix = acme:matrix
-hadamard.twin = acme:twin
 hadamard.broken = acme_broken:matrix
 hadamard.number = acme:number
 hadamard.cpp = acme:taken
@@ -184,11 +178,14 @@ import tilewright.ops
 assert "acme" not in sys.modules, "nothing is imported before it is looked at"
 from tilewright import __main__ as cli
 from tilewright.bench import __main__ as bench
+from dataclasses import replace
+op = tilewright.ops.HADAMARD
+op.cases = (replace(op.cases[0], tags=frozenset({"contract", "cpu"})),)  # small, and timed
 codes = [
     cli.main(["explain", "--device", "cpu"]),
     cli.main(["check", "hadamard", "--implementation", "matrix", "--device", "cpu",
               "--dtype", "float32"]),
-    bench.main(["run", "--op", "hadamard", "--provider", "twin", "--case", "qwen3-8b",
+    bench.main(["run", "--op", "hadamard", "--provider", "matrix", "--case", "plain",
                 "--dtype", "float32", "--device", "cpu", "--rounds", "1", "--out", sys.argv[1]]),
 ]
 print(json.dumps(codes))
@@ -230,7 +227,7 @@ def test_a_distribution_adds_implementations_by_entry_points(tmp_path):
     )
     assert json.loads(lines[-1]) == [0, 0, 0]
     timed = json.loads((out / "results.json").read_text())["rows"]
-    assert [r["provider"] for r in timed] == ["twin"] and timed[0]["forward"]
+    assert [r["provider"] for r in timed] == ["matrix"] and timed[0]["forward"]
 
 
 def test_nothing_installed_changes_no_op():
