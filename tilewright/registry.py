@@ -324,7 +324,7 @@ class Op:
                 f"{self.name}[{impl.name}]: does not import: {error}"
             ) from error
 
-    def pick(self, name: str, tensor: torch.Tensor, request: Any = None) -> Callable:
+    def pick(self, name: str, tensor: torch.Tensor | On, request: Any = None) -> Callable:
         """`resolve` for a call: by the tensor's device and dtype, remembered.
 
         request: what the call asks for that not every implementation has: a NamedTuple of constants

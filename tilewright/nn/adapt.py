@@ -214,11 +214,11 @@ def add_lora(
             done += chosen[path]
     for path, module, _ in mixtures:
         if chosen[path]:
-            weights = [
+            gate_up, down = (
                 w.weight() if isinstance(w, QuantizedExperts) else w
-                for w in (module.gate_up_proj, module.down_proj)
-            ]
-            made[path] = LoRAExperts(*weights, rank, alpha, **options)
+                for w in (getattr(module, name) for name in ("gate_up_proj", "down_proj"))
+            )
+            made[path] = LoRAExperts(gate_up, down, rank, alpha, **options)
             done += chosen[path]
     model.requires_grad_(False)  # before the adapters are in it
     for path, module in made.items():
@@ -289,26 +289,35 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
 def _plain(module: LoRALinear | LoRAExperts | QuantizedLinear) -> nn.Module:
     """The layer without adapters, which are added to its weight, and not quantized."""
     if isinstance(module, LoRAExperts):
-        dense = not isinstance(module.down_proj, QuantizedExperts)
-        if dense:
-            module.merge_()
-        for name in ("gate_up_proj", "down_proj"):
-            stored = getattr(module, name)
-            setattr(
-                module.replaced,
-                name,
-                stored
-                if dense
-                else nn.Parameter(merged_experts(module, name).to(stored.weight().dtype), False),
-            )
-        return module.replaced
-    base = module.base if isinstance(module, LoRALinear) else module
-    if isinstance(base, nn.Linear):
+        return _plain_experts(module)
+    if isinstance(module, LoRALinear) and isinstance(module.base, nn.Linear):
         module.merge_()
-        return base
-    weight = module.merged_weight() if isinstance(module, LoRALinear) else module.dense()
-    plain = base.dense_class(base.in_features, base.out_features, device="meta")
-    plain.weight, plain.bias = nn.Parameter(weight.to(base.weights()[0].dtype), False), base.bias
+        return module.base
+    base = module.base if isinstance(module, LoRALinear) else module
+    assert isinstance(base, QuantizedLinear)
+    weight = module.merged_weight() if isinstance(module, LoRALinear) else base.dense()
+    plain = base.dense_class(
+        base.in_features, base.out_features, bias=base.bias is not None, device="meta"
+    )
+    plain.weight = nn.Parameter(weight.to(base.weights()[0].dtype), False)
+    if base.bias is not None:
+        plain.bias = base.bias
+    return plain
+
+
+def _plain_experts(module: LoRAExperts) -> nn.Module:
+    """The module that the experts with adapters replaced, with dense weights."""
+    plain = module.replaced
+    assert plain is not None
+    dense = not isinstance(module.down_proj, QuantizedExperts)
+    if dense:
+        module.merge_()
+    for name in ("gate_up_proj", "down_proj"):
+        stored = getattr(module, name)
+        if isinstance(stored, QuantizedExperts):
+            full = merged_experts(module, name).to(stored.weight().dtype)
+            stored = nn.Parameter(full, False)
+        setattr(plain, name, stored)
     return plain
 
 
@@ -323,6 +332,7 @@ def set_noise(model: nn.Module, noise: AQN | None) -> None:
     None: no noise.
     """
     layer = 0
+    module: Any
     for module in model.modules():
         if (take := getattr(module, "set_noise", None)) is not None:
             take(None if noise is None else dataclasses.replace(noise, layer=noise.layer + layer))

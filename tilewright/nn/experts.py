@@ -45,7 +45,7 @@ def why_not(experts: nn.Module, *, adapters: bool = False) -> str | None:
 
 
 def _other_layout(experts: nn.Module) -> list[str]:
-    gate_up, down = (list(shape_of(w)) for w in (experts.gate_up_proj, experts.down_proj))
+    gate_up, down = (list(shape_of(getattr(experts, n))) for n in ("gate_up_proj", "down_proj"))
     if not getattr(experts, "is_transposed", False) and gate_up == [down[0], 2 * down[2], down[1]]:
         return []
     return [
@@ -130,7 +130,7 @@ def gate_of(experts: nn.Module, attributes: tuple | None = None) -> Gate | str:
     return known[1]
 
 
-def _find_gate(experts: nn.Module) -> Gate | str:
+def _find_gate(experts: Any) -> Gate | str:
     interleaved = not getattr(experts, "is_concatenated", True)
     g, u = (t.flatten() for t in torch.meshgrid(_PROBE, _PROBE, indexing="ij"))
     pre = (torch.stack((g, u), -1).flatten() if interleaved else torch.cat((g, u)))[None]
@@ -169,7 +169,7 @@ def _candidates(experts: nn.Module, interleaved: bool) -> Iterator[Gate]:
         for name in ("gate_softcap", "up_softcap")
     ]
     if None not in caps:
-        limit, up_limit = map(float, caps)
+        limit, up_limit = (float(cap) for cap in caps if cap is not None)
         yield Gate("softcapped", limit=limit, up_limit=up_limit, interleaved=interleaved)
 
 

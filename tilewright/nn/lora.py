@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from tilewright import _torch
 from tilewright.nn.quantized import QuantizedLinear, quantize_as
-from tilewright.nn.sharded import assign, is_sharded, share, whole
+from tilewright.nn.sharded import assign, local, share, whole
 from tilewright.ops.quantized_linear import dequantize
 
 
@@ -88,9 +88,11 @@ class LoRALinear(nn.Module):
     output is the base's.
     """
 
+    base: nn.Linear | QuantizedLinear
+
     def __init__(
         self,
-        base: nn.Module,
+        base: nn.Linear | QuantizedLinear,
         rank: int,
         alpha: float,
         *,
@@ -216,7 +218,7 @@ class LoRALinear(nn.Module):
                 at = stop
             base.fill(new)
         else:
-            own = base.weight.to_local() if is_sharded(base.weight) else base.weight
+            own = local(base.weight)
             own.copy_(own.float() + share(delta, base.weight))
         self.reset_parameters(generator)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,10 @@ class LoRAExperts(nn.Module):
     """
 
     noise_layers = 2  # numbers of `AQN.layer` that it may need
+    gate_up_proj: nn.Parameter | QuantizedExperts
+    down_proj: nn.Parameter | QuantizedExperts
+    lora_gate_A: nn.Parameter
+    lora_down_A: nn.Parameter
 
     def __init__(
         self,
@@ -94,12 +98,9 @@ class LoRAExperts(nn.Module):
                 setattr(self, name, QuantizedExperts(w))
             else:
                 # A parameter stays the object that it is: it may be a DTensor, or tied.
-                self.register_parameter(
-                    name,
-                    (w if isinstance(w, nn.Parameter) else nn.Parameter(w, False)).requires_grad_(
-                        False
-                    ),
-                )
+                p = w if isinstance(w, nn.Parameter) else nn.Parameter(w, False)
+                p.requires_grad = False
+                self.register_parameter(name, p)
         self.rank, self.alpha, self.rslora, self.mode, self.implementation = (
             rank,
             alpha,
@@ -192,7 +193,7 @@ class LoRAExperts(nn.Module):
                 x_TH,
                 index_TK,
                 weight_TK,
-                local(self.down_proj).shape[0] * self.group.size(),
+                local(cast(nn.Parameter, self.down_proj)).shape[0] * self.group.size(),
                 self.group,
             )
             return combine(self._recomputed(rows, index, weight), plan)

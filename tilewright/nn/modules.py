@@ -159,6 +159,8 @@ class SwiGLU(nn.Module):
 class _Loss(nn.Module):
     """Holds the options of a loss. `class_weight` is a buffer, so that it moves with the module."""
 
+    class_weight: torch.Tensor | None
+
     def __init__(self, op: str, class_weight: torch.Tensor | None, options: dict):
         super().__init__()
         check_options(

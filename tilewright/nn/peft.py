@@ -220,7 +220,7 @@ def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
                 got = list(found[kind].shape) if kind in found else "nothing"
                 raise ValueError(f"{folder}: {path}.{kind} must be {list(shape)}, got {got}")
     for path in wanted:
-        module = model.get_submodule(path)
+        module: Any = model.get_submodule(path)
         if isinstance(module, LoRAExperts):
             module.peft_values(tensors, config, path)
         elif why_not(module, adapters=True) is None:  # else add_lora says why

@@ -41,7 +41,9 @@ def matches(entry: str, path: str) -> bool:
     return f".{entry}." in f".{path}."
 
 
-def projections(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, int | None]]]:
+def projections(
+    model: nn.Module,
+) -> Iterator[tuple[str, nn.Linear | QuantizedLinear, dict[str, int | None]]]:
     """The linear projections without adapters: path, module, and the paths of those that it fuses
     with their rows; None where these are not known.
     """
@@ -69,7 +71,7 @@ def fused_projections(model: nn.Module, name: str) -> tuple[str, ...]:
     return () if hasattr(model, "save_pretrained") else FUSED.get(name, ())
 
 
-def rows_unknown(path: str, module: nn.Module) -> str:
+def rows_unknown(path: str, module: nn.Linear | QuantizedLinear) -> str:
     name = path.rpartition(".")[2]
     if name == "qkv_proj":
         return (

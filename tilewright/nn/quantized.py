@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -45,10 +45,11 @@ class QuantFormat:
             raise ValueError(wrong)
 
     def __call__(self, weight: torch.Tensor) -> Quantized:
+        size = cast(int, self.group_size)
         if self.name == "nf4":
-            return quantize_nf4(weight, block_size=self.group_size)
+            return quantize_nf4(weight, block_size=size)
         if self.name == "block_fp8":
-            return quantize_block_fp8(weight, block=(self.group_size, self.group_size))
+            return quantize_block_fp8(weight, block=(size, size))
         return quantize_nvfp4(weight)
 
 
@@ -63,7 +64,7 @@ FORMATS = {
 DEFAULT_GROUPS = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}  # of published checkpoints
 
 
-def wrong_group_size(name: str, size: int) -> str | None:
+def wrong_group_size(name: str, size: int | None) -> str | None:
     """A sentence if the format has no such groups."""
     _, sizes, shown = FORMATS[name]
     return (
@@ -81,7 +82,7 @@ def format_of(q: Quantized) -> QuantFormat | str:
         return QuantFormat("nf4", q.block_size)
     if isinstance(q, NVFP4):
         return QuantFormat("nvfp4", 16)
-    rows, columns = q.block
+    rows, columns = cast(BlockFP8, q).block
     return (
         QuantFormat("block_fp8", rows)
         if rows == columns <= 128
@@ -96,7 +97,7 @@ def quantize_as(q: Quantized, weight: torch.Tensor) -> Quantized:
     elif isinstance(q, NVFP4):
         new = quantize_nvfp4(weight)
     else:
-        new = quantize_block_fp8(weight, block=q.block)
+        new = quantize_block_fp8(weight, block=cast(BlockFP8, q).block)
     return dataclasses.replace(new, dtype=q.dtype)
 
 
@@ -118,18 +119,19 @@ def join(parts: Sequence[Quantized]) -> list[Quantized]:
         return torch.cat([getattr(q, field) for q in parts])
 
     shape = (sum(q.shape[0] for q in parts), first.shape[1])
+    same: list[Any] = list(parts)  # all are of first's class
     if isinstance(first, NF4):
-        if all(q.offset is None and q.block_size == first.block_size for q in parts) and all(
-            math.prod(q.shape) % q.block_size == 0 for q in parts[:-1]
+        if all(q.offset is None and q.block_size == first.block_size for q in same) and all(
+            math.prod(q.shape) % q.block_size == 0 for q in same[:-1]
         ):
             return [dataclasses.replace(first, data=cat("data"), absmax=cat("absmax"), shape=shape)]
     elif isinstance(first, NVFP4):
-        if all(torch.equal(q.global_scale, first.global_scale) for q in rest):
+        if all(torch.equal(q.global_scale, first.global_scale) for q in same):
             return [dataclasses.replace(first, data=cat("data"), scale=cat("scale"), shape=shape)]
-    elif all(q.block == first.block for q in rest) and all(
-        q.shape[0] % q.block[0] == 0 for q in parts[:-1]
+    elif all(q.block == same[0].block for q in same) and all(
+        q.shape[0] % q.block[0] == 0 for q in same[:-1]
     ):
-        return [dataclasses.replace(first, data=cat("data"), scale_inv=cat("scale_inv"))]
+        return [dataclasses.replace(same[0], data=cat("data"), scale_inv=cat("scale_inv"))]
     return list(parts)
 
 
@@ -140,7 +142,7 @@ class _Bytes(nn.Module):
     """Holds quantized tensors as buffers of bytes."""
 
     # Of each tensor: its class; by field the buffer's name, the dtype and the shape; other fields.
-    _layout: list[tuple[type[Quantized], dict[str, tuple], dict[str, Any]]] | None = None
+    _layout: list[tuple[type[Quantized], dict[str, tuple], dict[str, Any]]] = []  # noqa: RUF012
 
     def _store(self, weights: Mapping[str, Quantized], *, flat: bool) -> None:
         """Replaces the buffers.
@@ -151,7 +153,7 @@ class _Bytes(nn.Module):
         layout, buffers = [], {}
         for ending, q in weights.items():
             tensors, rest = {}, {}
-            for f in dataclasses.fields(q):
+            for f in dataclasses.fields(cast(Any, q)):
                 value = getattr(q, f.name)
                 if not isinstance(value, torch.Tensor):
                     rest[f.name] = value
@@ -222,7 +224,7 @@ class QuantizedLinear(_Bytes):
                 f"weight must be at most {self.noise_layers} matrices, got {len(weights)}"
             )
         shape = (sum(q.shape[0] for q in weights), weights[0].shape[1])
-        if self._layout is not None and shape != (self.out_features, self.in_features):
+        if self._layout and shape != (self.out_features, self.in_features):
             raise ValueError(
                 f"weight must be [{self.out_features}, {self.in_features}], got {list(shape)}"
             )

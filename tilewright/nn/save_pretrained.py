@@ -23,7 +23,7 @@ def guard_save_pretrained(model: nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(type(module), "save_pretrained") and not is_guarded(module):
-            module.save_pretrained = functools.partial(_save_pretrained, module)
+            vars(module)["save_pretrained"] = functools.partial(_save_pretrained, module)
 
 
 def is_guarded(module: nn.Module) -> bool:
@@ -51,7 +51,9 @@ def _save_pretrained(
             "which "
             "save_pretrained then writes"
         )
-    weights = {name: q for name, module in stored.items() for q in quantized(module)}
+    weights: dict[str, Any] = {
+        name: q for name, module in stored.items() for q in quantized(module)
+    }
     if not weights:
         return own(
             model, save_directory, is_main_process=is_main_process, state_dict=state_dict, **options

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
 
+if TYPE_CHECKING:  # it takes long to import
+    from torch.distributed.tensor import DTensor
 
-def is_sharded(t: torch.Tensor) -> bool:
-    from torch.distributed.tensor import DTensor  # here: it takes long to import
+
+def is_sharded(t: torch.Tensor) -> TypeGuard[DTensor]:
+    from torch.distributed.tensor import DTensor
 
     return isinstance(t, DTensor)
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, on every rank; each must call it."""
     return t.full_tensor() if is_sharded(t) else t
 
 
 def local(t: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, on the same memory."""
     return t.to_local() if is_sharded(t) else t
 
 
 def share(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's share of a tensor that every rank has."""
+    """This rank's shard of a tensor that every rank has whole, sharded as `like` is."""
     if not is_sharded(like):
         return full
     from torch.distributed.tensor import distribute_tensor
@@ -29,4 +36,5 @@ def share(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def assign(t: torch.Tensor, full: torch.Tensor) -> None:
-    (t.to_local() if is_sharded(t) else t).copy_(share(full.to(t.device), t))
+    """Copies a tensor that every rank has whole into one that may be sharded."""
+    local(t).copy_(share(full.to(t.device), t))
