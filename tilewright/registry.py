@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
-import importlib.metadata
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +24,7 @@ import torch
 
 from tilewright import _torch
 from tilewright.cases import Case, Cost, Goal
+from tilewright.installed import Installed, installed
 
 __all__ = [
     "FLOATS",
@@ -35,12 +34,10 @@ __all__ = [
     "Goal",
     "Implementation",
     "ImplementationUnavailable",
-    "Installed",
     "On",
     "Op",
     "always",
     "anything",
-    "installed",
     "instead_of",
     "no_kernels",
     "short",
@@ -168,7 +165,7 @@ class Op:
         if not self._complete:
             self._complete = True
             for entry in installed().get(self.name, ()):
-                self.add(entry.implementation(self.names()))
+                self.add(_installed_implementation(entry, self.names()))
         return self._implementations
 
     @implementations.setter
@@ -202,6 +199,16 @@ class Op:
                 )
         at = len(every) - 1 if before is None else every.index(self.implementation(before))
         self.implementations = (*every[:at], implementation, *every[at:])
+
+    @contextlib.contextmanager
+    def fresh_choices(self) -> Iterator[None]:
+        """Forgets at its end what is chosen inside, and inside what was chosen before."""
+        before = self._table, self._unpinned
+        self._table, self._unpinned = {}, {}
+        try:
+            yield
+        finally:
+            self._table, self._unpinned = before
 
     @property
     def autocast(self) -> Any:
@@ -384,59 +391,28 @@ def _resolve_constant(
     return key
 
 
-# ---- implementations that other packages install
-
-GROUP = "tilewright.implementations"
-
-
-@dataclass(frozen=True)
-class Installed:
-    """An entry point of the group `tilewright.implementations`. Its name is OP.NAME, its object an
-    `Implementation` of that name.
+def _installed_implementation(entry: Installed, taken: Iterable[str]) -> Implementation:
+    """What an entry point stands for; if that is no implementation, or one whose name is taken, an
+    unavailable one that says so.
     """
-
-    point: importlib.metadata.EntryPoint
-
-    def __str__(self) -> str:
-        source = self.point.dist
-        return f"entry point {self.point.name!r}" + (
-            f" of {source.name} {source.version}" if source else ""
-        )
-
-    def implementation(self, taken: list[str]) -> Implementation:
-        """What it stands for; if that is no implementation, or one whose name is taken, an
-        unavailable one that says so.
-        """
-        name = self.point.name.partition(".")[2]
-        try:
-            loaded = self.point.load()
-        except Exception as error:  # the other package's, so of any class
-            return self._unavailable(name, f"does not import: {type(error).__name__}: {error}")
+    name = entry.name
+    try:
+        loaded = entry.load()
         if not isinstance(loaded, Implementation):
-            return self._unavailable(name, f"is no tilewright.Implementation, but {loaded!r}")
-        if loaded.name != name:
-            return self._unavailable(name, f"holds an implementation called {loaded.name!r}")
-        clash = {"auto", *taken} & {name, *loaded.aliases}
-        if clash:
-            return self._unavailable(
-                f"{self.point.module}:{name}", f"the name {min(clash)!r} is taken"
-            )
-        return loaded
+            reason = f"is no tilewright.Implementation, but {loaded!r}"
+        elif loaded.name != name:
+            reason = f"holds an implementation called {loaded.name!r}"
+        elif clash := {"auto", *taken} & {name, *loaded.aliases}:
+            reason, name = f"the name {min(clash)!r} is taken", f"{entry.module}:{name}"
+        else:
+            return loaded
+    except Exception as error:  # the other package's, so of any class
+        reason = f"does not import: {type(error).__name__}: {error}"
 
-    def _unavailable(self, name: str, why: str) -> Implementation:
-        def load():
-            raise ImportError(f"{self}: {why}")
+    def load():
+        raise ImportError(f"{entry}: {reason}")
 
-        return Implementation(name, load, missing=lambda device_type: f"{self}: {why}", devices=())
-
-
-@functools.cache
-def installed() -> dict[str, list[Installed]]:
-    """The entry points by the name of their op, in the order of their names; none is imported."""
-    found: dict[str, list[Installed]] = {}
-    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: p.name):
-        found.setdefault(point.name.partition(".")[0], []).append(Installed(point))
-    return found
+    return Implementation(name, load, missing=lambda device_type: f"{entry}: {reason}", devices=())
 
 
 def short(dtype: torch.dtype) -> str:

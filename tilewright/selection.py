@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tilewright.registry import PINS, Implementation, Op, installed, instead_of
+from tilewright.installed import installed
+from tilewright.registry import PINS, Implementation, Op, instead_of
 
 
 def operations() -> dict[str, Op]:

@@ -248,11 +248,8 @@ def gpu(
         ):
             put(torch, name_, _made(getattr(torch, name_)))
         put(rmsnorm_triton, "_resident", {})  # it is asked of what was compiled
-        for (
-            op
-        ) in selection.operations().values():  # what is chosen inside may not be chosen outside
-            put(op, "_table", {})
-            put(op, "_unpinned", {})
+        for op in selection.operations().values():
+            stack.enter_context(op.fresh_choices())
         for name_, value in tensors.items():
             put(torch.Tensor, name_, value)
         yield
