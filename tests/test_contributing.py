@@ -10,7 +10,9 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+import tilewright
+
+ROOT = pathlib.Path(tilewright.__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 SCRIPT = """
 import json, sys

@@ -1,5 +1,5 @@
-"""The projections and experts of a model, by the names that Hugging Face's models give them, also
-where several are fused; and the lists of names that mean some of them.
+"""Finds the projections and experts of a model, by the names that Hugging Face's models give them,
+also where several are fused; and matches lists of names with them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from torch import nn
 from tilewright.nn.lora_experts import LoRAExperts
 from tilewright.nn.quantized import QuantizedExperts, QuantizedLinear
 
-# What is a projection of a decoder layer, by its last name; the head, embeddings and routers are
-# not.
+# Last names of the projections of a decoder layer. The head, embeddings and routers are none.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def matches(entry: str, path: str) -> bool:
-    """Whether an entry of a list of modules means this path: some of its names in a row ("q_proj",
-    "layers.0.mlp"), or with * or ? a pattern of the whole path, or after "re:" a regular expression
-    of its beginning.
+    """Whether an entry of a list of modules means this path.
+
+    An entry is some consecutive names of the path ("q_proj", "layers.0.mlp"); with * or ? a pattern
+    of the whole path; after "re:" a regular expression that its beginning matches.
+
+    Example:
+        >>> from tilewright.adapt import matches
+        >>> [matches(e, "layers.0.mlp.up_proj") for e in ("up_proj", "0.mlp", "proj", "*_proj")]
+        [True, True, False, True]
     """
     if entry.startswith("re:"):
         try:
@@ -44,15 +45,13 @@ def matches(entry: str, path: str) -> bool:
 def projections(
     model: nn.Module,
 ) -> Iterator[tuple[str, nn.Linear | QuantizedLinear, dict[str, int | None]]]:
-    """The linear projections without adapters: path, module, and the paths of those that it fuses
-    with their rows; None where these are not known.
+    """Yields the linear projections without adapters: path, module, and the rows of those that it
+    fuses by their paths; None where they are not known.
     """
+    known = {*PROJECTIONS, *FUSED}
     for path, module in model.named_modules():
         stem, _, name = path.rpartition(".")
-        if not isinstance(module, (nn.Linear, QuantizedLinear)) or name not in (
-            *PROJECTIONS,
-            *FUSED,
-        ):
+        if not isinstance(module, (nn.Linear, QuantizedLinear)) or name not in known:
             continue
         names, rows = fused_projections(model, name) or (name,), module.out_features
         if name == "qkv_proj" and len(names) > 1:
@@ -65,26 +64,26 @@ def projections(
 
 
 def fused_projections(model: nn.Module, name: str) -> tuple[str, ...]:
-    """The projections that a layer of that name fuses. None in a transformers model: what is one
-    layer there, as in Phi-3, has one adapter in PEFT's files.
+    """The projections that a layer of that name fuses. () in a transformers model: one layer there,
+    as in Phi-3, has one adapter in PEFT's files.
     """
     return () if hasattr(model, "save_pretrained") else FUSED.get(name, ())
 
 
 def rows_unknown(path: str, module: nn.Linear | QuantizedLinear) -> str:
-    name = path.rpartition(".")[2]
+    """The message for a fused layer whose rows do not divide."""
+    name = last_name(path)
     if name == "qkv_proj":
         return (
             f"{path}: how its {module.out_features} rows divide among {', '.join(FUSED[name])} is "
-            f"not known; the "
-            "module above it must have `widths`, the rows of each"
+            "not known; the module above it must have `widths`, the rows of each"
         )
     return f"{path}: {module.out_features} rows do not divide among {', '.join(FUSED[name])}"
 
 
 def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """The modules that hold experts as tensors [E, ...], without adapters: path, module, and the
-    paths of what they fuse.
+    """Yields the modules that hold experts as tensors [E, ...], without adapters: path, module, and
+    the paths of the projections that they fuse.
     """
     for path, module in model.named_modules():
         weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
@@ -96,13 +95,18 @@ def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
 
 
 def unmatched(entries: Iterable[str], paths: Iterable[str]) -> list[str]:
+    """The entries that mean none of the paths."""
     paths = list(paths)
     return [e for e in entries if not any(matches(e, p) for p in paths)]
 
 
 def chosen_parts(entries: list[str], path: str, parts: Iterable[str]) -> list[str]:
-    """The parts that entries mean, or that are of a module that entries mean."""
+    """The parts that an entry means, by themselves or by the module's path."""
     return [p for p in parts if any(matches(e, p) or matches(e, path) for e in entries)]
+
+
+def last_name(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def join_path(path: str, name: str) -> str:
@@ -110,7 +114,7 @@ def join_path(path: str, name: str) -> str:
 
 
 def all_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module, and those that others fuse."""
+    """Yields every module, and for fused ones the paths of their parts too."""
     for path, module in model.named_modules():
         yield path, module
         stem, _, name = path.rpartition(".")
@@ -122,6 +126,6 @@ def all_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def last_names(model: nn.Module) -> str:
-    return ", ".join(
-        sorted({p.rpartition(".")[2] for p, m in all_paths(model) if not list(m.children())} - {""})
-    )
+    """The last names of all modules without children, for messages."""
+    leaves = (p for p, module in all_paths(model) if not list(module.children()))
+    return ", ".join(sorted(set(map(last_name, leaves)) - {""}))

@@ -17,9 +17,10 @@ from tilewright.registry import short
 
 
 def guard_save_pretrained(model: nn.Module) -> None:
-    """Transformers models take `_save_pretrained` in place of their own, which would write the
-    names of adapters and of quantized bytes; from_pretrained does not know them, and begins such
-    layers at random.
+    """Gives transformers models `_save_pretrained` in place of their own.
+
+    Their own would write the names of adapters and of quantized bytes, which from_pretrained does
+    not know: it would initialize such layers at random.
     """
     for module in model.modules():
         if hasattr(type(module), "save_pretrained") and not is_guarded(module):
@@ -27,6 +28,7 @@ def guard_save_pretrained(model: nn.Module) -> None:
 
 
 def is_guarded(module: nn.Module) -> bool:
+    """Whether `guard_save_pretrained` has changed the module."""
     return getattr(module.__dict__.get("save_pretrained"), "func", None) is _save_pretrained
 
 
@@ -37,19 +39,17 @@ def _save_pretrained(
     state_dict: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """What `save_pretrained` of a transformers model is, once it has adapters or quantized weights.
+    """`save_pretrained` of a transformers model with adapters or quantized weights.
 
-    Linear layers in NF4 are written as bitsandbytes writes them, and from_pretrained gives the same
-    bytes. Raises ValueError, and writes nothing, for adapters and for other formats.
+    Writes linear layers in NF4 as bitsandbytes does; from_pretrained reads the same bytes. Raises
+    ValueError, and writes nothing, for adapters and for other formats.
     """
     own, stored = type(model).save_pretrained, dict(base_weights(model))
     if any(True for _ in adapted(model)):
         raise ValueError(
             "save_pretrained cannot write adapters of tilewright: "
-            "tilewright.adapt.save_adapter(model, "
-            "folder) writes them for peft, and merge_and_unload(model) adds them to the weights, "
-            "which "
-            "save_pretrained then writes"
+            "tilewright.adapt.save_adapter(model, folder) writes them for peft, and "
+            "merge_and_unload(model) adds them to the weights, which save_pretrained then writes"
         )
     weights: dict[str, Any] = {
         name: q for name, module in stored.items() for q in quantized(module)
@@ -70,10 +70,8 @@ def _save_pretrained(
         )
         raise ValueError(
             f"save_pretrained cannot write {what}; it writes matrices in NF4, without a "
-            f"state_dict. "
-            "tilewright.adapt.merge_and_unload(model) dequantizes the weights, which "
-            "save_pretrained then "
-            "writes"
+            "state_dict. tilewright.adapt.merge_and_unload(model) dequantizes the weights, which "
+            "save_pretrained then writes"
         )
     state = model.state_dict()
     for path, module in list(model.named_modules()):

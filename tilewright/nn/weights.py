@@ -1,4 +1,4 @@
-"""The weights of a model with adapters or quantized weights, by the names that it had before."""
+"""The weights of a model with adapters or quantized weights, by the names that they had before."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from tilewright.ops.quantize import Quantized
 from tilewright.ops.quantized_linear import dequantize
 
 Adapted = LoRALinear | LoRAExperts
-
-
 Stored = nn.Parameter | QuantizedLinear | QuantizedExperts
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
-    """The modules with adapters, in order."""
+    """Yields the modules with adapters, in order."""
     for path, module in model.named_modules():
         if isinstance(module, Adapted):
             yield path, module
@@ -33,8 +31,8 @@ def is_adapter(name: str) -> bool:
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, Stored]]:
-    """What the model had before `quantize_model` and `add_lora`, by its names then: each is a
-    parameter, or the module that holds it quantised.
+    """Yields the parameters that the model had before `quantize_model` and `add_lora`, by their
+    names then: each as a parameter, or as the module that holds it quantized.
     """
     for name, p in model.named_parameters():
         if not is_adapter(name):
@@ -47,21 +45,21 @@ def base_weights(model: nn.Module) -> Iterator[tuple[str, Stored]]:
 
 
 def quantized(stored: Stored) -> list[Quantized]:
-    """What a module of `base_weights` holds; [] of a parameter."""
+    """The quantized tensors that an entry of `base_weights` holds; [] for a parameter."""
     if isinstance(stored, nn.Parameter):
         return []
     return [stored.weight()] if isinstance(stored, QuantizedExperts) else stored.weights()
 
 
 def shape_of(stored: Stored) -> tuple[int, ...]:
-    """Of the weight that it is or stands for."""
+    """The shape of the dense weight."""
     if isinstance(stored, QuantizedLinear):
         return stored.out_features, stored.in_features
     return tuple(stored.weight().shape if isinstance(stored, QuantizedExperts) else stored.shape)
 
 
 def fill(stored: QuantizedLinear | QuantizedExperts, weights: list[Quantized]) -> None:
-    """Gives it other weights of the same size."""
+    """Replaces quantized weights by others of the same size."""
     if isinstance(stored, QuantizedLinear):
         stored.fill(weights)
     else:
@@ -71,9 +69,10 @@ def fill(stored: QuantizedLinear | QuantizedExperts, weights: list[Quantized]) -
 
 @torch.no_grad()
 def dense_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
-    """`base_weights`, whole and dense, with the adapters added in float32; and the dtype that each
-    was trained in, of quantised ones that of the model's other weights. Changes nothing. Of a
-    sharded model every rank must run it to the end.
+    """Yields `base_weights`, whole and dense, with the adapters added in float32; and the dtype of
+    each, for quantized ones that of the model's other weights.
+
+    Changes nothing. Every rank of a sharded model must exhaust it.
     """
     owners = dict(adapted(model))
     other = next(model.parameters()).dtype
@@ -92,6 +91,7 @@ def dense_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.d
 
 
 def merged_experts(module: LoRAExperts, name: str) -> torch.Tensor:
+    """A weight of experts with its adapters added, whole, in float32; a copy."""
     stored = getattr(module, name)
     full = (
         dequantize(stored.weight(), dtype=torch.float32)
