@@ -3,6 +3,15 @@ must equal.
 """
 
 from tilewright._version import __version__
-from tilewright.registry import Implementation, ImplementationUnavailable, Op, resolve, use
+from tilewright.registry import Implementation, ImplementationUnavailable, Op
+from tilewright.selection import register_implementation, resolve, use
 
-__all__ = ["Implementation", "ImplementationUnavailable", "Op", "__version__", "resolve", "use"]
+__all__ = [
+    "Implementation",
+    "ImplementationUnavailable",
+    "Op",
+    "__version__",
+    "register_implementation",
+    "resolve",
+    "use",
+]

@@ -256,9 +256,10 @@ def launched() -> tuple[int, int, int] | None:
     process.
     """
     try:
-        return tuple(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        rank, size, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     except KeyError:
         return None
+    return rank, size, local
 
 
 def report_failure(message: str, *, later: bool) -> None:

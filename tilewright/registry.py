@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +23,25 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewright import _torch
+from tilewright.cases import Case, Cost, Goal
+from tilewright.installed import Installed, installed
+
+__all__ = [
+    "FLOATS",
+    "PINS",
+    "Case",
+    "Cost",
+    "Goal",
+    "Implementation",
+    "ImplementationUnavailable",
+    "On",
+    "Op",
+    "always",
+    "anything",
+    "instead_of",
+    "no_kernels",
+    "short",
+]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -93,81 +113,6 @@ class Implementation:
         return None if request is None else self.refuses(request)
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Least traffic and arithmetic of one call, for rooflines. Bytes and floating-point
-    operations.
-    """
-
-    forward_bytes: int = 0
-    backward_bytes: int = 0
-    forward_flops: int = 0
-    backward_flops: int = 0
-
-
-@dataclass(frozen=True)
-class Case:
-    """One set of inputs, used by tests, benchmarks and tuning alike.
-
-    make: (device, dtype, seed) -> keyword arguments of the op's public function. Tensors to
-        differentiate have requires_grad set.
-    cost: bytes per element of the dtype -> Cost.
-    tags: "contract" (small, for parity tests), "cpu" and "cuda" (timed there), "big" (more than
-        2^31 elements), "host" (looked at on the host, by `Op.on_host` or all implementations: a
-        CUDA graph cannot record that).
-    """
-
-    name: str
-    make: Callable[[str, torch.dtype, int], dict[str, Any]]
-    cost: Callable[[int], Cost] = lambda itemsize: Cost()
-    tags: frozenset[str] = frozenset({"contract"})
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What `auto` is meant to reach in the timed cases of an op on a kind of devices; `bench
-    report` checks it.
-
-    device: part of a device's name; or classes of CUDA devices by compute capability, such as
-        ("sm_90", "sm_100"): the goal is judged on every device of them that has results.   which:
-        "forward", "backward" or "forward_backward".
-    metric: "roofline_percent" of that device's measured roof, "matmul_percent" of its measured
-        matrix product in this dtype, "peak_mib", or "over " and another provider's name: how many
-        times its time is ours. Of a device that is named also "tflop_per_s" and "median_ms".
-    at_least, at_most: the bound (one of them).   cases, dtypes: the names it holds for; empty: all.
-    Raises ValueError for an absolute speed of a class of devices.
-    """
-
-    device: str | tuple[str, ...]
-    which: str
-    metric: str
-    at_least: float | None = None
-    at_most: float | None = None
-    cases: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        if isinstance(self.device, tuple) and self.metric in ("tflop_per_s", "median_ms"):
-            raise ValueError(
-                f"metric must not be {self.metric!r} for a class of devices "
-                f"({', '.join(self.device)}): "
-                "their speeds differ; use a share of what each has measured"
-            )
-
-    def holds_for(self, name: str, capability: str | None) -> bool:
-        """Whether it speaks of a device of this name and compute capability ("9.0"; None: no
-        CUDA device).
-        """
-        if isinstance(self.device, tuple):
-            return capability is not None and f"sm_{capability.replace('.', '')}" in self.device
-        return self.device in name
-
-    @property
-    def other(self) -> str:
-        """The provider that it compares with, if any."""
-        return self.metric.removeprefix("over ") if self.metric.startswith("over ") else ""
-
-
 class On(NamedTuple):
     """What stands for a tensor in `Op.pick`, where an implementation is picked by another
     dtype, or by none.
@@ -177,7 +122,7 @@ class On(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-_PINS: dict[str, str] = {}
+PINS: dict[str, str] = {}
 
 
 @dataclass(eq=False)
@@ -187,7 +132,7 @@ class Op:
     name: str
     public: Callable
     eager: Callable
-    implementations: tuple[Implementation, ...]
+    built_in: tuple[Implementation, ...]
     cases: tuple[Case, ...] = ()
     # Slack of the numerics contract, in the units of bench.contract.error, beside the 2x of eager's
     # own error. Each op that needs more than the default writes the reason there. A function takes
@@ -207,17 +152,63 @@ class Op:
             devices=("cpu", "cuda", "meta"),
             dtypes=(*FLOATS, torch.float64),
         )
-        self.implementations = (*self.implementations, twin)
-        self._by_name = {
-            name: impl for impl in self.implementations for name in (impl.name, *impl.aliases)
-        }
         self._table: dict[tuple[str, torch.device, torch.dtype, Any], Callable] = {}  # of `pick`
         self._unpinned: dict[tuple[torch.device, torch.dtype], str] = {}
-        self._by_key = (
-            types.SimpleNamespace()
-        )  # of what is added to a dictionary while it traces Dynamo sees nothing
-        self._id = f"{self.name} {id(self)}"
+        self._complete = False  # whether installed implementations have been added
+        self.implementations = (*self.built_in, twin)
+
+    @property
+    def implementations(self) -> tuple[Implementation, ...]:
+        """All of them, best first and the eager twin last. What is installed is added when they are
+        first looked at.
+        """
+        if not self._complete:
+            self._complete = True
+            for entry in installed().get(self.name, ()):
+                self.add(_installed_implementation(entry, self.names()))
+        return self._implementations
+
+    @implementations.setter
+    def implementations(self, implementations: tuple[Implementation, ...]) -> None:
+        self._implementations = implementations
+        self._table.clear()
+        self._unpinned.clear()
+        # Callables for Dynamo, which does not see what is added to a dictionary while it traces.
+        self._by_key = types.SimpleNamespace()
+        # Dynamo guards it, so that compiled code is compiled again.
+        self._id = f"{self.name} {next(_ids)}"
         _by_id[self._id] = self
+
+    def add(self, implementation: Implementation, *, before: str | None = None) -> None:
+        """See `tilewright.register_implementation`."""
+        if not isinstance(implementation, Implementation):
+            raise TypeError(
+                f"{self.name}: implementation must be a tilewright.Implementation, got "
+                f"{implementation!r}"
+            )
+        every = list(self.implementations)
+        taken = {"auto", *(n for i in every for n in (i.name, *i.aliases))}
+        for name in (implementation.name, *implementation.aliases):
+            if not isinstance(name, str) or not name:
+                raise TypeError(
+                    f"{self.name}: an implementation's name must be a str, got {name!r}"
+                )
+            if name in taken:
+                raise ValueError(
+                    f"{self.name}: the name {name!r} is taken; have {['auto', *self.names()]}"
+                )
+        at = len(every) - 1 if before is None else every.index(self.implementation(before))
+        self.implementations = (*every[:at], implementation, *every[at:])
+
+    @contextlib.contextmanager
+    def fresh_choices(self) -> Iterator[None]:
+        """Forgets at its end what is chosen inside, and inside what was chosen before."""
+        before = self._table, self._unpinned
+        self._table, self._unpinned = {}, {}
+        try:
+            yield
+        finally:
+            self._table, self._unpinned = before
 
     @property
     def autocast(self) -> Any:
@@ -239,11 +230,12 @@ class Op:
                 f"{self.name}: implementation must be one of {['auto', *self.names()]}, got "
                 f"{name!r}"
             )
-        if name not in self._by_name:
-            raise ValueError(
-                f"{self.name}: unknown implementation {name!r}; have {['auto', *self.names()]}"
-            )
-        return self._by_name[name]
+        for impl in self.implementations:
+            if name in (impl.name, *impl.aliases):
+                return impl
+        raise ValueError(
+            f"{self.name}: unknown implementation {name!r}; have {['auto', *self.names()]}"
+        )
 
     def usable(
         self, device_type: str, dtype: torch.dtype | None = None, request: Any = None
@@ -268,7 +260,7 @@ class Op:
         Raises ImplementationUnavailable if there is none.
         """
         for name in self.usable(device_type, dtype, request):
-            impl = self._by_name[name]
+            impl = self.implementation(name)
             if device_type in impl.devices and device_type in impl.batch_invariant:
                 return name
         raise ImplementationUnavailable(
@@ -321,7 +313,7 @@ class Op:
         reason, for one that cannot run here. Only "auto" ever chooses; a name never falls back.
         """
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-        name = _PINS.get(self.name, name) if name == "auto" else name
+        name = PINS.get(self.name, name) if name == "auto" else name
         impl = self.implementation(
             self.choose(device_type, dtype, request) if name == "auto" else name
         )
@@ -339,14 +331,14 @@ class Op:
                 f"{self.name}[{impl.name}]: does not import: {error}"
             ) from error
 
-    def pick(self, name: str, tensor: torch.Tensor, request: Any = None) -> Callable:
+    def pick(self, name: str, tensor: torch.Tensor | On, request: Any = None) -> Callable:
         """`resolve` for a call: by the tensor's device and dtype, remembered.
 
         request: what the call asks for that not every implementation has: a NamedTuple of constants
         of the op's own.
         """
-        if name == "auto" and _PINS:
-            name = _PINS.get(self.name, name)
+        if name == "auto" and PINS:
+            name = PINS.get(self.name, name)
         if torch.compiler.is_dynamo_compiling():
             # In parts: Dynamo hands a NamedTuple over without its values.
             asked = () if request is None else (type(request), tuple(request))
@@ -374,6 +366,7 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 # For `_resolve_constant`: before torch 2.13, Dynamo takes constants as arguments, and no Op.
+_ids = itertools.count()
 _by_id: weakref.WeakValueDictionary[str, Op] = weakref.WeakValueDictionary()
 
 
@@ -398,6 +391,30 @@ def _resolve_constant(
     return key
 
 
+def _installed_implementation(entry: Installed, taken: Iterable[str]) -> Implementation:
+    """What an entry point stands for; if that is no implementation, or one whose name is taken, an
+    unavailable one that says so.
+    """
+    name = entry.name
+    try:
+        loaded = entry.load()
+        if not isinstance(loaded, Implementation):
+            reason = f"is no tilewright.Implementation, but {loaded!r}"
+        elif loaded.name != name:
+            reason = f"holds an implementation called {loaded.name!r}"
+        elif clash := {"auto", *taken} & {name, *loaded.aliases}:
+            reason, name = f"the name {min(clash)!r} is taken", f"{entry.module}:{name}"
+        else:
+            return loaded
+    except Exception as error:  # the other package's, so of any class
+        reason = f"does not import: {type(error).__name__}: {error}"
+
+    def load():
+        raise ImportError(f"{entry}: {reason}")
+
+    return Implementation(name, load, missing=lambda device_type: f"{entry}: {reason}", devices=())
+
+
 def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -409,55 +426,3 @@ def instead_of(name: Any, known: Iterable[str]) -> str:
     known = list(known)
     nearest = [f" did you mean {n!r}?" for n in difflib.get_close_matches(str(name), known, 1)]
     return f";{''.join(nearest)} have {known}"
-
-
-def operations() -> dict[str, Op]:
-    """Every op, by name."""
-    from tilewright.ops import OPS
-
-    return OPS
-
-
-def resolve(
-    op: str,
-    implementation: str = "auto",
-    device_type: str | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Callable:
-    """`Op.resolve` by the op's name. Raises ValueError for an unknown op."""
-    ops = operations()
-    if op not in ops:
-        raise ValueError(f"unknown op {op!r}{instead_of(op, ops)}")
-    return ops[op].resolve(implementation, device_type, dtype)
-
-
-@contextlib.contextmanager
-def use(implementation: str | None = None, /, **by_op: str) -> Iterator[None]:
-    """Pins what `auto` means inside the block: `use("eager")` for every op, or
-    `use(rmsnorm="triton")` for one.
-
-    "auto" takes an outer pin back. An explicit `implementation=` still wins. With one name for all,
-    ops that have no such implementation are left alone. The pin holds for the whole process, not
-    for one thread, because autograd recomputes checkpointed blocks in threads of its own; so put a
-    whole training step inside the block. Raises ValueError for unknown names.
-    """
-    ops = operations()
-    pins = {n: implementation for n, op in ops.items() if implementation in ("auto", *op.names())}
-    if implementation is not None and not pins:
-        names = dict.fromkeys(("auto", *(name for op in ops.values() for name in op.names())))
-        raise ValueError(
-            f"no op has an implementation {implementation!r}{instead_of(implementation, names)}"
-        )
-    for name, choice in by_op.items():
-        if name not in ops:
-            raise ValueError(f"unknown op {name!r}{instead_of(name, ops)}")
-        if choice != "auto":
-            ops[name].implementation(choice)
-        pins[name] = choice
-    before = dict(_PINS)
-    _PINS.update(pins)
-    try:
-        yield
-    finally:
-        _PINS.clear()
-        _PINS.update(before)

@@ -78,13 +78,13 @@ def calls(monkeypatch):
     """The implementations that moe_mlp is called with: an experts_implementation that nobody
     reads changes nothing.
     """
-    seen, compute = [], integration.moe_mlp
+    seen, compute = [], integration.experts.moe_mlp
 
     def counted(*arguments, implementation, **options):
         seen.append(implementation)
         return compute(*arguments, implementation=implementation, **options)
 
-    monkeypatch.setattr(integration, "moe_mlp", counted)
+    monkeypatch.setattr(integration.experts, "moe_mlp", counted)
     return seen
 
 
@@ -270,9 +270,11 @@ def test_gradient_checkpointing_changes_nothing(hf, calls):
 
 def test_autocast_computes_in_its_dtype(hf, monkeypatch):
     """float32 weights under autocast, as transformers' Trainer has them with bf16=True."""
-    seen, results, compute = [], [], integration.moe_mlp
+    seen, results, compute = [], [], integration.experts.moe_mlp
     monkeypatch.setattr(
-        integration, "moe_mlp", lambda x, *a, **k: (seen.append(x.dtype), compute(x, *a, **k))[1]
+        integration.experts,
+        "moe_mlp",
+        lambda x, *a, **k: (seen.append(x.dtype), compute(x, *a, **k))[1],
     )
     model = tiny(hf, "mixtral", layers=1)
     model.model.layers[0].mlp.experts.register_forward_hook(
@@ -534,7 +536,7 @@ def mixtral_experts(hf):
     "flag, value, reason",
     [
         ("has_gate", False, "have no gate"),
-        ("has_post_expert_norm", True, "normalise what each of them gives"),
+        ("has_post_expert_norm", True, "normalize what each of them gives"),
         ("act_fn", torch.nn.ReLU(), "are activated by ReLU"),
         ("act_fn", torch.nn.functional.mish, "are activated by mish"),
         ("act_fn", torch.nn.functional.gelu, None),
@@ -615,13 +617,13 @@ def attentions(hf, monkeypatch):
     """The boundaries that attention is called with; and transformers' tables as they were when
     the test is over.
     """
-    seen, compute = [], integration.attention
+    seen, compute = [], integration.attention.attention
 
     def counted(*arguments, **options):
         seen.append(options.get("cu_seqlens"))
         return compute(*arguments, **options)
 
-    monkeypatch.setattr(integration, "attention", counted)
+    monkeypatch.setattr(integration.attention, "attention", counted)
     monkeypatch.setattr(
         hf.AttentionInterface, "_global_mapping", dict(hf.AttentionInterface._global_mapping)
     )
@@ -1109,9 +1111,9 @@ def test_masks_and_arguments_that_would_be_lost_are_refused(hf, attentions):
 @pytest.fixture
 def dtypes(hf, monkeypatch):
     """Those of q, k and v in each call of attention."""
-    seen, compute = [], integration.attention
+    seen, compute = [], integration.attention.attention
     monkeypatch.setattr(
-        integration,
+        integration.attention,
         "attention",
         lambda *qkv, **options: (seen.append({t.dtype for t in qkv}), compute(*qkv, **options))[1],
     )
@@ -1300,7 +1302,9 @@ def test_a_mask_is_handed_on_and_nothing_else(hf):
     """
     from transformers import masking_utils as masks
 
-    mask = integration._mask(2, 3, 12, 4, mask_function=masks.causal_mask_function, device=DEVICE)
+    mask = integration.masks.make_mask(
+        2, 3, 12, 4, mask_function=masks.causal_mask_function, device=DEVICE
+    )
     assert (mask.shape, mask.size(-1), mask.ndim, mask.filled) == ((2, 1, 3, 12), 12, 4, 7)
     for same in (
         mask.to(DEVICE),
@@ -1311,7 +1315,7 @@ def test_a_mask_is_handed_on_and_nothing_else(hf):
     ):
         assert (same.shape, same.filled, same.causal) == (mask.shape, 7, True)
     assert mask[:, :, :, :9].shape == (2, 1, 3, 9) and mask.to("meta").device.type == "meta"
-    assert integration._mask(2, 3, 12, attention_mask=mask) is mask
+    assert integration.masks.make_mask(2, 3, 12, attention_mask=mask) is mask
     for compute in (
         lambda: mask[:, :, -1],
         lambda: mask[..., :6],
@@ -1368,7 +1372,9 @@ def test_lengths_that_a_mask_is_not_of_are_refused(hf):
         hf.AttentionInterface()["tilewright"],
     )
     q, k = torch.randn(1, 2, 5, 16, device=DEVICE), torch.randn(1, 2, 7, 16, device=DEVICE)
-    mask = integration._mask(1, 5, 5, mask_function=masks.causal_mask_function, device=q.device)
+    mask = integration.masks.make_mask(
+        1, 5, 5, mask_function=masks.causal_mask_function, device=q.device
+    )
     for given, words in (
         (mask, "5 queries and 7 keys with a mask for 5 and 5"),
         (None, "5 queries of 7 keys without a mask"),

@@ -222,9 +222,9 @@ def attentions(monkeypatch):
     ):
         monkeypatch.setattr(table, "_global_mapping", dict(table._global_mapping))
     integration.register()
-    seen, compute = [], integration.attention
+    seen, compute = [], integration.attention.attention
     monkeypatch.setattr(
-        integration, "attention", lambda *a, **k: (seen.append(k), compute(*a, **k))[1]
+        integration.attention, "attention", lambda *a, **k: (seen.append(k), compute(*a, **k))[1]
     )
     return seen
 
@@ -303,7 +303,7 @@ EXPERTS = {
     }.items()
 }
 # What they do is no activation of a gate and an up.
-REFUSED = {"nemotron_h": "have no gate", "muse_spark": "normalise what each of them gives"}
+REFUSED = {"nemotron_h": "have no gate", "muse_spark": "normalize what each of them gives"}
 
 
 def experts_of(module):

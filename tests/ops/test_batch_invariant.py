@@ -9,7 +9,8 @@ from helpers import DEVICE, skip_unless_usable
 from tilewright import ImplementationUnavailable
 from tilewright import ops as tw
 from tilewright.nn import ROWS, RowBlockLinear, in_row_blocks, linear_in_row_blocks
-from tilewright.registry import operations, short
+from tilewright.registry import short
+from tilewright.selection import operations
 from tilewright.trainer.model import INVARIANT, ModelConfig, Numerics, Ops, Transformer
 
 FLOAT, HALF = torch.float32, torch.bfloat16

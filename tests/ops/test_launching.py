@@ -16,7 +16,8 @@ import torch
 
 from tilewright.bench import overhead
 from tilewright.ops import cross_entropy
-from tilewright.registry import ImplementationUnavailable, operations
+from tilewright.registry import ImplementationUnavailable
+from tilewright.selection import operations
 
 pytest.importorskip("triton")
 

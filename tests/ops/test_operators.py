@@ -22,7 +22,8 @@ from tilewright import ImplementationUnavailable, platform
 from tilewright.bench import contract
 from tilewright.ops import OPS, _checks, _library
 from tilewright.ops.quantize import Quantized
-from tilewright.registry import Implementation, On, Op, short, use
+from tilewright.registry import Implementation, On, Op, short
+from tilewright.selection import use
 
 EVERY_IMPLEMENTATION = pytest.mark.parametrize(
     "op, name",

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tilewright import __main__ as cli
-from tilewright import platform, registry
+from tilewright import platform, selection
 from tilewright.ops import OPS
-from tilewright.registry import FLOATS, Implementation, ImplementationUnavailable, Op, short, use
+from tilewright.registry import FLOATS, Implementation, ImplementationUnavailable, Op, short
+from tilewright.selection import use
 
 ROOT = pathlib.Path(__file__).parents[2]
 EVERY_OP = pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
@@ -74,13 +75,13 @@ def test_an_implementation_that_is_no_name_is_refused_with_the_names_there_are(o
 
 def test_an_unknown_op_is_refused_with_the_names_there_are():
     with pytest.raises(ValueError, match="unknown op 'nope'") as caught:
-        registry.resolve("nope")
+        selection.resolve("nope")
     assert all(repr(name) in str(caught.value) for name in OPS)
 
 
 @EVERY_OP
 def test_an_op_resolves_by_its_name(op):
-    assert registry.resolve(op.name, "eager", "cpu") is op.eager
+    assert selection.resolve(op.name, "eager", "cpu") is op.eager
 
 
 @EVERY_OP
@@ -206,7 +207,7 @@ def test_use_pins_restores_and_nests(listed):
             assert op.public(x) == 1
         assert op.public(x) == 3
         assert op.public(x, implementation="two") == 2, "an explicit name wins"
-        assert registry.resolve("probe", "auto", "cpu")(x) == 3
+        assert selection.resolve("probe", "auto", "cpu")(x) == 3
     assert op.public(x) == 2
 
 

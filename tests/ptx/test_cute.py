@@ -18,7 +18,8 @@ import ptx
 from tilewright import platform
 from tilewright.bench import compile_gate, contract
 from tilewright.kernels.spec import CuteSpec
-from tilewright.registry import ImplementationUnavailable, operations
+from tilewright.registry import ImplementationUnavailable
+from tilewright.selection import operations
 
 if reason := platform.no_cutlass():
     pytest.skip(reason, allow_module_level=True)

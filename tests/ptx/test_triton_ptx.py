@@ -34,7 +34,8 @@ from tilewright.ops import (
     quantize_nf4,
     quantize_nvfp4,
 )
-from tilewright.registry import operations, short
+from tilewright.registry import short
+from tilewright.selection import operations
 
 triton = pytest.importorskip("triton")
 

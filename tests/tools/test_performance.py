@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tilewright import registry
+from tilewright import selection
 from tilewright.bench import performance, report
 from tilewright.bench.performance import NO_REASON, number
 from tilewright.ops import OPS
@@ -476,7 +476,7 @@ def test_ops_without_a_time_are_named(root):
     said = section(build(root).text, "### Not measured here")
     assert "llama" in line(said, "`rmsnorm`") or "gemma" in line(said, "`rmsnorm`")
     assert "qwen3-8b," not in line(said, "`rmsnorm`")
-    for name in registry.operations().keys() - {"rmsnorm"}:
+    for name in selection.operations().keys() - {"rmsnorm"}:
         assert "not measured here" in line(said, f"- `{name}`:")
 
 

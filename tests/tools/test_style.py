@@ -2,6 +2,8 @@
 
 import ast
 import pathlib
+import re
+import tomllib
 
 import pytest
 
@@ -155,7 +157,75 @@ def retried(tree):
             yield node.lineno, "a test is retried"
 
 
+def private(tree):
+    """A name with a leading underscore is its module's own. A module of such a name is its
+    package's.
+    """
+    ours = {}  # names of modules of ours, and of what is imported from them
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tilewright":
+            for a in node.names:
+                package = ROOT.joinpath(*node.module.split("."))
+                if (package / f"{a.name}.py").exists() or (package / a.name).is_dir():
+                    ours[a.asname or a.name] = a.name
+                elif a.name.startswith("_") and not a.name.startswith("__"):
+                    yield node.lineno, f"{a.name} is private to {node.module}"
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ours
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+        ):
+            yield node.lineno, f"{node.attr} is private to {ours[node.value.id]}"
+
+
+MOST_LINES = 450
+
+
+def long(tree):
+    """A module of more lines has more than one subject."""
+    last = max((node.end_lineno for node in tree.body), default=0)
+    if last > MOST_LINES:
+        yield last, f"{last} lines, more than {MOST_LINES}"
+
+
+MOST_PARAMETERS = 10
+
+
+def crowded(tree):
+    """Options that travel together are one value. Public signatures, and fakes, which have an
+    operator's schema, are as long as they must be.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.Lambda):
+            a, name = node.args, getattr(node, "name", "lambda")
+            count = len(a.posonlyargs + a.args + a.kwonlyargs)
+            public = not name.startswith("_") or name == "__init__" or name.startswith("_fake")
+            if count > MOST_PARAMETERS and (name == "lambda" or not public):
+                yield node.lineno, f"{name} takes {count} arguments"
+
+
+def hoarding(tree):
+    """functools.cache is what remembers a loaded module."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(dotted(target) == "_loaded" for target in targets if target is not None):
+            yield node.lineno, "_loaded: use functools.cache"
+
+
+# Rules that hold here.
+ROOMS = [
+    p
+    for p in LIBRARY
+    if p.parent == ROOT / "tilewright" or {"nn", "integrations"} & set(p.relative_to(ROOT).parts)
+]
 RULES = [
+    (private, ROOMS),
+    (long, ROOMS),
+    (crowded, ROOMS),
+    (hoarding, ROOMS),
     (swallowed, LIBRARY),
     (environment, [p for p in LIBRARY if p.name != "platform.py"]),
     (generated, LIBRARY),
@@ -198,6 +268,14 @@ def test_rule_holds(rule, files):
         (unportable, "if HARDWARE:\n    tl.inline_asm_elementwise('')"),
         (unportable, "if HARDWARE:\n    pass\nelse:\n    tl.inline_asm_elementwise('')"),
         (retried, "@pytest.mark.flaky(reruns=3)\ndef f(): pass"),
+        (private, "from tilewright.ops.rmsnorm import _validate"),
+        (private, "from tilewright.ops import rmsnorm\nrmsnorm._validate(x)"),
+        (private, "from tilewright import platform as p\np._order('1')"),
+        (long, "x = 1\n" * 451),
+        (crowded, "def _f(a, b, c, d, e, f, g, *, h, i, j, k): pass"),
+        (crowded, "f = lambda a, b, c, d, e, f, g, h, i, j, k: 1"),
+        (hoarding, "_loaded: dict = {}"),
+        (hoarding, "_loaded = {}"),
         (undocumented, "import torch\ntorch._C._is_tracing()"),
         (undocumented, "x._is_view()"),
         (undocumented, "from torch.utils import _pytree"),
@@ -217,6 +295,12 @@ def test_rule_sees_a_planted_fault(rule, source):
             "try:\n    import triton\nexcept ImportError as error:\n    reason = str(error)",
         ),
         (swallowed, "try:\n    f()\nexcept KeyError:\n    pass"),
+        (private, "from tilewright import _torch\n_torch.constant(self._f)"),
+        (private, "from tilewright.ops.rmsnorm import RMSNORM\nRMSNORM.__name__"),
+        (long, "x = 1\n" * 450),
+        (crowded, "def _f(a, b, c, d, e, f, g, *, h, i, j): pass"),
+        (crowded, "def attention(a, b, c, d, e, f, g, *, h, i, j, k): pass"),
+        (hoarding, "def f():\n    _loaded = {}"),
         (patched, "import torch\nclass A: pass\nA.x = 1\nB = torch.nn.Linear"),
         (environment, "import os\nos.path.join('a')"),
         (
@@ -228,3 +312,26 @@ def test_rule_sees_a_planted_fault(rule, source):
 )
 def test_rule_leaves_the_rest_alone(rule, source):
     assert not list(rule(ast.parse(source)))
+
+
+def test_pre_commit_and_the_workflow_run_what_make_does():
+    lint = re.findall(
+        r"^\t\$\(BIN\)/(.*)$",
+        (ROOT / "Makefile").read_text().split("\nlint:")[1].split("\n\n")[0],
+        re.M,
+    )
+    hooks = re.findall(
+        r"entry: .venv/bin/(.*)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.M
+    )
+    assert len(lint) == 4 and hooks == [line.replace("$(BIN)", ".venv/bin") for line in lint]
+    assert "run: make test\n" in (ROOT / ".github/workflows/test.yml").read_text()
+
+
+def test_no_line_asks_the_type_checker_to_look_away():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["basedpyright"]
+    assert set(settings) == {"typeCheckingMode", "pythonVersion", "include"}
+    paths = [ROOT / name for name in settings["include"]]
+    assert all(path.exists() for path in paths)
+    files = [f for path in paths for f in ([path] if path.is_file() else path.rglob("*.py"))]
+    asking = [f for f in files if re.search(r"# (type|pyright|basedpyright):", f.read_text())]
+    assert files and not asking

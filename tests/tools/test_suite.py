@@ -878,7 +878,7 @@ def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
     """Made with the dtypes that it would have by itself, a result of a narrow call counts there."""
     monkeypatch.setattr(suite, "DTYPES", (torch.float32,))
     monkeypatch.setattr(
-        suite.registry, "operations", lambda: {"rmsnorm": OPS["rmsnorm"], "rope": OPS["rope"]}
+        suite.selection, "operations", lambda: {"rmsnorm": OPS["rmsnorm"], "rope": OPS["rope"]}
     )
     monkeypatch.setattr(suite.runner, "supervise", lambda *_: True)
     for name, stage in (("parity/rmsnorm.ragged", "parity"), ("roofline", "roofline")):

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from tilewright.bench import end_to_end, performance, report
+from tilewright.bench import performance, report
+from tilewright.trainer import end_to_end
 
 pytest.importorskip("transformers")
 TINY = end_to_end.Shape(

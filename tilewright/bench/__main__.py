@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from tilewright import platform, registry
+from tilewright import platform, registry, selection
 from tilewright.bench.options import at_least, chosen, has_device, names
 
 # Commands with a parser of their own: name -> (module with main(argv) -> int, help). Imported when
@@ -35,7 +35,7 @@ ELSEWHERE = {
         "compile what a GPU launches first into Triton's cache, without a GPU",
     ),
     "end-to-end": (
-        "tilewright.bench.end_to_end",
+        "tilewright.trainer.end_to_end",
         "a training step of the trainer's model beside transformers', on a CPU",
     ),
     "report": (
@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None, begun: float | None = None) -> int:
         print(text)
         return 1 if regressions else 0
 
-    table = registry.operations()
+    table = selection.operations()
     ops = [table[n] for n in chosen(parser, "--op", args.op, list(table))]
     dtypes = [DTYPES[n] for n in chosen(parser, "--dtype", args.dtype, list(DTYPES))]
     has_device(parser, args.device)

@@ -46,7 +46,8 @@ from tilewright.bench import gate_cute, kernel_digest, machine_code, ptx_loops
 from tilewright.kernels import tuning
 from tilewright.kernels.spec import CuteSpec, KernelSpec
 from tilewright.kernels.tuning import Tunable
-from tilewright.registry import Op, operations
+from tilewright.registry import Op
+from tilewright.selection import operations
 
 BUDGETS = pathlib.Path(__file__).parent / "budgets"
 

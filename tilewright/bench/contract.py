@@ -276,10 +276,10 @@ def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
     dtypes by name.
     """
 
-    def by_less(*, implementation, **given):
-        return cut.eager(**given)
-
-    twin = op if cut.eager is None else Op(op.name, by_less, op.eager, ())
+    by_less = cut.eager
+    twin = op
+    if by_less is not None:
+        twin = Op(op.name, lambda *, implementation, **given: by_less(**given), op.eager, ())
 
     def given(piece):  # packed: a copy with the whole's strides would be nearly as large
         return {
@@ -509,15 +509,16 @@ def poisoned() -> Iterator[None]:
 
     PyTorch's own switch does it inside the allocator's callers, C++ included.
     """
+    deterministic: Any = torch.utils.deterministic  # its stub has no attributes
     before = (
         torch.are_deterministic_algorithms_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
+        deterministic.fill_uninitialized_memory,
     )
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        deterministic.fill_uninitialized_memory = before[1]

@@ -36,7 +36,7 @@ from unittest import mock
 
 import torch
 
-from tilewright import platform, registry
+from tilewright import platform, registry, selection
 from tilewright.bench import contract, launches, pretend, suite, variants
 from tilewright.bench.options import names
 from tilewright.kernels.tuning import Config, Tunable
@@ -62,7 +62,7 @@ class Call:
 
     def run(self) -> None:
         """Inside `pretend.gpu`: asks Triton for all kernels of the call."""
-        op = registry.operations()[self.op]
+        op = selection.operations()[self.op]
         impl = op.implementation(self.implementation)
         case = next(c for c in op.cases if c.name == self.case and self.tag in c.tags)
         kwargs = case.make("cuda", suite.BY_NAME[self.dtype], 0)
@@ -306,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ops = registry.operations()
+    ops = selection.operations()
     add = p.add_argument
     add(
         "--arch",

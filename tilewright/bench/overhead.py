@@ -24,7 +24,8 @@ import torch
 from tilewright import platform
 from tilewright._torch import TorchDispatchMode
 from tilewright.bench import pretend, timing
-from tilewright.registry import Op, operations, short
+from tilewright.registry import Op, short
+from tilewright.selection import operations
 
 LEVELS = ("public", "resolved", "operator", "launch", "kept", "pick")
 
@@ -52,8 +53,7 @@ def not_launched(arch: int = 90) -> Iterator[None]:
         stack.enter_context(mock.patch.object(driver, "_active", pretend.NoDriver(arch)))
         stack.enter_context(mock.patch.object(platform, "interpreting", lambda: True))
         for op in operations().values():  # what is chosen inside may not be chosen outside
-            stack.enter_context(mock.patch.object(op, "_table", {}))
-            stack.enter_context(mock.patch.object(op, "_unpinned", {}))
+            stack.enter_context(op.fresh_choices())
         yield
 
 

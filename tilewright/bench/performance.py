@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilewright import platform, registry
+from tilewright import platform, selection
 from tilewright.bench import raw, report
 from tilewright.bench.pictures import Picture, is_drawn
 from tilewright.bench.providers import BASELINES
@@ -234,7 +234,7 @@ class Device:
 def _is_peer(op: str, provider: str) -> bool:
     if provider in ("eager", "compile"):
         return False
-    table = registry.operations()
+    table = selection.operations()
     return provider in BASELINES or op not in table or provider not in table[op].names()
 
 
@@ -244,7 +244,7 @@ def _provider_order(name: str) -> tuple[int, str]:
 
 def _registry_order(group: Group) -> tuple:
     """The registry's order of ops and cases; what it no longer has comes last, by name."""
-    ops = registry.operations()
+    ops = selection.operations()
     op = ops.get(group.op)
     cases = [c.name for c in op.cases] if op else []
     return (
@@ -667,7 +667,7 @@ def checks(device: Device, found: Raw, kind: str, title: str, intro: str) -> lis
 
 
 def _entry_order(entry: Entry) -> tuple:
-    names = list(registry.operations())
+    names = list(selection.operations())
     return (names.index(entry.op) if entry.op in names else len(names)), entry.op
 
 
@@ -856,7 +856,7 @@ def end_to_end(device: Device, found: Raw) -> list[str]:
 def missing(device: Device, found: Raw) -> list[str]:
     """What the registry has and this device did not time, and what was tried and failed."""
     lines = []
-    for op in registry.operations().values():
+    for op in selection.operations().values():
         cases = [c.name for c in op.cases if device.kind in c.tags]
         done = {case for name, case, _ in device.timed if name == op.name}
         if not cases:
@@ -1039,7 +1039,7 @@ def goal_value(goal: Goal, row: dict, rows: Mapping[str, dict], peak: float | No
 
 def goals(devices: Sequence[Device]) -> list[str]:
     rows = []
-    for op in registry.operations().values():
+    for op in selection.operations().values():
         for goal in op.goals:
             on = [d for d in devices if goal.holds_for(d.name, d.capability)] or [None]
             rows += [goal_row(op, goal, d) for d in on]
@@ -1282,7 +1282,7 @@ def untimed(devices: Sequence[Device]) -> list[str]:
         if r["status"] == "ok"
     }
     missing: dict[str, list[str]] = {}
-    for op in registry.operations().values():
+    for op in selection.operations().values():
         for impl in op.implementations:
             if (op.name, impl.name) not in timed:
                 missing.setdefault(impl.name, []).append(op.name)

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch.utils import _device
 
-from tilewright import _torch, platform, registry
+from tilewright import _torch, platform, selection
 from tilewright.ops import _library
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
@@ -248,9 +248,8 @@ def gpu(
         ):
             put(torch, name_, _made(getattr(torch, name_)))
         put(rmsnorm_triton, "_resident", {})  # it is asked of what was compiled
-        for op in registry.operations().values():  # what is chosen inside may not be chosen outside
-            put(op, "_table", {})
-            put(op, "_unpinned", {})
+        for op in selection.operations().values():
+            stack.enter_context(op.fresh_choices())
         for name_, value in tensors.items():
             put(torch.Tensor, name_, value)
         yield

@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 
-from tilewright import platform, registry
+from tilewright import platform, registry, selection
 from tilewright.bench import (
     contract,
     launches,
@@ -770,7 +770,7 @@ def _failed(path: pathlib.Path) -> bool:
 
 
 def parser() -> argparse.ArgumentParser:
-    ops = registry.operations()
+    ops = selection.operations()
     p = argparse.ArgumentParser(
         prog="python -m tilewright.bench suite",
         description=__doc__,
@@ -847,7 +847,7 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
     settings = run.Settings(
         rounds=args.rounds, max_seconds=args.case_seconds, baseline_slack=args.baseline_slack
     )
-    table = registry.operations()
+    table = selection.operations()
     dtypes = [d for n, d in BY_NAME.items() if n in args.dtype]
     chosen = [table[n] for n in args.op if not args.goals or any(goals_here(table[n], args.device))]
     plan = functools.partial(

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from tilewright import platform, registry
+from tilewright import platform, selection
 from tilewright.bench import (
     contract,
     launches,
@@ -281,7 +281,7 @@ def _entries(out: pathlib.Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
     """Every entry found on this device with these sources and versions, oldest first, with when
     and in which unit.
     """
-    found, ops = [], registry.operations()
+    found, ops = [], selection.operations()
     for path in out.glob("*.json"):
         try:
             document = json.loads(path.read_text())
@@ -363,7 +363,7 @@ def table(entries: Sequence[dict[str, Any]]) -> str:
 def main(argv: Sequence[str], begun: float | None = None) -> int:
     begun = begun or time.time()
     argv, task = runner.a_task(argv)
-    ops = registry.operations()
+    ops = selection.operations()
     p = argparse.ArgumentParser(
         prog="python -m tilewright.bench tune",
         description=__doc__,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewright import adapt, lora
-from tilewright.lora_experts import LoRAExperts
+from tilewright.nn.lora_experts import LoRAExperts
 from tilewright.ops.aqn import AQN
 from tilewright.ops.moe_lora import MOE_LORA
 from tilewright.trainer import hf

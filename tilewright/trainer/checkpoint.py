@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from tilewright.trainer.hf import read_json
+from tilewright.files import read_json, replace_folder
 from tilewright.trainer.parallel import World
 
 log = logging.getLogger("tilewright")
@@ -167,14 +167,7 @@ def recover(output_dir: str, world: World, *, alone: bool = True) -> None:
 
 
 def _give_name(aside: pathlib.Path, target: pathlib.Path) -> None:
-    old = target.with_name(f".{target.name}.old")
-    if (
-        target.exists()
-    ):  # a run that was resumed from before it: kept until the new one has the name
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    aside.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+    replace_folder(aside, target)
     log.info("checkpoint %s", target)
 
 

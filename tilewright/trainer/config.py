@@ -56,7 +56,7 @@ class Section(BaseModel):
     @classmethod
     def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Python's True is an int: `micro_batch_size: true` would mean 1."""
-        annotation = cls.model_fields[info.field_name].annotation
+        annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise ValueError("a boolean does not fit here")
         return value

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tilewright import adapt, lora
 from tilewright._torch import pytree
-from tilewright.adapt import read_json
+from tilewright.files import open_tensors, publish, read_json, target_folder, written_aside
 from tilewright.ops.block_fp8 import BlockFP8
 from tilewright.ops.nf4 import NF4, read_state
 from tilewright.ops.nvfp4 import NVFP4
@@ -185,7 +185,7 @@ class _Checkpoint:
 
     def _opened(self, file: pathlib.Path):
         if file not in self.open:
-            self.open[file] = adapt.open_tensors(file)
+            self.open[file] = open_tensors(file)
         return self.open[file]
 
     def _at(self, name):
@@ -576,12 +576,12 @@ def save_weights(
 
     dtype: of the stored tensors, default the parameters' own.   max_shard_bytes: of one file; a
     tensor is in one. Files of these names, and the files of weights that a former model had there,
-    are replaced, once all are written (see `adapt.publish`); whatever else the folder holds stays.
+    are replaced, once all are written (see `files.publish`); whatever else the folder holds stays.
     Every rank must call it. Raises ValueError for a folder that is a file, or that holds an
     adapter.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    target = adapt.target_folder(path)
+    target = target_folder(path)
     if (target / adapt.ADAPTER_CONFIG).exists():
         raise ValueError(
             f"{target} holds an adapter ({adapt.ADAPTER_CONFIG}), which from_pretrained would put "
@@ -590,7 +590,7 @@ def save_weights(
         )
     shards: list[dict[str, int]] = []
     held: dict[str, torch.Tensor] = {}
-    with adapt.written_aside(target) if writes else contextlib.nullcontext() as aside:
+    with written_aside(target) if writes else contextlib.nullcontext() as aside:
 
         def flush():
             save_file(held, aside / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
@@ -611,7 +611,7 @@ def save_weights(
             files = _name_shards(aside, shards, there)
             _write_config(model, aside, stored, tokenizer_path)
             weights, other = (SINGLE, INDEX) if not files else (INDEX, SINGLE)
-            adapt.publish(
+            publish(
                 aside,
                 target,
                 weights,

@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright import adapt, lora
 from tilewright import ops as tw
-from tilewright.lora_experts import LoRAExperts, QuantizedExperts
 from tilewright.nn import Linear, RMSNorm, SwiGLU, in_row_blocks, linear_in_row_blocks
+from tilewright.nn.lora_experts import LoRAExperts
+from tilewright.nn.quantized import QuantizedExperts
 from tilewright.ops.aqn import AQN
 from tilewright.ops.attention import Request
 from tilewright.ops.context_parallel import (
@@ -35,7 +36,8 @@ from tilewright.ops.context_parallel import (
 )
 from tilewright.ops.expert_parallel import DeepEP, ep_moe_mlp
 from tilewright.ops.rope import document_positions
-from tilewright.registry import ImplementationUnavailable, operations
+from tilewright.registry import ImplementationUnavailable
+from tilewright.selection import operations
 
 MODEL_TYPES = ("llama", "qwen3", "qwen3_moe")
 LARGEST = (

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tilewright import _torch, platform
-from tilewright.lora_experts import LoRAExperts
+from tilewright.nn.lora_experts import LoRAExperts
 from tilewright.ops.context_parallel import ContextParallel
 from tilewright.ops.expert_parallel import DeepEP
 from tilewright.trainer.config import Config, Model, Train

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from tilewright import platform
-from tilewright.lora import wrong_group_size
+from tilewright.nn.quantized import wrong_group_size
 from tilewright.ops.expert_parallel import no_deepep
 from tilewright.trainer.overrides import default_of, get, show
 

@@ -1,0 +1,78 @@
+"""The op that CONTRIBUTING.md is a template of, in a copy of the package."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import tilewright
+
+ROOT = pathlib.Path(tilewright.__file__).parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+SCRIPT = """
+import json, sys
+import torch
+from tilewright import __main__ as cli
+from tilewright.bench import __main__ as bench
+from tilewright.bench import compile_gate
+from tilewright.ops import OPS
+
+print(json.dumps({
+    "package": sys.modules["tilewright"].__file__,
+    "explain": cli.main(["explain", "scale", "--device", "cpu"]),
+    "contract": cli.main(["check", "scale", "--implementation", "triton", "--device", "cpu",
+                          "--dtype", "float32"]),
+    "gate": list(compile_gate.collect([OPS["scale"]])),
+    "bench": bench.main(["run", "--op", "scale", "--provider", "eager", "--device", "cpu",
+                         "--dtype", "float32", "--rounds", "3", "--out", sys.argv[1]]),
+    "twice": torch.autograd.gradgradcheck(
+        lambda x: OPS["scale"].public(x, 3.0, implementation="eager"),
+        torch.ones(2, dtype=torch.float64, requires_grad=True)),
+}))
+"""
+
+
+def test_the_template_makes_an_op(tmp_path):
+    pytest.importorskip("triton")
+    package = tmp_path / "tilewright"
+    shutil.copytree(ROOT / "tilewright", package, ignore=shutil.ignore_patterns("*.so", "__pyc*"))
+    blocks = re.findall(r"```python\n# (tilewright/\S+)\n(.*?)```", TEXT, re.S)
+    assert [name for name, _ in blocks] == [
+        "tilewright/ops/scale.py",
+        "tilewright/kernels/scale_triton.py",
+    ]
+    for name, code in blocks:
+        (tmp_path / name).write_text(code)
+    table = package / "ops/__init__.py"
+    before, marker, after = table.read_text().partition("    for op in (\n")
+    assert marker
+    imported = "from tilewright.ops.scale import SCALE, scale\n"
+    table.write_text(f"{imported}{before}{marker}        SCALE,\n{after}")
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, tmp_path / "out"],
+        cwd=tmp_path,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    result = json.loads(lines[-1])
+    assert result.pop("package") == str(package / "__init__.py")
+    assert result == {
+        "explain": 0,
+        "contract": 0,
+        "gate": ["scale/bf16", "scale/fp32"],
+        "bench": 0,
+        "twice": True,
+    }
+    assert any(re.match(r"scale\s+triton\s+usable", line) for line in lines)
+    assert "6 hold, 0 break the contract, 0 are unsupported" in lines
+    rows = json.loads((tmp_path / "out/results.json").read_text())["rows"]
+    assert [(r["op"], r["case"], r["provider"]) for r in rows] == [("scale", "cpu", "eager")]

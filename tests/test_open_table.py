@@ -1,0 +1,235 @@
+"""Implementations from outside: registered by a program, or installed as entry points."""
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import tilewright
+from tilewright import __main__ as cli
+from tilewright.ops import HADAMARD, OPS, hadamard
+from tilewright.registry import Implementation, ImplementationUnavailable, Op
+
+
+def times(name, factor, **options):
+    return Implementation(name, lambda: lambda x: x * factor, **{"devices": ("cpu",), **options})
+
+
+@pytest.fixture
+def op(monkeypatch):
+    """An op of the table that multiplies: by 1 as the eager twin, by 2 as `two`."""
+    op = Op("probe", None, lambda x: x * 1, (times("two", 2, aliases=("zwei",)),))
+    op.public = lambda x, implementation="auto": op.pick(implementation, x)(x)
+    monkeypatch.setitem(OPS, "probe", op)
+    return op
+
+
+@pytest.fixture
+def table():
+    """hadamard's implementations as they were when the test is over."""
+    before = HADAMARD.implementations
+    yield
+    HADAMARD.implementations = before
+
+
+# ---- registered by a program
+
+
+def test_an_implementation_is_added_after_ours_and_before_the_eager_twin(op):
+    x = torch.ones(1)
+    assert op.public(x) == 2
+    tilewright.register_implementation("probe", times("three", 3))
+    assert op.names() == ["two", "three", "eager"]
+    assert op.public(x) == 2 and op.public(x, implementation="three") == 3
+    assert tilewright.resolve("probe", "three", "cpu")(x) == 3
+    with tilewright.use("three"):
+        assert op.public(x) == 3
+
+
+def test_auto_takes_what_comes_before_and_forgets_what_it_chose(op):
+    x = torch.ones(1)
+    assert op.public(x) == 2 and op.part(x)(x) == 2
+    tilewright.register_implementation("probe", times("three", 3), before="zwei")
+    assert op.names() == ["three", "two", "eager"]
+    assert op.public(x) == 3 and op.part(x)(x) == 3
+    tilewright.register_implementation("probe", times("gpu", 4, devices=("cuda",)), before="three")
+    assert op.public(x) == 3, "its devices do not name the CPU"
+
+
+def test_auto_takes_it_where_ours_cannot_run(op):
+    x = torch.ones(1, dtype=torch.float64)
+    assert op.public(x) == 1
+    tilewright.register_implementation("probe", times("wide", 5, dtypes=(torch.float64,)))
+    assert op.public(x) == 5 and op.public(x.float()) == 2
+
+
+def test_compiled_code_follows(op):
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def step(x):
+        return op.public(x) + 0
+
+    x = torch.ones(1)
+    assert step(x) == 2 and step(x) == 2 and counter.frame_count == 1
+    tilewright.register_implementation("probe", times("three", 3), before="two")
+    assert step(x) == 3 and step(x) == 3 and counter.frame_count == 2
+
+
+@pytest.mark.parametrize(
+    "name, implementation, before, error, sentence",
+    [
+        ("prob", times("new", 3), None, ValueError, r"unknown op 'prob'; did you mean 'probe'\?"),
+        ("probe", times("two", 3), None, ValueError, "the name 'two' is taken; have"),
+        ("probe", times("zwei", 3), None, ValueError, "the name 'zwei' is taken"),
+        ("probe", times("new", 3, aliases=("eager",)), None, ValueError, "the name 'eager' is"),
+        ("probe", times("auto", 3), None, ValueError, "the name 'auto' is taken"),
+        ("probe", times("new", 3), "thre", ValueError, "unknown implementation 'thre'"),
+        ("probe", lambda x: x, None, TypeError, "must be a tilewright.Implementation, got <func"),
+        ("probe", times(3, 3), None, TypeError, "name must be a str, got 3"),
+    ],
+)
+def test_what_cannot_be_added_is_refused(op, name, implementation, before, error, sentence):
+    with pytest.raises(error, match=sentence):
+        tilewright.register_implementation(name, implementation, before=before)
+    assert op.names() == ["two", "eager"]
+
+
+def product(x, size, seed, inverse, factor=1.0):
+    """The transform as a product by a matrix, wrong by `factor` in the first element."""
+    if seed is not None:
+        raise ImplementationUnavailable("acme: takes no signs")
+    h = torch.ones(1, 1, device=x.device)
+    while h.shape[0] < size:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+    y = (x.float().unflatten(-1, (-1, size)) @ (h * size**-0.5)).flatten(-2)
+    at = torch.zeros_like(y)
+    at.view(-1)[:1] = factor - 1
+    return (y * (1 + at)).to(x.dtype)
+
+
+@pytest.mark.parametrize("factor, rc", [(1.0, 0), (1.05, 1)], ids=["right", "wrong"])
+def test_it_is_held_to_the_contract_from_the_command_line(table, capsys, factor, rc):
+    acme = Implementation("acme", lambda: lambda *a: product(*a, factor=factor), devices=("cpu",))
+    tilewright.register_implementation("hadamard", acme)
+    check = ["check", "hadamard", "--implementation", "acme", "--device", "cpu"]
+    assert cli.main([*check, "--dtype", "float32"]) == rc
+    out = capsys.readouterr().out
+    assert ("BROKEN at [0" in out) == bool(rc) and "acme: takes no signs" in out
+    assert cli.main([*check, "--dtype", "float64"]) == 1
+    assert "takes float32, bfloat16, float16, not float64" in capsys.readouterr().err
+
+
+def test_an_implementation_that_raises_breaks_the_contract(table, capsys):
+    tilewright.register_implementation("hadamard", Implementation("acme", lambda: lambda x: x))
+    assert cli.main(["check", "hadamard", "--implementation", "acme", "--device", "cpu"]) == 1
+    assert "raises TypeError" in capsys.readouterr().out
+
+
+def test_check_refuses_what_it_does_not_know(capsys):
+    assert cli.main(["check", "nope", "--implementation", "eager"]) == 2
+    assert "unknown op 'nope'" in capsys.readouterr().err
+    assert cli.main(["check", "hadamard", "--implementation", "nope"]) == 2
+    assert "unknown implementation 'nope'" in capsys.readouterr().err
+
+
+def test_an_implementation_that_computes_nothing_does_not_pass(table, capsys):
+    def refuses(*arguments):
+        raise ImplementationUnavailable("acme: computes nothing")
+
+    tilewright.register_implementation("hadamard", Implementation("acme", lambda: refuses))
+    assert cli.main(["check", "hadamard", "--implementation", "acme", "--device", "cpu"]) == 1
+    assert "0 hold, 0 break" in capsys.readouterr().out
+
+
+# ---- installed
+
+PACKAGE = """
+import sys
+import torch
+from tilewright import Implementation, ImplementationUnavailable
+
+def load():
+    import tilewright.ops  # what an implementation needs is imported when it is used
+    from {test} import product
+    return product
+
+matrix = Implementation("matrix", load, devices=("cpu",))
+taken = Implementation("cpp", load)
+other = Implementation("another", load)
+number = 3
+"""
+POINTS = """
+[tilewright.implementations]
+hadamard.matrix = acme:matrix
+hadamard.broken = acme_broken:matrix
+hadamard.number = acme:number
+hadamard.cpp = acme:taken
+hadamard.renamed = acme:other
+hadamrd.matrix = acme:matrix
+"""
+SCRIPT = """
+import json, sys
+import tilewright.ops
+assert "acme" not in sys.modules, "nothing is imported before it is looked at"
+from tilewright import __main__ as cli
+from tilewright.bench import __main__ as bench
+from dataclasses import replace
+op = tilewright.ops.HADAMARD
+op.cases = (replace(op.cases[0], tags=frozenset({"contract", "cpu"})),)  # small, and timed
+codes = [
+    cli.main(["explain", "--device", "cpu"]),
+    cli.main(["check", "hadamard", "--implementation", "matrix", "--device", "cpu",
+              "--dtype", "float32"]),
+    bench.main(["run", "--op", "hadamard", "--provider", "matrix", "--case", "plain",
+                "--dtype", "float32", "--device", "cpu", "--rounds", "1", "--out", sys.argv[1]]),
+]
+print(json.dumps(codes))
+"""
+
+
+def test_a_distribution_adds_implementations_by_entry_points(tmp_path):
+    """One good, the others shown with what is wrong: never hidden, and never in the way."""
+    site, out = tmp_path / "site", tmp_path / "out"
+    info = site / "acme_kernels-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(POINTS)
+    (site / "acme.py").write_text(PACKAGE.replace("{test}", "acme_product"))
+    (site / "acme_broken.py").write_text("import a_missing_package\n")
+    head = "import torch\nfrom tilewright import ImplementationUnavailable\n\n"
+    (site / "acme_product.py").write_text(head + inspect.getsource(product))
+    run = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r})\n{SCRIPT}", out],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    rows = {line.split()[1]: line for line in lines if line.startswith("hadamard ")}
+    assert rows["matrix"].endswith("usable")
+    package = "of acme-kernels 1.2"
+    for name, point, reason in (
+        ("broken", "broken", "does not import: ModuleNotFoundError: No module named 'a_missing"),
+        ("number", "number", "is no tilewright.Implementation, but 3"),
+        ("acme:cpp", "cpp", "the name 'cpp' is taken"),
+        ("renamed", "renamed", "holds an implementation called 'another'"),
+    ):
+        assert f"entry point 'hadamard.{point}' {package}: {reason}" in rows[name]
+    assert any(
+        line.startswith(f"entry point 'hadamrd.matrix' {package}: unknown op 'hadamrd'; did you")
+        for line in lines
+    )
+    assert json.loads(lines[-1]) == [0, 0, 0]
+    timed = json.loads((out / "results.json").read_text())["rows"]
+    assert [r["provider"] for r in timed] == ["matrix"] and timed[0]["forward"]
+
+
+def test_nothing_installed_changes_no_op():
+    assert hadamard(torch.ones(16)).shape == (16,)
+    assert all("." not in name and ":" not in name for op in OPS.values() for name in op.names())

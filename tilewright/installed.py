@@ -1,0 +1,50 @@
+"""Entry points of the group `tilewright.implementations`: implementations that other packages
+install.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from dataclasses import dataclass
+from typing import Any
+
+GROUP = "tilewright.implementations"
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An entry point. Its name is OP.NAME, its object a `tilewright.Implementation` called NAME."""
+
+    point: importlib.metadata.EntryPoint
+
+    @property
+    def op(self) -> str:
+        return self.point.name.partition(".")[0]
+
+    @property
+    def name(self) -> str:
+        return self.point.name.partition(".")[2]
+
+    @property
+    def module(self) -> str:
+        return self.point.module
+
+    def load(self) -> Any:
+        """Imports its module and returns its object."""
+        return self.point.load()
+
+    def __str__(self) -> str:
+        package = self.point.dist
+        source = f" of {package.name} {package.version}" if package else ""
+        return f"entry point {self.point.name!r}{source}"
+
+
+@functools.cache
+def installed() -> dict[str, list[Installed]]:
+    """The entry points by the name of their op, in the order of their names; none is imported."""
+    by_op: dict[str, list[Installed]] = {}
+    points = importlib.metadata.entry_points(group=GROUP)
+    for entry in map(Installed, sorted(points, key=lambda point: point.name)):
+        by_op.setdefault(entry.op, []).append(entry)
+    return by_op

@@ -1,0 +1,257 @@
+"""Attention of transformers' models, computed by `ops.attention`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tilewright import _torch
+from tilewright.integrations.transformers.errors import hole_in_window, not_traced
+from tilewright.integrations.transformers.masks import Mask
+from tilewright.integrations.transformers.packing import is_numbered
+from tilewright.ops import _checks, attention
+from tilewright.ops.attention import ATTENTION
+from tilewright.registry import ImplementationUnavailable
+
+
+def attention_entry(name, implementation):
+    def attention_forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Mask | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+        position_ids: torch.Tensor | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        max_length_q: int | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, None]:
+        """query [B, Hq, S, D], key and value [B, Hk, Sk, D]; the result is [B, S, Hq, D],
+        contiguous.
+
+        Where there is a mask it alone says who sees whom, as for transformers' eager attention;
+        where a layer is given none, `is_causal` (or the module's) and `sliding_window` do, as for
+        its flash attention.
+        """
+        S, keys = query.shape[2], key.shape[2]
+        mask = attention_mask
+        if mask is None:
+            causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+            mask = _mask_of_layer((query.shape[0], 1, S, keys), query, causal, sliding_window)
+        elif not isinstance(mask, Mask):
+            refused = f"a mask of shape {list(mask.shape)}"
+            mask = Mask((0, 0, S, keys), query.device, refused=refused)
+        packed_beside_mask = cu_seq_lens_q is not None and attention_mask is not None and S > 1
+        if refused := _refused(mask, (S, keys), dropout, packed_beside_mask, kwargs):
+            raise ImplementationUnavailable(
+                f'{type(module).__name__}: attn_implementation="{name}" does not compute '
+                f'{", ".join(refused)} (others: "sdpa", "eager")'
+            )
+        query, key, value = cast_together(
+            query, key[:, :, : mask.filled], value[:, :, : mask.filled]
+        )
+        width = value.shape[-1]
+        if width < query.shape[-1]:  # multi-head latent attention
+            value = F.pad(value, (0, query.shape[-1] - width))
+        options = {
+            "causal": mask.causal,
+            "window": mask.window,
+            "softcap": softcap,
+            "sinks": s_aux,
+            "scale": scaling,
+            "implementation": implementation,
+        }
+        with _checks.no_autocast(query):
+            if S > 1 and cu_seq_lens_q is not None:  # of all rows, one after the other
+                if torch.compiler.is_compiling():
+                    options["implementation"] = _off_host(
+                        implementation, query.device.type, query.dtype
+                    )
+                out = attend_packed(query, key, value, None, cu_seq_lens_q, max_length_q, options)
+            elif mask.causal and mask.filled == S:
+                out = attend_rows(query, key, value, mask, position_ids, name, options)
+            else:
+                out = attend_cache(query, key, value, mask.kept, name, options)
+            return out[..., :width].transpose(1, 2).contiguous(), None
+
+    return attention_forward
+
+
+def _mask_of_layer(shape, query: torch.Tensor, causal: bool, window: int | None) -> Mask:
+    """The mask of a layer that is given none."""
+    S, keys = shape[2:]
+    refused = []
+    if window is not None and not causal:
+        refused.append("a window that is not causal")
+    if causal and 1 < S != keys:
+        refused.append(f"{S} queries of {keys} keys without a mask")
+    return Mask(shape, query.device, causal=causal, window=window, refused=", ".join(refused))
+
+
+def _refused(mask: Mask, sizes: tuple[int, int], dropout, packed_beside_mask, kwargs) -> list[str]:
+    """What of a call `ops.attention` does not compute, in words."""
+    padded = mask.kept is not None and not is_numbered(mask.kept)
+    asked = (
+        (f"dropout = {dropout}", dropout > 0),
+        ("output_attentions", kwargs.get("output_attentions") or _attentions_are_collected()),
+        (mask.refused, mask.refused),
+        (
+            f"{sizes[0]} queries and {sizes[1]} keys with a mask for {mask.shape[2]} and "
+            f"{mask.shape[3]}",
+            sizes != mask.shape[2:],
+        ),
+        (
+            "cu_seq_lens_q beside a mask with padding, or one that is not causal",
+            packed_beside_mask and (not mask.causal or padded),
+        ),
+        ("a paged cache", kwargs.get("cache") is not None),
+        *(
+            (key, kwargs.get(key) is not None)
+            for key in ("position_bias", "indices", "block_indices", "sinks")
+        ),
+    )
+    return [words for words, is_asked in asked if is_asked]
+
+
+def cast_together(q, k, v):
+    """In autocast's dtype, as F.scaled_dot_product_attention takes them; without it in v's, which
+    is that of a product with weights, where norms or a rotation in float32 have left q or k
+    another.
+    """
+    device = q.device.type
+    dtype = v.dtype
+    if _checks.autocasts(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _attentions_are_collected() -> bool:
+    """Whether a model is asked for output_attentions. Not all tell their layers: transformers takes
+    what these return by hooks, and leaves out what is None.
+    """
+    from transformers.utils import output_capturing
+
+    collector = getattr(output_capturing, "_active_collector", None)
+    if (
+        torch.compiler.is_compiling()
+    ):  # which cannot trace a ContextVar: transformers has a global one beside it
+        collected = getattr(collector, "global_var", None)
+    else:
+        collected = None if collector is None else collector.get()
+    return collected is not None and any("attentions" in key for key in collected)
+
+
+def attend_rows(q, k, v, mask, position_ids, name, options):
+    """Rows of a batch, without their padding, and the documents packed in them, as one sequence."""
+    if torch.compiler.is_compiling():
+        return attend_traced_rows(q, k, v, mask.kept, position_ids, options)
+    found = mask.layout(position_ids, q.shape[0], q.shape[2])
+    if found is None:
+        return attention(q, k, v, **options)
+    if found.holes and options["window"] is not None:
+        raise hole_in_window(name)
+    if found.cu.numel() == 1:  # nothing but padding
+        return q * 0
+    return attend_packed(q, k, v, found.index, found.cu, found.longest, options)
+
+
+def attend_traced_rows(q, k, v, kept, position_ids, options):
+    """`attend_rows` where no length may depend on values: padding is put behind all other tokens,
+    each a document of its own, and as many boundaries as there are tokens are given, of which the
+    last are all the end.
+    """
+    B, _, S, _ = q.shape
+    if position_ids is not None and position_ids.dim() != 2:
+        position_ids = None
+    if kept is None and position_ids is None:
+        return attention(q, k, v, **options)
+    if options["window"] is not None and kept is not None and not is_numbered(kept):
+        raise not_traced("no padding where there is a window")
+    options = {
+        **options,
+        "implementation": _off_host(options["implementation"], q.device.type, q.dtype),
+    }
+    there = None
+    place = torch.arange(B * S, device=q.device)
+    if kept is not None and not is_numbered(kept):
+        there, place = torch.sort(kept.flatten(), descending=True, stable=True)
+    step, within = place.diff(), (place // max(S, 1)).diff() == 0
+    if there is not None:
+        within = within & there[1:]
+    if is_numbered(kept):
+        within = within & (kept.flatten().diff() == 0)
+    if position_ids is not None:
+        up = position_ids.expand(B, S).flatten()[place].diff()
+        within = within & ((up == 1) | (up == step))
+    at = torch.arange(1, B * S + 1, device=q.device)
+    ends = torch.where(F.pad(within, (0, 1)), B * S, at).sort()[0]
+    out = attend_packed(
+        q, k, v, None if there is None else place, F.pad(ends, (1, 0)).to(torch.int32), S, options
+    )
+    return out if kept is None or is_numbered(kept) else out * kept[:, None, :, None]
+
+
+@_torch.constant
+def _off_host(implementation: str, device_type: str, dtype: torch.dtype) -> str:
+    """The implementation for boundaries that are not to be read on the host: in compiled code
+    eager does not.
+    """
+    if implementation != "auto":
+        return implementation
+    usable = ATTENTION.usable(device_type, dtype)
+    return next(
+        i.name
+        for i in ATTENTION.implementations
+        if device_type in i.devices
+        and i.name in usable
+        and (i.name == "eager" or i.name not in ATTENTION.on_host)
+    )
+
+
+def attend_packed(q, k, v, index, cu, longest, options):
+    """Of the tokens of all rows, one row after the other, those that `index` names (None: all), in
+    documents between the boundaries `cu`. The rest is 0.
+    """
+    B, H, S, D = q.shape
+    rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    packed = (t if index is None else t.index_select(0, index) for t in rows)
+    out = attention(
+        *(t.transpose(0, 1).unsqueeze(0) for t in packed),
+        cu_seqlens=cu,
+        max_seqlen=longest,
+        **options,
+    )
+    out = out.squeeze(0).transpose(0, 1)
+    if index is not None:
+        out = out.new_zeros(B * S, H, D).index_copy(0, index, out)
+    return out.unflatten(0, (B, S)).transpose(1, 2)
+
+
+def attend_cache(q, k, v, kept, name, options):
+    """The last tokens of rows, whose earlier keys are cached, or queries that see all keys; a row
+    at a time where some keys are padding.
+    """
+    if kept is None:
+        return attention(q, k, v, **options)
+    if torch.compiler.is_compiling():
+        raise not_traced("no padding but that of causal attention without a cache")
+    kept = kept.bool()
+    if options["causal"] and not bool(kept[:, -q.shape[2] :].all()):
+        raise ImplementationUnavailable(
+            f'attn_implementation="{name}" takes padding on the left of cached keys only '
+            '(others: "sdpa", "eager")'
+        )
+    if options["window"] is not None and bool((kept[:, :-1] & ~kept[:, 1:]).any()):
+        raise hole_in_window(name)
+    return torch.cat(
+        [
+            attention(q[b : b + 1], k[b : b + 1, :, kept[b]], v[b : b + 1, :, kept[b]], **options)
+            for b in range(q.shape[0])
+        ]
+    )

@@ -1,0 +1,85 @@
+"""Layers of experts of transformers' models, computed by `ops.moe_mlp`."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import torch
+
+from tilewright import _torch
+from tilewright.nn.experts import gate_attributes, gate_of, why_not
+from tilewright.ops import _checks, moe_mlp
+from tilewright.ops.activation import Gate
+from tilewright.registry import ImplementationUnavailable
+
+ACCEPTED = (
+    "experts that compute down_proj(activation(gate) * up), with or without biases, with "
+    "gate_up_proj "
+    "[E, 2 I, H] and down_proj [E, H, I], or both transposed, whose gate is one that ops.Gate "
+    "describes"
+)
+
+
+def _asked(experts: torch.nn.Module, said: tuple) -> tuple[str | None, tuple]:
+    """`why_not`, and the fields of its gate where it is None. Constants, since traced code
+    calls it once.
+    """
+    reason = why_not(experts)
+    return reason, () if reason else astuple(gate_of(experts, said))
+
+
+if (
+    torch.__version__ < "2.12"
+):  # there Dynamo takes no module as an argument of a constant: the graph breaks here
+    _asked = torch.compiler.disable(_asked)
+else:
+    _asked = _torch.constant(_asked)
+
+
+def experts_entry(name, implementation):
+    def experts_forward(
+        self: torch.nn.Module,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        reason, gate = _asked(self, gate_attributes(self))
+        if reason:
+            raise ImplementationUnavailable(
+                f'{self.config.model_type}: experts_implementation="{name}" cannot compute '
+                f"{type(self).__name__}, "
+                f'which {reason}; it takes {ACCEPTED} (others: "grouped_mm", "eager")'
+            )
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if getattr(self, "is_transposed", False):
+            gate_up, down = gate_up.mT, down.mT  # read as they lie where the implementation can
+        device = hidden_states.device.type
+        autocast = _checks.autocasts(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else gate_up.dtype
+        gate_up, down = gate_up.to(dtype), down.to(dtype)
+        biases = {}
+        if getattr(self, "has_bias", False):
+            biases = {
+                "gate_up_bias": self.gate_up_proj_bias.to(dtype),
+                "down_bias": self.down_proj_bias.to(dtype),
+            }
+        if getattr(self, "_is_expert_parallel", False):
+            # There any index from num_experts on is that of an expert elsewhere; moe_mlp has one
+            # for all of them.
+            top_k_index = top_k_index.clamp(max=gate_up.shape[0])
+        with _checks.no_autocast(
+            hidden_states
+        ):  # autocast must not change the dtype of moe_mlp's products
+            y = moe_mlp(
+                hidden_states.to(dtype),
+                gate_up,
+                down,
+                top_k_index,
+                top_k_weights,
+                gate=Gate(*gate),
+                implementation=implementation,
+                **biases,
+            )
+        return y.to(hidden_states.dtype)
+
+    return experts_forward

@@ -1,0 +1,313 @@
+"""Masks of transformers' models, described and not built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tilewright import _torch
+from tilewright.integrations.transformers.errors import computed_mask, not_traced
+from tilewright.integrations.transformers.packing import Layout, layout_of
+
+
+class Mask:
+    """What transformers' mask says, in the place of the tensor [batch, 1, queries, keys] that its
+    own attention is
+    given: no such tensor is built.
+
+    A model may hand it on, move it and cut off its last keys. Whatever else it does with it raises
+    ImplementationUnavailable, since a value that it would compute is not there.
+
+    causal, window: as of `ops.attention`; the queries are the last of the first `filled` keys.
+    kept: bool [batch, filled], which keys are no padding, or the number of each key's document,
+        from 1; None: all keys are there, in one document a row.
+    refused: what of it `ops.attention` cannot compute, in words, or None.
+    """
+
+    requires_grad = False
+
+    def __init__(
+        self, shape, device, *, causal=False, window=None, kept=None, filled=None, refused=None
+    ):
+        self.shape, self.device, self.dtype = torch.Size(shape), device, torch.bool
+        self.causal, self.window, self.kept, self.refused = causal, window, kept, refused
+        self.filled = self.shape[3] if filled is None else filled
+        self._found: tuple | None = None  # the layout of the last position ids
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def dim(self) -> int:
+        return 4
+
+    def size(self, dim: int | None = None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def to(self, *arguments, **options) -> Mask:
+        """On another device: of its values there is nothing to convert."""
+        device = _torch.device_asked_for(*arguments, **options)
+        if device is None or device == self.device:
+            return self
+        kept = None if self.kept is None else self.kept.to(device)
+        return Mask(
+            self.shape,
+            device,
+            causal=self.causal,
+            window=self.window,
+            kept=kept,
+            filled=self.filled,
+            refused=self.refused,
+        )
+
+    def contiguous(self) -> Mask:
+        return self
+
+    def __getitem__(self, index) -> Mask:
+        index = index if isinstance(index, tuple) else (index,)
+        *others, last = index
+        whole = all(i is Ellipsis or i == slice(None) for i in others)
+        if (
+            whole
+            and (Ellipsis in others or len(index) == 4)
+            and isinstance(last, slice)
+            and last.step is None
+            and (last.start in (None, 0))
+            and (last.stop is None or last.stop >= self.filled)
+        ):
+            keys = len(range(*last.indices(self.shape[3])))
+            return Mask(
+                (*self.shape[:3], keys),
+                self.device,
+                causal=self.causal,
+                window=self.window,
+                kept=self.kept,
+                filled=self.filled,
+                refused=self.refused,
+            )
+        raise computed_mask("indexes it")
+
+    def __getattr__(self, name):
+        if not name.startswith("_") and hasattr(torch.Tensor, name):
+            raise computed_mask(f"calls its {name}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        raise computed_mask(f"calls {getattr(function, '__name__', function)} with it")
+
+    def layout(self, position_ids: torch.Tensor | None, B: int, S: int) -> Layout | None:
+        """`layout_of` of what is kept. The layers of a model ask for the same, and an answer waits
+        for the device: the last one is remembered, as long as the mask lives, which is one forward
+        pass.
+        """
+        version = (
+            None if position_ids is None or position_ids.is_inference() else position_ids._version
+        )
+        if self._found is None or self._found[0] is not position_ids or self._found[1] != version:
+            self._found = (position_ids, version, layout_of(self.kept, position_ids, B, S))
+        return self._found[2]
+
+
+def _define_operators():
+    def of(name):
+        def operator(self, *others):
+            raise computed_mask(f"calls its {name}")
+
+        return operator
+
+    for name in ("add", "sub", "mul", "truediv", "matmul", "and", "or", "xor"):
+        for side in ("", "r", "i"):
+            setattr(Mask, f"__{side}{name}__", of(name))
+    for name in (
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "neg",
+        "invert",
+        "bool",
+        "float",
+        "int",
+        "len",
+        "iter",
+        "contains",
+        "setitem",
+        "array",
+    ):
+        setattr(Mask, f"__{name}__", of(name))
+    Mask.__hash__ = object.__hash__  # which goes with __eq__
+
+
+_define_operators()
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    *,
+    mask_function=None,
+    attention_mask: torch.Tensor | Mask | None = None,
+    device=None,
+    **kwargs,
+) -> Mask:
+    """What a layer is given as its mask: what transformers' function of a query's and a key's
+    position says, and which keys are padding.
+    """
+    if isinstance(attention_mask, Mask):  # made before, as generate does
+        return attention_mask
+    shape = (batch_size, 1, q_length, kv_length)
+    if torch.compiler.is_compiling():
+        return _make_traced_mask(
+            shape, q_offset, kv_offset, mask_function, attention_mask, device, kwargs
+        )
+    device = torch.device("cpu" if device is None else device)
+    q_offset, kv_offset = int(q_offset), int(kv_offset)
+    said = _MaskFunction()
+    if attention_mask is not None and attention_mask.dim() != 2:
+        said.refused.append(f"a mask of shape {list(attention_mask.shape)}")
+    else:
+        said.read(mask_function)
+    filled = q_offset + q_length - kv_offset if said.causal else kv_length
+    if not q_length <= filled <= kv_length and said.causal:
+        said.refused.append(
+            f"queries at {q_offset} to {q_offset + q_length - 1} of keys at {kv_offset} to "
+            f"{kv_offset + kv_length - 1}"
+        )
+    # Where all keys are in one chunk, or as near as a window reaches, it is as if there were none.
+    if said.chunk is not None and kv_offset + filled > said.chunk:
+        said.refused.append("chunked attention")
+    if said.around is not None and max(q_offset + q_length, kv_offset + filled) - min(
+        q_offset, kv_offset
+    ) - 1 > (said.around):
+        said.refused.append("a window that is not causal")
+    if said.window is not None and not said.causal:
+        said.refused.append("a window that is not causal")
+    kept = None
+    if not said.refused:
+        window = None if said.window is None or said.window >= filled else said.window
+        if attention_mask is not None:
+            said.padding.append(attention_mask)
+        for padding in said.padding:
+            there = padding[:, kv_offset : kv_offset + filled].bool()
+            there = F.pad(
+                there, (0, filled - there.shape[1])
+            )  # what a mask does not reach is not there
+            kept = there if kept is None else kept & there
+        if kept is not None and kept.all():
+            kept = None
+        if said.documents is not None:
+            numbers = said.documents[:, kv_offset : kv_offset + filled] + 1
+            kept = numbers if kept is None else numbers * kept
+        return Mask(shape, device, causal=said.causal, window=window, kept=kept, filled=filled)
+    return Mask(shape, device, refused=", ".join(said.refused))
+
+
+class _MaskFunction:
+    """What a function of transformers.masking_utils says, read from its name and from what it
+    closes over.
+
+    causal; window, around: how many positions up to itself, or on each side, a position sees;
+    chunk: the width of the chunks that do not see each other; padding: [B, keys] masks; documents:
+    [B, keys] numbers, of those that do not see each other; refused: what is none of this, in words.
+    """
+
+    def __init__(self):
+        self.causal, self.window, self.around, self.chunk = False, None, None, None
+        self.padding, self.documents, self.refused = [], None, []
+
+    def read(self, function: Callable) -> None:
+        name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+        short = name.removeprefix("transformers.masking_utils.")
+        held = closed_over(function)
+        if short == "causal_mask_function":
+            self.causal = True
+        elif short == "and_masks.<locals>.and_mask":
+            for f in held["mask_functions"]:
+                self.read(f)
+        elif short == "sliding_window_overlay.<locals>.inner_mask":
+            self.window = min(held["sliding_window"], self.window or held["sliding_window"])
+        elif short == "sliding_window_bidirectional_overlay.<locals>.inner_mask":
+            self.around = min(held["sliding_window"], self.around or held["sliding_window"])
+        elif short == "chunked_overlay.<locals>.inner_mask":
+            self.chunk = min(held["chunk_size"], self.chunk or held["chunk_size"])
+        elif short == "padding_mask_function.<locals>.inner_mask":
+            self.padding.append(held["padding_mask"])
+        elif (
+            short == "packed_sequence_mask_function.<locals>.inner_mask" and self.documents is None
+        ):
+            self.documents = held["packed_sequence_mask"]
+        elif short == "remap_positions_for_packed_sequence.<locals>.inner_mask":
+            self.read(
+                held["mask_function"]
+            )  # a document's positions follow one another: distances stay
+        elif short != "bidirectional_mask_function":
+            self.refused.append(f"the mask function {name}")
+
+
+def _make_traced_mask(shape, q_offset, kv_offset, function, attention_mask, device, said):
+    """`make_mask` while torch.compile traces it: what functions close over cannot be read, so the
+    arguments beside tell what transformers has made of them.
+    """
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    batch, _, queries, keys = shape
+    plain = function is causal_mask_function or function is bidirectional_mask_function
+    if any(
+        (
+            said.get("use_vmap"),
+            not plain and function.__name__ != "and_mask",
+            isinstance(q_offset, torch.Tensor),
+            getattr(said.get("config"), "attention_chunk_size", None) is not None,
+            attention_mask is not None and attention_mask.dim() != 2,
+        )
+    ):
+        raise not_traced(
+            "a causal mask, with a window or packed documents, or one that is not causal"
+        )
+    causal, window = "allow_is_bidirectional_skip" not in said, said.get("local_size")
+    if window is not None and not causal:
+        raise not_traced("a window that is causal")
+    filled = q_offset + queries - kv_offset if causal else keys
+    kept = None
+    if attention_mask is not None:
+        kept = attention_mask[:, kv_offset : kv_offset + filled].bool()
+        kept = F.pad(kept, (0, filled - kept.shape[1]))
+    elif (
+        not plain and queries == keys
+    ):  # documents end where a position does not see the one before it
+        at = torch.arange(1, keys, device=device)[None, None, :, None]
+        rows = torch.arange(batch, device=device)[:, None, None, None]
+        apart = ~function(rows, torch.zeros_like(rows[:1]), at, at - 1).expand(batch, 1, -1, 1)[
+            :, 0, :, 0
+        ]
+        kept = F.pad(apart.cumsum(1), (1, 0)) + 1
+    return Mask(
+        shape,
+        device,
+        causal=causal,
+        window=None if window is None or window >= filled else window,
+        kept=kept,
+        filled=filled,
+    )
+
+
+def closed_over(function) -> dict[str, Any]:
+    """What a function closes over."""
+    code = getattr(function, "__code__", None)
+    return (
+        {}
+        if code is None
+        else {
+            name: cell.cell_contents
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
+        }
+    )

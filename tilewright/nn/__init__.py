@@ -1,0 +1,21 @@
+"""Modules over `tilewright.ops`.
+
+`modules.py` has norms, the MLP and losses; `row_blocks.py` a linear layer that does not depend on
+the batch; `quantized.py`, `lora.py` and `lora_experts.py` frozen layers and their adapters;
+`adapt.py`, `weights.py` and `peft.py` those of whole models.
+"""
+
+from tilewright.nn.modules import CrossEntropyLoss, Linear, LinearCrossEntropyLoss, RMSNorm, SwiGLU
+from tilewright.nn.row_blocks import ROWS, RowBlockLinear, in_row_blocks, linear_in_row_blocks
+
+__all__ = [
+    "ROWS",
+    "CrossEntropyLoss",
+    "Linear",
+    "LinearCrossEntropyLoss",
+    "RMSNorm",
+    "RowBlockLinear",
+    "SwiGLU",
+    "in_row_blocks",
+    "linear_in_row_blocks",
+]

@@ -1,0 +1,410 @@
+"""Adapters and quantized weights in whole models.
+
+    quantize_model(model, "nf4")  # optional: QLoRA
+    add_lora(model, rank=16, alpha=32)
+    ...
+    save_adapter(model, "adapter")  # what `peft` loads
+    merge_and_unload(model)  # plain layers again
+
+Only the adapters learn. `projections.py` finds the layers, `peft.py` writes and reads PEFT's files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.nn.experts import why_not
+from tilewright.nn.lora import LoRALinear
+from tilewright.nn.lora_experts import LoRAExperts
+from tilewright.nn.modules import Linear
+from tilewright.nn.projections import (
+    FUSED,
+    OF_EXPERTS,
+    PROJECTIONS,
+    all_paths,
+    chosen_parts,
+    experts,
+    join_path,
+    last_name,
+    last_names,
+    projections,
+    rows_unknown,
+    unmatched,
+)
+from tilewright.nn.quantized import QuantFormat, QuantizedExperts, QuantizedLinear
+from tilewright.nn.save_pretrained import guard_save_pretrained, is_guarded
+from tilewright.nn.sharded import is_sharded
+from tilewright.nn.weights import Adapted, adapted, merged_experts
+from tilewright.ops.aqn import AQN
+from tilewright.ops.quantize import Quantized
+from tilewright.ops.quantized_linear import dequantize
+
+
+def _entries(name: str, value: Iterable[str]) -> list[str]:
+    if isinstance(value, str):  # a list of its letters otherwise
+        raise TypeError(f"{name} must be a list of names, got the text {value!r}")
+    return list(value)
+
+
+# ---- quantizing
+
+
+def quantize_model(
+    model: nn.Module,
+    format: QuantFormat | str | Callable[[torch.Tensor], Quantized],
+    *,
+    exclude: Iterable[str] = (),
+    strict: bool = True,
+) -> list[str]:
+    """Quantizes the projections of the decoder layers, those of experts too, one at a time.
+
+    Linear layers become QuantizedLinear, tensors of experts QuantizedExperts. A model on the meta
+    device becomes one to fill later. `save_pretrained` of a transformers model then writes NF4 as
+    bitsandbytes does, and refuses what from_pretrained could not read.
+
+    Args:
+        model: Changed in place. It has no adapters yet.
+        format: A QuantFormat, the name of one, or a function from a dense weight to a quantized
+            one.
+        exclude: Modules that stay as they are (see `matches`).
+        strict: Whether an entry of `exclude` that matches no module is an error.
+
+    Returns:
+        The paths of what was quantized.
+
+    Raises:
+        TypeError: `format` or `exclude` has a wrong type.
+        ValueError: The model has adapters; `exclude` names some of what is fused; or a module of
+            experts does not compute with quantized ones: one without `set_noise`, as those of other
+            libraries are. Nothing has been changed then.
+
+    Example:
+        >>> from torch import nn
+        >>> from tilewright.adapt import quantize_model
+        >>> model = nn.ModuleDict({"up_proj": nn.Linear(64, 32), "lm_head": nn.Linear(32, 8)})
+        >>> quantize_model(model, "nf4")
+        ['up_proj']
+    """
+    exclude = _entries("exclude", exclude)
+    if isinstance(format, str):
+        format = QuantFormat(format)
+    elif not callable(format):
+        raise TypeError(
+            f"format must be a QuantFormat, the name of one or a function, got {format!r}"
+        )
+    if paths := [path for path, _ in adapted(model)]:
+        raise ValueError(
+            f"{paths[0] or 'the model'} has adapters; call quantize_model before add_lora"
+        )
+    if strict and (wrong := unmatched(exclude, (path for path, _ in all_paths(model)))):
+        raise ValueError(
+            f"exclude: {', '.join(map(repr, wrong))} match no module; there are {last_names(model)}"
+        )
+    done: list[str] = []
+    # Paths, not modules: a reference would keep the dense weights of all of them.
+    for path in _to_quantize(model, exclude):
+        done += _quantize(model, path, format)
+    guard_save_pretrained(model)
+    return done
+
+
+def _to_quantize(model: nn.Module, exclude: list[str]) -> list[str]:
+    """The paths of the modules to quantize. Raises ValueError for those that cannot be."""
+    paths = []
+    for path, module, parts in itertools.chain(projections(model), experts(model)):
+        excluded = chosen_parts(exclude, path, parts)
+        if excluded and len(excluded) < len(parts):
+            raise ValueError(
+                f"exclude names {', '.join(excluded)} and not the rest of {path}; name all of it, "
+                "or keep the projections apart (merge_qkv = False)"
+            )
+        if excluded or isinstance(module, QuantizedLinear):
+            continue
+        if not isinstance(module, nn.Linear):
+            reason = why_not(module, adapters=True)
+            if reason is None and not hasattr(module, "set_noise"):
+                reason = "compute with dense weights only (there is no `set_noise`)"
+            if reason:
+                raise ValueError(
+                    f"{path}: experts of {type(module).__name__} {reason}, so they cannot be "
+                    "quantized; name them in exclude"
+                )
+        paths.append(path)
+    return paths
+
+
+def _quantize(model: nn.Module, path: str, format: Callable) -> list[str]:
+    """Quantizes one module, and returns the paths of what it held."""
+    module = model.get_submodule(path)
+    if isinstance(module, nn.Linear):
+        quantized = QuantizedLinear(format(module.weight.detach()), module.bias)
+        if isinstance(module, Linear):
+            quantized.dense_class = Linear
+        _replace(model, path, quantized)
+        return [path]
+    done = []
+    for name in ("gate_up_proj", "down_proj"):
+        if isinstance(getattr(module, name), nn.Parameter):
+            q = QuantizedExperts(format(getattr(module, name).detach()))
+            delattr(module, name)
+            setattr(module, name, q)
+            done.append(join_path(path, name))
+    return done
+
+
+# ---- adding adapters
+
+
+def add_lora(
+    model: nn.Module,
+    targets: Iterable[str] | None = None,
+    *,
+    rank: int = 16,
+    alpha: float = 16,
+    rslora: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> list[str]:
+    """Puts adapters on projections and freezes all else.
+
+    `save_pretrained` of a transformers model then refuses to write what from_pretrained could not
+    read.
+
+    Args:
+        model: Changed in place. It has no adapters yet.
+        targets: The projections (see `matches`), by their own names also where several are fused;
+            None: all of PROJECTIONS. In a transformers model a layer that fuses several, as those
+            of Phi-3 do, is one and has one adapter.
+        rank: As LoRALinear and LoRAExperts have it, as `alpha`, `rslora` and `dtype`. Each expert
+            has adapters of its own.
+        alpha: The adapters' scale times `rank`, or with `rslora` times its square root.
+        rslora: See `alpha`.
+        dtype: Of the adapters.
+
+    Returns:
+        The paths of what has adapters now.
+
+    Raises:
+        TypeError: `targets` is a text.
+        ValueError: There are no targets; some match no projection (heads, embeddings and routers
+            are none) or only some of what experts have; experts are not SiLU(gate) * up without
+            biases; the rows of a fused layer's parts are not known; or the model has adapters. The
+            message names them, and nothing has been changed.
+
+    Example:
+        >>> from torch import nn
+        >>> from tilewright.adapt import add_lora
+        >>> model = nn.ModuleDict({"up_proj": nn.Linear(64, 32), "lm_head": nn.Linear(32, 8)})
+        >>> add_lora(model, rank=4, alpha=8)
+        ['up_proj']
+        >>> [name for name, p in model.named_parameters() if p.requires_grad]
+        ['up_proj.lora_A', 'up_proj.lora_B']
+    """
+    if paths := [path for path, _ in adapted(model)]:
+        raise ValueError(
+            f"{paths[0] or 'the model'} has adapters already; name all targets in one call, on a "
+            "model without adapters"
+        )
+    linear, mixtures = list(projections(model)), list(experts(model))
+    parts_of = {path: list(parts) for path, _, parts in (*linear, *mixtures)}
+    targets = _targets(targets, [p for path, parts in parts_of.items() for p in (path, *parts)])
+    chosen = {path: chosen_parts(targets, path, parts) for path, parts in parts_of.items()}
+    linear = [entry for entry in linear if chosen[entry[0]]]
+    mixtures = [entry for entry in mixtures if chosen[entry[0]]]
+    for path, module, parts in linear:
+        if None in parts.values():
+            raise ValueError(rows_unknown(path, module))
+    for path, module, parts in mixtures:
+        _check_experts(path, module, chosen[path], parts)
+    options: dict[str, Any] = {"rslora": rslora, "dtype": dtype}
+    wrapped: dict[str, LoRALinear | LoRAExperts] = {}
+    for path, module, parts in linear:
+        if len(parts) > 1:
+            names = {
+                "parts": {last_name(p): rows for p, rows in parts.items()},
+                "targets": [last_name(p) for p in chosen[path]],
+            }
+            wrapped[path] = LoRALinear(module, rank, alpha, **names, **options)
+        else:
+            wrapped[path] = LoRALinear(module, rank, alpha, **options)
+    for path, module, _ in mixtures:
+        weights = (getattr(module, name) for name in ("gate_up_proj", "down_proj"))
+        gate_up, down = (w.weight() if isinstance(w, QuantizedExperts) else w for w in weights)
+        wrapped[path] = LoRAExperts(gate_up, down, rank, alpha, **options)
+    model.requires_grad_(False)  # before the adapters are in it
+    for path, module in wrapped.items():
+        if isinstance(module, LoRAExperts):
+            module.take_the_place_of(model.get_submodule(path))
+        _replace(model, path, module)
+    guard_save_pretrained(model)
+    return [part for path in wrapped for part in chosen[path]]
+
+
+def _targets(targets: Iterable[str] | None, paths: list[str]) -> list[str]:
+    """The entries that are asked for, each of which means one of the paths."""
+    if not paths:
+        raise ValueError(
+            f"the model has no linear layers called {', '.join((*PROJECTIONS, *FUSED))}"
+        )
+    if targets is None:
+        return [*PROJECTIONS, *FUSED]
+    targets = _entries("targets", targets)
+    if not targets:
+        raise ValueError("targets must name projections, got []; None means all of them")
+    if wrong := unmatched(targets, paths):
+        names = sorted(set(map(last_name, paths)))
+        raise ValueError(
+            f"targets: {', '.join(map(repr, wrong))} match no projection; there are "
+            f"{', '.join(names)}"
+        )
+    return targets
+
+
+def _check_experts(path: str, module: nn.Module, chosen: list[str], parts: list[str]) -> None:
+    """Raises ValueError for experts that cannot have the adapters that are asked for."""
+    if not path:
+        raise ValueError(
+            "the model is itself a module of experts; call add_lora on the module that holds it"
+        )
+    if len(chosen) < len(parts):
+        raise ValueError(
+            f"targets: {path} has adapters on all of {', '.join(OF_EXPERTS)} or on none"
+        )
+    if reason := why_not(module, adapters=True):
+        raise ValueError(
+            f"{path}: experts of {type(module).__name__} {reason}; adapters take SiLU(gate) * up "
+            "without biases. Name targets without them"
+        )
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    stem, _, name = path.rpartition(".")
+    module.train(model.get_submodule(path).training)
+    setattr(model.get_submodule(stem), name, module)
+
+
+def reset_adapters(model: nn.Module, generator: torch.Generator | None = None) -> None:
+    """Calls `reset_parameters` of every module with adapters."""
+    for _, module in adapted(model):
+        module.reset_parameters(generator)
+
+
+def set_noise(model: nn.Module, noise: AQN | None) -> None:
+    """Sets noise on every quantized weight for the forward passes to come, in training mode only.
+
+    Each weight has noise of its own. None: no noise.
+    """
+    layer = 0
+    module: Any
+    for module in model.modules():
+        if (setter := getattr(module, "set_noise", None)) is not None:
+            setter(None if noise is None else dataclasses.replace(noise, layer=noise.layer + layer))
+            layer += module.noise_layers
+
+
+# ---- merging
+
+
+def merge_adapters(model: nn.Module, generator: torch.Generator | None = None) -> None:
+    """Calls `merge_` of every module with adapters."""
+    for _, module in adapted(model):
+        module.merge_(generator)
+
+
+@torch.no_grad()
+def merge_and_unload(model: nn.Module) -> nn.Module:
+    """Undoes `quantize_model` and `add_lora`: makes plain layers again, adapters merged.
+
+    Linear layers become nn.Linear, experts the modules that they were, with tensors.
+    `save_pretrained` then works as ever. Adapters are added in float32, and the sum is rounded
+    once, to the dtype of the weight. What is quantized is dequantized, to the dtype that it was
+    quantized from, and not quantized again. Weights stay frozen.
+
+    Args:
+        model: Changed in place.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: Parameters are sharded or spread over ranks (the trainer's `hf.save_weights`
+            writes those), or `add_lora` did not put the adapters on some experts. Nothing has been
+            changed then.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.adapt import add_lora, merge_and_unload
+        >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32)})
+        >>> paths = add_lora(model, rank=4, alpha=8)
+        >>> merge_and_unload(model)
+        ModuleDict(
+          (up_proj): Linear(in_features=64, out_features=32, bias=True)
+        )
+    """
+    kinds = (LoRALinear, LoRAExperts, QuantizedLinear, QuantizedExperts)
+    modules = {path: m for path, m in model.named_modules() if isinstance(m, kinds)}
+    for path, module in modules.items():
+        if any(map(is_sharded, module.parameters())) or getattr(module, "group", None) is not None:
+            raise ValueError(
+                f"{path}: its weights are spread over processes; merge_and_unload takes a model "
+                "that each process has whole (trainer.hf.save_weights writes spread ones)"
+            )
+        if isinstance(module, LoRAExperts) and module.replaced is None:
+            raise ValueError(
+                f"{path}: what these experts were before is not known; merge_and_unload takes "
+                "experts that add_lora gave adapters"
+            )
+    for path, module in modules.items():
+        stem, _, name = path.rpartition(".")
+        if isinstance(modules.get(stem), Adapted):
+            continue  # the base of adapters
+        if isinstance(module, QuantizedExperts):
+            q, parent = module.weight(), model.get_submodule(stem)
+            delattr(parent, name)
+            dense = dequantize(q, dtype=torch.float32).to(q.dtype)
+            setattr(parent, name, nn.Parameter(dense, False))
+        else:
+            _replace(model, path, _plain(module))
+    for module in model.modules():
+        if is_guarded(module):
+            del module.save_pretrained
+    return model
+
+
+def _plain(module: LoRALinear | LoRAExperts | QuantizedLinear) -> nn.Module:
+    """The layer with its adapters added to its weight, and not quantized."""
+    if isinstance(module, LoRAExperts):
+        return _plain_experts(module)
+    if isinstance(module, LoRALinear) and isinstance(module.base, nn.Linear):
+        module.merge_()
+        return module.base
+    base = module.base if isinstance(module, LoRALinear) else module
+    assert isinstance(base, QuantizedLinear)
+    weight = module.merged_weight() if isinstance(module, LoRALinear) else base.dense()
+    plain = base.dense_class(
+        base.in_features, base.out_features, bias=base.bias is not None, device="meta"
+    )
+    plain.weight = nn.Parameter(weight.to(base.weights()[0].dtype), False)
+    if base.bias is not None:
+        plain.bias = base.bias
+    return plain
+
+
+def _plain_experts(module: LoRAExperts) -> nn.Module:
+    """The module that the experts with adapters replaced, with dense weights."""
+    plain = module.replaced
+    assert plain is not None
+    if not isinstance(module.down_proj, QuantizedExperts):
+        module.merge_()
+    for name in ("gate_up_proj", "down_proj"):
+        stored = getattr(module, name)
+        if isinstance(stored, QuantizedExperts):
+            dense = merged_experts(module, name).to(stored.weight().dtype)
+            stored = nn.Parameter(dense, False)
+        setattr(plain, name, stored)
+    return plain

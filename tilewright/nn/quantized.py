@@ -1,0 +1,299 @@
+"""Quantized weights: their formats, and the modules that hold them frozen.
+
+A module keeps a quantized tensor as buffers of bytes, which casting a module, broadcasting buffers
+and checkpoints leave as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tilewright.ops.aqn import AQN
+from tilewright.ops.block_fp8 import BlockFP8, quantize_block_fp8
+from tilewright.ops.nf4 import BLOCKS, NF4, quantize_nf4
+from tilewright.ops.nvfp4 import NVFP4, quantize_nvfp4
+from tilewright.ops.quantize import Quantized
+from tilewright.ops.quantized_linear import dequantize, quantized_linear
+
+# ---- formats
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantFormat:
+    """How weights are quantised. Called with a dense weight, it returns it quantised.
+
+    name: nvfp4 | block_fp8 | nf4.   group_size: elements that share a scale: 16 for nvfp4; the edge
+        of the square blocks of block_fp8, 1 to 128, by default 128; 32 to 4096, a power of two, for
+        nf4, by default 64.
+    """
+
+    name: str
+    group_size: int | None = None
+
+    def __post_init__(self):
+        if self.name not in FORMATS:
+            raise ValueError(f"name must be one of {list(FORMATS)}, got {self.name!r}")
+        if self.group_size is None:
+            object.__setattr__(self, "group_size", DEFAULT_GROUPS[self.name])
+        if wrong := wrong_group_size(self.name, self.group_size):
+            raise ValueError(wrong)
+
+    def __call__(self, weight: torch.Tensor) -> Quantized:
+        size = cast(int, self.group_size)
+        if self.name == "nf4":
+            return quantize_nf4(weight, block_size=size)
+        if self.name == "block_fp8":
+            return quantize_block_fp8(weight, block=(size, size))
+        return quantize_nvfp4(weight)
+
+
+# name -> class, the group sizes that exist, and how a sentence calls them
+FORMATS = {
+    "nvfp4": (NVFP4, (16,), "16"),
+    "block_fp8": (BlockFP8, range(1, 129), "1 to 128"),
+    "nf4": (NF4, BLOCKS, ", ".join(map(str, BLOCKS))),
+}
+
+
+DEFAULT_GROUPS = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}  # of published checkpoints
+
+
+def wrong_group_size(name: str, size: int | None) -> str | None:
+    """A sentence if the format has no such groups."""
+    _, sizes, shown = FORMATS[name]
+    return (
+        None
+        if type(size) is int and size in sizes
+        else f"{name} has groups of {shown}, got {size!r}"
+    )
+
+
+def format_of(q: Quantized) -> QuantFormat | str:
+    """The format that q is in, or its description, if it is one that `QuantFormat` does not
+    make.
+    """
+    if isinstance(q, NF4):
+        return QuantFormat("nf4", q.block_size)
+    if isinstance(q, NVFP4):
+        return QuantFormat("nvfp4", 16)
+    rows, columns = cast(BlockFP8, q).block
+    return (
+        QuantFormat("block_fp8", rows)
+        if rows == columns <= 128
+        else f"block_fp8 of {rows} x {columns} blocks"
+    )
+
+
+def quantize_as(q: Quantized, weight: torch.Tensor) -> Quantized:
+    """weight in q's format with q's options; it still says that it was of q's dtype."""
+    if isinstance(q, NF4):
+        new = quantize_nf4(weight, double_quant=q.offset is not None, block_size=q.block_size)
+    elif isinstance(q, NVFP4):
+        new = quantize_nvfp4(weight)
+    else:
+        new = quantize_block_fp8(weight, block=cast(BlockFP8, q).block)
+    return dataclasses.replace(new, dtype=q.dtype)
+
+
+def join(parts: Sequence[Quantized]) -> list[Quantized]:
+    """The matrices, one below the other, as one if its bytes are those of the parts; else the
+    parts.
+
+    They are not where a block would have to begin within another, or where what is one number for a
+    tensor differs: NVFP4's global scale, or the offset of NF4's double quantisation.
+    """
+    first, *rest = parts
+    if not rest or any(
+        type(q) is not type(first) or q.shape[1] != first.shape[1] or q.dtype != first.dtype
+        for q in rest
+    ):
+        return list(parts)
+
+    def cat(field):
+        return torch.cat([getattr(q, field) for q in parts])
+
+    shape = (sum(q.shape[0] for q in parts), first.shape[1])
+    same: list[Any] = list(parts)  # all are of first's class
+    if isinstance(first, NF4):
+        if all(q.offset is None and q.block_size == first.block_size for q in same) and all(
+            math.prod(q.shape) % q.block_size == 0 for q in same[:-1]
+        ):
+            return [dataclasses.replace(first, data=cat("data"), absmax=cat("absmax"), shape=shape)]
+    elif isinstance(first, NVFP4):
+        if all(torch.equal(q.global_scale, first.global_scale) for q in same):
+            return [dataclasses.replace(first, data=cat("data"), scale=cat("scale"), shape=shape)]
+    elif all(q.block == same[0].block for q in same) and all(
+        q.shape[0] % q.block[0] == 0 for q in same[:-1]
+    ):
+        return [dataclasses.replace(same[0], data=cat("data"), scale_inv=cat("scale_inv"))]
+    return list(parts)
+
+
+# ---- modules
+
+
+class _Bytes(nn.Module):
+    """Holds quantized tensors as buffers of bytes."""
+
+    # Of each tensor: its class; by field the buffer's name, the dtype and the shape; other fields.
+    _layout: list[tuple[type[Quantized], dict[str, tuple], dict[str, Any]]] = []  # noqa: RUF012
+
+    def _store(self, weights: Mapping[str, Quantized], *, flat: bool) -> None:
+        """Replaces the buffers.
+
+        weights: the tensors by the ending of their buffers' names.   flat: whether buffers have one
+        dimension; else those of the tensors, whose last one counts bytes.
+        """
+        layout, buffers = [], {}
+        for ending, q in weights.items():
+            tensors, rest = {}, {}
+            for f in dataclasses.fields(cast(Any, q)):
+                value = getattr(q, f.name)
+                if not isinstance(value, torch.Tensor):
+                    rest[f.name] = value
+                    continue
+                name = f"{f.name}{ending}"
+                tensors[f.name] = (name, value.dtype, tuple(value.shape))
+                value = value.detach()
+                if flat or value.dim() == 0:
+                    value = value.reshape(-1)
+                buffers[name] = value.contiguous().view(torch.uint8)
+            layout.append((type(q), tensors, rest))
+        for name in list(self._buffers):
+            del self._buffers[name]
+        for name, t in buffers.items():
+            self.register_buffer(name, t)
+        if layout != self._layout:  # an equal one stays the same object: no recompile
+            self._layout = layout
+
+    def _stored(self) -> list[Quantized]:
+        """The quantized tensors, as views of the buffers."""
+        return [
+            kind(
+                **{
+                    field: getattr(self, name).view(dtype).view(shape)
+                    for field, (name, dtype, shape) in tensors.items()
+                },
+                **rest,
+            )
+            for kind, tensors, rest in self._layout
+        ]
+
+
+class QuantizedLinear(_Bytes):
+    """A frozen linear layer over a quantised weight: `ops.quantized_linear`.
+
+    weight: a quantised [N, K], or several, one below the other, that cannot be one (see `join`).
+    bias: [N] or None; frozen. Its tensors are buffers of bytes, which casting a module,
+    broadcasting buffers and checkpoints leave as they are. A quantised tensor on the meta device
+    gives a layer to fill later, by `fill` or by a state dict.
+    """
+
+    noise_layers = 4  # numbers of `AQN.layer` that it may need
+    dense_class: type[nn.Linear] = (
+        nn.Linear
+    )  # what it stands for, which `merge_and_unload` makes of it again
+
+    def __init__(self, weight: Quantized | Sequence[Quantized], bias: torch.Tensor | None = None):
+        super().__init__()
+        self.fill([weight] if isinstance(weight, Quantized) else weight)
+        if bias is not None and tuple(bias.shape) != (self.out_features,):
+            raise ValueError(f"bias must have shape [{self.out_features}], got {list(bias.shape)}")
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.noise: tuple[AQN, ...] | None = None
+
+    def fill(self, weights: Sequence[Quantized]) -> None:
+        """Takes other weights of the same size, on the same device or another."""
+        if (
+            not weights
+            or any(len(q.shape) != 2 for q in weights)
+            or len({q.shape[1] for q in weights}) > 1
+        ):
+            raise ValueError(
+                f"weight must be quantised matrices of one width, got shapes "
+                f"{[q.shape for q in weights]}"
+            )
+        if len(weights) > self.noise_layers:
+            raise ValueError(
+                f"weight must be at most {self.noise_layers} matrices, got {len(weights)}"
+            )
+        shape = (sum(q.shape[0] for q in weights), weights[0].shape[1])
+        if self._layout and shape != (self.out_features, self.in_features):
+            raise ValueError(
+                f"weight must be [{self.out_features}, {self.in_features}], got {list(shape)}"
+            )
+        self.out_features, self.in_features = shape
+        self._store({f"_{i}": q for i, q in enumerate(weights)}, flat=False)
+
+    def weights(self) -> list[Quantized]:
+        """The quantized weights, as views of the layer's buffers."""
+        return self._stored()
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight that they stand for, [N, K]."""
+        found = [dequantize(q, dtype=dtype) for q in self.weights()]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def set_noise(self, noise: AQN | None) -> None:
+        """Noise for the forward passes to come, in training only; its numbers of layers are
+        noise.layer and above.
+        """
+        self.noise = (
+            None
+            if noise is None
+            else tuple(
+                dataclasses.replace(noise, layer=noise.layer + i) for i in range(len(self._layout))
+            )
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled(
+            x.device.type
+        ):  # as quantized_linear would, so that the bias gets its dtype too
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        noise = self.noise if self.training else None
+        weights = self.weights()
+        biases = (
+            [None] * len(weights)
+            if self.bias is None
+            else self.bias.to(x.dtype).split([q.shape[0] for q in weights])
+        )
+        found = [
+            quantized_linear(x, q, b, noise=None if noise is None else noise[i])
+            for i, (q, b) in enumerate(zip(weights, biases, strict=True))
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, "
+            f"weight={' + '.join(kind.__name__ for kind, _, _ in self._layout)}"
+        )
+
+
+class QuantizedExperts(_Bytes):
+    """A frozen quantized tensor of all experts."""
+
+    def __init__(self, q: Quantized):
+        super().__init__()
+        self.fill(q)
+
+    def fill(self, q: Quantized) -> None:
+        """Takes another tensor."""
+        self._store({"": q}, flat=True)
+
+    def weight(self) -> Quantized:
+        """The quantized tensor, as a view of the module's buffers."""
+        [q] = self._stored()
+        return q
+
+    def extra_repr(self) -> str:
+        q = self.weight()
+        return f"{type(q).__name__}, shape={list(q.shape)}"

@@ -1,0 +1,40 @@
+"""Tensors that may be sharded (FSDP2): the whole of them, and this rank's shard."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+
+if TYPE_CHECKING:  # it takes long to import
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(t: torch.Tensor) -> TypeGuard[DTensor]:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(t, DTensor)
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, on every rank; each must call it."""
+    return t.full_tensor() if is_sharded(t) else t
+
+
+def local(t: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, on the same memory."""
+    return t.to_local() if is_sharded(t) else t
+
+
+def share(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor that every rank has whole, sharded as `like` is."""
+    if not is_sharded(like):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def assign(t: torch.Tensor, full: torch.Tensor) -> None:
+    """Copies a tensor that every rank has whole into one that may be sharded."""
+    local(t).copy_(share(full.to(t.device), t))

@@ -1,0 +1,104 @@
+"""The weights of a model with adapters or quantized weights, by the names that they had before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from tilewright.nn.lora import LoRALinear
+from tilewright.nn.lora_experts import LoRAExperts
+from tilewright.nn.quantized import QuantizedExperts, QuantizedLinear
+from tilewright.nn.sharded import whole
+from tilewright.ops.quantize import Quantized
+from tilewright.ops.quantized_linear import dequantize
+
+Adapted = LoRALinear | LoRAExperts
+Stored = nn.Parameter | QuantizedLinear | QuantizedExperts
+
+
+def adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
+    """Yields the modules with adapters, in order."""
+    for path, module in model.named_modules():
+        if isinstance(module, Adapted):
+            yield path, module
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name is an adapter's."""
+    return name.rpartition(".")[2].startswith("lora_")
+
+
+def base_weights(model: nn.Module) -> Iterator[tuple[str, Stored]]:
+    """Yields the parameters that the model had before `quantize_model` and `add_lora`, by their
+    names then: each as a parameter, or as the module that holds it quantized.
+    """
+    for name, p in model.named_parameters():
+        if not is_adapter(name):
+            yield name.replace(".base.", "."), p
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            yield f"{path.removesuffix('.base')}.weight", module
+        elif isinstance(module, QuantizedExperts):
+            yield path, module
+
+
+def quantized(stored: Stored) -> list[Quantized]:
+    """The quantized tensors that an entry of `base_weights` holds; [] for a parameter."""
+    if isinstance(stored, nn.Parameter):
+        return []
+    return [stored.weight()] if isinstance(stored, QuantizedExperts) else stored.weights()
+
+
+def shape_of(stored: Stored) -> tuple[int, ...]:
+    """The shape of the dense weight."""
+    if isinstance(stored, QuantizedLinear):
+        return stored.out_features, stored.in_features
+    return tuple(stored.weight().shape if isinstance(stored, QuantizedExperts) else stored.shape)
+
+
+def fill(stored: QuantizedLinear | QuantizedExperts, weights: list[Quantized]) -> None:
+    """Replaces quantized weights by others of the same size."""
+    if isinstance(stored, QuantizedLinear):
+        stored.fill(weights)
+    else:
+        [q] = weights
+        stored.fill(q)
+
+
+@torch.no_grad()
+def dense_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
+    """Yields `base_weights`, whole and dense, with the adapters added in float32; and the dtype of
+    each, for quantized ones that of the model's other weights.
+
+    Changes nothing. Every rank of a sharded model must exhaust it.
+    """
+    owners = dict(adapted(model))
+    other = next(model.parameters()).dtype
+    for name, stored in base_weights(model):
+        dtype = stored.dtype if isinstance(stored, nn.Parameter) else other
+        owner = owners.get(name.removesuffix(".weight"), owners.get(name.rpartition(".")[0]))
+        if isinstance(owner, LoRALinear) and name.endswith(".weight"):
+            full = owner.merged_weight()
+        elif isinstance(owner, LoRAExperts):
+            full = merged_experts(owner, name.rpartition(".")[2])
+        elif isinstance(stored, nn.Parameter):
+            full = whole(stored.detach())
+        else:
+            full = torch.cat([dequantize(q, dtype=torch.float32) for q in quantized(stored)])
+        yield name, full, dtype
+
+
+def merged_experts(module: LoRAExperts, name: str) -> torch.Tensor:
+    """A weight of experts with its adapters added, whole, in float32; a copy."""
+    stored = getattr(module, name)
+    full = (
+        dequantize(stored.weight(), dtype=torch.float32)
+        if isinstance(stored, QuantizedExperts)
+        else whole(stored.detach()).float().clone()
+    )
+    factors = {key: whole(p).float() for key, p in module.adapters().items()}
+    parts = ("gate", "up") if name == "gate_up_proj" else ("down",)
+    module.add_adapters(full, [(factors[f"{part}_A"], factors[f"{part}_B"]) for part in parts])
+    return full

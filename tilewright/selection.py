@@ -1,0 +1,115 @@
+"""Choices by the names of ops: what a name stands for, what `auto` is pinned to, and
+implementations that other packages add.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tilewright.installed import installed
+from tilewright.registry import PINS, Implementation, Op, instead_of
+
+
+def operations() -> dict[str, Op]:
+    """Every op, by name."""
+    from tilewright.ops import OPS  # here: `import tilewright` is to stay quick
+
+    return OPS
+
+
+def resolve(
+    op: str,
+    implementation: str = "auto",
+    device_type: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Callable:
+    """`Op.resolve` by the op's name. Raises ValueError for an unknown op."""
+    return known(op).resolve(implementation, device_type, dtype)
+
+
+def register_implementation(
+    op: str, implementation: Implementation, *, before: str | None = None
+) -> None:
+    """Adds an implementation to an op, for this process.
+
+    It is then listed by `tilewright explain`, resolved by its name, held to the numerics contract
+    by `tilewright check`, and benchmarked. `auto` may choose it on the device types in its
+    `devices`. Compiled code that calls the op is compiled again.
+
+    Args:
+        op: The op's name.
+        implementation: Its `load` returns the callable, which takes what the op's public function
+            passes on.
+        before: The name of an implementation that it precedes in the order of `auto`. By default it
+            comes after those of this library and before the eager twin.
+
+    Raises:
+        ValueError: The op does not exist, `before` does not, or the name is taken.
+        TypeError: `implementation` is no Implementation.
+
+    Example:
+        >>> import tilewright
+        >>> def load():
+        ...     from acme import kernels
+        ...
+        ...     return kernels.hadamard  # takes (x, size, seed, inverse)
+        >>> tilewright.register_implementation("hadamrd", tilewright.Implementation("acme", load))
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown op 'hadamrd'; did you mean 'hadamard'? have [...]
+    """
+    known(op).add(implementation, before=before)
+
+
+def known(op: str) -> Op:
+    """The op of that name. Raises ValueError if there is none."""
+    ops = operations()
+    if op not in ops:
+        raise ValueError(f"unknown op {op!r}{instead_of(op, ops)}")
+    return ops[op]
+
+
+def misplaced() -> list[str]:
+    """A sentence for each installed entry point that names no op."""
+    ops = operations()
+    return [
+        f"{entry}: unknown op {op!r}{instead_of(op, ops)}"
+        for op, entries in installed().items()
+        if op not in ops
+        for entry in entries
+    ]
+
+
+@contextlib.contextmanager
+def use(implementation: str | None = None, /, **by_op: str) -> Iterator[None]:
+    """Pins what `auto` means inside the block: `use("eager")` for every op, or
+    `use(rmsnorm="triton")` for one.
+
+    "auto" takes an outer pin back. An explicit `implementation=` still wins. With one name for all,
+    ops that have no such implementation are left alone. The pin holds for the whole process, not
+    for one thread, because autograd recomputes checkpointed blocks in threads of its own; so put a
+    whole training step inside the block. Raises ValueError for unknown names.
+    """
+    ops = operations()
+    pins = {n: implementation for n, op in ops.items() if implementation in ("auto", *op.names())}
+    if implementation is not None and not pins:
+        names = dict.fromkeys(("auto", *(name for op in ops.values() for name in op.names())))
+        raise ValueError(
+            f"no op has an implementation {implementation!r}{instead_of(implementation, names)}"
+        )
+    for name, choice in by_op.items():
+        if name not in ops:
+            raise ValueError(f"unknown op {name!r}{instead_of(name, ops)}")
+        if choice != "auto":
+            ops[name].implementation(choice)
+        pins[name] = choice
+    before = dict(PINS)
+    PINS.update(pins)
+    try:
+        yield
+    finally:
+        PINS.clear()
+        PINS.update(before)
