@@ -1,5 +1,7 @@
 """What is special to cross_entropy; parity with the eager twin is in test_contract.py."""
 
+import dataclasses
+import functools
 import importlib
 import math
 import re
@@ -13,9 +15,11 @@ from helpers import DEVICE, as_on_a_gpu, join_group, launches, skip_unless_usabl
 
 from tilewright.bench import contract
 from tilewright.kernels.launchers import Asked, Found, Stats
-from tilewright.ops import _softmax_stats, _targets, checked_targets, cross_entropy
+from tilewright.ops import OPS, _softmax_stats, _targets, checked_targets, cross_entropy
+from tilewright.ops._losses import Request
 from tilewright.ops._softmax_stats import StatsGradients
 from tilewright.ops.cross_entropy import CROSS_ENTROPY
+from tilewright.registry import ImplementationUnavailable
 
 # Not `from tilewright.ops import`, where the name is the function's.
 module = importlib.import_module("tilewright.ops.cross_entropy")
@@ -884,6 +888,32 @@ def test_a_shard_compiles_as_one_graph(name, tmp_path):
     finally:
         torch.distributed.destroy_process_group()
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy"])
+def test_a_shard_is_refused_by_pytorch_and_passed_over_by_auto(op, tmp_path, monkeypatch):
+    if DEVICE == "cuda":
+        pytest.skip("gloo takes CPU tensors: run without a CUDA device")
+    op = OPS[op]
+    request = Request(sharded=True)
+    assert [i.name for i in op.implementations if i.refuses(request)] == ["torch"]
+    assert op.implementation("torch").why_not("cpu", torch.float32) is None, "else nothing is seen"
+    group = join_group(0, 1, tmp_path)
+    try:
+        y = torch.zeros(4, dtype=torch.int64)
+        call = functools.partial(op.public, torch.randn(4, 8), target=y, group=group)
+        if op.name == "linear_cross_entropy":
+            call = functools.partial(call, weight=torch.randn(6, 8))
+        with pytest.raises(
+            ImplementationUnavailable, match=r"\[torch\]: takes whole rows of logits"
+        ):
+            call(implementation="torch")
+        first = dataclasses.replace(op.implementation("torch"), devices=("cpu",))
+        monkeypatch.setattr(op, "implementations", (first, *op.implementations))
+        assert op.choose("cpu", torch.float32) == "torch"
+        assert op.choose("cpu", torch.float32, request) != "torch"
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # ---- errors

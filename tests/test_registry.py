@@ -339,6 +339,8 @@ def test_explain_one_op_shows_its_contract(op, capsys):
     out = capsys.readouterr().out
     assert op.public.__doc__.strip().splitlines()[0] in out
     assert not any(f"\n{other} " in out for other in OPS if other != op.name)
+    refused = [r for i in op.implementations for q in op.requests if (r := i.refuses(q))]
+    assert all(reason in out for reason in refused) and bool(refused) == bool(op.requests)
 
 
 def test_explain_refuses_what_it_does_not_know(capsys):

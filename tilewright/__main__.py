@@ -34,6 +34,11 @@ def explain(op_name: str | None, device_type: str, dtype: torch.dtype) -> int:
             mark = "*" if impl.name == chosen else " "
             print(f"{op.name:<{wide}} {mark} {impl.name:<{narrow}}  {reason}")
         if op_name is not None:
+            if op.requests:
+                print("\nunsupported:")
+            for impl in op.implementations:
+                if unsupported := dict.fromkeys(filter(None, map(impl.refuses, op.requests))):
+                    print(f"{impl.name:<{narrow}}  {'; '.join(unsupported)}")
             print("\n" + (op.public.__doc__ or "").strip())
     return 0
 

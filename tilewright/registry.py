@@ -200,6 +200,7 @@ class Op:
     )
     goals: tuple[Goal, ...] = ()
     eager_reads_host: str = ""  # `Implementation.reads_host` of the eager twin
+    requests: tuple[Any, ...] = ()  # those that some implementation refuses, for `explain`
 
     def __post_init__(self):
         twin = Implementation(

@@ -380,4 +380,11 @@ ATTENTION = Op(
         for other, least in (("flash-attn", 1 / 1.3), ("flex", 1.2))
     ),
     eager_reads_host="host",
+    requests=(
+        *(
+            Request(head_dim=64, **{f: True})
+            for f in ("window", "softcap", "sinks", "shorter", "part")
+        ),
+        Request(head_dim=512),
+    ),
 )

@@ -302,4 +302,5 @@ CROSS_ENTROPY = Op(
     ),
     _all_cases(),
     goals=cases.near_copy(92, "forward", "forward_backward"),
+    requests=(Request(sharded=True),),
 )

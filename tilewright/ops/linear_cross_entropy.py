@@ -309,4 +309,5 @@ LINEAR_CROSS_ENTROPY = Op(
             dtypes=("bfloat16",),
         ),
     ),
+    requests=(Request(sharded=True),),
 )
