@@ -31,6 +31,11 @@ def explain(op: Op | None, device_type: str, dtype: torch.dtype) -> int:
             mark = "*" if impl.name == chosen else " "
             print(f"{each.name:<{wide}} {mark} {impl.name:<{narrow}}  {reason}")
     if op is not None:
+        if op.requests:
+            print("\nunsupported:")
+        for impl in op.implementations:
+            if unsupported := dict.fromkeys(filter(None, map(impl.refuses, op.requests))):
+                print(f"{impl.name:<{narrow}}  {'; '.join(unsupported)}")
         print("\n" + (op.public.__doc__ or "").strip())
     elif misplaced := selection.misplaced():
         print("\n" + "\n".join(misplaced))

@@ -29,8 +29,8 @@ class Case:
         differentiate have requires_grad set.
     cost: bytes per element of the dtype -> Cost.
     tags: "contract" (small, for parity tests), "cpu" and "cuda" (timed there), "big" (more than
-        2^31 elements), "host" (looked at on the host, by `Op.on_host` or all implementations: a
-        CUDA graph cannot record that).
+        2^31 elements), "host" (values are read on the host by some
+        implementations: `Implementation.reads_host`).
     """
 
     name: str

@@ -79,6 +79,8 @@ class Implementation:
     nor on their number.
     refuses: what an op calls its request (see `Op.pick`) -> None, or what of it this one does not
     compute.
+    reads_host: the tag of the cases in which it reads values of its inputs on the host, which a
+    CUDA graph cannot capture: "host", or "contract" for all; "" for none.
     gate: for compiled GPU kernels, returns the `KernelSpec`s that the compile gate compiles.
     tunables: returns the launches whose constants `bench tune` may search (kernels.tuning.Tunable).
     aliases: further names that a user may write; nothing lists or returns them.
@@ -96,6 +98,7 @@ class Implementation:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     batch_invariant: tuple[str, ...] = ()
     refuses: Callable[[Any], str | None] = anything
+    reads_host: str = ""
     gate: Callable[[], Any] = no_kernels
     tunables: Callable[[], Any] = no_kernels
     aliases: tuple[str, ...] = ()
@@ -141,9 +144,8 @@ class Op:
         default_factory=dict
     )
     goals: tuple[Goal, ...] = ()
-    # Implementations that read values of their inputs on the host, which a CUDA graph cannot
-    # record: in cases tagged "host" if an op has such, else in all.
-    on_host: tuple[str, ...] = ()
+    eager_reads_host: str = ""  # `Implementation.reads_host` of the eager twin
+    requests: tuple[Any, ...] = ()  # those that some implementation refuses, for `explain`
 
     def __post_init__(self):
         twin = Implementation(
@@ -151,6 +153,7 @@ class Op:
             lambda: self.eager,
             devices=("cpu", "cuda", "meta"),
             dtypes=(*FLOATS, torch.float64),
+            reads_host=self.eager_reads_host,
         )
         self._table: dict[tuple[str, torch.device, torch.dtype, Any], Callable] = {}  # of `pick`
         self._unpinned: dict[tuple[torch.device, torch.dtype], str] = {}

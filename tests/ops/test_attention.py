@@ -12,9 +12,9 @@ from helpers import DEVICE, skip_if_refused, skip_unless_usable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright import ImplementationUnavailable, platform
-from tilewright.ops import attention
+from tilewright.ops import _attention_vendors, attention
+from tilewright.ops._attention_options import Variant
 from tilewright.ops.attention import (
-    _FLASH,
     ATTENTION,
     Request,
     attention_part,
@@ -22,7 +22,6 @@ from tilewright.ops.attention import (
 )
 from tilewright.registry import FLOATS, short
 
-OP = sys.modules["tilewright.ops.attention"]  # the package's name for it is the function
 EVERY = pytest.mark.parametrize("name", ATTENTION.names())
 DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=short)
 HQ, HK, D = 4, 2, 8
@@ -503,14 +502,14 @@ def test_a_request_outside_is_refused_with_the_reason(name, options, reason):
 def test_every_implementation_declares_what_it_lacks():
     """By name: which of the things that a call may ask for are refused."""
     asks = {
-        "window": Request(64, window=True),
-        "softcap": Request(64, softcap=True),
-        "sinks": Request(64, sinks=True),
-        "shorter": Request(64, shorter=True),
-        "part": Request(64, part=True),
-        "wide": Request(512),
-        "odd": Request(20),
-        "packed": Request(64, packed=True),
+        "window": Request(head_dim=64, window=True),
+        "softcap": Request(head_dim=64, softcap=True),
+        "sinks": Request(head_dim=64, sinks=True),
+        "shorter": Request(head_dim=64, shorter=True),
+        "part": Request(head_dim=64, part=True),
+        "wide": Request(head_dim=512),
+        "odd": Request(head_dim=20),
+        "packed": Request(head_dim=64, packed=True),
     }
     refused = {
         i.name: {ask for ask, request in asks.items() if i.refuses(request)}
@@ -565,26 +564,26 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
-    monkeypatch.setattr(OP, "_varlen", lambda: (None, True))
+    monkeypatch.setattr(_attention_vendors, "varlen", lambda: (None, True))
     asks = {
-        "plain": Request(128),
-        "packed": Request(128, packed=True, window=True, gradient=True),
-        "softcap": Request(128, softcap=True),
-        "sinks": Request(128, sinks=True),
-        "D=256": Request(256),
+        "plain": Request(head_dim=128),
+        "packed": Request(head_dim=128, packed=True, window=True, gradient=True),
+        "softcap": Request(head_dim=128, softcap=True),
+        "sinks": Request(head_dim=128, sinks=True),
+        "D=256": Request(head_dim=256),
     }
     for ask, name in expected.items():
         assert ATTENTION.choose("cuda", torch.bfloat16, asks[ask]) == name, ask
     # A ring's parts, odd widths and a cache's queries; float32; and what none of them takes.
     for request in (
-        Request(128, part=True),
-        Request(100),
-        Request(128, shorter=True, softcap=True, part=True),
+        Request(head_dim=128, part=True),
+        Request(head_dim=100),
+        Request(head_dim=128, shorter=True, softcap=True, part=True),
     ):
         assert ATTENTION.choose("cuda", torch.bfloat16, request) == "triton"
-    assert ATTENTION.choose("cuda", torch.float32, Request(128)) == "triton"
-    assert ATTENTION.choose("cuda", torch.bfloat16, Request(512)) == "sdpa"
-    assert ATTENTION.choose("cuda", torch.bfloat16, Request(512, sinks=True)) == "eager"
+    assert ATTENTION.choose("cuda", torch.float32, Request(head_dim=128)) == "triton"
+    assert ATTENTION.choose("cuda", torch.bfloat16, Request(head_dim=512)) == "sdpa"
+    assert ATTENTION.choose("cuda", torch.bfloat16, Request(head_dim=512, sinks=True)) == "eager"
 
 
 @pytest.mark.parametrize("version", ["flash_attention_3", "flash_attention_4"])
@@ -653,22 +652,15 @@ def test_flash_attention_is_called_as_it_is_laid_out(
         return (out, None) if version.endswith("4") else out
 
     module = types.SimpleNamespace(flash_attn_func=stand_in, flash_attn_varlen_func=stand_in)
-    flash = _FLASH[version]
+    flash = _attention_vendors.FLASH[version]
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, flash.module, module)
     tensors = qkv(9, dtype=torch.bfloat16)
     cu = torch.tensor((0, 4, 9), dtype=torch.int32) if packed else None
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: strict)
-    found = flash.load()(
-        *tensors,
-        cu,
-        options.get("causal", True),
-        options.get("window", 0),
-        options.get("softcap", 0.0),
-        options.get("sinks"),
-        0.3,
-        longest,
-    )
+    sinks = options.get("sinks")
+    variant = Variant(**{n: o for n, o in options.items() if n != "sinks"}, scale=0.3)
+    found = flash.load()(*tensors, cu, variant, sinks, longest)
     monkeypatch.undo()
     assert torch.equal(
         found, attention(*tensors, cu_seqlens=cu, scale=0.3, implementation="eager", **options)
@@ -713,19 +705,11 @@ def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, longes
         )
         return out.squeeze(0).transpose(0, 1)
 
-    monkeypatch.setattr(OP, "_varlen", lambda: (stand_in, grouped))
+    monkeypatch.setattr(_attention_vendors, "varlen", lambda: (stand_in, grouped))
     tensors = qkv(9, batch=1 if cu else 2)
     ends_ = torch.tensor(cu) if cu else None
-    found = OP._native()(
-        *tensors,
-        ends_,
-        options.get("causal", True),
-        options.get("window", 0),
-        0.0,
-        None,
-        0.3,
-        longest,
-    )
+    variant = Variant(**options, scale=0.3)
+    found = _attention_vendors.native()(*tensors, ends_, variant, None, longest)
     expected = attention(*tensors, cu_seqlens=ends_, scale=0.3, implementation="eager", **options)
     torch.testing.assert_close(found, expected, **CLOSE)
     assert seen == ([([0, 4, 9], longest or 5)] if cu else [([0, 9, 18], 9)] if options else [])
@@ -733,7 +717,7 @@ def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, longes
 
 def test_flash_attention_that_is_not_here_says_so(monkeypatch):
     monkeypatch.setattr(platform, "no_cuda", lambda: "no CUDA device")
-    for name, flash in _FLASH.items():
+    for name, flash in _attention_vendors.FLASH.items():
 
         def absent(distribution):
             raise importlib.metadata.PackageNotFoundError

@@ -392,7 +392,9 @@ def _refusals(where):
     tensors, _, ends, _ = problem("crossing")
     q, k, v = of_rank(tensors, where)
     cu = torch.tensor(ends)
-    no_part = next(i.name for i in ATTENTION.implementations if i.refuses(Request(D, part=True)))
+    no_part = next(
+        i.name for i in ATTENTION.implementations if i.refuses(Request(head_dim=D, part=True))
+    )
     three = [t[:, :3] if i == 0 else t[:, :1] for i, t in enumerate((q, k, v))]
     for parts, changed, error, message in (
         ((q, k, v), {"cu_seqlens": cu - 1}, ValueError, "cu_seqlens must start at 0"),

@@ -10,7 +10,7 @@ from helpers import DEVICE, skip_if_refused, skip_unless_usable
 
 from tilewright.bench import contract
 from tilewright.ops import OPS
-from tilewright.registry import FLOATS, Op, short
+from tilewright.registry import FLOATS, Implementation, Op, short
 
 
 def grid(tag):
@@ -234,6 +234,6 @@ def test_what_cannot_be_recorded_says_why():
     assert contract.no_capture(OPS["attention"], "sdpa", cases["gqa"]) is None
     assert "on the host" in contract.no_capture(OPS["attention"], "sdpa", cases["documents"])
     assert contract.no_capture(OPS["attention"], "triton", cases["documents"]) is None
-    reads = Op("reads", None, None, (), on_host=("eager",))
+    reads = Op("reads", None, None, (Implementation("gpu", None),), eager_reads_host="contract")
     assert "on the host" in contract.no_capture(reads, "eager", cases["gqa"])
-    assert contract.no_capture(reads, "triton", cases["gqa"]) is None
+    assert contract.no_capture(reads, "gpu", cases["gqa"]) is None

@@ -1,5 +1,7 @@
 """What is special to cross_entropy; parity with the eager twin is in test_contract.py."""
 
+import dataclasses
+import functools
 import importlib
 import math
 import re
@@ -13,8 +15,11 @@ from helpers import DEVICE, as_on_a_gpu, join_group, launches, skip_unless_usabl
 
 from tilewright.bench import contract
 from tilewright.kernels.launchers import Asked, Found, Stats
-from tilewright.ops import _softmax_stats, checked_targets, cross_entropy
+from tilewright.ops import OPS, _softmax_stats, _targets, checked_targets, cross_entropy
+from tilewright.ops._losses import Request
+from tilewright.ops._softmax_stats import StatsGradients
 from tilewright.ops.cross_entropy import CROSS_ENTROPY
+from tilewright.registry import ImplementationUnavailable
 
 # Not `from tilewright.ops import`, where the name is the function's.
 module = importlib.import_module("tilewright.ops.cross_entropy")
@@ -42,7 +47,7 @@ def problem(T=9, V=37, dtype=torch.float32, seed=0):
 
 def fused(name):
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
-    return getattr(_softmax_stats, name)()
+    return _softmax_stats.LOADERS[name]()
 
 
 # ---- against other people's definitions, in float64
@@ -346,12 +351,9 @@ def test_gradient_of_every_statistic(name):
                 y,
                 weights,
                 softcap,
-                found.peak,
-                found.log_sum,
-                found.mean,
-                *g,
+                found,
+                StatsGradients(*g),
                 scale,
-                False,
             )
             by = 1 if scale is None else scale.expand(4).clone().nan_to_num_(posinf=1)[:, None]
             assert contract.error(gradient, truth * by)[0] < 3e-6, scale
@@ -529,15 +531,15 @@ def test_targets_on_a_gpu_are_looked_at_only_when_they_are_to_be(monkeypatch):
     """Code that was compiled outside follows too: the look is made when it runs."""
     on_a_gpu = SimpleNamespace(is_cuda=True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert not _softmax_stats._may_look(on_a_gpu) and _softmax_stats._may_look(torch.zeros(1))
+    assert not _targets._may_look(on_a_gpu) and _targets._may_look(torch.zeros(1))
     with checked_targets():
-        assert _softmax_stats._may_look(on_a_gpu)
+        assert _targets._may_look(on_a_gpu)
         with monkeypatch.context() as recording:
             recording.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            assert not _softmax_stats._may_look(on_a_gpu)
-    assert not _softmax_stats._may_look(on_a_gpu)
-    real = _softmax_stats._may_look
-    monkeypatch.setattr(_softmax_stats, "_may_look", lambda target: real(on_a_gpu))
+            assert not _targets._may_look(on_a_gpu)
+    assert not _targets._may_look(on_a_gpu)
+    real = _targets._may_look
+    monkeypatch.setattr(_targets, "_may_look", lambda target: real(on_a_gpu))
     x, y = problem(T=6)
     y = y.view(2, 3).masked_fill(y.view(2, 3) == -100, 37)
     for name in CROSS_ENTROPY.usable(DEVICE, torch.float32):
@@ -563,9 +565,7 @@ def test_kernels_read_and_write_nothing_outside_for_bad_targets(name):
     stats = kernels.forward(x.detach(), y, None, 0.0, False, False, False)
     assert not stats.target.any()
     g = torch.ones(3, device=DEVICE)
-    d = kernels.backward(
-        x.detach(), y, None, 0.0, stats.peak, stats.log_sum, None, g, g, None, None, None, False
-    )
+    d = kernels.backward(x.detach(), y, None, 0.0, stats, StatsGradients(g, g))
     torch.testing.assert_close(d, x.detach().softmax(-1))
 
 
@@ -696,7 +696,7 @@ def test_compiles_whole(name):
 @pytest.mark.parametrize("name", FUSED)
 def test_opcheck(name):
     kernels = fused(name)
-    forward, backward, backward_ = (o.overload for o in module._fused(name).operators)
+    forward, backward, backward_ = (o.overload for o in module.fused(name).operators)
     x, y = problem()
     w, u = torch.rand(37, device=DEVICE), torch.rand(9, device=DEVICE, requires_grad=True)
     for options in (
@@ -724,7 +724,7 @@ def test_opcheck(name):
     for scale in (None, torch.tensor(3.0, device=DEVICE), g[0]):
         torch.library.opcheck(backward, (x, y, w, 5.0, peak, log_sum, mean, *g, scale))
         torch.library.opcheck(backward_, (x.clone(), y, w, 5.0, peak, log_sum, mean, *g, scale))
-    torch.library.opcheck(_softmax_stats.presence.overload, (y, 37, -100))
+    torch.library.opcheck(_targets.presence.overload, (y, 37, -100))
 
 
 def test_cpp_gives_the_same_bits_on_any_number_of_threads():
@@ -888,6 +888,32 @@ def test_a_shard_compiles_as_one_graph(name, tmp_path):
     finally:
         torch.distributed.destroy_process_group()
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy"])
+def test_a_shard_is_refused_by_pytorch_and_passed_over_by_auto(op, tmp_path, monkeypatch):
+    if DEVICE == "cuda":
+        pytest.skip("gloo takes CPU tensors: run without a CUDA device")
+    op = OPS[op]
+    request = Request(sharded=True)
+    assert [i.name for i in op.implementations if i.refuses(request)] == ["torch"]
+    assert op.implementation("torch").why_not("cpu", torch.float32) is None, "else nothing is seen"
+    group = join_group(0, 1, tmp_path)
+    try:
+        y = torch.zeros(4, dtype=torch.int64)
+        call = functools.partial(op.public, torch.randn(4, 8), target=y, group=group)
+        if op.name == "linear_cross_entropy":
+            call = functools.partial(call, weight=torch.randn(6, 8))
+        with pytest.raises(
+            ImplementationUnavailable, match=r"\[torch\]: takes whole rows of logits"
+        ):
+            call(implementation="torch")
+        first = dataclasses.replace(op.implementation("torch"), devices=("cpu",))
+        monkeypatch.setattr(op, "implementations", (first, *op.implementations))
+        assert op.choose("cpu", torch.float32) == "torch"
+        assert op.choose("cpu", torch.float32, request) != "torch"
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # ---- errors

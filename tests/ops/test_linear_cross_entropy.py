@@ -3,7 +3,6 @@ test_contract.py.
 """
 
 import functools
-import importlib
 import math
 import pathlib
 import re
@@ -18,11 +17,17 @@ import torch.nn.functional as F
 from helpers import DEVICE, as_on_a_gpu, join_group, launches, skip_unless_usable, two_processes
 
 from tilewright.bench import contract
-from tilewright.ops import OPS, cross_entropy, linear_cross_entropy, linear_logprob
+from tilewright.ops import (
+    OPS,
+    _linear_chunks,
+    _softmax_stats,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_logprob,
+)
+from tilewright.ops._linear_chunks import Precision
 from tilewright.registry import ImplementationUnavailable, short
 
-# Not `from tilewright.ops import`, where the name is the function's.
-module = importlib.import_module("tilewright.ops.linear_cross_entropy")
 ROOT = pathlib.Path(__file__).parents[2]
 LINEAR, LOGPROB = OPS["linear_cross_entropy"], OPS["linear_logprob"]
 CHUNKED = ("triton", "cpp")
@@ -219,8 +224,8 @@ def test_what_is_frozen_costs_no_gemm(name, reduction, monkeypatch):
         linear_cross_entropy(x, w, y, bias=b, reduction=reduction, implementation="eager").sum(), x
     )
     made = []
-    real = module._Gradients
-    monkeypatch.setattr(module, "_Gradients", lambda *a: made.append(real(*a)) or made[-1])
+    real = _linear_chunks.Gradients
+    monkeypatch.setattr(_linear_chunks, "Gradients", lambda *a: made.append(real(*a)) or made[-1])
     loss = linear_cross_entropy(
         x, w.detach(), y, bias=b.detach(), reduction=reduction, implementation=name
     ).sum()
@@ -361,19 +366,23 @@ def test_an_upstream_gradient_of_one_reads_and_writes_nothing():
     version = out._version
     for name in ("triton", "cpp"):
         if LINEAR.implementation(name).why_not(DEVICE, torch.float32) is None:
-            getattr(module._softmax_stats, name)().scale_(out, torch.ones((), device=DEVICE))
+            _softmax_stats.LOADERS[name]().scale_(out, torch.ones((), device=DEVICE))
             assert out._version == version
 
 
 # ---- the rule for chunks
 
 
-def rows(T, V, itemsize=4, device="cpu", chunk_size=None, H=64, fp32=module.SUMS | module.LEARNS):
+SUMMED = Precision(fp32_sums=True, learns=True)
+
+
+def rows(T, V, itemsize=4, device="cpu", chunk_size=None, H=64, precision=SUMMED):
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     x = types.SimpleNamespace(
         shape=(T, H), device=torch.device(device), element_size=lambda: itemsize, dtype=dtype
     )
-    return module.chunk_rows(x, types.SimpleNamespace(shape=(V, H), dtype=dtype), chunk_size, fp32)
+    weight = types.SimpleNamespace(shape=(V, H), dtype=dtype)
+    return _linear_chunks.chunk_rows(x, weight, chunk_size, precision)
 
 
 @pytest.mark.parametrize(
@@ -410,13 +419,13 @@ LLAMA = {"H": 4096, "V": 128256, **GPU}
         (8192, {**LLAMA, "itemsize": 4}, 4),  # a float32 gradient is its own sum
         (
             8192,
-            {**LLAMA, "fp32": module.SUMS},
+            {**LLAMA, "precision": Precision(fp32_sums=True)},
             2,
         ),  # without a gradient of the weight there is no sum
-        (8192, {**LLAMA, "fp32": module.LEARNS}, 2),  # accumulate="bf16"
+        (8192, {**LLAMA, "precision": Precision(learns=True)}, 2),  # accumulate="bf16"
         (
             8192,
-            {**LLAMA, "fp32": module.SUMS | module.LEARNS | module.LOGITS},
+            {**LLAMA, "precision": Precision(True, True, True)},
             7,
         ),  # 6,012 MiB, or 859 and 2,004
         (12288, LLAMA, 1),
@@ -444,7 +453,8 @@ def test_chunks_follow_from_shapes(T, options, chunks, monkeypatch):
             torch.cuda, name, lambda *a, name=name: pytest.fail(f"{name} was asked for")
         )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "one that nobody tuned")
-    monkeypatch.setattr(module.CHUNK, "config", lambda device, *key: module.CHUNK.heuristic(*key))
+    chunk = _linear_chunks.CHUNK
+    monkeypatch.setattr(chunk, "config", lambda device, *key: chunk.heuristic(*key))
     found = rows(T, **options)
     assert -(-T // found) == chunks and (
         chunks == 1 or found % (128 if options.get("device") else 32) == 0
@@ -455,19 +465,18 @@ def test_chunks_follow_from_shapes(T, options, chunks, monkeypatch):
 def test_forward_and_backward_choose_the_same_chunks(name, monkeypatch):
     """The logits that backward makes again are those of the statistics."""
     skip_unless_usable(LINEAR, name, torch.float32)
-    seen, real = [], module.chunk_rows
+    seen, real = [], _linear_chunks.chunk_rows
     monkeypatch.setattr(
-        module,
+        _linear_chunks,
         "chunk_rows",
-        lambda x, w, size, fp32: seen.append((size, fp32)) or real(x, w, size, fp32),
+        lambda x, w, *how: seen.append(how) or real(x, w, *how),
     )
     x, w, _, y = problem()
     for frozen in (False, True):
         weight = w.detach() if frozen else w
         grads(linear_cross_entropy(x, weight, y, reduction="none", implementation=name).sum(), x)
         grads(linear_logprob(x, weight, y, implementation=name)[0].sum(), x)
-    wide = module.SUMS | module.LEARNS
-    assert seen == [(None, wide)] * 4 + [(None, module.SUMS)] * 4
+    assert seen == [(None, SUMMED)] * 4 + [(None, Precision(fp32_sums=True))] * 4
 
 
 # ---- targets that are out of range, where there is no look
@@ -589,7 +598,7 @@ def test_one_chunk_needs_no_sum(name):
 )
 def test_what_is_allocated_for_the_sum(accumulate, chunk, dtype):
     x, w, _, _ = problem(T=8, dtype=torch.bfloat16)
-    made = module._Gradients(x, w, chunk, accumulate == "fp32", 1.0, True, True, True)
+    made = _linear_chunks.Gradients(x, w, chunk, accumulate == "fp32", 1.0, (True,) * 3)
     assert made.dw.dtype == dtype and made.dx.dtype == torch.bfloat16
 
 

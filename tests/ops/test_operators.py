@@ -417,12 +417,13 @@ def test_what_writes_in_place_runs_with_its_tensors_device_current(
         ran.append(devices.current)
 
     x, table = OfDevice(torch.ones(1, 2, 4), 1), torch.ones(2, 2)
-    module("rope")._register("probe", launcher).rotate(
+    module("_rope_fused").Fused("probe", launcher).rotate(
         x, None, x, None, table, table, None, False, False
     )
-    monkeypatch.setattr(module("qk_norm_rope"), "_slices", lambda qkv, hq, hk: [qkv] * 3)
-    module("qk_norm_rope")._register("probe", launcher, launcher).overwrite(
-        x, None, None, table, table, None, 1, 1, 1e-6, 0.0, False
+    qk = module("_qk_norm_rope_fused")
+    monkeypatch.setattr(qk, "slices", lambda qkv, heads: [qkv] * 3)
+    qk.Fused("probe", launcher, launcher).overwrite(
+        x, qk.Heads(1, 1), qk.HeadNorm(), qk.Rotation(table, table)
     )
     assert ran == [1, 1] and devices.current == 0
 

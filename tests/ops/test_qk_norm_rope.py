@@ -7,6 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright import platform
 from tilewright.ops import qk_norm_rope, rmsnorm, rope
+from tilewright.ops._qk_norm_rope_fused import HeadNorm, Heads
+from tilewright.ops._rope_fused import Rotation
 from tilewright.ops.qk_norm_rope import QK_NORM_ROPE
 
 EVERY = pytest.mark.parametrize("name", QK_NORM_ROPE.names())
@@ -230,7 +232,9 @@ def test_unchecked_positions_become_nan(name, norm):
     ids = torch.tensor([[0, P, 2, -1, 4, 2**40]] * B, device=DEVICE)
     cos, sin = tables(width=10)  # 5 pairs: no power of two
     fn = QK_NORM_ROPE.resolve(name, DEVICE)
-    q, k, v = fn(qkv, *(weights if norm else (None, None)), cos, sin, ids, HQ, HK, 1e-6, 0.0, False)
+    q, k, v = fn(
+        qkv, Heads(HQ, HK), HeadNorm(*weights) if norm else HeadNorm(), Rotation(cos, sin, ids)
+    )
     wrong = torch.tensor([False, True, False, True, False, True], device=DEVICE)
     for x in (q, k):
         assert x[:, :, wrong, :10].isnan().all() and not x[:, :, ~wrong].isnan().any()

@@ -2,6 +2,7 @@
 says.
 """
 
+import functools
 import pathlib
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from tilewright import __main__ as cli
 from tilewright import platform, selection
 from tilewright.ops import OPS
+from tilewright.ops.context_parallel import ContextParallel, context_parallel_attention
 from tilewright.registry import FLOATS, Implementation, ImplementationUnavailable, Op, short
 from tilewright.selection import use
 
@@ -111,11 +113,19 @@ def test_a_name_gives_that_implementation_or_its_reason(op, impl, device_type, d
     assert str(caught.value).startswith(f"{op.name}[{impl.name}]: {reason} (usable here: ")
 
 
+def smallest(op):
+    """The op on the smallest inputs, none of them empty, that its cases offer."""
+    sizes = {}
+    for case in op.cases:
+        kw = case.make("cpu", torch.float32, 0) if "contract" in case.tags else {}
+        elements = [v.numel() for v in kw.values() if isinstance(v, torch.Tensor)]
+        if elements and all(elements):
+            sizes[sum(elements)] = kw
+    return functools.partial(op.public, **sizes[min(sizes)])
+
+
 def called(op, implementation):
-    """The op on the smallest inputs that its cases offer."""
-    made = (case.make("cpu", torch.float32, 0) for case in op.cases if "contract" in case.tags)
-    sizes = {sum(v.numel() for v in kw.values() if isinstance(v, torch.Tensor)): kw for kw in made}
-    return op.public(**sizes[min(sizes)], implementation=implementation)
+    return smallest(op)(implementation=implementation)
 
 
 @EVERY_IMPLEMENTATION
@@ -243,6 +253,47 @@ def test_a_pin_never_falls_back(listed):
         op.public(torch.ones(1))
 
 
+def in_context_parallel():
+    q = torch.randn(1, 2, 4, 8)
+    return functools.partial(context_parallel_attention, q, q, q, ContextParallel())
+
+
+# What is composed of other ops: the call, without its implementation. test_operators.py looks at
+# those of the table in compiled code and for gradients too.
+COMPOSED = {
+    **{
+        name: functools.partial(smallest, OPS[name])
+        for name in (
+            "linear_cross_entropy",
+            "linear_logprob",
+            "qk_norm_rope",
+            "moe_mlp",
+            "moe_lora",
+            "quantized_linear",
+            "fp8_linear",
+        )
+    },
+    "context_parallel_attention": in_context_parallel,
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_a_named_implementation_asks_no_part_by_auto(name, monkeypatch):
+    """`auto` would follow `use`; a name that was given fixes the parts too."""
+    call, asked, pick = COMPOSED[name](), [], Op.pick
+    monkeypatch.setattr(
+        Op, "pick", lambda op, part, *a: (asked.append((op.name, part)), pick(op, part, *a))[1]
+    )
+    op = OPS.get(name, OPS["attention"])
+    for impl in op.implementations:
+        if impl.name == "triton" or impl.why_not("cpu", torch.float32):
+            continue  # Triton's interpreter takes minutes, and its parts are chosen as the others'
+        with use("eager"):
+            call(implementation=impl.name)
+        assert (op.name, impl.name) in asked
+    assert not [ask for ask in asked if ask[1] == "auto"]
+
+
 @pytest.mark.parametrize(
     "args, kwargs, sentence",
     [
@@ -289,6 +340,8 @@ def test_explain_one_op_shows_its_contract(op, capsys):
     out = capsys.readouterr().out
     assert op.public.__doc__.strip().splitlines()[0] in out
     assert not any(f"\n{other} " in out for other in OPS if other != op.name)
+    refused = [r for i in op.implementations for q in op.requests if (r := i.refuses(q))]
+    assert all(reason in out for reason in refused) and bool(refused) == bool(op.requests)
 
 
 def test_explain_refuses_what_it_does_not_know(capsys):

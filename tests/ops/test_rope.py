@@ -1,16 +1,14 @@
 """What is special to rope; parity with the eager twin is in test_contract.py."""
 
-import importlib
-
 import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable
 
-from tilewright.ops import _checks, rope
+from tilewright.ops import _checks, _layout, rope
+from tilewright.ops._rope_fused import Rotation
 from tilewright.ops.rope import ROPE, document_positions
 
 # Not `from tilewright.ops import`, where the name is the function's.
-module = importlib.import_module("tilewright.ops.rope")
 
 EVERY = pytest.mark.parametrize("name", ROPE.names())
 # A rotation is two products and a sum, each rounded once, of values up to about 4.
@@ -480,7 +478,7 @@ def test_memory_is_called_apart_only_where_it_is():
             .tolist()
             for v in views
         ]
-        apart = module._apart(*views)
+        apart = _layout.share_no_element(*views)
         assert not apart or not set(addresses[0]) & set(addresses[1])
         seen[apart] += 1
         for v, at_ in zip(views, addresses, strict=True):
@@ -581,7 +579,7 @@ def test_unchecked_positions_become_nan(name):
     """What is left of the check on a device that is not waited for."""
     skip_unless_usable(ROPE, name, torch.float32)
     ids = torch.tensor([[0, P, 2, -1, 4, 2**40, 6]] * B, device=DEVICE)
-    q, _ = ROPE.resolve(name, DEVICE)(heads(HQ), None, COS, SIN, ids, False)
+    q, _ = ROPE.resolve(name, DEVICE)(heads(HQ), None, Rotation(COS, SIN, ids))
     wrong = torch.tensor([False, True, False, True, False, True, False], device=DEVICE)
     assert q[:, :, wrong].isnan().all() and not q[:, :, ~wrong].isnan().any()
 

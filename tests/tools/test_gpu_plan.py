@@ -14,7 +14,7 @@ import time
 import pytest
 
 from tilewright.kernels import tuning
-from tilewright.ops.linear_cross_entropy import CHUNK
+from tilewright.ops._linear_chunks import CHUNK
 
 ROOT = pathlib.Path(__file__).parents[2]
 STAGES = ["goals", "ab", "search", "again", "rest", "tests", "report"]

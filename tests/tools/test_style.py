@@ -1,6 +1,7 @@
 """Rules of CONTRIBUTING.md that a linter does not know, by reading the syntax trees."""
 
 import ast
+import functools
 import pathlib
 import re
 import tomllib
@@ -11,6 +12,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 LIBRARY = sorted((ROOT / "tilewright").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.py"))
 KERNELS = sorted((ROOT / "tilewright/kernels").glob("*_triton.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
 
 
 def dotted(node):
@@ -151,34 +157,108 @@ def undocumented(tree):
             yield node.lineno, f"{'.'.join([root, *names])} outside _torch.py"
 
 
-def retried(tree):
+MOST_PARAMETERS = 10
+
+
+def called_by_name(tree, *functions):
+    """Names of functions that a module passes to one of `functions`: `f` of define("x", k.f, g)."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in ("flaky", "reruns"):
-            yield node.lineno, "a test is retried"
+        if isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in functions:
+            for argument in node.args:
+                if isinstance(argument, ast.Name | ast.Attribute):
+                    yield dotted(argument).split(".")[-1]
+
+
+# Functions of operators' schemas: launchers and fakes, wherever they are written.
+OPERATORS = {
+    name
+    for path in LIBRARY
+    for name in called_by_name(parsed(path), "define", "adopt", "differentiate", "register_fake")
+}
+
+
+def public(tree):
+    """What a user calls with keywords: names of an `__all__`, constructors, and modules."""
+    yield from EXPORTED
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from (f"{node.name}.{n}" for n in ("__init__", "forward"))
+
+
+def exported(path):
+    for node in parsed(path).body:
+        if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "__all__":
+            yield from ast.literal_eval(node.value)
+
+
+EXPORTED = {name for path in LIBRARY for name in exported(path)}
+
+
+def functions_of(body, prefix=""):
+    """Functions with their names, methods as `Class.method`; nested ones by their own names."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + node.name, node
+        inner = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        yield from functions_of(ast.iter_child_nodes(node), inner)
+
+
+def crowded(tree):
+    """Options that travel together are one value. Public signatures, Triton kernels and functions
+    whose signature is an operator's schema are the exceptions.
+    """
+    allowed = set(public(tree))
+    for name, node in functions_of(tree.body):
+        own = name.split(".")[-1]
+        jitted = any("jit" in ast.dump(d) for d in node.decorator_list)
+        if jitted or name in allowed or own in OPERATORS:
+            continue
+        a = node.args
+        count = len([p for p in (*a.posonlyargs, *a.args) if p.arg not in ("self", "cls")])
+        count += len(a.kwonlyargs)
+        if count > MOST_PARAMETERS:
+            yield node.lineno, f"{name} has {count} parameters"
 
 
 def private(tree):
-    """A name with a leading underscore is its module's own. A module of such a name is its
-    package's.
+    """A name with a leading underscore belongs to its module. A module `_name` belongs to its
+    package.
     """
-    ours = {}  # names of modules of ours, and of what is imported from them
+    modules = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tilewright":
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tilewright"):
             for a in node.names:
-                package = ROOT.joinpath(*node.module.split("."))
-                if (package / f"{a.name}.py").exists() or (package / a.name).is_dir():
-                    ours[a.asname or a.name] = a.name
+                path = ROOT.joinpath(*node.module.split("."), f"{a.name}.py")
+                if path.exists() or path.with_suffix("").is_dir():
+                    modules[a.asname or a.name] = a.name
                 elif a.name.startswith("_") and not a.name.startswith("__"):
-                    yield node.lineno, f"{a.name} is private to {node.module}"
+                    yield node.lineno, f"{a.name} of {node.module} is imported"
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
-            and node.value.id in ours
+            and node.value.id in modules
             and node.attr.startswith("_")
             and not node.attr.startswith("__")
         ):
-            yield node.lineno, f"{node.attr} is private to {ours[node.value.id]}"
+            yield node.lineno, f"{node.attr} of {node.value.id} is used"
+
+
+def positional(tree):
+    """A request is built with keywords: its fields are many, and most are flags."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and dotted(node.func).split(".")[-1] == "Request"
+            and node.args
+        ):
+            yield node.lineno, "a Request is built by position"
+
+
+def retried(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("flaky", "reruns"):
+            yield node.lineno, "a test is retried"
 
 
 MOST_LINES = 450
@@ -189,22 +269,6 @@ def long(tree):
     last = max((node.end_lineno for node in tree.body), default=0)
     if last > MOST_LINES:
         yield last, f"{last} lines, more than {MOST_LINES}"
-
-
-MOST_PARAMETERS = 10
-
-
-def crowded(tree):
-    """Options that travel together are one value. Public signatures, and fakes, which have an
-    operator's schema, are as long as they must be.
-    """
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.Lambda):
-            a, name = node.args, getattr(node, "name", "lambda")
-            count = len(a.posonlyargs + a.args + a.kwonlyargs)
-            public = not name.startswith("_") or name == "__init__" or name.startswith("_fake")
-            if count > MOST_PARAMETERS and (name == "lambda" or not public):
-                yield node.lineno, f"{name} takes {count} arguments"
 
 
 def hoarding(tree):
@@ -221,11 +285,42 @@ ROOMS = [
     for p in LIBRARY
     if p.parent == ROOT / "tilewright" or {"nn", "integrations"} & set(p.relative_to(ROOT).parts)
 ]
+
+# Files that do not keep a rule yet. A file that keeps it has no place here.
+NOT_YET = {
+    "crowded": {
+        "tilewright/bench/peers.py",
+        "tilewright/bench/runner.py",
+        "tilewright/bench/tune.py",
+        "tilewright/integrations/transformers.py",
+        "tilewright/kernels/grouped_gemm_triton.py",
+        "tilewright/kernels/quantized_linear_triton.py",
+        "tilewright/kernels/softmax_stats_cute.py",
+        "tilewright/ops/expert_parallel.py",
+        "tilewright/ops/moe.py",
+        "tilewright/ops/moe_lora.py",
+        "tilewright/ops/nf4.py",
+    },
+    "private": {
+        "tilewright/adapt.py",
+        "tilewright/kernels/attention_triton.py",
+        "tilewright/lora_experts.py",
+        "tilewright/ops/fused_quantize.py",
+        "tilewright/ops/moe_lora.py",
+    },
+}
+
+
+def but(name, paths):
+    return [p for p in paths if str(p.relative_to(ROOT)) not in NOT_YET[name]]
+
+
 RULES = [
-    (private, ROOMS),
     (long, ROOMS),
-    (crowded, ROOMS),
     (hoarding, ROOMS),
+    (crowded, but("crowded", LIBRARY)),
+    (private, but("private", LIBRARY)),
+    (positional, LIBRARY + TESTS),
     (swallowed, LIBRARY),
     (environment, [p for p in LIBRARY if p.name != "platform.py"]),
     (generated, LIBRARY),
@@ -242,14 +337,33 @@ def test_rule_holds(rule, files):
     found = [
         f"{path.relative_to(ROOT)}:{line}: {what}"
         for path in files
-        for line, what in rule(ast.parse(path.read_text()))
+        for line, what in rule(parsed(path))
     ]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("rule", [crowded, private], ids=lambda rule: rule.__name__)
+def test_what_keeps_a_rule_is_not_excused(rule):
+    """The list of files that do not keep it yet only becomes shorter."""
+    for name in NOT_YET[rule.__name__]:
+        assert list(rule(parsed(ROOT / name))), f"{name}: take it off the list"
+
+
+MANY = ", ".join(f"p{i}" for i in range(MOST_PARAMETERS + 1))
 
 
 @pytest.mark.parametrize(
     "rule, source",
     [
+        (crowded, f"def f({MANY}): pass"),
+        (crowded, f"def f(a, *, {MANY}): pass"),
+        (crowded, f"class A:\n    def f(self, {MANY}): pass"),
+        (crowded, f"def f():\n    def g({MANY}): pass"),
+        (private, "from tilewright.ops.rmsnorm import _fake"),
+        (private, "from tilewright.ops import rmsnorm\nrmsnorm._fake()"),
+        (private, "from tilewright.ops import _checks\n_checks._cu_seqlens()"),
+        (positional, "Request(64, True)"),
+        (positional, "attention.Request(64)"),
         (swallowed, "try:\n    import triton\nexcept ImportError:\n    pass"),
         (swallowed, "try:\n    import triton\nexcept (OSError, ModuleNotFoundError):\n    ..."),
         (swallowed, "try:\n    f()\nexcept Exception:\n    pass"),
@@ -295,12 +409,13 @@ def test_rule_sees_a_planted_fault(rule, source):
             "try:\n    import triton\nexcept ImportError as error:\n    reason = str(error)",
         ),
         (swallowed, "try:\n    f()\nexcept KeyError:\n    pass"),
-        (private, "from tilewright import _torch\n_torch.constant(self._f)"),
-        (private, "from tilewright.ops.rmsnorm import RMSNORM\nRMSNORM.__name__"),
         (long, "x = 1\n" * 450),
-        (crowded, "def _f(a, b, c, d, e, f, g, *, h, i, j): pass"),
-        (crowded, "def attention(a, b, c, d, e, f, g, *, h, i, j, k): pass"),
         (hoarding, "def f():\n    _loaded = {}"),
+        (crowded, f"@triton.jit\ndef f({MANY}): pass"),
+        (crowded, f"def rmsnorm({MANY}): pass"),
+        (crowded, f"class A:\n    def f(self, {MANY[4:]}): pass"),
+        (private, "from tilewright.ops import _checks\n_checks.dense(self._x)"),
+        (positional, "Request(head_dim=64)"),
         (patched, "import torch\nclass A: pass\nA.x = 1\nB = torch.nn.Linear"),
         (environment, "import os\nos.path.join('a')"),
         (

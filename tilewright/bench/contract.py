@@ -460,15 +460,9 @@ def check_big(
 
 
 def no_capture(op: Op, implementation: str, case: Case) -> str | None:
-    """None if a call of this implementation on this case can be recorded in a CUDA graph, else
-    the reason.
-    """
-    told = any("host" in c.tags for c in op.cases)
-    if implementation in (op.on_host or op.names()) and (
-        "host" in case.tags or (op.on_host and not told)
-    ):
-        return "looks at values on the host, which a CUDA graph cannot record"
-    return None
+    """None if a CUDA graph can capture such a call on this case, else the reason."""
+    reads = op.implementation(implementation).reads_host in case.tags
+    return "reads values on the host, which a CUDA graph cannot capture" if reads else None
 
 
 def check_capture(op: Op, implementation: str, case: Case, dtype: torch.dtype) -> list[Finding]:

@@ -103,11 +103,11 @@ def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], 
     recorder = _FirstOperator()
     pick = op.pick
 
-    def spying(name, first):
-        resolved = pick(name, first)
+    def spying(name, *asked):
+        resolved = pick(name, *asked)
 
         def spy(*args, **options):
-            passed.append((resolved, first, args, options))
+            passed.append((resolved, asked, args, options))
             with (
                 recorder
             ):  # not around the public call, which checks its arguments by operators too
@@ -117,11 +117,11 @@ def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], 
 
     with mock.patch.object(op, "pick", spying), _first_launch() as launches:
         op.public(**kwargs, implementation=name)
-    resolved, first, args, options = passed[0]
+    resolved, asked, args, options = passed[0]
     found = {
         "public": lambda: op.public(**kwargs, implementation=name),
         "resolved": lambda: resolved(*args, **options),
-        "pick": lambda: op.pick(name, first),
+        "pick": lambda: op.pick(name, *asked),
     }
     if recorder.found is not None:
         operator, inner, inner_options = recorder.found

@@ -1,6 +1,6 @@
 """The public functions, and `OPS`, the table of all ops."""
 
-from tilewright.ops._softmax_stats import checked_targets
+from tilewright.ops._targets import checked_targets
 from tilewright.ops.activation import GELU_MUL, SILU_MUL, Gate, gelu_mul, silu_mul
 from tilewright.ops.aqn import AQN, AQN_NOISE, aqn_noise, aqn_schedule
 from tilewright.ops.attention import ATTENTION, attention
@@ -22,12 +22,8 @@ from tilewright.ops.fused_quantize import (
 )
 from tilewright.ops.grouped_gemm import GROUPED_GEMM, grouped_gemm
 from tilewright.ops.hadamard import HADAMARD, hadamard
-from tilewright.ops.linear_cross_entropy import (
-    LINEAR_CROSS_ENTROPY,
-    LINEAR_LOGPROB,
-    linear_cross_entropy,
-    linear_logprob,
-)
+from tilewright.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
+from tilewright.ops.linear_logprob import LINEAR_LOGPROB, linear_logprob
 from tilewright.ops.moe import MOE_MLP, moe_mlp
 from tilewright.ops.moe_lora import MOE_LORA, moe_lora
 from tilewright.ops.mxfp8 import (

@@ -6,7 +6,9 @@ Shapes: I = inner width, the last dimension. float32 math, one rounding, on stor
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -98,7 +100,7 @@ def silu_mul(
     run here.
     Source: SwiGLU without its projections, arXiv:2002.05202; as in transformers' LlamaMLP.
     """
-    _validate(gate, up)
+    check_gate_up(gate, up)
     return SILU_MUL.pick(implementation, gate)(gate, up, SILU)
 
 
@@ -118,12 +120,12 @@ def gelu_mul(
     Shapes, dtypes, precision, differentiability and errors as in `silu_mul`.
     Source: arXiv:2002.05202 and arXiv:1606.08415; "tanh" as in transformers' GemmaMLP.
     """
-    _validate(gate, up)
+    check_gate_up(gate, up)
     _checks.choice("approximate", approximate, tuple(APPROXIMATE))
     return GELU_MUL.pick(implementation, gate)(gate, up, APPROXIMATE[approximate])
 
 
-def _validate(gate, up):
+def check_gate_up(gate, up):
     _checks.floating("gate", gate)
     if gate.dim() == 0:
         raise ValueError("gate must have at least one dimension, got a scalar")
@@ -195,10 +197,8 @@ def gate_parts(
         s = 0.5 * torch.erfc(g * -math.sqrt(0.5))
         a, da = g * s, s + g * torch.exp(-0.5 * g.square()) * (1 / math.sqrt(2 * math.pi))
     elif gate.activation == "gelu_tanh":  # (1 + tanh z) / 2 is sigmoid(2 z)
-        c, z = (
-            math.sqrt(8 / math.pi),
-            g.clamp(-20, 20),
-        )  # beyond, s or 1 - s is 0, and a cube may overflow
+        # Beyond 20, s or 1 - s is 0, and a cube may overflow.
+        c, z = math.sqrt(8 / math.pi), g.clamp(-20, 20)
         s = torch.sigmoid(c * (z + 0.044715 * z * z * z))
         a = g * s
         da = s + a * (1 - s) * (c * (1 + 0.134145 * z * z))
@@ -220,126 +220,127 @@ def gate_parts(
 # ---- PyTorch's own: its activation, then a product, each rounded
 
 
-def _torch():
-    def act_mul_torch(gate, up, kind):
-        if up is None:
-            gate, up = gate.chunk(2, -1)
-        if kind == SILU:
-            return F.silu(gate) * up
-        return F.gelu(gate, approximate="tanh" if kind == GELU_TANH else "none") * up
-
-    return act_mul_torch
+def act_mul_torch(gate, up, kind):
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    if kind == SILU:
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if kind == GELU_TANH else "none") * up
 
 
 # ---- fused implementations
 
 
-def _rows(t: torch.Tensor) -> torch.Tensor:
+def as_rows(t: torch.Tensor) -> torch.Tensor:
     """[..., I] as [rows, I]: a view if the last dimension is contiguous and the others merge,
     else a copy.
     """
     if t.dim() != 2:
-        t = t.reshape(
-            t.numel() // max(1, t.shape[-1]), t.shape[-1]
-        )  # -1 fails where there are no elements
+        # -1 fails where there are no elements.
+        t = t.reshape(t.numel() // max(1, t.shape[-1]), t.shape[-1])
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
-
-
-_loaded: dict[str, object] = {}
 
 
 def _rows_or_dense(t: torch.Tensor) -> torch.Tensor:
     """The same, but a contiguous tensor is left as it is: a view takes longer than half of a
     launch.
     """
-    return t if t.is_contiguous() else _rows(t)
+    return t if t.is_contiguous() else as_rows(t)
 
 
-def _register(name, forward, backward, rows=_rows):
+def _fake_split(gate, up, kind):
+    return gate.new_empty(gate.shape)
+
+
+def _fake_split_backward(dy, gate, up, kind):
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _fake_packed(packed, kind):
+    return packed.new_empty((*packed.shape[:-1], packed.shape[-1] // 2))
+
+
+def _fake_packed_backward(dy, packed, kind):
+    return packed.new_empty(packed.shape)
+
+
+def _setup(ctx, inputs, output):
+    *tensors, ctx.kind = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _split_backward(ctx, dy):
+    return *ctx.backward_op(dy, *ctx.saved_tensors, ctx.kind), None
+
+
+def _packed_backward(ctx, dy):
+    return ctx.backward_op(dy, *ctx.saved_tensors, ctx.kind), None
+
+
+class _Fused:
     """Two operators, split and packed: slicing a packed input would pad and add two gradients.
 
-    rows: makes of [..., I] what the launchers take.
+    forward, backward: launchers.   rows: makes of [..., I] what they take.
     """
 
-    def split_forward(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
-        y = forward(rows(gate), rows(up), kind)
+    def __init__(self, name: str, forward: Callable, backward: Callable, rows: Callable = as_rows):
+        self._forward, self._backward, self._rows = forward, backward, rows
+        op = f"act_mul_{name}"
+        self.split = define(f"{op}_split_forward", self._launch_split, _fake_split)
+        self.packed = define(f"{op}_packed_forward", self._launch_packed, _fake_packed)
+        split_backward = define(
+            f"{op}_split_backward", self._launch_split_backward, _fake_split_backward
+        )
+        packed_backward = define(
+            f"{op}_packed_backward", self._launch_packed_backward, _fake_packed_backward
+        )
+        differentiate(self.split, _split_backward, _setup, backward_op=split_backward)
+        differentiate(self.packed, _packed_backward, _setup, backward_op=packed_backward)
+
+    def act_mul(self, gate, up, kind):
+        return self.packed(gate, kind) if up is None else self.split(gate, up, kind)
+
+    def _launch_split(self, gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
+        y = self._forward(self._rows(gate), self._rows(up), kind)
         return y if y.dim() == gate.dim() else y.view(gate.shape)
 
-    def split_backward(
-        dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: int
+    def _launch_split_backward(
+        self, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._rows
         dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
-        backward(rows(dy), rows(gate), rows(up), rows(dgate), rows(dup), kind)
+        self._backward(rows(dy), rows(gate), rows(up), rows(dgate), rows(dup), kind)
         return dgate, dup
 
-    def packed_forward(packed: torch.Tensor, kind: int) -> torch.Tensor:
+    def _launch_packed(self, packed: torch.Tensor, kind: int) -> torch.Tensor:
         inner = packed.shape[-1] // 2
-        both = _rows(packed)
-        y = forward(both[:, :inner], both[:, inner:], kind)
+        both = as_rows(packed)
+        y = self._forward(both[:, :inner], both[:, inner:], kind)
         return y if packed.dim() == 2 else y.view(*packed.shape[:-1], inner)
 
-    def packed_backward(dy: torch.Tensor, packed: torch.Tensor, kind: int) -> torch.Tensor:
+    def _launch_packed_backward(
+        self, dy: torch.Tensor, packed: torch.Tensor, kind: int
+    ) -> torch.Tensor:
         inner = packed.shape[-1] // 2
-        both, d = _rows(packed), packed.new_empty(packed.shape)
-        flat = _rows(d)  # a view: d is contiguous
-        backward(
-            _rows(dy), both[:, :inner], both[:, inner:], flat[:, :inner], flat[:, inner:], kind
+        both, d = as_rows(packed), packed.new_empty(packed.shape)
+        flat = as_rows(d)  # a view: d is contiguous
+        self._backward(
+            as_rows(dy), both[:, :inner], both[:, inner:], flat[:, :inner], flat[:, inner:], kind
         )
         return d
 
-    split = define(
-        f"act_mul_{name}_split_forward",
-        split_forward,
-        lambda gate, up, kind: gate.new_empty(gate.shape),
-    )
-    split_bwd = define(
-        f"act_mul_{name}_split_backward",
-        split_backward,
-        lambda dy, gate, up, kind: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
-    )
-    packed = define(
-        f"act_mul_{name}_packed_forward",
-        packed_forward,
-        lambda packed, kind: packed.new_empty((*packed.shape[:-1], packed.shape[-1] // 2)),
-    )
-    packed_bwd = define(
-        f"act_mul_{name}_packed_backward",
-        packed_backward,
-        lambda dy, packed, kind: packed.new_empty(packed.shape),
-    )
 
-    def setup(ctx, inputs, output):
-        *tensors, ctx.kind = inputs
-        ctx.save_for_backward(*tensors)
-
-    differentiate(
-        split, lambda ctx, dy: (*split_bwd(dy, *ctx.saved_tensors, ctx.kind), None), setup
-    )
-    differentiate(
-        packed, lambda ctx, dy: (packed_bwd(dy, *ctx.saved_tensors, ctx.kind), None), setup
-    )
-
-    def act_mul(gate, up, kind):
-        return packed(gate, kind) if up is None else split(gate, up, kind)
-
-    return act_mul
-
-
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import activation_triton as k
+    from tilewright.kernels import activation_triton as k
 
-        _loaded["triton"] = _register("triton", k.forward, k.backward, _rows_or_dense)
-    return _loaded["triton"]
+    return _Fused("triton", k.forward, k.backward, _rows_or_dense)
 
 
+@functools.cache
 def _cpp():
-    if "cpp" not in _loaded:
-        ops = torch.ops.tilewright
-        _loaded["cpp"] = _register(
-            "cpp", ops.act_mul_cpp_forward.default, ops.act_mul_cpp_backward.default
-        )
-    return _loaded["cpp"]
+    ops = torch.ops.tilewright
+    return _Fused("cpp", ops.act_mul_cpp_forward.default, ops.act_mul_cpp_backward.default)
 
 
 def _tunables(op):
@@ -351,10 +352,8 @@ def _tunables(op):
 # ---- cases
 
 
-def _case(name, rows, inner, *, packed=False, strided=False, tags=cases.CONTRACT, **options):
-    n = inner
-    for r in rows:
-        n *= r
+def case(name, rows, inner, *, packed=False, strided=False, tags=cases.CONTRACT, **options):
+    n = inner * math.prod(rows)
 
     def make(device, dtype, seed):
         new = {"device": device, "dtype": dtype, "gen": cases.generator(device, seed), "scale": 2.0}
@@ -378,41 +377,39 @@ def _case(name, rows, inner, *, packed=False, strided=False, tags=cases.CONTRACT
 
 def _all_cases(models, **options):
     small = [
-        _case("ragged", (3, 7), 100, **options),
-        _case("packed", (5, 3), 77, packed=True, **options),
-        _case("strided", (4, 3), 36, strided=True, **options),
-        _case("no_rows", (0,), 64, packed=True, **options),
-        _case("one_row", (1,), 17, **options),
-        _case("no_columns", (3,), 0, **options),
-        _case("wide", (2,), 2500, packed=True, **options),
-        _case(
-            "by_eight", (3,), 1048, packed=True, **options
-        ),  # rows aligned to 16 bytes and no more
+        case("ragged", (3, 7), 100, **options),
+        case("packed", (5, 3), 77, packed=True, **options),
+        case("strided", (4, 3), 36, strided=True, **options),
+        case("no_rows", (0,), 64, packed=True, **options),
+        case("one_row", (1,), 17, **options),
+        case("no_columns", (3,), 0, **options),
+        case("wide", (2,), 2500, packed=True, **options),
+        # Rows aligned to 16 bytes and no more.
+        case("by_eight", (3,), 1048, packed=True, **options),
     ]
     timed = []
     for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU)):
         for name in models:
-            tokens = cases.TOKENS[device] * (
-                8 if name == "qwen3-30b-a3b" else 1
-            )  # 8 experts for each token
+            experts = 8 if name == "qwen3-30b-a3b" else 1  # for each token
+            tokens = cases.TOKENS[device] * experts
             timed.append(
-                _case(name, (tokens,), cases.MODELS[name].inner, packed=True, tags=tags, **options)
+                case(name, (tokens,), cases.MODELS[name].inner, packed=True, tags=tags, **options)
             )
-    return (*small, *timed, _case("big", (2**17 + 1,), 16384, tags=cases.BIG, **options))
+    return (*small, *timed, case("big", (2**17 + 1,), 16384, tags=cases.BIG, **options))
 
 
 def _implementations(op):
     return (
         Implementation(
             "triton",
-            _triton,
+            lambda: _triton().act_mul,
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             tunables=lambda: _tunables(op),
         ),
         Implementation(
             "cpp",
-            _cpp,
+            lambda: _cpp().act_mul,
             platform.no_cpp,
             ("cpu",),
             (torch.float32, torch.bfloat16),
@@ -420,7 +417,7 @@ def _implementations(op):
         ),
         Implementation(
             "torch",
-            _torch,
+            lambda: act_mul_torch,
             devices=("cuda", "cpu"),
             rounds_between=True,
             dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64),
@@ -443,8 +440,8 @@ GELU_MUL = Op(
     _implementations("gelu_mul"),
     (
         *_all_cases(("gemma-3-4b",)),
-        _case("erf", (3, 5), 200, approximate="none"),
-        _case("erf_packed", (3,), 33, packed=True, approximate="none"),
+        case("erf", (3, 5), 200, approximate="none"),
+        case("erf_packed", (3,), 33, packed=True, approximate="none"),
     ),
     goals=cases.near_copy(92, "forward", "backward"),
 )

@@ -4,45 +4,33 @@ q k^T))) v
 Shapes: B = batch, Hq / Hk = query / key heads (Hq a multiple of Hk), S = positions of queries, Sk =
 of keys (S, unless said otherwise), D = head width.
 
-Implementations differ in what they can compute. What a call asks for is a `Request`, and each of
-them has a function
-that says what of it it lacks: a named one then raises ImplementationUnavailable with that sentence,
-and `auto` takes the next.
+Implementations differ in what they can compute. A call asks for a `Request`; each implementation
+says by a sentence what of it is unsupported. If its name was given, the call raises
+ImplementationUnavailable with that sentence; `auto` takes the next implementation.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
 import itertools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from tilewright import platform
-from tilewright.ops import _checks, cases
-from tilewright.ops._library import define, differentiate
-from tilewright.ops.rope import last_contiguous
+from tilewright.ops import _attention_triton, _attention_vendors, _checks, cases
+from tilewright.ops._attention_eager import attention_eager
+from tilewright.ops._attention_options import (
+    Request,
+    check_options,
+    check_qkv,
+    layout_hint,
+    request_of,
+    variant_of,
+)
+from tilewright.ops._library import from_kernels
 from tilewright.registry import Case, Cost, Goal, Implementation, Op
 
 HALVES = (torch.bfloat16, torch.float16)
-
-
-class Request(NamedTuple):
-    """What a call of attention asks for."""
-
-    head_dim: int
-    causal: bool = True
-    packed: bool = False  # documents of different lengths
-    window: bool = False
-    softcap: bool = False
-    sinks: bool = False
-    shorter: bool = False  # fewer queries than keys
-    gradient: bool = False
-    part: bool = False  # out with its log-sum-exp, for a part of the keys (`attention_part`)
+__all__ = ["ATTENTION", "Request", "attention", "attention_part", "attention_part_backward"]
 
 
 @_checks.autocast("products", "q", "k", "v")
@@ -95,7 +83,7 @@ def attention(
     check_options(causal, window, softcap, scale)
     if causal and Sk < S:
         raise ValueError(
-            f"k must have at least q's {S} positions for causal attention, got {Sk}{_layout(q, k)}"
+            f"k must have at least q's {S} positions for causal attention, got {Sk}{layout_hint(q, k)}"
         )
     if sinks is not None:
         _checks.floating("sinks", sinks)
@@ -114,48 +102,23 @@ def attention(
     gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, sinks)
     )
+    # Compiled code with dynamic lengths makes this a constant, as a Request needs it.
     shorter = False
-    if (
-        Sk != S
-    ):  # compiled code with dynamic lengths makes this a constant, which a Request is made of
+    if Sk != S:
         shorter = True
-    fn = ATTENTION.pick(
-        implementation,
-        q,
-        Request(
-            _head_width(D),
-            causal,
-            cu_seqlens is not None,
-            window is not None,
-            softcap is not None,
-            sinks is not None,
-            shorter,
-            gradient,
-        ),
-    )
-    return fn(
-        q,
-        k,
-        v,
-        cu_seqlens,
+    request = request_of(
+        D,
         causal,
-        window or 0,
-        float(softcap or 0.0),
-        sinks,
-        D**-0.5 if scale is None else float(scale),
-        max_seqlen,
+        window,
+        softcap,
+        packed=cu_seqlens is not None,
+        sinks=sinks is not None,
+        shorter=shorter,
+        gradient=gradient,
     )
-
-
-def _head_width(D: int) -> int:
-    """D, for a Request. Where compiled code has it as a symbol, one width stands for all that every
-    implementation takes, and any other becomes a constant of the graph.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        if D % 8 == 0 and D <= 128:
-            return 128
-        return len(range(D))  # a constant; int(D) is not
-    return D
+    fn = ATTENTION.pick(implementation, q, request)
+    variant = variant_of(D, causal, window, softcap, scale)
+    return fn(q, k, v, cu_seqlens, variant, sinks, max_seqlen)
 
 
 def attention_part(
@@ -182,10 +145,20 @@ def attention_part(
     float32 (float64 for float64), -inf where no key is seen. Raises as `attention` does, and
     ImplementationUnavailable for a named implementation that gives no log-sum-exp.
     """
-    fn, arguments = _part(
-        "part", q, k, v, cu_seqlens, causal, window, softcap, scale, offset, implementation
+    cu_seqlens = _check_part(q, k, v, cu_seqlens, offset)
+    check_options(causal, window, softcap, scale)
+    request = request_of(
+        q.shape[3],
+        causal,
+        window,
+        softcap,
+        packed=cu_seqlens is not None,
+        shorter=offset != 0,
+        part=True,
     )
-    return fn(q, k, v, *arguments)
+    fn = ATTENTION.pick(implementation, q, request)
+    variant = variant_of(q.shape[3], causal, window, softcap, scale)
+    return fn.part(q, k, v, cu_seqlens, variant, offset)
 
 
 def attention_part_backward(
@@ -211,18 +184,28 @@ def attention_part_backward(
         sink, if there is one).
     The rest as in `attention_part`.
     """
-    fn, arguments = _part(
-        "part_backward", q, k, v, cu_seqlens, causal, window, softcap, scale, offset, implementation
-    )
+    cu_seqlens = _check_part(q, k, v, cu_seqlens, offset)
+    check_options(causal, window, softcap, scale)
     for name, t in (("dout", dout), ("out", out)):
         _checks.shape(name, t, tuple(q.shape), "that of q")
     _checks.shape("lse", lse, tuple(q.shape[:3]), "q's without the head width")
-    return fn(dout, q, k, v, out, lse, *arguments)
+    request = request_of(
+        q.shape[3],
+        causal,
+        window,
+        softcap,
+        packed=cu_seqlens is not None,
+        shorter=offset != 0,
+        gradient=True,
+        part=True,
+    )
+    fn = ATTENTION.pick(implementation, q, request)
+    variant = variant_of(q.shape[3], causal, window, softcap, scale)
+    return fn.part_backward(dout, q, k, v, out, lse, cu_seqlens, variant, offset)
 
 
-def _part(which, q, k, v, cu_seqlens, causal, window, softcap, scale, offset, implementation):
-    B, _, S, D = check_qkv(q, k, v)
-    check_options(causal, window, softcap, scale)
+def _check_part(q, k, v, cu_seqlens, offset):
+    B, _, S, _ = check_qkv(q, k, v)
     if not isinstance(offset, int) or isinstance(offset, bool):
         raise TypeError(f"offset must be an int, got {offset!r}")
     if cu_seqlens is not None:
@@ -235,566 +218,7 @@ def _part(which, q, k, v, cu_seqlens, causal, window, softcap, scale, offset, im
             raise ValueError(f"packed documents need B = 1, got q of shape {list(q.shape)}")
         cu_seqlens = _checks.cu_seqlens(cu_seqlens, S, wait=False)
     _checks.same_device(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
-    request = Request(
-        D,
-        causal,
-        cu_seqlens is not None,
-        window is not None,
-        softcap is not None,
-        False,
-        offset != 0,
-        which == "part_backward",
-        True,
-    )
-    fn = getattr(ATTENTION.pick(implementation, q, request), which)
-    scale = D**-0.5 if scale is None else float(scale)
-    return fn, (cu_seqlens, causal, window or 0, float(softcap or 0.0), scale, offset)
-
-
-def check_qkv(q, k, v):
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        _checks.floating(name, t)
-        if t.dim() != 4:
-            raise ValueError(f"{name} must have shape [B, H, S, D], got {list(t.shape)}")
-        if t.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {t.dtype}")
-    B, H, S, D = q.shape
-    if H == 0 or D == 0:
-        raise ValueError(
-            f"q must have at least one head and a head width of at least 1, got {list(q.shape)}"
-        )
-    if (k.shape[0], k.shape[3]) != (B, D) or k.shape[1] == 0 or H % k.shape[1]:
-        raise ValueError(
-            f"k must have shape [{B}, a divisor of {H}, Sk, {D}] to go with q, got {list(k.shape)}"
-            f"{_layout(q, k)}"
-        )
-    _checks.shape("v", v, tuple(k.shape), "that of k")
-    return B, H, S, D
-
-
-def _layout(q, k):
-    """What to say of q and k that would fit with heads and positions the other way round."""
-    (_, S, H, _), (_, Sk, Hk, _) = q.shape, k.shape
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or Hk == 0 or H % Hk or Sk < S:
-        return ""
-    return (
-        f"; the layout is [B, H, S, D], heads before positions: for q {list(q.shape)} and k "
-        f"{list(k.shape)} in "
-        "[B, S, H, D] pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)"
-    )
-
-
-def check_options(causal, window, softcap, scale):
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {causal!r}")
-    if window is not None:
-        if not isinstance(window, int) or isinstance(window, bool):
-            raise TypeError(f"window must be an int or None, got {window!r}")
-        if not 1 <= window < 2**31:
-            raise ValueError(f"window must be from 1 to 2^31 - 1, or None, got {window!r}")
-        if not causal:
-            raise ValueError(f"window = {window} needs causal=True: it ends at a position itself")
-    if softcap is not None:
-        _checks.number(
-            "softcap", softcap, _checks.SMALLEST, _checks.LARGEST, "a finite number > 0, or None"
-        )
-    if (
-        scale is not None
-    ):  # PyTorch's kernels give NaN for a causal mask and a scale that is not positive
-        _checks.number(
-            "scale",
-            scale,
-            _checks.SMALLEST,
-            _checks.LARGEST,
-            "a finite number > 0 (in float32), or None for D ** -0.5",
-        )
-
-
-# ---- the definition
-
-
-def _logits(q, k, together, causal, window, softcap, scale, offset):
-    """[B, Hq, S, Sk], -inf where a query does not see a key.   together: boundaries of documents
-    that are masked, of whole rows; None: all of one document.
-    """
-    acc = torch.promote_types(q.dtype, torch.float32)
-    S, Sk = q.shape[2], k.shape[2]
-    s = (
-        q.to(acc)
-        @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).to(acc).transpose(-1, -2)
-        * scale
-    )
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    row = torch.arange(S, device=q.device)[:, None] + offset
-    column = torch.arange(Sk, device=q.device)[None, :]
-    seen = row >= column if causal else torch.ones(S, Sk, dtype=torch.bool, device=q.device)
-    if window:
-        seen = seen & (row - column < window)
-    if together is not None:
-        document = torch.searchsorted(together.to(torch.int64), column[0], right=True)
-        seen = seen & (document[:, None] == document[None, :])
-    return s.masked_fill(~seen, float("-inf"))
-
-
-def _ends(cu_seqlens, tokens):
-    """Boundaries on the host. Checked, where the public function could not without waiting."""
-    return (
-        _checks.cu_seqlens(cu_seqlens, tokens, wait=True) if cu_seqlens.is_cuda else cu_seqlens
-    ).tolist()
-
-
-def _by_document(fn, tensors, cu_seqlens):
-    """fn's results [B, H, S, ...], of each document by itself: nothing of one is multiplied with
-    anything of another, not by 0 either, which would make NaN of what is not finite.
-    """
-    if cu_seqlens is None:
-        return fn(*tensors)
-    found = [
-        fn(*(t[:, :, a:b] for t in tensors))
-        for a, b in itertools.pairwise(_ends(cu_seqlens, tensors[0].shape[2]))
-        if a < b
-    ]
-    if not found:
-        return fn(*tensors)  # without tokens still differentiable
-    return tuple(torch.cat(parts, 2) for parts in zip(*found, strict=True))
-
-
-def _apart(fn, tensors, cu_seqlens):
-    """`_by_document` of fn(*tensors, None); in compiled code fn(*tensors, cu_seqlens), which masks:
-    a graph holds no loop over what the host would have to read.
-    """
-    if torch.compiler.is_compiling():
-        return fn(*tensors, cu_seqlens)
-    return _by_document(lambda *own: fn(*own, None), tensors, cu_seqlens)
-
-
-def attention_eager(
-    q,
-    k,
-    v,
-    cu_seqlens=None,
-    causal=True,
-    window=0,
-    softcap=0.0,
-    sinks=None,
-    scale=1.0,
-    max_seqlen=None,
-):
-    def of_document(q, k, v, together):
-        Sk = k.shape[2]
-        s = _logits(q, k, together, causal, window, softcap, scale, Sk - q.shape[2])
-        if sinks is not None:
-            s = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)), -1)
-        p = s.softmax(-1)[..., :Sk]
-        return ((p @ v.repeat_interleave(q.shape[1] // k.shape[1], 1).to(p.dtype)).to(q.dtype),)
-
-    return _apart(of_document, (q, k, v), cu_seqlens)[0]
-
-
-def _eager_part(q, k, v, cu_seqlens, causal, window, softcap, scale, offset):
-    return _apart(
-        lambda *own: _part_of_document(*own, causal, window, softcap, scale, offset),
-        (q, k, v),
-        cu_seqlens,
-    )
-
-
-def _part_of_document(q, k, v, together, causal, window, softcap, scale, offset):
-    s = _logits(q, k, together, causal, window, softcap, scale, offset)
-    lse = s.logsumexp(-1) if k.shape[2] else s.new_full(s.shape[:3], float("-inf"))
-    p = _probabilities(s, lse)
-    return (p @ v.repeat_interleave(q.shape[1] // k.shape[1], 1).to(p.dtype)).to(q.dtype), lse
-
-
-def _probabilities(s, lse):
-    return torch.exp(s - lse.masked_fill(lse == float("-inf"), 0.0)[..., None].to(s.dtype))
-
-
-def _eager_part_backward(
-    dout, q, k, v, out, lse, cu_seqlens, causal, window, softcap, scale, offset
-):
-    return _apart(
-        lambda *own: _gradients_of_document(*own, causal, window, softcap, scale, offset),
-        (dout, q, k, v, out, lse),
-        cu_seqlens,
-    )
-
-
-def _gradients_of_document(
-    dout, q, k, v, out, lse, together, causal, window, softcap, scale, offset
-):
-    s = _logits(q, k, together, causal, window, softcap, scale, offset)
-    groups = q.shape[1] // k.shape[1]
-    p = _probabilities(s, lse)
-    dout, out, wide = (t.to(p.dtype) for t in (dout, out, q))
-    dp = dout @ v.repeat_interleave(groups, 1).to(p.dtype).transpose(-1, -2)
-    ds = p * (dp - (dout * out).sum(-1, keepdim=True)) * scale
-    if softcap:
-        ds = ds * (1 - (s.masked_fill(s == float("-inf"), 0.0) / softcap).square())
-    dq = ds @ k.repeat_interleave(groups, 1).to(p.dtype)
-    dk, dv = (
-        t.unflatten(1, (k.shape[1], groups)).sum(2)
-        for t in (ds.transpose(-1, -2) @ wide, p.transpose(-1, -2) @ dout)
-    )
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
-
-
-attention_eager.part, attention_eager.part_backward = _eager_part, _eager_part_backward
-
-
-def _lacking(**features: str) -> Callable[[Request], str | None]:
-    """What refuses requests for `features`, fields of a Request, each with its name in words."""
-
-    def refuses(request: Request) -> str | None:
-        found = [words for name, words in features.items() if getattr(request, name)]
-        return f"does not compute {', '.join(found)}" if found else None
-
-    return refuses
-
-
-WINDOW, SOFTCAP, SINKS = "a sliding window", "a softcap", "sinks"
-PART = "a part of the keys with its log-sum-exp"
-
-
-def _head_dims(request: Request, multiple: int, most: int) -> str | None:
-    if request.head_dim % multiple or request.head_dim > most:
-        return f"takes head widths that are multiples of {multiple} up to {most}, not {request.head_dim}"
-    return None
-
-
-# ---- PyTorch's fused attention: one call per document, so no mask is built
-
-
-def _fused(q, k, v, causal, scale):
-    q, k, v = map(last_contiguous, (q, k, v))  # else PyTorch takes its path with S x Sk scores
-    grouped = False
-    if q.shape[1] != k.shape[1]:  # a constant, where compiled code has the heads as symbols
-        grouped = True
-    return F.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
-
-
-def _attention_sdpa(q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, max_seqlen):
-    return _by_document(lambda *own: (_fused(*own, causal, scale),), (q, k, v), cu_seqlens)[0]
-
-
-def _of_pytorch(lacks: Callable[[Request], str | None]) -> Callable[[Request], str | None]:
-    """`lacks`, and what is refused by all that pass is_causal on."""
-
-    def refuses(request: Request) -> str | None:
-        if request.shorter and request.causal:
-            return "aligns a causal mask at the first key: it takes as many queries as keys"
-        return lacks(request)
-
-    return refuses
-
-
-_sdpa_refuses = _of_pytorch(
-    _lacking(window=f"{WINDOW} without a mask of S x S", softcap=SOFTCAP, sinks=SINKS, part=PART)
-)
-
-
-# ---- PyTorch's fused attention, cuDNN's kernels first, and its varlen_attn for packed documents
-
-
-@functools.cache
-def _varlen():
-    """torch.nn.attention.varlen's function and its parameters, or the reason why it cannot be
-    used.
-    """
-    try:
-        found = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except ImportError:
-        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
-    names = inspect.signature(found).parameters
-    if absent := {"scale", "window_size"} - set(names):
-        return f"torch {torch.__version__}: varlen_attn takes no {' and no '.join(sorted(absent))}"
-    return found, "enable_gqa" in names
-
-
-def _no_native(device_type: str) -> str | None:
-    if device_type != "cuda":
-        return f"cuDNN's attention and varlen_attn take CUDA tensors, not {device_type}"
-    if reason := platform.no_cuda(80):
-        return reason
-    return _varlen() if isinstance(_varlen(), str) else None
-
-
-_native_lacks = _of_pytorch(_lacking(softcap=SOFTCAP, sinks=SINKS, part=PART))
-
-
-def _native_refuses(request: Request) -> str | None:
-    return _native_lacks(request) or _head_dims(request, 8, 256)
-
-
-def _native():
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    backends = [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-    ]
-    varlen, grouped = _varlen()
-
-    def attention_native(q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, max_seqlen):
-        B, H, S, _ = q.shape
-        if not q.numel() or (cu_seqlens is None and not window):
-            with sdpa_kernel(backends, set_priority=True):
-                return _fused(q, k, v, causal, scale)
-        cu, longest = _boundaries(q, cu_seqlens, max_seqlen)
-        if not grouped and k.shape[1] != H:
-            k, v = (t.repeat_interleave(H // k.shape[1], 1) for t in (k, v))
-        more = {"enable_gqa": k.shape[1] != H} if grouped else {}
-        sides = (window - 1 if window else -1, 0) if causal else (-1, -1)
-        out = varlen(
-            *map(_rows, (q, k, v)), cu, cu, longest, longest, scale=scale, window_size=sides, **more
-        )
-        return out.unflatten(0, (B, S)).transpose(1, 2)
-
-    return attention_native
-
-
-def _rows(t):
-    """[B, H, S, D] as [B S, H, D], a view where memory is so ordered."""
-    return t.transpose(1, 2).flatten(0, 1)
-
-
-def _boundaries(q, cu_seqlens, max_seqlen):
-    """int32 boundaries of documents, or of a batch's sequences, and the longest."""
-    B, _, S, _ = q.shape
-    if cu_seqlens is None:
-        return torch.arange(0, B * S + 1, S, dtype=torch.int32, device=q.device), S
-    if max_seqlen is None:
-        ends = _ends(cu_seqlens, S)
-        max_seqlen = max(b - a for a, b in itertools.pairwise(ends))
-    return cu_seqlens.to(torch.int32), min(max_seqlen, S)
-
-
-# ---- FlashAttention 3 and 4
-
-
-class _Flash(NamedTuple):
-    """One of flash-attn's packages. capabilities: tens of the compute capability that it is
-    written for.
-    """
-
-    distribution: str
-    oldest: str | None
-    module: str
-    capabilities: tuple[int, ...]
-    lacks: Callable[[Request], str | None]
-    head_dims: dict[int, int]  # the widest, by tens of the compute capability
-    whole: object  # what it takes for a window without an end
-
-    def missing(self, device_type: str) -> str | None:
-        if reason := platform.no_distribution(self.distribution, self.oldest):
-            return reason
-        if device_type != "cuda":
-            return f"{self.distribution} takes CUDA tensors, not {device_type}"
-        if reason := platform.no_cuda():
-            return reason
-        tens = torch.cuda.get_device_capability()[0]
-        if tens not in self.capabilities:
-            return (
-                f"{self.distribution} is for compute capability "
-                f"{' and '.join(f'{c}.x' for c in self.capabilities)}"
-                f", this device has {tens}.x"
-            )
-        return None
-
-    def refuses(self, request: Request) -> str | None:
-        tens = (
-            torch.cuda.get_device_capability()[0]
-            if torch.cuda.is_available()
-            else self.capabilities[0]
-        )
-        return self.lacks(request) or _head_dims(request, 8, self.head_dims[tens])
-
-    def load(self):
-        module = importlib.import_module(self.module)
-
-        def attention_flash(q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, max_seqlen):
-            options = {
-                "softmax_scale": scale,
-                "causal": causal,
-                "softcap": softcap,
-                "window_size": (window - 1, 0) if window else (self.whole, self.whole),
-                "deterministic": torch.are_deterministic_algorithms_enabled(),
-            }
-            if sinks is not None:
-                options["learnable_sink"] = sinks.float() if sinks.dtype == torch.float64 else sinks
-            if cu_seqlens is None:
-                out = module.flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), **options)
-            else:
-                cu, longest = _boundaries(q, cu_seqlens, max_seqlen)
-                out = module.flash_attn_varlen_func(
-                    *map(_rows, (q, k, v)),
-                    cu_seqlens_q=cu,
-                    cu_seqlens_k=cu,
-                    max_seqlen_q=longest,
-                    max_seqlen_k=longest,
-                    **options,
-                )
-            out = (
-                out[0] if isinstance(out, tuple) else out
-            )  # 4, and early 3, return the log-sum-exp too
-            return (out if cu_seqlens is None else out.unsqueeze(0)).transpose(1, 2)
-
-        return attention_flash
-
-
-_FLASH = {
-    # Older betas give sinks no gradient, without a word, and know no backward of softcap on packed
-    # documents.
-    "flash_attention_4": _Flash(
-        "flash-attn-4",
-        "4.0.0b36",
-        "flash_attn.cute",
-        (9, 10, 11),
-        _lacking(part=PART),
-        {9: 256, 10: 128, 11: 128},
-        None,
-    ),
-    "flash_attention_3": _Flash(
-        "flash-attn-3",
-        None,
-        "flash_attn_interface",
-        (9,),
-        _lacking(sinks=SINKS, part=PART),
-        {9: 256},
-        -1,
-    ),
-}
-
-
-# ---- our own
-
-
-def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import attention_triton as kernels
-
-        _loaded["triton"] = _register(kernels)
-    return _loaded["triton"]
-
-
-_loaded: dict[str, Callable] = {}
-
-
-def _register(kernels):
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor | None,
-        causal: bool,
-        window: int,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        scale: float,
-        offset: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v = map(last_contiguous, (q, k, v))
-        return kernels.forward(q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, offset)
-
-    def forward_fake(q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, offset):
-        return kernels.empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-    def backward(
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        cu_seqlens: torch.Tensor | None,
-        causal: bool,
-        window: int,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        scale: float,
-        offset: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        dout, q, k, v, out = map(last_contiguous, (dout, q, k, v, out))
-        return kernels.backward(
-            dout, q, k, v, out, lse, cu_seqlens, causal, window, softcap, sinks, scale, offset
-        )
-
-    def backward_fake(
-        dout, q, k, v, out, lse, cu_seqlens, causal, window, softcap, sinks, scale, offset
-    ):
-        return (
-            *map(kernels.empty_rows, (q, k, v)),
-            lse.new_empty(0 if sinks is None else q.shape[1]),
-        )
-
-    forward_op = define("attention_triton", forward, forward_fake)
-    backward_op = define("attention_triton_backward", backward, backward_fake)
-
-    def setup(ctx, inputs, output):
-        q, k, v, cu_seqlens, ctx.causal, ctx.window, ctx.softcap, sinks, ctx.scale, ctx.offset = (
-            inputs
-        )
-        ctx.save_for_backward(q, k, v, *output, cu_seqlens, sinks)
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
-
-    def formula(ctx, dout, _):
-        if dout is None:
-            return (None,) * 10
-        q, k, v, out, lse, cu_seqlens, sinks = ctx.saved_tensors
-        dq, dk, dv, dsinks = backward_op(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            cu_seqlens,
-            ctx.causal,
-            ctx.window,
-            ctx.softcap,
-            sinks,
-            ctx.scale,
-            ctx.offset,
-        )
-        dsinks = None if sinks is None else dsinks.to(sinks.dtype)
-        return dq, dk, dv, None, None, None, None, dsinks, None, None
-
-    differentiate(forward_op, formula, setup)
-
-    def attention_triton(q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, max_seqlen):
-        return forward_op(
-            q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, k.shape[2] - q.shape[2]
-        )[0]
-
-    def part(q, k, v, cu_seqlens, causal, window, softcap, scale, offset):
-        with torch.no_grad():
-            return forward_op(q, k, v, cu_seqlens, causal, window, softcap, None, scale, offset)
-
-    def part_backward(dout, q, k, v, out, lse, cu_seqlens, causal, window, softcap, scale, offset):
-        with torch.no_grad():
-            return backward_op(
-                dout, q, k, v, out, lse, cu_seqlens, causal, window, softcap, None, scale, offset
-            )[:3]
-
-    attention_triton.part, attention_triton.part_backward = part, part_backward
-    return attention_triton
-
-
-def _triton_refuses(request: Request) -> str | None:
-    if request.head_dim > 256:
-        return f"takes head widths up to 256, not {request.head_dim}"
-    return None
-
-
-def _tunables():
-    from tilewright.kernels import attention_triton
-
-    return attention_triton.TUNABLES
+    return cu_seqlens
 
 
 # ---- cases
@@ -877,30 +301,39 @@ ATTENTION = Op(
                 flash.missing,
                 dtypes=HALVES,
                 refuses=flash.refuses,
+                reads_host="host",
                 aliases=(f"fa{name[-1]}",),
             )
-            for name, flash in _FLASH.items()
+            for name, flash in _attention_vendors.FLASH.items()
         ),
         # PyTorch's before ours, which is for what it and flash-attn refuse, until ours has been
         # measured to be faster.
-        Implementation("native", _native, _no_native, dtypes=HALVES, refuses=_native_refuses),
+        Implementation(
+            "native",
+            _attention_vendors.native,
+            _attention_vendors.no_native,
+            dtypes=HALVES,
+            refuses=_attention_vendors.native_refuses,
+            reads_host="host",
+        ),
         Implementation(
             "triton",
-            _triton,
+            _attention_triton.triton,
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
-            refuses=_triton_refuses,
-            tunables=_tunables,
+            refuses=_attention_triton.triton_refuses,
+            tunables=from_kernels("attention_triton", "TUNABLES"),
         ),
         # On a CPU a head of a document is computed by itself; on CUDA a kernel may split by how
         # full the device is.
         Implementation(
             "sdpa",
-            lambda: _attention_sdpa,
+            lambda: _attention_vendors.attention_sdpa,
             devices=("cuda", "cpu"),
             dtypes=_checks.ACCEPTED,
             batch_invariant=("cpu",),
-            refuses=_sdpa_refuses,
+            refuses=_attention_vendors.sdpa_refuses,
+            reads_host="host",
             aliases=("torch",),
         ),
     ),
@@ -946,5 +379,12 @@ ATTENTION = Op(
         )
         for other, least in (("flash-attn", 1 / 1.3), ("flex", 1.2))
     ),
-    on_host=("eager", "sdpa", "native", *_FLASH),
+    eager_reads_host="host",
+    requests=(
+        *(
+            Request(head_dim=64, **{f: True})
+            for f in ("window", "softcap", "sinks", "shorter", "part")
+        ),
+        Request(head_dim=512),
+    ),
 )

@@ -33,28 +33,21 @@ several processes.
 
 from __future__ import annotations
 
-import bisect
-import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from tilewright.ops import _checks
-from tilewright.ops._library import once_across
-from tilewright.ops.attention import (
-    ATTENTION,
-    Request,
-    attention,
-    attention_part,
-    attention_part_backward,
-    check_options,
-    check_qkv,
-)
+from tilewright.ops._attention_options import check_options, check_qkv, request_of
+from tilewright.ops._ring import Ring
+from tilewright.ops._ring_plan import plan, united
+from tilewright.ops._ulysses import Gather, Scatter
+from tilewright.ops.attention import ATTENTION, attention
+
+__all__ = ["ContextParallel", "context_parallel_attention", "positions", "shard", "unshard"]
 
 
 @dataclass(frozen=True)
@@ -125,7 +118,7 @@ class ContextParallel:
             first, end = (max(at, min(at + chunk, own * (self.ulysses_rank + i))) for i in (0, 1))
             if first < end:
                 found.append((first - at + number * chunk, end - at + number * chunk))
-        return _united(found)
+        return united(found)
 
 
 def shard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
@@ -236,24 +229,21 @@ def context_parallel_attention(
     gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, sinks)
     )
-    # What cannot be computed is refused here, before other ranks wait for this one.
-    ATTENTION.pick(
-        implementation,
-        q,
-        Request(
-            D,
-            causal,
-            cu_seqlens is not None,
-            window is not None,
-            softcap is not None,
-            sinks is not None and not ringed,
-            ringed and window is not None,
-            gradient,
-            ringed,
-        ),
+    # An unsupported request is refused here, before other ranks wait for this one.
+    request = request_of(
+        D,
+        causal,
+        window,
+        softcap,
+        packed=cu_seqlens is not None,
+        sinks=sinks is not None and not ringed,
+        shorter=ringed and window is not None,
+        gradient=gradient,
+        part=ringed,
     )
+    ATTENTION.pick(implementation, q, request)
     if cp.ulysses_size > 1:
-        q, k, v = _Scatter.apply(q, k, v, cp)
+        q, k, v = Scatter.apply(q, k, v, cp)
         own = H // cp.ulysses_size
         sinks = None if sinks is None else sinks.narrow(0, cp.ulysses_rank * own, own)
     options = {
@@ -270,7 +260,7 @@ def context_parallel_attention(
                 if cu_seqlens is None
                 else tuple(_checks.cu_seqlens(cu_seqlens, S, wait=True).tolist())
             )
-        out = _Ring.apply(
+        out = Ring.apply(
             q,
             k,
             v,
@@ -292,7 +282,7 @@ def context_parallel_attention(
             max_seqlen=longest,
             **options,
         )
-    return _Gather.apply(out, cp) if cp.ulysses_size > 1 else out
+    return Gather.apply(out, cp) if cp.ulysses_size > 1 else out
 
 
 def check_boundaries(
@@ -317,427 +307,3 @@ def check_boundaries(
         if not right or (not cu_seqlens.is_cuda and list(ends) != cu_seqlens.tolist()):
             raise ValueError(f"ends must be the values of cu_seqlens, got {list(ends)}")
     return cu_seqlens, ends
-
-
-_once = once_across("context_parallel_attention")
-
-
-# ---- Ulysses: heads for tokens, and back
-
-
-def _exchanged(message, cp):
-    received = torch.empty_like(message, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, message.contiguous(), group=cp.ulysses)
-    return received
-
-
-def _heads_for_tokens(tensors, cp):
-    """[B, U h, s, D] each, of own tokens, to [B, h, U s, D] of own heads. One message carries
-    all.
-    """
-    message = torch.cat(
-        [t.unflatten(1, (cp.ulysses_size, -1)).permute(1, 3, 0, 2, 4) for t in tensors], 3
-    )
-    heads = [t.shape[1] // cp.ulysses_size for t in tensors]
-    return _exchanged(message, cp).flatten(0, 1).permute(1, 2, 0, 3).split(heads, 1)
-
-
-def _tokens_for_heads(tensors, cp):
-    """The reverse. In memory [s, B, heads, D], which is what a projection reads."""
-    message = torch.cat(
-        [t.unflatten(2, (cp.ulysses_size, -1)).permute(2, 3, 0, 1, 4) for t in tensors], 3
-    )
-    parts = _exchanged(message, cp).split([t.shape[1] for t in tensors], 3)
-    return [t.permute(1, 2, 0, 3, 4).flatten(2, 3).permute(1, 2, 0, 3) for t in parts]
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, cp):
-        # Query head h reads head h // groups of keys. With each of those `again` times, every rank
-        # gets as many, and its queries read them in order.
-        groups = q.shape[1] // k.shape[1]
-        ctx.cp, ctx.again = cp, groups // math.gcd(groups, q.shape[1] // cp.ulysses_size)
-        if ctx.again > 1:
-            k, v = (t.repeat_interleave(ctx.again, 1) for t in (k, v))
-        return tuple(_heads_for_tokens((q, k, v), cp))
-
-    @staticmethod
-    @_once
-    def backward(ctx, dq, dk, dv):
-        dq, dk, dv = _tokens_for_heads((dq, dk, dv), ctx.cp)
-        if ctx.again > 1:
-            acc = torch.promote_types(dq.dtype, torch.float32)
-            dk, dv = (
-                t.unflatten(1, (-1, ctx.again)).sum(2, dtype=acc).to(t.dtype) for t in (dk, dv)
-            )
-        return dq, dk, dv, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, out, cp):
-        ctx.cp = cp
-        return _tokens_for_heads((out,), cp)[0]
-
-    @staticmethod
-    @_once
-    def backward(ctx, dout):
-        return _heads_for_tokens((dout,), ctx.cp)[0], None
-
-
-# ---- what a ring computes and sends
-
-
-class Block(NamedTuple):
-    """A rectangle: queries [a, b) of this rank's rows, keys [a, b) of the rows that a step has.
-    offset: the distance from its first key to its first query where the window cuts it, None where
-    every query sees every key.
-    """
-
-    queries: tuple[int, int]
-    keys: tuple[int, int]
-    offset: int | None
-
-
-class Step(NamedTuple):
-    """send: intervals of this rank's rows that ring rank r + t needs.   receive: of r - t's rows,
-    one after the other.
-    blocks: what is computed with them.
-    """
-
-    send: tuple[tuple[int, int], ...]
-    receive: tuple[tuple[int, int], ...]
-    blocks: tuple[Block, ...]
-
-
-class Plan(NamedTuple):
-    """steps: of t = 0, which sends nothing, to R - 1.   chunks: of this rank's two, where each
-    begins in the sequence, and whether it holds more than one document.   rows: of a chunk.
-    """
-
-    steps: tuple[Step, ...]
-    chunks: tuple[tuple[int, bool], ...]
-    rows: int
-
-
-@functools.lru_cache(maxsize=64)  # the layers of a model ask for the same
-def plan(
-    ends: tuple[int, ...], S: int, ring: int, rank: int, causal: bool, window: int | None
-) -> Plan:
-    """What ring rank `rank` of `ring` computes and sends for documents that end at `ends`. Every
-    rank makes its own, and they agree.
-    """
-    rows = S // (2 * ring)
-    steps = []
-    for t in range(ring):
-        send, receive = (
-            _united([block.keys for block in _blocks(to, source, ends, rows, ring, causal, window)])
-            for to, source in (((rank + t) % ring, rank), (rank, (rank - t) % ring))
-        )
-        blocks = _blocks(rank, (rank - t) % ring, ends, rows, ring, causal, window)
-        if t == 0:
-            steps.append(Step((), (), tuple(blocks)))
-        else:
-            steps.append(
-                Step(
-                    tuple(send),
-                    tuple(receive),
-                    tuple(block._replace(keys=_within(receive, block.keys)) for block in blocks),
-                )
-            )
-    chunks = []
-    for number in _chunks(rank, ring):
-        begin = number * rows
-        inside = bisect.bisect_left(ends, begin + rows) - bisect.bisect_right(ends, begin)
-        chunks.append((begin, inside > 0))
-    return Plan(tuple(steps), tuple(chunks), rows)
-
-
-def _chunks(rank, ring):
-    return rank, 2 * ring - 1 - rank
-
-
-def _blocks(to, source, ends, rows, ring, causal, window):
-    """What the queries of ring rank `to` see of the keys of `source`, but for a chunk's of
-    itself.
-    """
-    found = []
-    for (q_at, i), (k_at, j) in itertools.product(
-        enumerate(_chunks(to, ring)), enumerate(_chunks(source, ring))
-    ):
-        if i == j or (causal and i < j) or rows == 0:
-            continue
-        shared = _shared(max(i, j), min(i, j), rows, ends)
-        if shared is None:
-            continue
-        (qa, qb), (ka, kb) = shared if i > j else shared[::-1]
-        offset = None
-        if window is not None:
-            ka, qb = max(ka, qa - window + 1), min(qb, kb - 1 + window)
-            if ka >= kb or qa >= qb:
-                continue
-            offset = qa - ka if qb - 1 - ka >= window else None
-        to_q, to_k = q_at * rows - i * rows, k_at * rows - j * rows
-        found.append(Block((qa + to_q, qb + to_q), (ka + to_k, kb + to_k), offset))
-    return _joined(found)
-
-
-def _shared(late, early, rows, ends):
-    """The beginning of chunk `late` and the end of chunk `early` that are in one document, or
-    None.
-    """
-    first = late * rows
-    after = bisect.bisect_right(ends, first)
-    begin, end = ends[after - 1], ends[after]
-    if begin >= (early + 1) * rows:
-        return None
-    return (first, min(end, first + rows)), (max(begin, early * rows), (early + 1) * rows)
-
-
-def _joined(blocks):
-    """Whole rectangles side by side as one: a causal step then is a single one."""
-    for x, y in itertools.permutations(blocks, 2):
-        if x.offset is not None or y.offset is not None:
-            continue
-        rest = [b for b in blocks if b not in (x, y)]
-        if x.keys == y.keys and x.queries[1] == y.queries[0]:
-            return _joined([Block((x.queries[0], y.queries[1]), x.keys, None), *rest])
-        if x.queries == y.queries and x.keys[1] == y.keys[0]:
-            return _joined([Block(x.queries, (x.keys[0], y.keys[1]), None), *rest])
-    return sorted(blocks)
-
-
-def _united(intervals):
-    """Sorted, those that touch or overlap as one."""
-    found: list[tuple[int, int]] = []
-    for a, b in sorted(intervals):
-        if found and a <= found[-1][1]:
-            found[-1] = (found[-1][0], max(b, found[-1][1]))
-        else:
-            found.append((a, b))
-    return found
-
-
-def _within(intervals, part):
-    """Where `part` of one of the intervals lies when they are one after the other."""
-    before = 0
-    for a, b in intervals:
-        if a <= part[0] and part[1] <= b:
-            return before + part[0] - a, before + part[1] - a
-        before += b - a
-    raise AssertionError(f"{part} is in none of {intervals}")
-
-
-# ---- the ring
-
-_met: set[dist.ProcessGroup] = set()
-
-
-class _Transfer:
-    """A message to a ring rank and what comes from another one, either of them possibly None,
-    on their way.
-    """
-
-    def __init__(self, cp, message, to, received, source, tag):
-        self.received = received
-        ops = [
-            dist.P2POp(op, t, group=cp.ring, group_peer=peer % cp.ring_size, tag=tag)
-            for op, t, peer in ((dist.isend, message, to), (dist.irecv, received, source))
-            if t is not None
-        ]
-        self.works = dist.batch_isend_irecv(ops) if ops else []
-        self.message = message  # so that its memory stays until it was sent
-
-    def wait(self):
-        """What has come, or None. On CUDA the stream waits, the host does not."""
-        for work in self.works:
-            work.wait()
-        return self.received
-
-
-def _meet(cp, device):
-    """NCCL wants all ranks of a group in its first call, and the first message may be of two of
-    them.
-    """
-    if device.type == "cuda" and cp.ring not in _met:
-        dist.all_reduce(torch.zeros(1, device=device), group=cp.ring)
-        _met.add(cp.ring)
-
-
-def _room(intervals, like):
-    """For those rows of keys and of values, [2, rows, B, Hk, D] in the dtype of `like`; None
-    for none.
-    """
-    B, heads, _, D = like.shape
-    return like.new_empty(2, sum(b - a for a, b in intervals), B, heads, D) if intervals else None
-
-
-def _post(step, t, k, v, cp):
-    """The keys and values of step t."""
-    message = _room(step.send, k)
-    if message is not None:
-        for half, x in zip(message, (k, v), strict=True):
-            torch.cat([x[:, :, a:b].permute(2, 0, 1, 3) for a, b in step.send], out=half)
-    return _Transfer(cp, message, cp.ring_rank + t, _room(step.receive, k), cp.ring_rank - t, 2 * t)
-
-
-def _post_back(step, t, gradients, like, cp):
-    """The gradients of step t's keys and values, to where those came from."""
-    return _Transfer(
-        cp, gradients, cp.ring_rank - t, _room(step.send, like), cp.ring_rank + t, 2 * t + 1
-    )
-
-
-def _as_heads(t):
-    """[2, rows, B, Hk, D] as keys and values [B, Hk, rows, D]."""
-    return t.permute(0, 2, 3, 1, 4)
-
-
-def _at(t, rows):
-    return t[:, :, rows[0] : rows[1]]
-
-
-def _own_documents(cu_seqlens, begin, packed, rows):
-    """Where a chunk's documents begin and end in it; made on the device, without waiting for it."""
-    return cu_seqlens.clamp(begin, begin + rows) - begin if packed else None
-
-
-def _of_block(block, options):
-    """A rectangle of which nothing is masked is not causal."""
-    if block.offset is None:
-        return {**options, "causal": False, "window": None}
-    return {**options, "offset": block.offset}
-
-
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, sinks, cu_seqlens, cp, plan, options):
-        B, H, n, D = q.shape
-        acc = torch.promote_types(q.dtype, torch.float32)
-        out = torch.empty(B, n, H, D, dtype=acc, device=q.device).transpose(1, 2)
-        lse = torch.empty(B, H, n, dtype=acc, device=q.device)
-        _meet(cp, q.device)
-        coming = _post(plan.steps[1], 1, k, v, cp)
-        for i, (begin, packed) in enumerate(plan.chunks):
-            rows = (i * plan.rows, (i + 1) * plan.rows)
-            part, part_lse = attention_part(
-                *(_at(t, rows) for t in (q, k, v)),
-                **options,
-                cu_seqlens=_own_documents(cu_seqlens, begin, packed, plan.rows),
-            )
-            _at(out, rows).copy_(part)
-            _at(lse, rows).copy_(part_lse)
-        keys, values = k, v
-        for t, step in enumerate(plan.steps):
-            if t:
-                received = coming.wait()
-                keys, values = (None, None) if received is None else _as_heads(received)
-                if t + 1 < len(plan.steps):
-                    coming = _post(plan.steps[t + 1], t + 1, k, v, cp)
-            for block in step.blocks:
-                part, part_lse = attention_part(
-                    _at(q, block.queries),
-                    _at(keys, block.keys),
-                    _at(values, block.keys),
-                    **_of_block(block, options),
-                )
-                _merge(_at(out, block.queries), _at(lse, block.queries), part, part_lse)
-        if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(acc)[:, None])
-            out *= torch.exp(lse - total)[..., None]
-            lse = total
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, cu_seqlens)
-        ctx.cp, ctx.plan, ctx.options = cp, plan, options
-        return out
-
-    @staticmethod
-    @_once
-    def backward(ctx, dout):
-        q, k, v, out, lse, sinks, cu_seqlens = ctx.saved_tensors
-        cp, plan = ctx.cp, ctx.plan
-        with _checks.no_autocast(q):
-            dq, dk, dv = _ring_backward(dout, q, k, v, out, lse, cu_seqlens, cp, plan, ctx.options)
-        dsinks = None
-        if sinks is not None:  # it has a share of the softmax and no value
-            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-            dsinks = (
-                -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
-            )
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
-
-
-def _merge(out, lse, part, part_lse):
-    """Another part of the softmax into `out` and `lse`; each row has seen a key, itself, before."""
-    total = torch.logaddexp(lse, part_lse)
-    out.mul_(torch.exp(lse - total)[..., None]).add_(part * torch.exp(part_lse - total)[..., None])
-    lse.copy_(total)
-
-
-def _ring_backward(dout, q, k, v, out, lse, cu_seqlens, cp, plan, options):
-    acc = lse.dtype
-
-    def gradients(queries, keys, values, more):
-        return attention_part_backward(
-            _at(dout, queries),
-            _at(q, queries),
-            keys,
-            values,
-            _at(out, queries),
-            _at(lse, queries).contiguous(),
-            **more,
-        )
-
-    def zeros(t):
-        B, heads, n, D = t.shape
-        return torch.zeros(B, n, heads, D, dtype=acc, device=t.device).transpose(1, 2)
-
-    coming, returning = _post(plan.steps[1], 1, k, v, cp), None
-    dq, dk, dv = map(zeros, (q, k, v))
-
-    def take(returned, step):
-        """Adds what another rank's queries contribute to the gradients of keys and values that
-        it was sent.
-        """
-        received = returned.wait()
-        if received is not None:
-            at = 0
-            for a, b in step.send:
-                for total, part in zip((dk, dv), _as_heads(received), strict=True):
-                    total[:, :, a:b] += part[:, :, at : at + b - a]
-                at += b - a
-
-    for i, (begin, packed) in enumerate(plan.chunks):
-        rows = (i * plan.rows, (i + 1) * plan.rows)
-        own = _own_documents(cu_seqlens, begin, packed, plan.rows)
-        parts = gradients(rows, _at(k, rows), _at(v, rows), {**options, "cu_seqlens": own})
-        for total, part in zip((dq, dk, dv), parts, strict=True):
-            _at(total, rows).add_(part)
-    keys, values, totals = k, v, (dk, dv)
-    for t, step in enumerate(plan.steps):
-        message = None
-        if t:
-            received = coming.wait()
-            if received is not None:
-                keys, values = _as_heads(received)
-                message = torch.zeros_like(received, dtype=acc)
-                totals = _as_heads(message)
-            if t + 1 < len(plan.steps):
-                coming = _post(plan.steps[t + 1], t + 1, k, v, cp)
-        for block in step.blocks:
-            part_q, *parts = gradients(
-                block.queries,
-                _at(keys, block.keys),
-                _at(values, block.keys),
-                _of_block(block, options),
-            )
-            _at(dq, block.queries).add_(part_q)
-            for total, part in zip(totals, parts, strict=True):
-                _at(total, block.keys).add_(part)
-        if t:
-            if returning is not None:
-                take(*returning)
-            returning = _post_back(step, t, message, dk, cp), step
-    take(*returning)
-    return dq, dk, dv

@@ -60,7 +60,7 @@ def silu_mul_quantize(
     product that is not finite (on CUDA, where looking would wait for the device, such a block's
     scale is not finite), ImplementationUnavailable for a named implementation that cannot run here.
     """
-    activation._validate(gate, up)
+    activation.check_gate_up(gate, up)
     quantize.source(gate, "gate")
     quantize.seed(seed)
     _checks.choice("format", format, FORMATS)
@@ -260,9 +260,9 @@ def _register(silu_mul, silu_mul_both, rmsnorm, dtypes=_checks.ACCEPTED):
     def run_silu_mul(gate, up, seed, mx, transpose):
         rows = gate.shape[-2] if gate.dim() > 1 else 1
         if up is None:
-            both = activation._rows(gate)
+            both = activation.as_rows(gate)
             gate, up = both.chunk(2, -1) if both.shape[-1] else (both, both)
-        gate, up = activation._rows(gate), activation._rows(up)
+        gate, up = activation.as_rows(gate), activation.as_rows(up)
         return silu_mul_both(gate, up, rows, seed) if transpose else silu_mul(gate, up, seed, mx)
 
     def run_rmsnorm(x, residual, weight, bias, eps, offset, cast, seed, keep, mx):
@@ -328,7 +328,7 @@ def _without_gradients(kwargs):
 
 def _silu_case(name, rows, inner, *, tags=cases.CONTRACT, options=(), **layout):
     n = math.prod(rows) * inner
-    case = activation._case(name, rows, inner, **layout)
+    case = activation.case(name, rows, inner, **layout)
     results = 1 + dict(options).get("transpose", False)
     return Case(
         name,

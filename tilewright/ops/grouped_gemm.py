@@ -471,5 +471,5 @@ GROUPED_GEMM = Op(
         )
         for which, least in (("forward", 63), ("backward", 53))
     ),
-    on_host=("eager",),
+    eager_reads_host="contract",
 )

@@ -9,13 +9,14 @@ summed dimension it cancels: (H a) . (H b) = a . b.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, cases, quantize
-from tilewright.ops._library import adopt, define, differentiate
+from tilewright.ops._library import adopt, define, differentiate, from_kernels
 from tilewright.registry import Case, Cost, Implementation, Op
 
 SIZES = (16, 32)
@@ -98,42 +99,34 @@ def hadamard_eager(x, size, seed, inverse):
 
 # ---- fused implementations
 
-_loaded: dict[str, object] = {}
-
 
 def _fake(x, size, seed, inverse):
     return torch.empty_like(x)
 
 
-def _register(op):
-    def setup(ctx, inputs, output):
-        _, ctx.size, ctx.seed, ctx.inverse = inputs
+def _setup(ctx, inputs, output):
+    _, ctx.size, ctx.seed, ctx.inverse = inputs
 
-    def formula(ctx, dy):
-        return op(dy.contiguous(), ctx.size, ctx.seed, not ctx.inverse), None, None, None
 
-    differentiate(op, formula, setup, twice=True)
+def _backward(ctx, dy):
+    return ctx.backward_op(dy.contiguous(), ctx.size, ctx.seed, not ctx.inverse), None, None, None
+
+
+def _differentiable(op):
+    differentiate(op, _backward, _setup, backward_op=op, twice=True)
     return op
 
 
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import hadamard_triton
-
-        _loaded["triton"] = _register(define("hadamard_triton", hadamard_triton.hadamard, _fake))
-    return _loaded["triton"]
-
-
-def _cpp():
-    if "cpp" not in _loaded:
-        _loaded["cpp"] = _register(adopt("hadamard_cpp", _fake))
-    return _loaded["cpp"]
-
-
-def _gate():
     from tilewright.kernels import hadamard_triton
 
-    return hadamard_triton.gate()
+    return _differentiable(define("hadamard_triton", hadamard_triton.hadamard, _fake))
+
+
+@functools.cache
+def _cpp():
+    return _differentiable(adopt("hadamard_cpp", _fake))
 
 
 # ---- cases
@@ -156,7 +149,9 @@ HADAMARD = Op(
     hadamard,
     hadamard_eager,
     (
-        Implementation("triton", _triton, platform.no_triton, gate=_gate),
+        Implementation(
+            "triton", _triton, platform.no_triton, gate=from_kernels("hadamard_triton", "gate")
+        ),
         Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
     ),
     (

@@ -1223,5 +1223,5 @@ MOE_MLP = Op(
             for other, least in (("transformers", 1.5), ("transformers-grouped", 1.1))
         ),
     ),
-    on_host=("eager",),
+    eager_reads_host="contract",
 )

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import torch
 
-from tilewright import _torch, platform
-from tilewright.ops import _checks, cases
-from tilewright.ops._library import define, differentiate, on_its_device
+from tilewright import platform
+from tilewright.ops import _checks, _rope_fused, cases
+from tilewright.ops._library import define, from_kernels
+from tilewright.ops._rope_fused import Rotation, in_place
 from tilewright.registry import Case, Cost, Implementation, Op, short
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -67,10 +68,9 @@ def rope(
     cos, sin, position_ids = prepare_tables(
         q.shape[0], q.shape[2], R, cos, sin, position_ids, cu_seqlens
     )
+    rotation = Rotation(cos, sin, position_ids, interleaved)
     fn = ROPE.pick(implementation, q)
-    if inplace:
-        return _in_place(fn, q, k, cos, sin, position_ids, interleaved)
-    return fn(q, k, cos, sin, position_ids, interleaved)
+    return in_place(fn, q, k, rotation) if inplace else fn(q, k, rotation)
 
 
 def prepare_tables(
@@ -95,9 +95,8 @@ def prepare_tables(
             raise ValueError(
                 "cos and sin with a row for each token take neither position_ids nor cu_seqlens"
             )
-        if (
-            cos.shape[0] > 1
-        ):  # with one row for all sequences, token s takes row s, which is the default
+        # With one row for all sequences, token s takes row s, which is the default.
+        if cos.shape[0] > 1:
             position_ids = torch.arange(B * S, device=cos.device).view(B, S)
         cos, sin = cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1])
     elif cu_seqlens is not None:
@@ -233,7 +232,8 @@ def check_tables(
 # ---- the definition
 
 
-def rope_eager(q, k, cos, sin, position_ids=None, interleaved=False):
+def rope_eager(q, k, rotation):
+    cos, sin, position_ids, interleaved = rotation
     acc = torch.promote_types(q.dtype, torch.float32)
     S, R = q.shape[2], 2 * cos.shape[1]
     if position_ids is None:
@@ -255,241 +255,12 @@ def rope_eager(q, k, cos, sin, position_ids=None, interleaved=False):
     return rotate(q), rotate(k)
 
 
-# ---- fused implementations
-
-
-def _dense_like(x: torch.Tensor) -> torch.Tensor:
-    """Uninitialised, with x's order of dimensions in memory."""
-    return torch.empty_like(x, memory_format=torch.preserve_format)
-
-
-def last_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
-    """x, or a copy if its last dimension is not contiguous, which kernels read."""
-    return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _register(name, rotate):
-    def turn(
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        positions: torch.Tensor | None,
-        interleaved: bool,
-        inverse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = last_contiguous(q), last_contiguous(k)
-        q_out = _dense_like(q)
-        k_out = None if k is None else _dense_like(k)
-        rotate(q, k, q_out, k_out, cos, sin, positions, interleaved, inverse)
-        return q_out, q.new_empty(0) if k_out is None else k_out
-
-    def fake(q, k, cos, sin, positions, interleaved, inverse):
-        return _dense_like(last_contiguous(q)), q.new_empty(0) if k is None else _dense_like(
-            last_contiguous(k)
-        )
-
-    op = define(f"rope_{name}", turn, fake)
-
-    def setup(ctx, inputs, output):
-        q, k, cos, sin, positions, ctx.interleaved, ctx.inverse = inputs
-        ctx.has_k, ctx.shapes = k is not None, (q.shape, None if k is None else k.shape)
-        ctx.save_for_backward(cos, sin, positions)
-        ctx.set_materialize_grads(False)
-
-    def formula(ctx, dq, dk):
-        cos, sin, positions = ctx.saved_tensors
-        dk = dk if ctx.has_k else None
-        if dq is None and dk is None:
-            return (None,) * 7
-        first, second = (dq, dk) if dq is not None else (dk, None)
-        first, second = op(first, second, cos, sin, positions, ctx.interleaved, not ctx.inverse)
-        if dq is None:
-            first, second = None, first
-        return first, second if dk is not None else None, None, None, None, None, None
-
-    differentiate(op, formula, setup, twice=True)  # its formula calls the operator itself
-
-    def rope_fused(q, k, cos, sin, position_ids, interleaved):
-        q_out, k_out = op(
-            q,
-            k,
-            cos.float().contiguous(),
-            sin.float().contiguous(),
-            position_ids,
-            interleaved,
-            False,
-        )
-        return q_out, None if k is None else k_out
-
-    # For inplace=True: what writes, and what its backward calls.
-    rope_fused.rotate, rope_fused.op = on_its_device(rotate), op
-    return rope_fused
-
-
-# ---- in place
-
-
-def _in_place(fn, q, k, cos, sin, positions, interleaved):
-    given = [(name, x) for name, x in (("q", q), ("k", k)) if x is not None]
-    compiling = torch.compiler.is_compiling()
-    for name, x in given:
-        check_overwritable(name, x, compiling)
-    if (
-        compiling
-    ):  # the compiler decides where results lie; the copies tell it that they may lie here
-        for (_, x), new in zip(given, fn(q, k, cos, sin, positions, interleaved), strict=False):
-            x.copy_(new)
-        return q, k
-    if k is not None and q.numel() and k.numel() and not _apart(q, k):
-        raise ValueError(
-            "inplace=True cannot overwrite q and k that share memory, or may: "
-            f"shapes {list(q.shape)} and {list(k.shape)}, strides {list(q.stride())} and "
-            f"{list(k.stride())}, {k.data_ptr() - q.data_ptr()} bytes from q to k; pass "
-            f"inplace=False"
-        )
-    cos, sin = cos.float().contiguous(), sin.float().contiguous()
-    # One Function a tensor: autograd lets a Function overwrite a view only if that is all it
-    # returns. They come before the one launch that writes both, so that what autograd refuses is
-    # left as it was.
-    for _, x in given:
-        _Overwritten.apply(x, cos, sin, positions, interleaved, fn)
-    with torch.no_grad():
-        q_data, k_data = q.detach(), None if k is None else k.detach()
-        if hasattr(fn, "rotate"):
-            fn.rotate(q_data, k_data, q_data, k_data, cos, sin, positions, interleaved, False)
-        else:
-            for x, new in zip(
-                (q_data, k_data), fn(q_data, k_data, cos, sin, positions, interleaved), strict=True
-            ):
-                if x is not None:
-                    x.copy_(new)
-    return q, k
-
-
-def _apart(q, k):
-    """Whether q and k are certain to share no element: their address ranges do not meet, or both
-    fit into disjoint parts of a period that their larger strides are multiples of, as slices of one
-    projection do.
-    """
-    distance = k.data_ptr() - q.data_ptr()
-    if distance < 0:
-        q, k, distance = k, q, -distance
-    size = q.element_size()
-    dims = [
-        [(n - 1, stride) for n, stride in zip(t.shape, t.stride(), strict=True) if n > 1]
-        for t in (q, k)
-    ]
-    if distance >= size * (1 + sum(n * stride for n, stride in dims[0])):
-        return True
-    if distance % size:
-        return False
-    for period in {stride for own in dims for _, stride in own}:
-        width, other = (1 + sum(n * stride for n, stride in own if stride % period) for own in dims)
-        start = distance // size % period
-        if width <= start and start + other <= period:
-            return True
-    return False
-
-
-def check_overwritable(name: str, x: torch.Tensor, compiling: bool) -> None:
-    """Raises ValueError if autograd cannot follow an overwritten x, or elements of it share
-    memory.
-    """
-    if x.stride(-1) != 1 and x.numel():
-        raise ValueError(
-            f"inplace=True needs {name} with a contiguous last dimension, got strides "
-            f"{list(x.stride())}; "
-            f"pass {name}.contiguous() or inplace=False"
-        )
-    # Without elements nothing is shared, whatever the strides are: PyTorch may have put 0 there.
-    if x.numel() and any(
-        n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)
-    ):
-        raise ValueError(
-            f"inplace=True cannot overwrite {name}, an expanded tensor whose elements share "
-            f"memory; pass "
-            f"{name}.contiguous() or inplace=False"
-        )
-    if not compiling and _checks.overlaps_itself(x):
-        raise ValueError(
-            f"inplace=True cannot overwrite {name}, whose elements share memory: shape "
-            f"{list(x.shape)}, "
-            f"strides {list(x.stride())}; pass {name}.contiguous() or inplace=False"
-        )
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return
-    if x.is_leaf or (not compiling and _torch.is_view(x) and _torch.of_view(x).is_leaf):
-        raise ValueError(
-            f"inplace=True cannot overwrite {name}, a leaf that requires grad or a view of one; "
-            f"pass "
-            "inplace=False"
-        )
-    # The compiler cannot trace this question; it refuses such a view in words of its own.
-    if not compiling and _torch.is_view(x) and not _torch.may_be_changed(x):
-        raise ValueError(
-            f"inplace=True cannot overwrite {name}, a view that autograd does not let change, as "
-            f"split, "
-            "chunk and unbind make it; take a slice instead (qkv[..., a:b]), or pass inplace=False"
-        )
-
-
-class _Overwritten(torch.autograd.Function):
-    """Tells autograd that x is rotated where it lies. Nothing of it is kept: the backward needs
-    only the angles.
-    """
-
-    @staticmethod
-    def forward(ctx, x, cos, sin, positions, interleaved, fn):
-        ctx.save_for_backward(cos, sin, positions)
-        ctx.interleaved, ctx.fn = interleaved, fn
-        ctx.mark_dirty(x)
-        ctx.set_materialize_grads(False)
-        return x
-
-    @staticmethod
-    def backward(ctx, dx):
-        cos, sin, positions = ctx.saved_tensors
-        if dx is not None and hasattr(ctx.fn, "op"):
-            dx = ctx.fn.op(dx, None, cos, sin, positions, ctx.interleaved, True)[0]
-        elif dx is not None:
-            dx = ctx.fn(dx, None, cos, -sin, positions, ctx.interleaved)[0]
-        return dx, None, None, None, None, None
-
-
-_loaded: dict[str, object] = {}
-
-
-def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import rope_triton
-
-        _loaded["triton"] = _register("triton", rope_triton.rotate)
-    return _loaded["triton"]
-
-
-def _cpp():
-    if "cpp" not in _loaded:
-        _loaded["cpp"] = _register("cpp", torch.ops.tilewright.rope_cpp_rotate.default)
-    return _loaded["cpp"]
-
-
-def _tunables():
-    from tilewright.kernels import rope_triton
-
-    return rope_triton.TUNABLES
-
-
 # ---- cases
 
 
 def _case(
     name,
-    B,
-    hq,
-    hk,
-    S,
-    D,
+    shape,
     *,
     R=None,
     full=False,
@@ -501,6 +272,7 @@ def _case(
     tags=cases.CONTRACT,
     **options,
 ):
+    B, hq, hk, S, D = shape
     R = R or D
     if R != D:
         options["rotary_dim"] = R
@@ -549,17 +321,17 @@ def _case(
 
 def _all_cases():
     small = [
-        _case("gqa", 2, 4, 2, 7, 16),
-        _case("full_tables", 1, 3, 1, 5, 20, full=True, transposed=False),
-        _case("per_token", 2, 2, 2, 3, 8, full=True, per_token=True),
-        _case("interleaved", 2, 3, 1, 6, 12, interleaved=True),
-        _case("partial", 1, 2, 2, 5, 24, R=10),
-        _case("partial_interleaved", 2, 2, 1, 4, 24, R=8, interleaved=True),
-        _case("positions", 2, 2, 1, 9, 16, ids=2),
-        _case("positions_shared", 2, 2, 1, 9, 16, ids=1),
-        _case("documents", 1, 2, 1, 11, 16, documents=(0, 4, 5, 11)),
-        _case("no_k", 1, 2, 1, 4, 16, no_k=True),
-        _case("no_tokens", 1, 2, 1, 0, 16),
+        _case("gqa", (2, 4, 2, 7, 16)),
+        _case("full_tables", (1, 3, 1, 5, 20), full=True, transposed=False),
+        _case("per_token", (2, 2, 2, 3, 8), full=True, per_token=True),
+        _case("interleaved", (2, 3, 1, 6, 12), interleaved=True),
+        _case("partial", (1, 2, 2, 5, 24), R=10),
+        _case("partial_interleaved", (2, 2, 1, 4, 24), R=8, interleaved=True),
+        _case("positions", (2, 2, 1, 9, 16), ids=2),
+        _case("positions_shared", (2, 2, 1, 9, 16), ids=1),
+        _case("documents", (1, 2, 1, 11, 16), documents=(0, 4, 5, 11)),
+        _case("no_k", (1, 2, 1, 4, 16), no_k=True),
+        _case("no_tokens", (1, 2, 1, 0, 16)),
     ]
     timed = []
     for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU)):
@@ -569,16 +341,12 @@ def _all_cases():
             timed.append(
                 _case(
                     name,
-                    1,
-                    m.heads,
-                    m.kv_heads,
-                    cases.TOKENS[device],
-                    m.head_dim,
+                    (1, m.heads, m.kv_heads, cases.TOKENS[device], m.head_dim),
                     tags=tags,
                     **partial,
                 )
             )
-    return (*small, *timed, _case("big", 1, 64, 8, 2**18 + 1, 128, tags=cases.BIG))
+    return (*small, *timed, _case("big", (1, 64, 8, 2**18 + 1, 128), tags=cases.BIG))
 
 
 ROPE = Op(
@@ -588,14 +356,14 @@ ROPE = Op(
     (
         Implementation(
             "triton",
-            _triton,
+            _rope_fused.triton,
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
-            tunables=_tunables,
+            tunables=from_kernels("rope_triton", "TUNABLES"),
         ),
         Implementation(
             "cpp",
-            _cpp,
+            _rope_fused.cpp,
             platform.no_cpp,
             ("cpu",),
             (torch.float32, torch.bfloat16),

@@ -88,7 +88,9 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 def choose_ops(config: Config, shape: ModelConfig, world: World) -> Ops:
     """Raises ValueError or ImplementationUnavailable before any weight is made."""
-    wanted = Request(shape.head_dim, packed=True, gradient=True, part=world.cp.ring_size > 1)
+    wanted = Request(
+        head_dim=shape.head_dim, packed=True, gradient=True, part=world.cp.ring_size > 1
+    )
     layers = [shape.is_moe(layer) for layer in range(shape.num_hidden_layers)]
     if config.model.activation_native and all(layers):
         raise ValueError(

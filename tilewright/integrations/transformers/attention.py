@@ -210,7 +210,7 @@ def _off_host(implementation: str, device_type: str, dtype: torch.dtype) -> str:
         for i in ATTENTION.implementations
         if device_type in i.devices
         and i.name in usable
-        and (i.name == "eager" or i.name not in ATTENTION.on_host)
+        and (i.name == "eager" or not i.reads_host)
     )
 
 

@@ -1,0 +1,85 @@
+"""Memory layouts of tensors: what kernels read, and what may be overwritten."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright import _torch
+from tilewright.ops import _checks
+
+
+def empty_dense_like(x: torch.Tensor) -> torch.Tensor:
+    """Uninitialized, with x's order of dimensions in memory."""
+    return torch.empty_like(x, memory_format=torch.preserve_format)
+
+
+def last_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x, or a copy if its last dimension is not contiguous, which kernels read."""
+    return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def share_no_element(q, k):
+    """Whether q and k are certain to share no element: their address ranges do not meet, or both
+    fit into disjoint parts of a period that their larger strides are multiples of, as slices of one
+    projection do.
+    """
+    distance = k.data_ptr() - q.data_ptr()
+    if distance < 0:
+        q, k, distance = k, q, -distance
+    size = q.element_size()
+    dims = [
+        [(n - 1, stride) for n, stride in zip(t.shape, t.stride(), strict=True) if n > 1]
+        for t in (q, k)
+    ]
+    if distance >= size * (1 + sum(n * stride for n, stride in dims[0])):
+        return True
+    if distance % size:
+        return False
+    for period in {stride for own in dims for _, stride in own}:
+        width, other = (1 + sum(n * stride for n, stride in own if stride % period) for own in dims)
+        start = distance // size % period
+        if width <= start and start + other <= period:
+            return True
+    return False
+
+
+def check_overwritable(name: str, x: torch.Tensor, compiling: bool) -> None:
+    """Raises ValueError if autograd cannot follow an overwritten x, or elements of it share
+    memory.
+    """
+    if x.stride(-1) != 1 and x.numel():
+        raise ValueError(
+            f"inplace=True needs {name} with a contiguous last dimension, got strides "
+            f"{list(x.stride())}; "
+            f"pass {name}.contiguous() or inplace=False"
+        )
+    # Without elements nothing is shared, whatever the strides are: PyTorch may have put 0 there.
+    if x.numel() and any(
+        n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)
+    ):
+        raise ValueError(
+            f"inplace=True cannot overwrite {name}, an expanded tensor whose elements share "
+            f"memory; pass "
+            f"{name}.contiguous() or inplace=False"
+        )
+    if not compiling and _checks.overlaps_itself(x):
+        raise ValueError(
+            f"inplace=True cannot overwrite {name}, whose elements share memory: shape "
+            f"{list(x.shape)}, "
+            f"strides {list(x.stride())}; pass {name}.contiguous() or inplace=False"
+        )
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return
+    if x.is_leaf or (not compiling and _torch.is_view(x) and _torch.of_view(x).is_leaf):
+        raise ValueError(
+            f"inplace=True cannot overwrite {name}, a leaf that requires grad or a view of one; "
+            f"pass "
+            "inplace=False"
+        )
+    # The compiler cannot trace this question; it refuses such a view in words of its own.
+    if not compiling and _torch.is_view(x) and not _torch.may_be_changed(x):
+        raise ValueError(
+            f"inplace=True cannot overwrite {name}, a view that autograd does not let change, as "
+            f"split, "
+            "chunk and unbind make it; take a slice instead (qkv[..., a:b]), or pass inplace=False"
+        )

@@ -1,0 +1,220 @@
+"""The chunk loop of the fused linear losses: how many rows a chunk has, its logits, and the
+gradients that are summed over chunks.
+
+Rows in a chunk (`chunk_rows`) follow from shapes and dtypes alone, so that they, and with them the
+bits, are the same in every run, on every rank, and in a captured CUDA graph. n chunks hold T V s /
+n bytes of logits at a time (s: bytes of a logit), and from the second on 4 V H bytes, in which the
+gradient of a bfloat16 weight is summed. There is one chunk where that needs no more memory than the
+chunks of a fixed budget (on a GPU 1 GiB, on a CPU 64 MiB, or a tuned one for this H and V). Chunks
+of a budget have budget / (V s) rows, rounded down to a multiple of 128 (CPU: 32) but at least one
+such tile, evened out over the least number of chunks that hold T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from tilewright.kernels.tuning import Tunable
+from tilewright.ops import _products
+
+MiB = 2**20
+# The budget of several chunks. On a CPU smaller chunks read and write the weight's gradient more
+# often, and larger ones leave the caches. On a GPU: 1 GiB makes GEMMs of 4,096 rows at V = 128,256.
+CHUNK = Tunable(
+    "linear_cross_entropy",
+    "chunk",
+    ("H", "V", "itemsize", "cuda"),
+    "forward_backward",
+    lambda H, V, itemsize, cuda: {"budget_mib": 1024 if cuda else 64},
+    lambda H, V, itemsize, cuda: [
+        {"budget_mib": n} for n in ((256, 512, 2048) if cuda else (8, 16, 32, 128, 256))
+    ],
+)
+# Of the logits' gradient, converted to float32 at a time where the GEMM needs that: a core's cache
+# holds it.
+BLOCK_BYTES = MiB
+# ATen's GEMMs from 16-bit operands into a float32 result, and onto one: CUDA only.
+HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()
+
+
+class Precision(NamedTuple):
+    """What is float32 though the operands are not.
+
+    fp32_sums: sums over chunks of the gradients of weight and bias.   fp32_logits: the logits.
+    learns: whether weight gets a gradient at all, on which the chunks depend. Those of backward
+        must be those of forward, whose logits it computes again.
+    """
+
+    fp32_sums: bool = False
+    fp32_logits: bool = False
+    learns: bool = False
+
+
+def chunk_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    chunk_size: int | None = None,
+    precision: Precision = Precision(),  # noqa: B008 (a constant)
+) -> int:
+    """Rows of x [T, H] in a chunk, at least 1; weight: [V, H], this rank's. The module's docstring
+    has the rule.
+    """
+    (T, H), V = x.shape, weight.shape[0]
+    if chunk_size is None:
+        cuda, size = x.device.type == "cuda", x.element_size()
+        tile = 128 if cuda else 32
+        # Float32 logits have their gradient in x's dtype beside them.
+        logit = size if size >= 4 or not precision.fp32_logits else 4 + size
+        budget = CHUNK.config(x.device, H, V, size, cuda)["budget_mib"] * MiB
+        chunk_size = max(budget // (V * logit) // tile, 1) * tile
+        chunks = max(-(-T // chunk_size), 1)
+        # In float16 sums are in float32 anyway: see `summed_dtype`.
+        summed = precision.fp32_sums and precision.learns and weight.dtype == torch.bfloat16
+        sums = 4 * V * H if summed else 0
+        if T * V * logit <= T * V * logit / chunks + sums:
+            chunks = 1
+        chunk_size = -(-T // chunks // tile) * tile
+    return max(min(chunk_size, T), 1)
+
+
+def _multiplies_here(t: torch.Tensor) -> bool:
+    """Whether `_products` multiplies factors like t into float32."""
+    return t.is_cpu and _products.takes(t.dtype)
+
+
+def _gemm(out, a, b, add: bool, alpha: float = 1.0) -> None:
+    """out (+)= alpha * a b. out: of the factors' dtype, or float32 where `_multiplies_here`."""
+    if out.dtype == torch.float32 and _multiplies_here(a):
+        _products.product_(out, a, b, add=add, scale=alpha)
+    elif not add and alpha == 1.0:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(out, a, b, beta=1 if add else 0, alpha=alpha, out=out)
+
+
+class Gradients:
+    """The gradients of x, weight and bias, filled chunk by chunk. need: which of the three."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        chunk: int,
+        fp32_sums: bool,
+        scale: float,
+        need: tuple[bool, bool, bool],
+    ):
+        V, H = weight.shape
+        chunks = -(-x.shape[0] // chunk)
+        # A single chunk is summed inside the GEMM, in float32.
+        acc = torch.float32 if fp32_sums and chunks > 1 else summed_dtype(weight.dtype, fp32_sums)
+        self.x, self.weight, self.scale, self.chunks = x, weight, scale, chunks
+        self.need_x, self.need_w, self.need_b = need_x, need_w, need_b = need
+        self.wanted = any(need)
+        self.fp32_sums = fp32_sums
+        self.dx = x.new_empty(x.shape if need_x else (0,))
+        self.dw = weight.new_empty((V, H) if need_w else (0,), dtype=acc)
+        new = weight.new_zeros if need_b else weight.new_empty
+        self.db = new((V,) if need_b else (0,), dtype=torch.float32 if fp32_sums else weight.dtype)
+        self.wide = None  # a block of the logits' gradient and the chunk's x, in float32
+        if (
+            need_w
+            and acc != x.dtype
+            and not (x.is_cuda and HAS_OUT_DTYPE)
+            and not _multiplies_here(x)
+        ):
+            columns = min(max(BLOCK_BYTES // (4 * chunk), 64), V)
+            self.wide = self.dw.new_empty((chunk, columns)), self.dw.new_empty((chunk, H))
+
+    def add(self, rows: slice, dlogits: torch.Tensor) -> None:
+        x, first = self.x[rows], rows.start == 0
+        dlogits = dlogits.to(x.dtype)
+        if self.need_x:
+            _gemm(self.dx[rows], dlogits, self.weight, False, self.scale)
+        if self.need_b:
+            self.db += dlogits.sum(0, dtype=self.db.dtype) * self.scale
+        if not self.need_w:
+            return
+        if self.dw.dtype == x.dtype or _multiplies_here(x):
+            _gemm(self.dw, dlogits.t(), x, not first, self.scale)
+        elif self.wide is None:
+            torch.addmm(
+                self.dw,
+                dlogits.t(),
+                x,
+                out_dtype=torch.float32,
+                beta=0 if first else 1,
+                alpha=self.scale,
+                out=self.dw,
+            )
+        else:
+            n = x.shape[0]
+            wide, x = self.wide[0][:n], self.wide[1][:n].copy_(x)
+            for v in range(0, dlogits.shape[1], wide.shape[1]):
+                part = dlogits[:, v : v + wide.shape[1]]
+                part = wide[:, : part.shape[1]].copy_(part)
+                _gemm(self.dw[v : v + part.shape[1]], part.t(), x, not first, self.scale)
+
+    def done(self, wide: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dx, dw, db, in the inputs' dtype; the last two in `summed_dtype` if wide."""
+        if self.chunks == 0:
+            self.dw.zero_()
+        dtype = summed_dtype(self.weight.dtype, self.fp32_sums) if wide else self.weight.dtype
+        return self.dx, self.dw.to(dtype), self.db.to(dtype)
+
+
+def divides_later(x: torch.Tensor) -> bool:
+    """Whether "mean" divides after the gradients are made: in float16 a logit's gradient, divided
+    by the number of tokens, would underflow.
+    """
+    return x.dtype == torch.float16
+
+
+def summed_dtype(dtype: torch.dtype, fp32_sums: bool) -> torch.dtype:
+    """In what the gradient of the sum of losses, for a weight of this dtype, waits for backward. It
+    is not divided by the number of tokens yet, so in float16 it could be too large.
+    """
+    return torch.float32 if fp32_sums and dtype == torch.float16 else dtype
+
+
+def logits_chunks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    chunk: int,
+    scale: float,
+    fp32_logits: bool,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Rows, and scale * (x weight^T + bias) of them in a buffer that the next chunk overwrites."""
+    T = x.shape[0]
+    wide = fp32_logits and x.dtype != torch.float32
+    buffer = x.new_empty((min(chunk, T), weight.shape[0]), dtype=torch.float32 if wide else x.dtype)
+    for start in range(0, T, chunk):
+        rows = slice(start, min(start + chunk, T))
+        logits = buffer[: rows.stop - start]
+        if wide:
+            _wide_logits(logits, x[rows], weight, bias, scale)
+        elif bias is not None:
+            torch.addmm(bias, x[rows], weight.t(), beta=scale, alpha=scale, out=logits)
+        else:
+            _gemm(logits, x[rows], weight.t(), False, scale)
+        yield rows, logits
+
+
+def _wide_logits(logits, x, weight, bias, scale):
+    """logits = scale * (x weight^T + bias) in float32, from 16-bit operands."""
+    if x.is_cuda and HAS_OUT_DTYPE:
+        torch.mm(x, weight.t(), out_dtype=torch.float32, out=logits)
+    elif _multiplies_here(x):
+        _gemm(logits, x, weight.t(), False)
+    else:  # a block of the weight at a time
+        x, step = x.float(), max(BLOCK_BYTES // (4 * max(weight.shape[1], 1)), 64)
+        for v in range(0, weight.shape[0], step):
+            torch.mm(x, weight[v : v + step].float().t(), out=logits[:, v : v + step])
+    if bias is not None:
+        logits += bias
+    if scale != 1.0:
+        logits *= scale

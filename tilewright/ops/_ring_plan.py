@@ -1,0 +1,152 @@
+"""What each rank of a ring computes and sends: chunks, documents and windows as intervals.
+
+Ring rank r of R has chunks r and 2 R - 1 - r of a sequence that is cut in 2 R chunks. A chunk and a
+document are intervals, so that two chunks share at most one document, and what one chunk's queries
+see of another's keys is a rectangle.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from typing import NamedTuple
+
+
+class Block(NamedTuple):
+    """A rectangle: queries [a, b) of this rank's rows, keys [a, b) of the rows that a step has.
+    offset: the distance from its first key to its first query where the window cuts it, None where
+    every query sees every key.
+    """
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    offset: int | None
+
+
+class Step(NamedTuple):
+    """send: intervals of this rank's rows that ring rank r + t needs.   receive: intervals of the
+    rows of r - t, concatenated.   blocks: what is computed with them.
+    """
+
+    send: tuple[tuple[int, int], ...]
+    receive: tuple[tuple[int, int], ...]
+    blocks: tuple[Block, ...]
+
+
+class Plan(NamedTuple):
+    """steps: from t = 0, which sends nothing, to R - 1.   chunks: for each of this rank's two,
+    where it begins in the sequence, and whether it holds more than one document.   rows: per chunk.
+    """
+
+    steps: tuple[Step, ...]
+    chunks: tuple[tuple[int, bool], ...]
+    rows: int
+
+
+@functools.lru_cache(maxsize=64)  # the layers of a model ask for the same
+def plan(
+    ends: tuple[int, ...], S: int, ring: int, rank: int, causal: bool, window: int | None
+) -> Plan:
+    """What ring rank `rank` of `ring` computes and sends for documents that end at `ends`. Every
+    rank makes its own plan, and the plans agree.
+    """
+    rows = S // (2 * ring)
+    steps = []
+    for t in range(ring):
+        send, receive = (
+            united([block.keys for block in _blocks(to, source, ends, rows, ring, causal, window)])
+            for to, source in (((rank + t) % ring, rank), (rank, (rank - t) % ring))
+        )
+        blocks = _blocks(rank, (rank - t) % ring, ends, rows, ring, causal, window)
+        if t == 0:
+            steps.append(Step((), (), tuple(blocks)))
+        else:
+            steps.append(
+                Step(
+                    tuple(send),
+                    tuple(receive),
+                    tuple(block._replace(keys=_within(receive, block.keys)) for block in blocks),
+                )
+            )
+    chunks = []
+    for number in _chunks(rank, ring):
+        begin = number * rows
+        inside = bisect.bisect_left(ends, begin + rows) - bisect.bisect_right(ends, begin)
+        chunks.append((begin, inside > 0))
+    return Plan(tuple(steps), tuple(chunks), rows)
+
+
+def _chunks(rank, ring):
+    return rank, 2 * ring - 1 - rank
+
+
+def _blocks(to, source, ends, rows, ring, causal, window):
+    """What the queries of ring rank `to` see of the keys of `source`, but for a chunk's of
+    itself.
+    """
+    found = []
+    for (q_at, i), (k_at, j) in itertools.product(
+        enumerate(_chunks(to, ring)), enumerate(_chunks(source, ring))
+    ):
+        if i == j or (causal and i < j) or rows == 0:
+            continue
+        shared = _shared(max(i, j), min(i, j), rows, ends)
+        if shared is None:
+            continue
+        (qa, qb), (ka, kb) = shared if i > j else shared[::-1]
+        offset = None
+        if window is not None:
+            ka, qb = max(ka, qa - window + 1), min(qb, kb - 1 + window)
+            if ka >= kb or qa >= qb:
+                continue
+            offset = qa - ka if qb - 1 - ka >= window else None
+        to_q, to_k = q_at * rows - i * rows, k_at * rows - j * rows
+        found.append(Block((qa + to_q, qb + to_q), (ka + to_k, kb + to_k), offset))
+    return _joined(found)
+
+
+def _shared(late, early, rows, ends):
+    """The beginning of chunk `late` and the end of chunk `early` that are in one document, or
+    None.
+    """
+    first = late * rows
+    after = bisect.bisect_right(ends, first)
+    begin, end = ends[after - 1], ends[after]
+    if begin >= (early + 1) * rows:
+        return None
+    return (first, min(end, first + rows)), (max(begin, early * rows), (early + 1) * rows)
+
+
+def _joined(blocks):
+    """Whole rectangles side by side as one: a causal step then is a single one."""
+    for x, y in itertools.permutations(blocks, 2):
+        if x.offset is not None or y.offset is not None:
+            continue
+        rest = [b for b in blocks if b not in (x, y)]
+        if x.keys == y.keys and x.queries[1] == y.queries[0]:
+            return _joined([Block((x.queries[0], y.queries[1]), x.keys, None), *rest])
+        if x.queries == y.queries and x.keys[1] == y.keys[0]:
+            return _joined([Block(x.queries, (x.keys[0], y.keys[1]), None), *rest])
+    return sorted(blocks)
+
+
+def united(intervals):
+    """Sorted, those that touch or overlap as one."""
+    found: list[tuple[int, int]] = []
+    for a, b in sorted(intervals):
+        if found and a <= found[-1][1]:
+            found[-1] = (found[-1][0], max(b, found[-1][1]))
+        else:
+            found.append((a, b))
+    return found
+
+
+def _within(intervals, part):
+    """Where `part` of one of the intervals lies when they are one after the other."""
+    before = 0
+    for a, b in intervals:
+        if a <= part[0] and part[1] <= b:
+            return before + part[0] - a, before + part[1] - a
+        before += b - a
+    raise AssertionError(f"{part} is in none of {intervals}")

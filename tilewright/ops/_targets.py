@@ -1,0 +1,104 @@
+"""Targets of a loss: which rows to learn from, and what a target out of range does.
+
+The losses read targets on the device, so that no loss waits for it: a target that is neither in the
+vocabulary nor ignore_index makes its row's loss and gradient NaN, and the divisor of "mean" does
+not count it. On a CPU, and within `checked_targets`, it is an IndexError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+
+from tilewright.ops._library import define
+
+_CHECKED: ContextVar[bool] = ContextVar("checked_targets", default=False)
+
+
+@contextlib.contextmanager
+def checked_targets() -> Iterator[None]:
+    """Within it, losses on CUDA tensors raise an IndexError that names the first target that is out
+    of range and its row, as they always do on CPU tensors; without it, such a target makes its
+    row's loss and gradient NaN.
+
+    The look costs each loss one synchronisation with the device: for tests, and for the first step
+    of a run. It is made when a loss runs, so code that torch.compile has compiled follows it too;
+    while a CUDA graph is recorded nothing can be looked at, and NaN stands for such a target.
+    """
+    token = _CHECKED.set(True)
+    try:
+        yield
+    finally:
+        _CHECKED.reset(token)
+
+
+def _may_look(target: torch.Tensor) -> bool:
+    return not target.is_cuda or (_CHECKED.get() and not torch.cuda.is_current_stream_capturing())
+
+
+def check(target: torch.Tensor, V: int, ignore_index: int) -> None:
+    """Raises IndexError at the first target that is neither in [0, V) nor ignore_index, where
+    that may be looked at.
+    """
+    if not _may_look(target):
+        return
+    outside = ~within(target, V) & (target != ignore_index)
+    if outside.any():
+        first = outside.nonzero()[0].tolist()
+        raise IndexError(
+            f"target{first or ''} is {int(target[tuple(first)])}; accepted are 0 to {V - 1} and "
+            f"ignore_index ({ignore_index})"
+        )
+
+
+def within(target: torch.Tensor, V: int) -> torch.Tensor:
+    """Whether each target is one of V columns."""
+    return (target >= 0) & (target < V)
+
+
+def present(target: torch.Tensor, V: int, ignore_index: int) -> torch.Tensor:
+    """`presence` without the check."""
+    ignored = target == ignore_index
+    return (~ignored).to(torch.float32).masked_fill_(~within(target, V) & ~ignored, float("nan"))
+
+
+def _presence(target: torch.Tensor, V: int, ignore_index: int) -> torch.Tensor:
+    check(target, V, ignore_index)
+    return present(target, V, ignore_index)
+
+
+def _fake_presence(target, V, ignore_index):
+    return torch.empty_like(target, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+
+# An operator, so that torch.compile leaves its look at the values for run time, and one whose
+# result is used, so that it is not removed.
+presence = define("target_presence", _presence, _fake_presence)
+"""presence(target int64 [...], V, ignore_index) -> float32 [...]: 1 for a row to learn from, 0
+where target is ignore_index, NaN where it is neither that nor in [0, V) and `check` may not
+look."""
+
+
+def divisor(
+    here: torch.Tensor, y_weight: torch.Tensor | None, num_tokens: torch.Tensor | float | None
+) -> torch.Tensor | float:
+    """What "mean" divides the sum of losses by: num_tokens, or the weights of the targets to
+    learn from; 1 for 0.
+    """
+    if num_tokens is None:
+        num_tokens = (here == 1).to(here.dtype)
+        num_tokens = (num_tokens if y_weight is None else num_tokens * y_weight).sum()
+    if isinstance(num_tokens, torch.Tensor):
+        num_tokens = num_tokens.detach()
+        return torch.where(num_tokens == 0, 1, num_tokens)
+    return num_tokens or 1
+
+
+def weight_of(target: torch.Tensor, class_weight: torch.Tensor | None) -> torch.Tensor | None:
+    """[T], the class weight of each target; that of some class for a target that is none."""
+    return (
+        None if class_weight is None else class_weight[target.clamp(0, class_weight.shape[0] - 1)]
+    )
