@@ -3,7 +3,6 @@ and PEFT's files.
 """
 
 import re
-import sys
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.lora_experts import LoRAExperts
-from tilewright.ops import moe_lora, moe_mlp
+from tilewright.ops import _experts, _moe_lora_fused, _weights, moe_lora, moe_mlp
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import quantize_block_fp8
 from tilewright.ops.moe_lora import ADAPTERS, MODES, MOE_LORA, saved_bytes
@@ -93,9 +92,6 @@ def plain(a, scale=SCALE):
                 y = y + a["expert_weight"][t, k] * (down[e] @ (gate / (1 + torch.exp(-gate)) * up))
         rows.append(y)
     return torch.stack(rows)
-
-
-ops_moe_lora = sys.modules["tilewright.ops.moe_lora"]  # the name in tilewright.ops is the function
 
 
 # ---- the op
@@ -186,17 +182,16 @@ def test_what_is_kept_is_what_the_formula_says(name, mode, format):
 
 
 @pytest.mark.parametrize("name", [n for n in QUICK if n != "eager"])
-def test_each_base_weight_is_multiplied_once_and_no_factor_is_expanded(name, monkeypatch):
+def test_each_base_weight_is_multiplied_once_and_no_factor_is_expanded(name):
     """In either pass: two grouped products of the base, none for its gradient; and with shared
     factors no tensor of all experts is made.
     """
     skip_unless_usable(MOE_LORA, name, torch.float32)
-    monkeypatch.setattr(
-        ops_moe_lora, "_register", lambda name, forward, backward: (forward, backward)
-    )
-    forward, backward = ops_moe_lora._compose(name)
+    launches = _moe_lora_fused.Composed(name)
     a = {n: t.detach() for n, t in inputs("shared").items()}
     x, gate_up, down, index, weight, *adapters = a.values()
+    base = [_experts.Weight(_weights.pack(w), x.dtype) for w in (gate_up, down)]
+    adapters = _moe_lora_fused.Adapters(*adapters)
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -213,13 +208,14 @@ def test_each_base_weight_is_multiplied_once_and_no_factor_is_expanded(name, mon
     def watched(fn, *arguments):
         with Seen() as seen:
             seen.made, seen.products = [], []
-            found = fn(lambda: gate_up, lambda: down, *arguments)
+            found = fn(base, *arguments)
         assert sorted(seen.products) == sorted((gate_up.data_ptr(), down.data_ptr()))
         assert seen.made and not [shape for shape in seen.made if len(shape) == 3 and shape[0] == E]
         return found
 
-    y, *saved = watched(forward, E, x, index, weight, *adapters, SCALE, True)
-    found = watched(backward, torch.ones_like(y), x, weight, *adapters, *saved, SCALE, [True] * 8)
+    y, *saved = watched(launches.forward, x, index, weight, adapters, SCALE, True)
+    dy = torch.ones_like(y)
+    found = watched(launches.backward, dy, x, weight, adapters, saved, SCALE, [True] * 8)
     expected = moe_lora(**inputs("shared"), scale=SCALE, implementation=name)
     assert torch.equal(y, expected) and [g.shape for g in found] == [
         t.shape for t in (x, weight, *adapters)

@@ -21,7 +21,8 @@ from tilewright.ops import (
     quantized_linear,
 )
 from tilewright.ops.aqn import AQN
-from tilewright.ops.quantized_linear import FP8_LINEAR, QUANTIZED_LINEAR, dequantize
+from tilewright.ops.fp8_linear import FP8_LINEAR
+from tilewright.ops.quantized_linear import QUANTIZED_LINEAR, dequantize
 
 MODULE = sys.modules["tilewright.ops.quantized_linear"]
 NAMES = [i.name for i in QUANTIZED_LINEAR.implementations]

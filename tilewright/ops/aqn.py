@@ -11,6 +11,7 @@ and `rmsnorm` (QeRL, arXiv 2510.11696).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, cases, quantize
-from tilewright.ops._library import adopt, define
+from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.registry import Case, Cost, Implementation, On, Op
 
 
@@ -177,33 +178,27 @@ noise_eager = define("aqn_eager_noise", _noise_eager, _fake)
 
 # ---- fused implementations
 
-_loaded: dict[str, object] = {}
 
-
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import aqn_triton
-
-        _loaded["triton"] = define("aqn_triton_noise", aqn_triton.noise, _fake)
-    return _loaded["triton"]
-
-
-def _cpp():
-    if "cpp" not in _loaded:
-        low = adopt(
-            "aqn_cpp_noise",
-            lambda *arguments: _fake(
-                *arguments[:-1], torch.bfloat16 if arguments[-1] else torch.float32
-            ),
-        )
-        _loaded["cpp"] = lambda *arguments: low(*arguments[:-1], arguments[-1] == torch.bfloat16)
-    return _loaded["cpp"]
-
-
-def _gate():
     from tilewright.kernels import aqn_triton
 
-    return aqn_triton.gate()
+    return define("aqn_triton_noise", aqn_triton.noise, _fake)
+
+
+@functools.cache
+def _cpp():
+    low = adopt(
+        "aqn_cpp_noise",
+        lambda *arguments: _fake(
+            *arguments[:-1], torch.bfloat16 if arguments[-1] else torch.float32
+        ),
+    )
+
+    def noise_cpp(*arguments):
+        return low(*arguments[:-1], arguments[-1] == torch.bfloat16)
+
+    return noise_cpp
 
 
 # ---- cases
@@ -238,7 +233,9 @@ AQN_NOISE = Op(
     aqn_noise,
     noise_eager,
     (
-        Implementation("triton", _triton, platform.no_triton, gate=_gate),
+        Implementation(
+            "triton", _triton, platform.no_triton, gate=from_kernels("aqn_triton", "gate")
+        ),
         Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
     ),
     (

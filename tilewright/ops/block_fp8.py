@@ -4,6 +4,7 @@ for activations, as DeepSeek-V3's checkpoints have them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, aqn, cases, quantize
-from tilewright.ops._library import adopt, define
+from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
 from tilewright.ops.nvfp4 import all_cases, draw
 from tilewright.registry import Case, Cost, Implementation, On, Op
@@ -227,8 +228,6 @@ def dequantize_eager(data, inverse, rows, columns, dtype, alpha=0.0, seed=0, ste
 
 # ---- fused implementations
 
-_loaded: dict[str, tuple] = {}
-
 
 def _fake_quantize(x, rows, columns, seed):
     B, R, C = x.shape
@@ -254,35 +253,27 @@ def _either(one, both):
     )
 
 
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import fused_quantize_triton as fused
-        from tilewright.kernels import quantize_triton as k
+    from tilewright.kernels import fused_quantize_triton as fused
+    from tilewright.kernels import quantize_triton as k
 
-        _loaded["triton"] = (
-            _either(
-                define("block_fp8_triton_quantize", k.block_fp8_quantize, _fake_quantize),
-                define("block_fp8_triton_quantize_both", fused.block_fp8_quantize_both, _fake_both),
-            ),
-            define("block_fp8_triton_dequantize", k.block_fp8_dequantize, _fake_dequantize),
-        )
-    return _loaded["triton"]
+    return (
+        _either(
+            define("block_fp8_triton_quantize", k.block_fp8_quantize, _fake_quantize),
+            define("block_fp8_triton_quantize_both", fused.block_fp8_quantize_both, _fake_both),
+        ),
+        define("block_fp8_triton_dequantize", k.block_fp8_dequantize, _fake_dequantize),
+    )
 
 
+@functools.cache
 def _cpp():
-    if "cpp" not in _loaded:
-        quantise, dequantise = quantize.of_extension("block_fp8", _fake_quantize, _fake_dequantize)
-        _loaded["cpp"] = (
-            _either(quantise, adopt("block_fp8_cpp_quantize_both", _fake_both)),
-            dequantise,
-        )
-    return _loaded["cpp"]
-
-
-def _gate():
-    from tilewright.kernels import fused_quantize_triton
-
-    return [*quantize.gate("block_fp8_quantize_gate")(), *fused_quantize_triton.block_fp8_gate()]
+    quantise, dequantise = quantize.of_extension("block_fp8", _fake_quantize, _fake_dequantize)
+    return (
+        _either(quantise, adopt("block_fp8_cpp_quantize_both", _fake_both)),
+        dequantise,
+    )
 
 
 # ---- cases
@@ -335,7 +326,9 @@ QUANTIZE_BLOCK_FP8 = Op(
     quantize_block_fp8,
     quantize_eager,
     (
-        Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate),
+        Implementation(
+            "triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gates("block_fp8")
+        ),
         Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
     ),
     (
@@ -360,7 +353,7 @@ DEQUANTIZE_BLOCK_FP8 = Op(
             "triton",
             lambda: _triton()[1],
             platform.no_triton,
-            gate=quantize.gate("block_fp8_dequantize_gate"),
+            gate=from_kernels("quantize_triton", "block_fp8_dequantize_gate"),
         ),
         Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
     ),

@@ -26,41 +26,30 @@ several processes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from tilewright import platform
 from tilewright.ops import _checks
-from tilewright.ops._library import once_across
-from tilewright.ops.moe import checked_routing, moe_mlp, moe_mlp_eager
-from tilewright.ops.permute import UNPERMUTE, sort_by_expert
+from tilewright.ops._expert_transport import (
+    AllToAll,
+    DeepEP,
+    Return,
+    no_deepep,
+    once,
+    sort_slots,
+    sum_rows,
+    transport_of,
+    values_at,
+)
+from tilewright.ops._experts import check_routing
+from tilewright.ops.moe import moe_mlp, moe_mlp_eager
 from tilewright.ops.quantize import Quantized
-from tilewright.registry import ImplementationUnavailable, short
+from tilewright.registry import ImplementationUnavailable
 
 DISPATCHES = ("alltoall", "deepep", "eager")
-
-
-@dataclass(frozen=True)
-class DeepEP:
-    """How DeepEP communicates. buffer_size_gb: its buffer for NVLink on each GPU, in 10^9 bytes;
-    num_sms: the multiprocessors that its kernels take, an even number.
-    """
-
-    buffer_size_gb: float = 2.0
-    num_sms: int = 20
-
-
-def no_deepep(device_type: str) -> str | None:
-    """None if DeepEP can carry such tensors here, else the reason."""
-    if reason := platform.no_module("deep_ep"):
-        return reason
-    if device_type != "cuda":
-        return f"DeepEP takes CUDA tensors, not {device_type}"
-    return platform.no_cuda(90)
 
 
 class Plan(NamedTuple):
@@ -145,7 +134,7 @@ def ep_moe_mlp(
     if dispatch == "eager":
         return ep_moe_mlp_eager(x, gate_up_proj, down_proj, index, weight, group)
 
-    received, own, own_weight, pairs, route = _transport(dispatch, group, deepep).send(
+    received, own, own_weight, pairs, route = transport_of(dispatch, group, deepep).send(
         x, index, weight, E, kept
     )
     own_expert, slots, position = _pairs(own, pairs, gate_up_proj.shape[0])
@@ -163,7 +152,7 @@ def ep_moe_mlp(
         )
     else:
         back = experts(received, own_weight)
-    return _Return.apply(back, route)
+    return Return.apply(back, route)
 
 
 def dispatch(
@@ -186,7 +175,7 @@ def dispatch(
             f"got {num_experts}"
         )
     weight = expert_weight.to(torch.promote_types(x.dtype, torch.float32))
-    return _dispatch(x, index, weight, num_experts, _AllToAll(group))
+    return _dispatch(x, index, weight, num_experts, AllToAll(group))
 
 
 def combine(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -195,7 +184,7 @@ def combine(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
     Weights have been applied already. Sums over the experts of a rank, then over ranks, both in
     float32, rounded after each. Differentiable in rows.
     """
-    return _Return.apply(_Collect.apply(rows, plan.slots, plan.position), plan.route)
+    return Return.apply(_Collect.apply(rows, plan.slots, plan.position), plan.route)
 
 
 def _validate(x, expert_index, expert_weight, E):
@@ -204,10 +193,7 @@ def _validate(x, expert_index, expert_weight, E):
     _checks.same_device(x=x, expert_index=expert_index, expert_weight=expert_weight)
     if x.dim() != 2:
         raise ValueError(f"x must have shape [T, H], got {list(x.shape)}")
-    return checked_routing(x, expert_index, expert_weight, E)
-
-
-_once = once_across("ep_moe_mlp")
+    return check_routing(x, expert_index, expert_weight, E)
 
 
 # ---- the definition
@@ -222,7 +208,7 @@ class _Gather(torch.autograd.Function):
         return _gathered(x, sizes, group)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx, dy):
         return _own_sum(dy, ctx.sizes, ctx.group), None, None
 
@@ -236,7 +222,7 @@ class _Sum(torch.autograd.Function):
         return _own_sum(x, sizes, group)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx, dy):
         return _gathered(dy, ctx.sizes, ctx.group), None, None
 
@@ -280,7 +266,7 @@ def _pairs(own, pairs, L):
     """Of received rows with the experts `own` [M, K]: the expert [P, 1] and the slot [P] of each
     pair, sorted by expert, and each slot's pair.
     """
-    _, slots, position = sort_by_expert(own, L)
+    _, slots, position = sort_slots(own, L)
     slots = slots[:pairs]  # those that have an expert here come first
     return own.flatten()[slots][:, None], slots, position
 
@@ -292,24 +278,6 @@ def _dispatch(x, index, weight, E, transport):
     return Dispatched(rows, own_expert, own_weight, Plan(route, slots, position))
 
 
-def _sum_over(rows, position):
-    """The sum of each line of positions, those of -1 left out. The rows may be fewer than the
-    positions.
-    """
-    if rows.shape[0] == 0 or position.shape[0] == 0:
-        return rows.new_zeros((position.shape[0], rows.shape[1]))
-    # The C++ kernel wants as many rows as positions.
-    fewer = rows.shape[0] < position.numel() and not rows.is_cuda
-    return UNPERMUTE.pick("eager" if fewer else "auto", rows)(rows, None, position)
-
-
-def _at(values, row):
-    """values[row], 0 where row is -1."""
-    if values.shape[0] == 0:
-        return values.new_zeros(row.shape)
-    return torch.where(row < 0, 0, values[row.clamp_min(0).long()])
-
-
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weight, slots, position):
@@ -317,12 +285,12 @@ class _Spread(torch.autograd.Function):
         return rows.index_select(0, slots // position.shape[1]), weight.flatten()[slots][:, None]
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx, drows, dweight):
         [position] = ctx.saved_tensors
         return (
-            _sum_over(drows.contiguous(), position) if ctx.needs_input_grad[0] else None,
-            _at(dweight[:, 0], position) if ctx.needs_input_grad[1] else None,
+            sum_rows(drows.contiguous(), position) if ctx.needs_input_grad[0] else None,
+            values_at(dweight[:, 0], position) if ctx.needs_input_grad[1] else None,
             None,
             None,
         )
@@ -332,215 +300,10 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, slots, position):
         ctx.save_for_backward(slots, position)
-        return _sum_over(rows.contiguous(), position)
+        return sum_rows(rows.contiguous(), position)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx, dy):
         slots, position = ctx.saved_tensors
         return dy.index_select(0, slots // position.shape[1]), None, None
-
-
-# ---- transports
-
-
-def _transport(name, group, deepep):
-    return _AllToAll(group) if name == "alltoall" else _DeepEP(group, deepep or DeepEP())
-
-
-class _AllToAll:
-    """`torch.distributed.all_to_all_single` with uneven splits.
-
-    A route of S rows: token [S], whose rows they are, sorted by destination; position [T, K] int32,
-    the row that a slot added, -1 where a slot before it had added it; row [T, K], the row that
-    serves a slot, -1 for none; sent and received, how many rows go to and come from each rank.
-    """
-
-    def __init__(self, group):
-        self.group, self.size = group, dist.get_world_size(group)
-
-    def send(self, x, index, weight, E, kept):
-        route, own, pairs = kept[0] if kept else self.plan(index, E)
-        if kept is not None and not kept:
-            kept.append((route, own, pairs))
-        return *_Send.apply(x, weight, own, route), pairs, route
-
-    def plan(self, index, E):
-        """The route, the indices [S, K] that travel with rows, and how many pairs of row and
-        expert come here.
-        """
-        index = index.long()
-        K, n, L = index.shape[1], self.size, E // self.size
-        outside = (index < 0) | (index >= E)
-        rank = torch.where(outside, n, index // L)
-        # A slot adds a row if no slot before it has the same rank. argmax gives the first.
-        first = (rank[:, :, None] == rank[:, None, :]).to(torch.uint8).argmax(-1)
-        adds = first == torch.arange(K, device=index.device)
-        ends, slots, position = sort_by_expert(torch.where(adds, rank, n), n)
-        out = torch.zeros(2, n + 1, dtype=torch.int64, device=index.device)
-        out[0, :n] = ends.diff(prepend=ends.new_zeros(1))
-        out[1].scatter_add_(0, rank.flatten(), torch.ones_like(rank).flatten())
-        out = out[:, :n].t().contiguous()  # rows and pairs for each rank
-        into = torch.empty_like(out)
-        dist.all_to_all_single(into, out, group=self.group)
-        sizes = torch.cat((out, into)).tolist()  # the one place where the host waits
-        rows_out, rows_in = ([row for row, _ in part] for part in (sizes[:n], sizes[n:]))
-        sent = slots[: sum(rows_out)].long()
-        token, to = sent // K, rank.flatten()[sent]
-        own = torch.where(rank[token] == to[:, None], index[token] % L, L).int()
-        return (
-            _Route(self, token, position, position.gather(1, first), rows_out, rows_in),
-            own,
-            sum(pair for _, pair in sizes[n:]),
-        )
-
-
-class _Route(NamedTuple):
-    transport: _AllToAll
-    token: torch.Tensor
-    position: torch.Tensor
-    row: torch.Tensor
-    sent: list[int]
-    received: list[int]
-
-    def there(self, rows):
-        """Rows to the ranks of their experts."""
-        into = rows.new_empty((sum(self.received), *rows.shape[1:]))
-        dist.all_to_all_single(
-            into, rows.contiguous(), self.received, self.sent, group=self.transport.group
-        )
-        return into
-
-    def back(self, rows):
-        into = rows.new_empty((sum(self.sent), *rows.shape[1:]))
-        dist.all_to_all_single(
-            into, rows.contiguous(), self.sent, self.received, group=self.transport.group
-        )
-        return into
-
-    def forward(self, x, weight, own):
-        rows = self.there(x.index_select(0, self.token))
-        # Indices and weights in one message of 32-bit words.
-        words = weight.index_select(0, self.token).view(torch.int32)
-        words = self.there(torch.cat((own, words), 1))
-        K = own.shape[1]
-        return rows, words[:, :K].contiguous(), words[:, K:].contiguous().view(weight.dtype)
-
-    def forward_backward(self, drows, dweight, needs):
-        """Gradients of x and weight, each None where it is not needed."""
-        dx = _sum_over(self.back(drows), self.position) if needs[0] else None
-        if not needs[1]:
-            return dx, None
-        dweight = self.back(dweight)
-        slot = torch.arange(dweight.shape[1], device=dweight.device)
-        flat = torch.where(self.row < 0, -1, self.row * dweight.shape[1] + slot)
-        return dx, _at(dweight.flatten(), flat)
-
-    def result(self, rows):
-        return _sum_over(self.back(rows), self.position)
-
-    def result_backward(self, dy):
-        return self.there(dy.index_select(0, self.token))
-
-
-class _Send(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, own, route):
-        ctx.route = route
-        rows, own, weight = route.forward(x, weight, own)
-        ctx.mark_non_differentiable(own)
-        return rows, own, weight
-
-    @staticmethod
-    @_once
-    def backward(ctx, drows, _, dweight):
-        return (*ctx.route.forward_backward(drows, dweight, ctx.needs_input_grad[:2]), None, None)
-
-
-class _Return(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, route):
-        ctx.route = route
-        return route.result(rows)
-
-    @staticmethod
-    @_once
-    def backward(ctx, dy):
-        return ctx.route.result_backward(dy), None
-
-
-_buffers: dict[tuple, Any] = {}
-
-
-class _DeepEP:
-    """DeepEP's normal kernels (github.com/deepseek-ai/DeepEP, `Buffer`), written from its published
-    interface.
-
-    This has never run on the GPUs that it needs: what the tests run is a stand-in for the package.
-    """
-
-    def __init__(self, group, options):
-        self.group, self.size, self.options = group, dist.get_world_size(group), options
-
-    def buffer(self, x):
-        """One for a group and set of options; it lives as long as the process."""
-        from deep_ep import Buffer
-
-        key = (self.group, self.options)
-        if key not in _buffers:
-            row = x.shape[1] * max(2, x.element_size())
-            configs = (Buffer.get_dispatch_config(self.size), Buffer.get_combine_config(self.size))
-            least = max(c.get_nvl_buffer_size_hint(row, self.size) for c in configs)
-            given = (
-                int(self.options.buffer_size_gb * 1e9) // 128 * 128
-            )  # DeepEP wants whole blocks of 128 bytes
-            if given < least:
-                raise ValueError(
-                    f"deepep.buffer_size_gb must be at least {least / 1e9:.3g} for {self.size} "
-                    f"ranks and "
-                    f"rows of {x.shape[1]}, got {self.options.buffer_size_gb}"
-                )
-            between_nodes = max(c.get_rdma_buffer_size_hint(row, self.size) for c in configs)
-            Buffer.set_num_sms(self.options.num_sms)
-            _buffers[key] = Buffer(self.group, given, between_nodes)
-        return _buffers[key]
-
-    def send(self, x, index, weight, E, kept):
-        if x.dtype != torch.bfloat16:
-            raise TypeError(f"x must be bfloat16 for DeepEP, got {short(x.dtype)}")
-        index = torch.where((index < 0) | (index >= E), -1, index.long())  # -1: no expert
-        route = _DeepEPRoute(self.buffer(x), E)
-        rows, own, weight = _Send.apply(x.contiguous(), weight, index, route)
-        own = torch.where(own < 0, E // self.size, own).int()
-        return rows, own, weight, route.pairs, route
-
-
-class _DeepEPRoute:
-    def __init__(self, buffer, E):
-        self.buffer, self.E, self.handle, self.pairs = buffer, E, None, 0
-
-    def forward(self, x, weight, index):
-        per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(index, self.E)
-        rows, own, weight, counts, self.handle, _ = self.buffer.dispatch(
-            x,
-            topk_idx=index,
-            topk_weights=weight,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-        )
-        self.pairs = sum(counts)  # on the host: DeepEP waits for them itself
-        return rows, own, weight
-
-    def forward_backward(self, drows, dweight, needs):
-        # One kernel carries both; where only weights are wanted the rows travel all the same.
-        dweight = dweight.contiguous() if needs[1] else None
-        dx, dweight, _ = self.buffer.combine(drows.contiguous(), self.handle, topk_weights=dweight)
-        return dx if needs[0] else None, dweight
-
-    def result(self, rows):
-        return self.buffer.combine(rows, self.handle)[0]
-
-    def result_backward(self, dy):
-        return self.buffer.dispatch(dy.contiguous(), handle=self.handle)[0]

@@ -10,13 +10,14 @@ quantised.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, activation, block_fp8, cases, mxfp8, quantize
-from tilewright.ops._library import adopt, define
+from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.block_fp8 import BlockFP8
 from tilewright.ops.mxfp8 import MXFP8
 from tilewright.ops.rmsnorm import _case as rmsnorm_case
@@ -223,8 +224,6 @@ def _flat(t):
 
 # ---- fused implementations
 
-_loaded: dict[str, tuple] = {}
-
 
 def _fake_inverse(x, rows, columns, mx):
     if mx:
@@ -287,36 +286,25 @@ def _register(silu_mul, silu_mul_both, rmsnorm, dtypes=_checks.ACCEPTED):
     return run_silu_mul, run_rmsnorm
 
 
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import fused_quantize_triton as k
+    from tilewright.kernels import fused_quantize_triton as k
 
-        _loaded["triton"] = _register(
-            define("silu_mul_triton_quantize", k.silu_mul_quantize, _fake_silu_mul),
-            define("silu_mul_triton_mxfp8_both", k.silu_mul_mxfp8_both, _fake_silu_mul_both),
-            define("rmsnorm_triton_quantize", k.rmsnorm_quantize, _fake_rmsnorm),
-        )
-    return _loaded["triton"]
+    return _register(
+        define("silu_mul_triton_quantize", k.silu_mul_quantize, _fake_silu_mul),
+        define("silu_mul_triton_mxfp8_both", k.silu_mul_mxfp8_both, _fake_silu_mul_both),
+        define("rmsnorm_triton_quantize", k.rmsnorm_quantize, _fake_rmsnorm),
+    )
 
 
+@functools.cache
 def _cpp():
-    if "cpp" not in _loaded:
-        _loaded["cpp"] = _register(
-            adopt("silu_mul_cpp_quantize", _fake_silu_mul),
-            adopt("silu_mul_cpp_mxfp8_both", _fake_silu_mul_both),
-            adopt("rmsnorm_cpp_quantize", _fake_rmsnorm),
-            (torch.float32, torch.bfloat16),
-        )
-    return _loaded["cpp"]
-
-
-def _gate(which):
-    def specs():
-        from tilewright.kernels import fused_quantize_triton
-
-        return getattr(fused_quantize_triton, which)()
-
-    return specs
+    return _register(
+        adopt("silu_mul_cpp_quantize", _fake_silu_mul),
+        adopt("silu_mul_cpp_mxfp8_both", _fake_silu_mul_both),
+        adopt("rmsnorm_cpp_quantize", _fake_rmsnorm),
+        (torch.float32, torch.bfloat16),
+    )
 
 
 # ---- cases
@@ -376,7 +364,10 @@ SILU_MUL_QUANTIZE = Op(
     silu_mul_quantize_eager,
     (
         Implementation(
-            "triton", lambda: _triton()[0], platform.no_triton, gate=_gate("silu_mul_gate")
+            "triton",
+            lambda: _triton()[0],
+            platform.no_triton,
+            gate=from_kernels("fused_quantize_triton", "silu_mul_gate"),
         ),
         Implementation(
             "cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)
@@ -426,7 +417,10 @@ RMSNORM_QUANTIZE = Op(
     rmsnorm_quantize_eager,
     (
         Implementation(
-            "triton", lambda: _triton()[1], platform.no_triton, gate=_gate("rmsnorm_gate")
+            "triton",
+            lambda: _triton()[1],
+            platform.no_triton,
+            gate=from_kernels("fused_quantize_triton", "rmsnorm_gate"),
         ),
         Implementation(
             "cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)
@@ -465,7 +459,10 @@ ADD_RMSNORM_QUANTIZE = Op(
     rmsnorm_quantize_eager,
     (
         Implementation(
-            "triton", lambda: _triton()[1], platform.no_triton, gate=_gate("add_rmsnorm_gate")
+            "triton",
+            lambda: _triton()[1],
+            platform.no_triton,
+            gate=from_kernels("fused_quantize_triton", "add_rmsnorm_gate"),
         ),
         Implementation(
             "cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)

@@ -5,6 +5,7 @@ Formats 1.0).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, aqn, cases, quantize
-from tilewright.ops._library import adopt, define
+from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import STEP
 from tilewright.ops.nvfp4 import all_cases, draw
@@ -197,8 +198,6 @@ def dequantize_eager(data, scale, dtype, alpha=0.0, seed=0, step=0, layer=0):
 
 # ---- fused implementations
 
-_loaded: dict[str, tuple] = {}
-
 
 def fake_quantize(x, seed):
     return (
@@ -219,32 +218,24 @@ def _either(one, both):
     return lambda x, seed, transpose: (both if transpose else one)(x, seed)
 
 
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import fused_quantize_triton as fused
-        from tilewright.kernels import quantize_triton as k
+    from tilewright.kernels import fused_quantize_triton as fused
+    from tilewright.kernels import quantize_triton as k
 
-        _loaded["triton"] = (
-            _either(
-                define("mxfp8_triton_quantize", k.mxfp8_quantize, fake_quantize),
-                define("mxfp8_triton_quantize_both", fused.mxfp8_quantize_both, fake_both),
-            ),
-            define("mxfp8_triton_dequantize", k.mxfp8_dequantize, _fake_dequantize),
-        )
-    return _loaded["triton"]
+    return (
+        _either(
+            define("mxfp8_triton_quantize", k.mxfp8_quantize, fake_quantize),
+            define("mxfp8_triton_quantize_both", fused.mxfp8_quantize_both, fake_both),
+        ),
+        define("mxfp8_triton_dequantize", k.mxfp8_dequantize, _fake_dequantize),
+    )
 
 
+@functools.cache
 def _cpp():
-    if "cpp" not in _loaded:
-        quantise, dequantise = quantize.of_extension("mxfp8", fake_quantize, _fake_dequantize)
-        _loaded["cpp"] = _either(quantise, adopt("mxfp8_cpp_quantize_both", fake_both)), dequantise
-    return _loaded["cpp"]
-
-
-def _gate():
-    from tilewright.kernels import fused_quantize_triton
-
-    return [*quantize.gate("mxfp8_quantize_gate")(), *fused_quantize_triton.mxfp8_gate()]
+    quantise, dequantise = quantize.of_extension("mxfp8", fake_quantize, _fake_dequantize)
+    return _either(quantise, adopt("mxfp8_cpp_quantize_both", fake_both)), dequantise
 
 
 # ---- cases
@@ -286,7 +277,9 @@ QUANTIZE_MXFP8 = Op(
     quantize_mxfp8,
     quantize_eager,
     (
-        Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate),
+        Implementation(
+            "triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gates("mxfp8")
+        ),
         Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
     ),
     (
@@ -308,7 +301,7 @@ DEQUANTIZE_MXFP8 = Op(
             "triton",
             lambda: _triton()[1],
             platform.no_triton,
-            gate=quantize.gate("mxfp8_dequantize_gate"),
+            gate=from_kernels("quantize_triton", "mxfp8_dequantize_gate"),
         ),
         Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
     ),

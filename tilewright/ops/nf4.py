@@ -7,16 +7,17 @@ shape.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, aqn, cases, quantize
-from tilewright.ops._library import define
+from tilewright.ops._library import define, from_kernels
 from tilewright.ops.aqn import AQN
 from tilewright.registry import Case, Cost, Goal, Implementation, On, Op, short
 
@@ -295,15 +296,9 @@ def dequantize_nf4(
     of_noise = aqn.arguments(noise)
     _checks.choice("q.block_size", q.block_size, BLOCKS)
     n = math.prod(q.shape)
-    blocks = -(-n // q.block_size)
-    quantize.part("q.data", q.data, torch.uint8, (-(-n // 2),), q.data)
     nested = q.offset is not None
-    quantize.part("q.absmax", q.absmax, torch.uint8 if nested else torch.float32, (blocks,), q.data)
-    if nested:
-        quantize.part(
-            "q.nested_absmax", q.nested_absmax, torch.float32, (-(-blocks // NESTED_BLOCK),), q.data
-        )
-        quantize.part("q.offset", q.offset, torch.float32, (), q.data)
+    scales = [q.absmax, q.nested_absmax, q.offset] if nested else [q.absmax]
+    check_parts(q.data, scales, n, q.block_size)
     table = _map(q.data) if nested else None
     run = DEQUANTIZE_NF4.pick(implementation, On(q.data.device, dtype))
     out = run(
@@ -318,6 +313,23 @@ def dequantize_nf4(
         *of_noise,
     )
     return out.view(q.shape)
+
+
+def check_parts(
+    data: torch.Tensor, scales: Sequence[torch.Tensor], elements: int, block_size: int
+) -> None:
+    """Raises TypeError or ValueError for tensors that are not those of so many elements.
+
+    scales: absmax; with double quantization also nested_absmax and offset.
+    """
+    blocks, nested = -(-elements // block_size), len(scales) == 3
+    quantize.part("q.data", data, torch.uint8, (-(-elements // 2),), data)
+    absmax = torch.uint8 if nested else torch.float32
+    quantize.part("q.absmax", scales[0], absmax, (blocks,), data)
+    if nested:
+        of_codes = (-(-blocks // NESTED_BLOCK),)
+        quantize.part("q.nested_absmax", scales[1], torch.float32, of_codes, data)
+        quantize.part("q.offset", scales[2], torch.float32, (), data)
 
 
 # ---- the definitions
@@ -391,8 +403,6 @@ _nest = define(
 
 # ---- fused implementations
 
-_loaded: dict[str, tuple] = {}
-
 
 def _fake_quantize(x, block):
     n = x.shape[0]
@@ -405,33 +415,31 @@ def _fake_dequantize(data, absmax, nested_absmax, table, offset, n, block, dtype
     return data.new_empty(n, dtype=dtype)
 
 
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import quantize_triton as k
+    from tilewright.kernels import quantize_triton as k
 
-        high = define(
-            "nf4_triton_quantize", k.nf4_quantize, lambda x, bounds, block: _fake_quantize(x, block)
-        )
-        low = define(
-            "nf4_triton_dequantize",
-            k.nf4_dequantize,
-            lambda data, pairs, *rest: _fake_dequantize(data, *rest),
-        )
+    high = define(
+        "nf4_triton_quantize", k.nf4_quantize, lambda x, bounds, block: _fake_quantize(x, block)
+    )
+    low = define(
+        "nf4_triton_dequantize",
+        k.nf4_dequantize,
+        lambda data, pairs, *rest: _fake_dequantize(data, *rest),
+    )
 
-        def quantize_triton(x, block):
-            return high(x, _bounds(x), block)
+    def quantize_triton(x, block):
+        return high(x, _bounds(x), block)
 
-        def dequantize_triton(data, *rest):
-            return low(data, _pairs(data), *rest)
+    def dequantize_triton(data, *rest):
+        return low(data, _pairs(data), *rest)
 
-        _loaded["triton"] = (quantize_triton, dequantize_triton)
-    return _loaded["triton"]
+    return (quantize_triton, dequantize_triton)
 
 
+@functools.cache
 def _cpp():
-    if "cpp" not in _loaded:
-        _loaded["cpp"] = quantize.of_extension("nf4", _fake_quantize, _fake_dequantize)
-    return _loaded["cpp"]
+    return quantize.of_extension("nf4", _fake_quantize, _fake_dequantize)
 
 
 # ---- cases
@@ -514,7 +522,7 @@ QUANTIZE_NF4 = Op(
             "triton",
             lambda: _triton()[0],
             platform.no_triton,
-            gate=quantize.gate("nf4_quantize_gate"),
+            gate=from_kernels("quantize_triton", "nf4_quantize_gate"),
         ),
         Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
     ),
@@ -529,7 +537,7 @@ DEQUANTIZE_NF4 = Op(
             "triton",
             lambda: _triton()[1],
             platform.no_triton,
-            gate=quantize.gate("nf4_dequantize_gate"),
+            gate=from_kernels("quantize_triton", "nf4_dequantize_gate"),
         ),
         Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
     ),

@@ -4,6 +4,7 @@ and one float32 scale for the tensor.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, aqn, cases, quantize
-from tilewright.ops._library import adopt, define
+from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
 from tilewright.ops.hadamard import check_options, hadamard_eager
 from tilewright.registry import Case, Cost, Goal, Implementation, On, Op
@@ -311,8 +312,6 @@ def dequantize_eager(data, scale, global_scale, C, dtype, alpha=0.0, seed=0, ste
 
 # ---- fused implementations
 
-_loaded: dict[str, tuple] = {}
-
 
 def _fake_quantize(x, global_scale, square, seed, hadamard=0, signs=None):
     B, R, C = x.shape
@@ -347,34 +346,32 @@ def _fused(quantise, both, largest):
     )
 
 
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import fused_quantize_triton as fused
-        from tilewright.kernels import quantize_triton as k
+    from tilewright.kernels import fused_quantize_triton as fused
+    from tilewright.kernels import quantize_triton as k
 
-        _loaded["triton"] = (
-            _fused(
-                define("nvfp4_triton_quantize", k.nvfp4_quantize, _fake_quantize),
-                define("nvfp4_triton_quantize_both", fused.nvfp4_quantize_both, _fake_both),
-                define("nvfp4_triton_largest", fused.nvfp4_largest, _fake_largest),
-            ),
-            define("nvfp4_triton_dequantize", k.nvfp4_dequantize, _fake_dequantize),
-        )
-    return _loaded["triton"]
+    return (
+        _fused(
+            define("nvfp4_triton_quantize", k.nvfp4_quantize, _fake_quantize),
+            define("nvfp4_triton_quantize_both", fused.nvfp4_quantize_both, _fake_both),
+            define("nvfp4_triton_largest", fused.nvfp4_largest, _fake_largest),
+        ),
+        define("nvfp4_triton_dequantize", k.nvfp4_dequantize, _fake_dequantize),
+    )
 
 
+@functools.cache
 def _cpp():
-    if "cpp" not in _loaded:
-        quantise, dequantise = quantize.of_extension("nvfp4", _fake_quantize, _fake_dequantize)
-        _loaded["cpp"] = (
-            _fused(
-                quantise,
-                adopt("nvfp4_cpp_quantize_both", _fake_both),
-                adopt("nvfp4_cpp_largest", _fake_largest),
-            ),
-            dequantise,
-        )
-    return _loaded["cpp"]
+    quantise, dequantise = quantize.of_extension("nvfp4", _fake_quantize, _fake_dequantize)
+    return (
+        _fused(
+            quantise,
+            adopt("nvfp4_cpp_quantize_both", _fake_both),
+            adopt("nvfp4_cpp_largest", _fake_largest),
+        ),
+        dequantise,
+    )
 
 
 # ---- cases
@@ -483,12 +480,6 @@ def _timed_variants():
     ]
 
 
-def _gate():
-    from tilewright.kernels import fused_quantize_triton
-
-    return [*quantize.gate("nvfp4_quantize_gate")(), *fused_quantize_triton.nvfp4_gate()]
-
-
 def _noisy():
     def case(name, shape):
         return Case(
@@ -511,7 +502,9 @@ QUANTIZE_NVFP4 = Op(
     quantize_nvfp4,
     _whole(quantize_eager, both_eager, largest_eager),
     (
-        Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate),
+        Implementation(
+            "triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gates("nvfp4")
+        ),
         Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
     ),
     (*all_cases(lambda x: {"x": x}, 4.5), *_variants(), *_timed_variants()),
@@ -525,7 +518,7 @@ DEQUANTIZE_NVFP4 = Op(
             "triton",
             lambda: _triton()[1],
             platform.no_triton,
-            gate=quantize.gate("nvfp4_dequantize_gate"),
+            gate=from_kernels("quantize_triton", "nvfp4_dequantize_gate"),
         ),
         Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
     ),

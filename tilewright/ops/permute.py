@@ -9,13 +9,15 @@ host.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, cases
-from tilewright.ops._library import adopt, define, differentiate
+from tilewright.ops._library import Operator, adopt, define, differentiate, from_kernels
 from tilewright.registry import Case, Cost, Implementation, On, Op, short
 
 MOST_EXPERTS = 4096  # the sort keeps a number for each in registers
@@ -234,8 +236,6 @@ def unpermute_eager(rows, expert_weight, position):
 
 # ---- fused implementations. PyTorch has no other way than the twins': a sort, an index, a sum.
 
-_loaded: dict[str, tuple] = {}
-
 
 def _rows(t):
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
@@ -263,81 +263,73 @@ def _fake_backward(dy, rows, weight, position):
     return dy.new_empty((R, dy.shape[1])), weight.new_empty(0 if rows is None else position.shape)
 
 
-def _register(sort, spread, collect, backward):
-    """permute and unpermute of the four operators: `spread` writes a token's row to its experts'
-    rows, `collect` sums them, and each is the other's backward; with weights, `backward` is the
-    second's.
+def _setup_spread(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward_spread(ctx, drows):
+    return ctx.backward_op(_rows(drows), None, ctx.saved_tensors[0]), None, None
+
+
+def _setup_collect(ctx, inputs, output):
+    rows, weight, position = inputs
+    ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight, position)
+
+
+def _backward_collect(ctx, dy):
+    spread, backward = ctx.backward_op
+    rows, weight, position = ctx.saved_tensors
+    if weight is None:
+        return spread(_rows(dy), position, None), None, None
+    drows, dweight = backward(_rows(dy), rows, weight, position)
+    return drows, None if rows is None else dweight, None
+
+
+class _Fused:
+    """The calls of one implementation and its four operators: `spread` writes a token's row to its
+    experts' rows, `collect` sums them, and each is the other's backward; with weights, `backward`
+    is the second's.
     """
 
-    def setup_spread(ctx, inputs, output):
-        ctx.save_for_backward(inputs[1])
+    def __init__(self, sort: Callable, spread: Operator, collect: Operator, backward: Callable):
+        self.sort, self.spread, self.collect = sort, spread, collect
+        differentiate(spread, _backward_spread, _setup_spread, backward_op=collect)
+        differentiate(collect, _backward_collect, _setup_collect, backward_op=(spread, backward))
 
-    def spread_formula(ctx, drows):
-        return collect(_rows(drows), None, ctx.saved_tensors[0]), None, None
+    def permute(self, x, expert_index, num_experts):
+        offsets, slots, position = self.sort(expert_index, num_experts)
+        rows = None if x is None else self.spread(_rows(x), position, offsets)
+        return rows, offsets, slots, position
 
-    def setup_collect(ctx, inputs, output):
-        rows, weight, position = inputs
-        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight, position)
-
-    def collect_formula(ctx, dy):
-        rows, weight, position = ctx.saved_tensors
-        if weight is None:
-            return spread(_rows(dy), position, None), None, None
-        drows, dweight = backward(_rows(dy), rows, weight, position)
-        return drows, None if rows is None else dweight, None
-
-    differentiate(spread, spread_formula, setup_spread)
-    differentiate(collect, collect_formula, setup_collect)
-
-    def permute_fused(x, expert_index, num_experts):
-        offsets, slots, position = sort(expert_index, num_experts)
-        return None if x is None else spread(_rows(x), position, offsets), offsets, slots, position
-
-    def unpermute_fused(rows, expert_weight, position):
-        return collect(
-            _rows(rows), None if expert_weight is None else expert_weight.contiguous(), position
-        )
-
-    return permute_fused, unpermute_fused
+    def unpermute(self, rows, expert_weight, position):
+        weight = None if expert_weight is None else expert_weight.contiguous()
+        return self.collect(_rows(rows), weight, position)
 
 
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import permute_triton as k
+    from tilewright.kernels import permute_triton as k
 
-        _loaded["triton"] = _register(
-            define("permute_triton_sort", k.sort, _fake_sort),
-            define("permute_triton_spread", k.spread, _fake_spread),
-            define("permute_triton_collect", k.collect, _fake_collect),
-            define("permute_triton_backward", k.backward, _fake_backward),
-        )
-    return _loaded["triton"]
+    return _Fused(
+        define("permute_triton_sort", k.sort, _fake_sort),
+        define("permute_triton_spread", k.spread, _fake_spread),
+        define("permute_triton_collect", k.collect, _fake_collect),
+        define("permute_triton_backward", k.backward, _fake_backward),
+    )
 
 
+@functools.cache
 def _cpp():
-    if "cpp" not in _loaded:
-        _loaded["cpp"] = _register(
-            adopt("permute_cpp_sort", _fake_sort),
-            adopt("permute_cpp_spread", _fake_spread),
-            adopt("permute_cpp_collect", _fake_collect),
-            adopt("permute_cpp_backward", _fake_backward),
-        )
-    return _loaded["cpp"]
+    return _Fused(
+        adopt("permute_cpp_sort", _fake_sort),
+        adopt("permute_cpp_spread", _fake_spread),
+        adopt("permute_cpp_collect", _fake_collect),
+        adopt("permute_cpp_backward", _fake_backward),
+    )
 
 
 def _tunables(op):
-    from tilewright.kernels import permute_triton
-
-    return tuple(t for t in permute_triton.TUNABLES if t.op == op)
-
-
-def _gate(which):
-    def gate():
-        from tilewright.kernels import permute_triton
-
-        return getattr(permute_triton, which)()
-
-    return gate
+    return tuple(t for t in from_kernels("permute_triton", "TUNABLES")() if t.op == op)
 
 
 # ---- cases
@@ -453,13 +445,17 @@ PERMUTE = Op(
     (
         Implementation(
             "triton",
-            lambda: _triton()[0],
+            lambda: _triton().permute,
             platform.no_triton,
-            gate=_gate("sort_gate"),
-            tunables=lambda: _tunables("permute"),
+            gate=from_kernels("permute_triton", "sort_gate"),
+            tunables=functools.partial(_tunables, "permute"),
         ),
         Implementation(
-            "cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)
+            "cpp",
+            lambda: _cpp().permute,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
         ),
     ),
     _all_cases(_permute_case, [_permute_case("int32", 7, 5, 2, 9, small_index=True)]),
@@ -472,13 +468,17 @@ UNPERMUTE = Op(
     (
         Implementation(
             "triton",
-            lambda: _triton()[1],
+            lambda: _triton().unpermute,
             platform.no_triton,
-            gate=_gate("count_gate"),
-            tunables=lambda: _tunables("unpermute"),
+            gate=from_kernels("permute_triton", "count_gate"),
+            tunables=functools.partial(_tunables, "unpermute"),
         ),
         Implementation(
-            "cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)
+            "cpp",
+            lambda: _cpp().unpermute,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
         ),
     ),
     _all_cases(

@@ -16,7 +16,7 @@ import torch
 
 from tilewright._torch import pytree
 from tilewright.ops import _checks
-from tilewright.ops._library import adopt, define
+from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.registry import short
 
 E4M3 = torch.float8_e4m3fn
@@ -99,15 +99,12 @@ def of_extension(
     return adopt(f"{name}_cpp_quantize", fake_quantize), dequantize_cpp
 
 
-def gate(which: str) -> Callable:
-    """What the compile gate asks for: a function of the Triton kernels' module, imported when
-    it is asked.
-    """
+def gates(format: str) -> Callable[[], list]:
+    """What the compile gate compiles of `quantize_<format>`: one result, and what is fused."""
 
     def specs():
-        from tilewright.kernels import quantize_triton
-
-        return getattr(quantize_triton, which)()
+        one = from_kernels("quantize_triton", f"{format}_quantize_gate")
+        return [*one(), *from_kernels("fused_quantize_triton", f"{format}_gate")()]
 
     return specs
 

@@ -7,13 +7,15 @@ T = tokens, E = experts, K = experts a token.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, cases
-from tilewright.ops._library import adopt, define, differentiate
+from tilewright.ops._library import Operator, adopt, define, differentiate, from_kernels
 from tilewright.registry import Case, Cost, Implementation, Op, short
 
 SCORES = ("softmax", "sigmoid")
@@ -223,8 +225,6 @@ def round_tokens(
 
 # ---- fused implementations. torch.topk promises nothing about ties; the twin is the nearest.
 
-_loaded: dict[str, object] = {}
-
 
 def _fake_forward(logits, bias, k, sigmoid, renormalize, groups, topk_groups, scale):
     T, E = logits.shape
@@ -241,79 +241,56 @@ def _fake_backward(g_weight, g_balance, g_z, logits, index, counts, sigmoid, ren
     return logits.new_empty(logits.shape)
 
 
-def _register(forward, backward):
-    def setup(ctx, inputs, output):
-        logits, _, _, ctx.sigmoid, ctx.renormalize, _, _, ctx.scale = inputs
-        _, index, counts, _, _ = output
-        ctx.save_for_backward(logits, index, counts)
-        ctx.mark_non_differentiable(index, counts)
-        ctx.set_materialize_grads(False)
+def _setup(ctx, inputs, output):
+    logits, _, _, ctx.sigmoid, ctx.renormalize, _, _, ctx.scale = inputs
+    _, index, counts, _, _ = output
+    ctx.save_for_backward(logits, index, counts)
+    ctx.mark_non_differentiable(index, counts)
+    ctx.set_materialize_grads(False)
 
-    def formula(ctx, g_weight, g_index, g_counts, g_balance, g_z):
-        if g_weight is None and g_balance is None and g_z is None:
-            return (None,) * 8
-        logits, index, counts = ctx.saved_tensors
 
-        def gradient(g, shape):
-            return logits.new_zeros(shape, dtype=torch.float32) if g is None else g.contiguous()
+def _backward(ctx, g_weight, g_index, g_counts, g_balance, g_z):
+    if g_weight is None and g_balance is None and g_z is None:
+        return (None,) * 8
+    logits, index, counts = ctx.saved_tensors
+    gradients = (
+        logits.new_zeros(shape, dtype=torch.float32) if g is None else g.contiguous()
+        for g, shape in ((g_weight, index.shape), (g_balance, ()), (g_z, ()))
+    )
+    options = ctx.sigmoid, ctx.renormalize, ctx.scale
+    d = ctx.backward_op(*gradients, logits, index, counts, *options)
+    return (d, *(None,) * 7)
 
-        d = backward(
-            gradient(g_weight, index.shape),
-            gradient(g_balance, ()),
-            gradient(g_z, ()),
-            logits,
-            index,
-            counts,
-            ctx.sigmoid,
-            ctx.renormalize,
-            ctx.scale,
-        )
-        return (d, *(None,) * 7)
 
-    differentiate(forward, formula, setup)
+def _fused(forward: Operator, backward: Operator) -> Callable:
+    """The call of one implementation."""
+    differentiate(forward, _backward, _setup, backward_op=backward)
 
-    def route_fused(logits, bias, k, sigmoid, renormalize, groups, topk_groups, scale):
+    def route_fused(logits, bias, *options):
         if logits.stride(1) != 1 and logits.shape[1] > 1:
             logits = logits.contiguous()
-        if bias is not None:
-            bias = bias.contiguous()
-        weight, index, *rest = forward(
-            logits, bias, k, sigmoid, renormalize, groups, topk_groups, scale
-        )
+        bias = None if bias is None else bias.contiguous()
+        weight, index, *rest = forward(logits, bias, *options)
         return index, weight, *rest
 
     return route_fused
 
 
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import route_triton as k
+    from tilewright.kernels import route_triton as k
 
-        _loaded["triton"] = _register(
-            define("route_triton_forward", k.forward, _fake_forward),
-            define("route_triton_backward", k.backward, _fake_backward),
-        )
-    return _loaded["triton"]
+    return _fused(
+        define("route_triton_forward", k.forward, _fake_forward),
+        define("route_triton_backward", k.backward, _fake_backward),
+    )
 
 
+@functools.cache
 def _cpp():
-    if "cpp" not in _loaded:
-        _loaded["cpp"] = _register(
-            adopt("route_cpp_forward", _fake_forward), adopt("route_cpp_backward", _fake_backward)
-        )
-    return _loaded["cpp"]
-
-
-def _tunables():
-    from tilewright.kernels import route_triton
-
-    return route_triton.TUNABLES
-
-
-def _gate():
-    from tilewright.kernels import route_triton
-
-    return route_triton.gate()
+    return _fused(
+        adopt("route_cpp_forward", _fake_forward), adopt("route_cpp_backward", _fake_backward)
+    )
 
 
 # ---- cases
@@ -463,8 +440,8 @@ ROUTE = Op(
             _triton,
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
-            gate=_gate,
-            tunables=_tunables,
+            gate=from_kernels("route_triton", "gate"),
+            tunables=from_kernels("route_triton", "TUNABLES"),
         ),
         Implementation(
             "cpp",
