@@ -53,6 +53,15 @@ class OperatorNames(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def operators_of(fn):
+    """Names of this package's operators that run in fn(), those within other operators too."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        fn()
+    names = {event.key for event in profile.key_averages()}
+    return {n.removeprefix("tilewright::") for n in names if n.startswith("tilewright::")}
+
+
 def join_group(rank, world, folder):
     """Called in each process of `processes`: the gloo group of all of them."""
     store = torch.distributed.FileStore(f"{folder}/store", world)

@@ -6,12 +6,13 @@ import re
 
 import pytest
 import torch
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, operators_of, skip_unless_usable
 
 from tilewright import platform
 from tilewright.bench import contract
 from tilewright.ops import OPS, Gate, _moe_fused, _weights, moe_mlp, permute, quantize_nf4, route
 from tilewright.ops.moe import MOE_MLP, saved_bytes
+from tilewright.registry import use
 
 NAMES = [i.name for i in MOE_MLP.implementations]
 FUSED = [n for n in NAMES if n != "eager"]
@@ -208,6 +209,44 @@ def test_each_bias_alone_and_its_gradient_alone(name):
             rtol=1e-5,
             atol=1e-6,
         )
+
+
+CPP_PARTS = {
+    "permute_cpp_sort",
+    "permute_cpp_collect",
+    "act_mul_cpp_packed_forward",
+    "act_mul_cpp_forward",
+    "grouped_gemm_cpp_forward",
+    "grouped_gemm_cpp_backward_x",
+}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="C++ is for the CPU")
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["tensors", "quantized"])
+def test_a_name_fixes_its_parts_whatever_is_pinned(frozen, compiled):
+    skip_unless_usable(MOE_MLP, "cpp", torch.float32)
+    arguments = x, _, _, _, weight = inputs()
+    if frozen:
+        arguments[1:3] = (quantize_nf4(w.detach()) for w in arguments[1:3])
+
+    def layer(*arguments):
+        return moe_mlp(*arguments, implementation="cpp")
+
+    if compiled:
+        torch._dynamo.reset()
+        layer = torch.compile(layer, fullgraph=True, backend="aot_eager")
+
+    def both_passes():
+        torch.autograd.grad(layer(*arguments).sum(), (x, weight))
+
+    both_passes()  # compiles
+    with use("eager"):
+        both_passes()
+        ran = operators_of(both_passes)
+    own = {"moe_mlp_cpp_forward", "moe_mlp_cpp_backward", "checked_expert_index"}
+    more = {"nf4_cpp_dequantize" if frozen else "grouped_gemm_cpp_backward_weight"}
+    assert ran == own | CPP_PARTS | more
 
 
 @pytest.mark.parametrize("name", FUSED)

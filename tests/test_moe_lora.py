@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from helpers import DEVICE, join_group, skip_unless_usable, two_processes
+from helpers import DEVICE, join_group, operators_of, skip_unless_usable, two_processes
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +18,7 @@ from tilewright.ops.moe_lora import ADAPTERS, MODES, MOE_LORA, saved_bytes
 from tilewright.ops.nf4 import quantize_nf4
 from tilewright.ops.nvfp4 import quantize_nvfp4
 from tilewright.ops.quantized_linear import dequantize
+from tilewright.registry import use
 
 NAMES = [i.name for i in MOE_LORA.implementations]
 FUSED = [n for n in NAMES if n != "eager"]
@@ -220,6 +221,25 @@ def test_each_base_weight_is_multiplied_once_and_no_factor_is_expanded(name):
     assert torch.equal(y, expected) and [g.shape for g in found] == [
         t.shape for t in (x, weight, *adapters)
     ]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="C++ is for the CPU")
+def test_a_name_fixes_its_parts_whatever_is_pinned():
+    skip_unless_usable(MOE_LORA, "cpp", torch.float32)
+    a = inputs()
+    a |= {n: FORMATS["nf4"](a[n]) for n in ("gate_up_proj", "down_proj")}
+
+    def both_passes():
+        moe_lora(**a, scale=SCALE, implementation="cpp").sum().backward()
+
+    both_passes()
+    with use("eager"):
+        ran = operators_of(both_passes)
+    gemm = {f"grouped_gemm_cpp_{n}" for n in ("forward", "backward_x", "backward_weight")}
+    rows = {"permute_cpp_sort", "permute_cpp_collect", "checked_expert_index"}
+    own = {"moe_lora_cpp_forward", "moe_lora_cpp_backward", "nf4_cpp_dequantize"}
+    act = {"act_mul_cpp_packed_forward", "act_mul_cpp_forward"}
+    assert ran - {"nf4_map"} == own | gemm | rows | act
 
 
 @pytest.mark.parametrize("name", FUSED)

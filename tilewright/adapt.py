@@ -42,7 +42,7 @@ from tilewright.lora_experts import (
 )
 from tilewright.nn import Linear
 from tilewright.ops.aqn import AQN
-from tilewright.ops.nf4 import NF4
+from tilewright.ops.nf4_format import NF4
 from tilewright.ops.quantize import Quantized
 from tilewright.ops.quantized_linear import dequantize
 from tilewright.registry import short

@@ -38,7 +38,8 @@ from tilewright.ops.mxfp8 import (
     dequantize_mxfp8,
     quantize_mxfp8,
 )
-from tilewright.ops.nf4 import DEQUANTIZE_NF4, NF4, QUANTIZE_NF4, dequantize_nf4, quantize_nf4
+from tilewright.ops.nf4 import DEQUANTIZE_NF4, QUANTIZE_NF4, dequantize_nf4, quantize_nf4
+from tilewright.ops.nf4_format import NF4
 from tilewright.ops.nvfp4 import (
     DEQUANTIZE_NVFP4,
     NVFP4,

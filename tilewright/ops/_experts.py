@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 
 from tilewright.ops import _checks
+from tilewright.ops._permute_checks import checked_index
 from tilewright.ops._weights import Packed, dense
 from tilewright.ops.activation import Gate, gate_parts
 from tilewright.ops.aqn import AQN
 from tilewright.ops.grouped_gemm import GROUPED_GEMM
-from tilewright.ops.permute import checked_index
 from tilewright.registry import Implementation, no_kernels
 
 SWIGLU = Gate()

@@ -208,7 +208,7 @@ class Fused:
         weights = (Weight(p, dtype, self.dequantizes) for p in (gate_up, down))
         return Experts(*weights, *biases, _gate_of(gate))
 
-    def __call__(
+    def moe_mlp(
         self,
         x,
         gate_up_proj,

@@ -7,6 +7,7 @@ Letters are those of moe_lora.py.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -187,7 +188,7 @@ class _Fused:
     def _base(self, gate_up, down, dtype):
         return tuple(Weight(p, dtype, self.dequantizes) for p in (gate_up, down))
 
-    def __call__(self, x, gate_up_proj, down_proj, index, weight, adapters, scale, noise):
+    def moe_lora(self, x, gate_up_proj, down_proj, index, weight, adapters, scale, noise):
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, *adapters))
         base, last = (
             pack(w, own)
@@ -394,5 +395,10 @@ def _split(low, adapters):
 
 
 @functools.cache
-def load(name: str) -> _Fused:
+def _fused(name):
     return _Fused(name, Composed(name))
+
+
+def load(name: str) -> Callable:
+    """The call of an implementation, by its name."""
+    return _fused(name).moe_lora

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.ops import aqn, nf4, quantize
+from tilewright.ops import aqn, nf4_format, quantize
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import DEQUANTIZE_BLOCK_FP8, BlockFP8
 from tilewright.ops.mxfp8 import DEQUANTIZE_MXFP8, E8M0, MXFP8
-from tilewright.ops.nf4 import DEQUANTIZE_NF4, NF4
+from tilewright.ops.nf4 import DEQUANTIZE_NF4
+from tilewright.ops.nf4_format import NF4
 from tilewright.ops.nvfp4 import DEQUANTIZE_NVFP4, NVFP4
 from tilewright.ops.quantize import Quantized
 from tilewright.registry import On, Op, short
@@ -144,7 +145,7 @@ def check_parts(p: Packed) -> None:
     """For kernels that read a matrix's codes themselves: what `dequantize_*` checks."""
     N, K = p.shape
     if p.format == "nf4":
-        nf4.check_parts(p.data, p.scales, N * K, p.block[0])
+        nf4_format.check_parts(p.data, p.scales, N * K, p.block[0])
     elif p.format == "nvfp4":
         quantize.part("q.data", p.data, torch.uint8, (N, -(-K // 2)), p.data)
         quantize.part("q.scale", p.scales[0], torch.uint8, (N, -(-K // 16)), p.data)

@@ -98,7 +98,7 @@ def silu_mul(
     run here.
     Source: SwiGLU without its projections, arXiv:2002.05202; as in transformers' LlamaMLP.
     """
-    _validate(gate, up)
+    check_gate_up(gate, up)
     return SILU_MUL.pick(implementation, gate)(gate, up, SILU)
 
 
@@ -118,12 +118,12 @@ def gelu_mul(
     Shapes, dtypes, precision, differentiability and errors as in `silu_mul`.
     Source: arXiv:2002.05202 and arXiv:1606.08415; "tanh" as in transformers' GemmaMLP.
     """
-    _validate(gate, up)
+    check_gate_up(gate, up)
     _checks.choice("approximate", approximate, tuple(APPROXIMATE))
     return GELU_MUL.pick(implementation, gate)(gate, up, APPROXIMATE[approximate])
 
 
-def _validate(gate, up):
+def check_gate_up(gate, up):
     _checks.floating("gate", gate)
     if gate.dim() == 0:
         raise ValueError("gate must have at least one dimension, got a scalar")
@@ -134,12 +134,10 @@ def _validate(gate, up):
             )
         return
     _checks.floating("up", up)
-    if up.shape != gate.shape:
-        _checks.shape("up", up, tuple(gate.shape), "that of gate")
+    _checks.shape("up", up, gate.shape, "that of gate")
     if up.dtype != gate.dtype:
         raise TypeError(f"up must have gate's dtype {gate.dtype}, got {up.dtype}")
-    if up.device != gate.device:
-        _checks.same_device(gate=gate, up=up)
+    _checks.same_device(gate=gate, up=up)
 
 
 # ---- the definition
@@ -234,7 +232,7 @@ def _torch():
 # ---- fused implementations
 
 
-def _rows(t: torch.Tensor) -> torch.Tensor:
+def as_rows(t: torch.Tensor) -> torch.Tensor:
     """[..., I] as [rows, I]: a view if the last dimension is contiguous and the others merge,
     else a copy.
     """
@@ -252,10 +250,10 @@ def _rows_or_dense(t: torch.Tensor) -> torch.Tensor:
     """The same, but a contiguous tensor is left as it is: a view takes longer than half of a
     launch.
     """
-    return t if t.is_contiguous() else _rows(t)
+    return t if t.is_contiguous() else as_rows(t)
 
 
-def _register(name, forward, backward, rows=_rows):
+def _register(name, forward, backward, rows=as_rows):
     """Two operators, split and packed: slicing a packed input would pad and add two gradients.
 
     rows: makes of [..., I] what the launchers take.
@@ -274,16 +272,16 @@ def _register(name, forward, backward, rows=_rows):
 
     def packed_forward(packed: torch.Tensor, kind: int) -> torch.Tensor:
         inner = packed.shape[-1] // 2
-        both = _rows(packed)
+        both = as_rows(packed)
         y = forward(both[:, :inner], both[:, inner:], kind)
         return y if packed.dim() == 2 else y.view(*packed.shape[:-1], inner)
 
     def packed_backward(dy: torch.Tensor, packed: torch.Tensor, kind: int) -> torch.Tensor:
         inner = packed.shape[-1] // 2
-        both, d = _rows(packed), packed.new_empty(packed.shape)
-        flat = _rows(d)  # a view: d is contiguous
+        both, d = as_rows(packed), packed.new_empty(packed.shape)
+        flat = as_rows(d)  # a view: d is contiguous
         backward(
-            _rows(dy), both[:, :inner], both[:, inner:], flat[:, :inner], flat[:, inner:], kind
+            as_rows(dy), both[:, :inner], both[:, inner:], flat[:, :inner], flat[:, inner:], kind
         )
         return d
 
@@ -351,7 +349,9 @@ def _tunables(op):
 # ---- cases
 
 
-def _case(name, rows, inner, *, packed=False, strided=False, tags=cases.CONTRACT, **options):
+def activation_case(
+    name, rows, inner, *, packed=False, strided=False, tags=cases.CONTRACT, **options
+):
     n = inner
     for r in rows:
         n *= r
@@ -378,14 +378,14 @@ def _case(name, rows, inner, *, packed=False, strided=False, tags=cases.CONTRACT
 
 def _all_cases(models, **options):
     small = [
-        _case("ragged", (3, 7), 100, **options),
-        _case("packed", (5, 3), 77, packed=True, **options),
-        _case("strided", (4, 3), 36, strided=True, **options),
-        _case("no_rows", (0,), 64, packed=True, **options),
-        _case("one_row", (1,), 17, **options),
-        _case("no_columns", (3,), 0, **options),
-        _case("wide", (2,), 2500, packed=True, **options),
-        _case(
+        activation_case("ragged", (3, 7), 100, **options),
+        activation_case("packed", (5, 3), 77, packed=True, **options),
+        activation_case("strided", (4, 3), 36, strided=True, **options),
+        activation_case("no_rows", (0,), 64, packed=True, **options),
+        activation_case("one_row", (1,), 17, **options),
+        activation_case("no_columns", (3,), 0, **options),
+        activation_case("wide", (2,), 2500, packed=True, **options),
+        activation_case(
             "by_eight", (3,), 1048, packed=True, **options
         ),  # rows aligned to 16 bytes and no more
     ]
@@ -396,9 +396,11 @@ def _all_cases(models, **options):
                 8 if name == "qwen3-30b-a3b" else 1
             )  # 8 experts for each token
             timed.append(
-                _case(name, (tokens,), cases.MODELS[name].inner, packed=True, tags=tags, **options)
+                activation_case(
+                    name, (tokens,), cases.MODELS[name].inner, packed=True, tags=tags, **options
+                )
             )
-    return (*small, *timed, _case("big", (2**17 + 1,), 16384, tags=cases.BIG, **options))
+    return (*small, *timed, activation_case("big", (2**17 + 1,), 16384, tags=cases.BIG, **options))
 
 
 def _implementations(op):
@@ -443,8 +445,8 @@ GELU_MUL = Op(
     _implementations("gelu_mul"),
     (
         *_all_cases(("gemma-3-4b",)),
-        _case("erf", (3, 5), 200, approximate="none"),
-        _case("erf_packed", (3,), 33, packed=True, approximate="none"),
+        activation_case("erf", (3, 5), 200, approximate="none"),
+        activation_case("erf_packed", (3,), 33, packed=True, approximate="none"),
     ),
     goals=cases.near_copy(92, "forward", "backward"),
 )

@@ -12,10 +12,10 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, aqn, cases, quantize
+from tilewright.ops._block_cases import all_cases, draw, timed_cases
 from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
-from tilewright.ops.nvfp4 import all_cases, draw
-from tilewright.registry import Case, Cost, Implementation, On, Op
+from tilewright.registry import Case, Implementation, On, Op
 
 STEP = 0.125  # of noise, in scales
 LEAST = 2.0**-100  # what a smaller largest magnitude counts as: the inverse of its scale is finite
@@ -301,25 +301,6 @@ def _variants(quantised):
     ]
 
 
-def _timed_transposes():
-    def case(device, tags):
-        shape = (cases.TOKENS[device], cases.MODELS["qwen3-8b"].hidden)
-        n = shape[0] * shape[1]
-        options = {"block": (1, 128), "transpose": True}
-
-        def make(device, dtype, seed):
-            return {"x": draw(device, dtype, seed, shape), **options}
-
-        return Case(
-            "qwen3-8b-transpose",
-            make,
-            lambda itemsize: Cost(n * itemsize + int(2 * n * 8.25 / 8)),
-            tags,
-        )
-
-    return [case("cuda", cases.CUDA), case("cpu", cases.CPU)]
-
-
 _COMPILED = (torch.float32, torch.bfloat16)
 QUANTIZE_BLOCK_FP8 = Op(
     "quantize_block_fp8",
@@ -340,7 +321,7 @@ QUANTIZE_BLOCK_FP8 = Op(
         _case("transpose_activations", (7, 130), block=(1, 128), transpose=True),
         _case("transpose_weights", (2, 20, 33), block=(16, 32), transpose=True, seed=3),
         _case("transpose_odd_blocks", (10, 50), block=(3, 7), transpose=True),
-        *_timed_transposes(),
+        *timed_cases("transpose", 8.25, results=2, block=(1, 128), transpose=True),
     ),
     goals=cases.near_copy(85, "forward"),
 )

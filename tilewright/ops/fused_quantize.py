@@ -12,21 +12,40 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, activation, block_fp8, cases, mxfp8, quantize
+from tilewright.ops._fused_quantize_cases import ADD_NORM_CASES, NORM_CASES, SILU_CASES
 from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.block_fp8 import BlockFP8
 from tilewright.ops.mxfp8 import MXFP8
-from tilewright.ops.rmsnorm import _case as rmsnorm_case
-from tilewright.ops.rmsnorm import _validate as check_rmsnorm
-from tilewright.ops.rmsnorm import check_residual, rmsnorm_eager, sum_eager
-from tilewright.registry import Case, Cost, Implementation, Op
+from tilewright.ops.rmsnorm import check_norm, check_residual, rmsnorm_eager, sum_eager
+from tilewright.registry import Implementation, Op
 
 BLOCK = (1, 128)
 FORMATS = ("block_fp8", "mxfp8")
+
+
+class Norm(NamedTuple):
+    """Options of `rmsnorm`."""
+
+    eps: float
+    offset: float
+    cast: str
+
+
+class Into(NamedTuple):
+    """What a norm's kernel writes. keep: also the normalized rows.   mx: MXFP8, not blocks of
+    1 x 128.
+    """
+
+    seed: int | None
+    keep: bool
+    mx: bool
 
 
 @_checks.autocast("inputs")
@@ -61,7 +80,7 @@ def silu_mul_quantize(
     product that is not finite (on CUDA, where looking would wait for the device, such a block's
     scale is not finite), ImplementationUnavailable for a named implementation that cannot run here.
     """
-    activation._validate(gate, up)
+    activation.check_gate_up(gate, up)
     quantize.source(gate, "gate")
     quantize.seed(seed)
     _checks.choice("format", format, FORMATS)
@@ -123,12 +142,13 @@ def rmsnorm_quantize(
     device, such a block's scale is not finite), ImplementationUnavailable for a named
     implementation that cannot run here.
     """
-    check_rmsnorm(x, weight, bias, eps, offset, cast)
+    check_norm(x, weight, bias, eps, offset, cast)
     _check_options(x, seed, return_normalised, format)
     x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
+    norm = Norm(eps, offset, cast)
     run = RMSNORM_QUANTIZE.pick(implementation, x)
     data, inverse, y, _ = run(
-        x, None, weight, bias, eps, offset, cast, seed, return_normalised, format == "mxfp8"
+        x, None, weight, bias, norm, Into(seed, return_normalised, format == "mxfp8")
     )
     q = _made(data, inverse, x.shape, x.dtype, "the normalised x", format)
     return (q, y.view(x.shape)) if return_normalised else q
@@ -159,14 +179,15 @@ def add_rmsnorm_quantize(
     dtype, sum [..., D]), and with return_normalised the normalised rows in x's dtype as a third.
     Not differentiable, the sum neither. Deterministic. Raises as `rmsnorm_quantize`.
     """
-    check_rmsnorm(x, weight, bias, eps, offset, cast)
+    check_norm(x, weight, bias, eps, offset, cast)
     check_residual(x, residual)
     _check_options(x, seed, return_normalised, format)
     x, residual, weight = x.detach(), residual.detach(), weight.detach()
     bias = None if bias is None else bias.detach()
+    norm = Norm(eps, offset, cast)
     run = ADD_RMSNORM_QUANTIZE.pick(implementation, x)
     data, inverse, y, total = run(
-        x, residual, weight, bias, eps, offset, cast, seed, return_normalised, format == "mxfp8"
+        x, residual, weight, bias, norm, Into(seed, return_normalised, format == "mxfp8")
     )
     q = _made(data, inverse, x.shape, x.dtype, "the normalised x + residual", format)
     return (
@@ -212,10 +233,10 @@ def silu_mul_quantize_eager(gate, up, seed, mx, transpose):
     )
 
 
-def rmsnorm_quantize_eager(x, residual, weight, bias, eps, offset, cast, seed, keep, mx):
+def rmsnorm_quantize_eager(x, residual, weight, bias, norm, into):
     total = x if residual is None else sum_eager(x, residual)
-    y = _flat(rmsnorm_eager(total, weight, bias, eps, offset, cast).to(x.dtype))
-    return *_quantised(y, seed, mx), y, total
+    y = _flat(rmsnorm_eager(total, weight, bias, *norm).to(x.dtype))
+    return *_quantised(y, into.seed, into.mx), y, total
 
 
 def _flat(t):
@@ -253,24 +274,37 @@ def _fake_rmsnorm(x, residual, weight, bias, eps, offset, round_xhat, seed, keep
     )
 
 
-def _register(silu_mul, silu_mul_both, rmsnorm, dtypes=_checks.ACCEPTED):
-    """dtypes: what rmsnorm's kernels read weight and bias in; others come to them as float32."""
+class _Fused:
+    """The calls of one implementation and its operators.
 
-    def run_silu_mul(gate, up, seed, mx, transpose):
+    dtypes: what rmsnorm's kernels read weight and bias in; others come to them as float32.
+    """
+
+    def __init__(
+        self,
+        silu_mul: Callable,
+        silu_mul_both: Callable,
+        rmsnorm: Callable,
+        dtypes: tuple[torch.dtype, ...] = _checks.ACCEPTED,
+    ):
+        self.one, self.both, self.norm, self.dtypes = silu_mul, silu_mul_both, rmsnorm, dtypes
+
+    def silu_mul(self, gate, up, seed, mx, transpose):
         rows = gate.shape[-2] if gate.dim() > 1 else 1
         if up is None:
-            both = activation._rows(gate)
-            gate, up = both.chunk(2, -1) if both.shape[-1] else (both, both)
-        gate, up = activation._rows(gate), activation._rows(up)
-        return silu_mul_both(gate, up, rows, seed) if transpose else silu_mul(gate, up, seed, mx)
+            packed = activation.as_rows(gate)
+            gate, up = packed.chunk(2, -1) if packed.shape[-1] else (packed, packed)
+        gate, up = activation.as_rows(gate), activation.as_rows(up)
+        return self.both(gate, up, rows, seed) if transpose else self.one(gate, up, seed, mx)
 
-    def run_rmsnorm(x, residual, weight, bias, eps, offset, cast, seed, keep, mx):
-        if weight.dtype not in dtypes:  # bias has weight's dtype
+    def rmsnorm(self, x, residual, weight, bias, norm, into):
+        eps, offset, cast = norm
+        if weight.dtype not in self.dtypes:  # bias has weight's dtype
             weight, bias = weight.float(), None if bias is None else bias.float()
-        # The llama cast rounds to the dtype that is normalised, which for a float32 residual stream
+        # The llama cast rounds to the dtype that is normalized, which for a float32 residual stream
         # is no rounding.
         round_xhat = cast == "llama" and (residual is None or residual.dtype == x.dtype)
-        return rmsnorm(
+        return self.norm(
             x.contiguous(),
             None if residual is None else residual.contiguous(),
             weight.contiguous(),
@@ -278,19 +312,15 @@ def _register(silu_mul, silu_mul_both, rmsnorm, dtypes=_checks.ACCEPTED):
             eps,
             offset,
             round_xhat,
-            seed,
-            keep,
-            mx,
+            *into,
         )
-
-    return run_silu_mul, run_rmsnorm
 
 
 @functools.cache
 def _triton():
     from tilewright.kernels import fused_quantize_triton as k
 
-    return _register(
+    return _Fused(
         define("silu_mul_triton_quantize", k.silu_mul_quantize, _fake_silu_mul),
         define("silu_mul_triton_mxfp8_both", k.silu_mul_mxfp8_both, _fake_silu_mul_both),
         define("rmsnorm_triton_quantize", k.rmsnorm_quantize, _fake_rmsnorm),
@@ -299,53 +329,12 @@ def _triton():
 
 @functools.cache
 def _cpp():
-    return _register(
+    return _Fused(
         adopt("silu_mul_cpp_quantize", _fake_silu_mul),
         adopt("silu_mul_cpp_mxfp8_both", _fake_silu_mul_both),
         adopt("rmsnorm_cpp_quantize", _fake_rmsnorm),
         (torch.float32, torch.bfloat16),
     )
-
-
-# ---- cases
-
-
-def _without_gradients(kwargs):
-    return {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in kwargs.items()}
-
-
-def _silu_case(name, rows, inner, *, tags=cases.CONTRACT, options=(), **layout):
-    n = math.prod(rows) * inner
-    case = activation._case(name, rows, inner, **layout)
-    results = 1 + dict(options).get("transpose", False)
-    return Case(
-        name,
-        lambda *a: {**_without_gradients(case.make(*a)), **dict(options)},
-        lambda itemsize: Cost(2 * n * itemsize + int(results * n * 8.25 / 8), 0, 5 * n, 0),
-        tags,
-    )
-
-
-def _norm_case(name, shape, *, add=False, tags=cases.CONTRACT, options=(), **parameters):
-    n, moved = (
-        math.prod(shape),
-        1 + dict(options).get("return_normalised", False) + 2 * add,
-    )  # x, residual, sum
-    case = rmsnorm_case(name, shape, add=add, **parameters)
-    return Case(
-        name,
-        lambda *a: {**_without_gradients(case.make(*a)), **dict(options)},
-        lambda itemsize: Cost(moved * n * itemsize + int(n * 8.25 / 8), 0, 4 * n, 0),
-        tags,
-    )
-
-
-def _timed(make, models):
-    return [
-        make(name, cases.TOKENS[device], cases.MODELS[name], tags)
-        for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU))
-        for name in models
-    ]
 
 
 # A code of e4m3 has 3 bits of mantissa: where the twin's value and another's, a rounding apart, lie
@@ -357,7 +346,6 @@ def _atol(dtype, kwargs):
     return 1.25 if kwargs.get("format") == "mxfp8" else 0.125
 
 
-MX = ("format", "mxfp8")
 SILU_MUL_QUANTIZE = Op(
     "silu_mul_quantize",
     silu_mul_quantize,
@@ -365,49 +353,19 @@ SILU_MUL_QUANTIZE = Op(
     (
         Implementation(
             "triton",
-            lambda: _triton()[0],
+            lambda: _triton().silu_mul,
             platform.no_triton,
             gate=from_kernels("fused_quantize_triton", "silu_mul_gate"),
         ),
         Implementation(
-            "cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)
+            "cpp",
+            lambda: _cpp().silu_mul,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
         ),
     ),
-    (
-        _silu_case("ragged", (3, 7), 100),
-        _silu_case("packed", (5, 3), 300, packed=True),
-        _silu_case("strided", (4, 3), 36, strided=True),
-        _silu_case("no_rows", (0,), 64, packed=True),
-        _silu_case("no_columns", (3,), 0),
-        _silu_case("wide", (2,), 1200, packed=True),
-        _silu_case("vector", (), 130),
-        _silu_case("random", (3,), 140, options=[("seed", 3)]),
-        _silu_case("mxfp8", (3, 7), 100, options=[MX]),
-        _silu_case("mxfp8_transpose", (2, 33), 36, packed=True, options=[MX, ("transpose", True)]),
-        *_timed(
-            lambda name, tokens, model, tags: _silu_case(
-                name, (tokens,), model.inner, packed=True, tags=tags
-            ),
-            ("qwen3-8b", "deepseek-v3"),
-        ),
-        *_timed(
-            lambda name, tokens, model, tags: _silu_case(
-                f"{name}-mxfp8", (tokens,), model.inner, packed=True, tags=tags, options=[MX]
-            ),
-            ("qwen3-8b",),
-        ),
-        *_timed(
-            lambda name, tokens, model, tags: _silu_case(
-                f"{name}-mxfp8-transpose",
-                (tokens,),
-                model.inner,
-                packed=True,
-                tags=tags,
-                options=[MX, ("transpose", True)],
-            ),
-            ("deepseek-v3",),
-        ),
-    ),
+    SILU_CASES,
     atol=_atol,
     goals=cases.near_copy(90, "forward"),
 )
@@ -418,38 +376,19 @@ RMSNORM_QUANTIZE = Op(
     (
         Implementation(
             "triton",
-            lambda: _triton()[1],
+            lambda: _triton().rmsnorm,
             platform.no_triton,
             gate=from_kernels("fused_quantize_triton", "rmsnorm_gate"),
         ),
         Implementation(
-            "cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)
+            "cpp",
+            lambda: _cpp().rmsnorm,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
         ),
     ),
-    (
-        _norm_case("ragged", (3, 7, 100)),
-        _norm_case("odd", (5, 257), offset=1.0, cast="gemma"),
-        _norm_case(
-            "bias", (2, 3, 64), bias=True, cast="none", options=[("return_normalised", True)]
-        ),
-        _norm_case("qk_norm", (2, 5, 4, 128), weight_shape=(4, 128)),
-        _norm_case("fp32_weight", (6, 96), mixed=True),
-        _norm_case("no_rows", (0, 64)),
-        _norm_case("vector", (130,)),
-        _norm_case("random", (4, 300), options=[("seed", 9)]),
-        _norm_case("wide", (2, 16512), options=[("return_normalised", True)]),
-        _norm_case("mxfp8", (3, 7, 100), options=[MX]),
-        *_timed(
-            lambda name, tokens, model, tags: _norm_case(name, (tokens, model.hidden), tags=tags),
-            ("qwen3-8b", "deepseek-v3"),
-        ),
-        *_timed(
-            lambda name, tokens, model, tags: _norm_case(
-                f"{name}-mxfp8", (tokens, model.hidden), tags=tags, options=[MX]
-            ),
-            ("qwen3-8b",),
-        ),
-    ),
+    NORM_CASES,
     atol=_atol,
     goals=cases.near_copy(90, "forward"),
 )
@@ -460,49 +399,19 @@ ADD_RMSNORM_QUANTIZE = Op(
     (
         Implementation(
             "triton",
-            lambda: _triton()[1],
+            lambda: _triton().rmsnorm,
             platform.no_triton,
             gate=from_kernels("fused_quantize_triton", "add_rmsnorm_gate"),
         ),
         Implementation(
-            "cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)
+            "cpp",
+            lambda: _cpp().rmsnorm,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
         ),
     ),
-    (
-        _norm_case("ragged", (3, 7, 100), add=True),
-        _norm_case(
-            "bias",
-            (2, 3, 64),
-            add=True,
-            bias=True,
-            cast="none",
-            options=[("return_normalised", True)],
-        ),
-        _norm_case("fp32_residual", (6, 96), add=True, mixed=True),
-        _norm_case("no_rows", (0, 64), add=True),
-        _norm_case("random", (4, 300), add=True, options=[("seed", 9)]),
-        _norm_case("wide", (2, 16512), add=True),
-        _norm_case(
-            "mxfp8",
-            (5, 257),
-            add=True,
-            offset=1.0,
-            cast="gemma",
-            options=[MX, ("return_normalised", True)],
-        ),
-        *_timed(
-            lambda name, tokens, model, tags: _norm_case(
-                name, (tokens, model.hidden), add=True, tags=tags
-            ),
-            ("qwen3-8b",),
-        ),
-        *_timed(
-            lambda name, tokens, model, tags: _norm_case(
-                f"{name}-mxfp8", (tokens, model.hidden), add=True, tags=tags, options=[MX]
-            ),
-            ("qwen3-8b",),
-        ),
-    ),
+    ADD_NORM_CASES,
     atol=_atol,
     goals=cases.near_copy(90, "forward"),
 )

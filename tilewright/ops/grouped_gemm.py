@@ -137,14 +137,11 @@ def _backward(ctx, dy):
 
 
 class Fused(NamedTuple):
-    """The three operators of one implementation; its call is the forward."""
+    """The three operators of one implementation."""
 
     forward: Operator
     backward_x: Operator
     backward_weight: Operator
-
-    def __call__(self, x, weight, offsets):
-        return self.forward(x, weight, offsets)
 
     @classmethod
     def of(cls, *operators: Operator) -> Fused:
@@ -166,7 +163,7 @@ class Fused(NamedTuple):
 
 def operators(name: str) -> Fused:
     """Those of an implementation, for ops that are composed of them."""
-    return GROUPED_GEMM.implementation(name).load()
+    return _LOADERS[name]()
 
 
 class _Triton:
@@ -322,6 +319,9 @@ def _quack():
     return Fused.define("quack", library)
 
 
+_LOADERS = {"triton": _triton, "cpp": _cpp, "native": _native, "quack": _quack}
+
+
 def _no_quack(device_type: str) -> str | None:
     if reason := platform.no_module("quack"):
         return reason
@@ -339,16 +339,26 @@ GROUPED_GEMM = Op(
     (
         Implementation(
             "triton",
-            _triton,
+            lambda: _triton().forward,
             platform.no_triton,
             gate=from_kernels("grouped_gemm_triton", "gate"),
             tunables=from_kernels("grouped_gemm_triton", "TUNABLES"),
         ),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
-        _Native("native", _native, _no_native, devices=("cuda", "cpu")),
+        Implementation(
+            "cpp",
+            lambda: _cpp().forward,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+        ),
+        _Native("native", lambda: _native().forward, _no_native, devices=("cuda", "cpu")),
         # Never chosen by auto: here to be asked for and compared with.
         Implementation(
-            "quack", _quack, _no_quack, devices=(), dtypes=(torch.bfloat16, torch.float16)
+            "quack",
+            lambda: _quack().forward,
+            _no_quack,
+            devices=(),
+            dtypes=(torch.bfloat16, torch.float16),
         ),
     ),
     CASES,

@@ -211,6 +211,10 @@ def moe_mlp_eager(
     return unpermute_eager(down, expert_weight, position)
 
 
+def _composed(name):
+    return load_composed(name).moe_mlp
+
+
 def _tunables():
     from tilewright.kernels import grouped_gemm_triton, permute_triton
 
@@ -222,12 +226,16 @@ MOE_MLP = Op(
     moe_mlp,
     moe_mlp_eager,
     (
-        Implementation("triton", load_triton, platform.no_triton, tunables=_tunables),
+        Implementation(
+            "triton", lambda: load_triton().moe_mlp, platform.no_triton, tunables=_tunables
+        ),
         *(
-            over_grouped_gemm(name, partial(load_composed, name), tunables=no_kernels)
+            over_grouped_gemm(name, partial(_composed, name), tunables=no_kernels)
             for name in ("cpp", "native")
         ),
-        over_grouped_gemm("quack", moe_quack.load, tunables=no_kernels, does=moe_quack.explain),
+        over_grouped_gemm(
+            "quack", lambda: moe_quack.load().moe_mlp, tunables=no_kernels, does=moe_quack.explain
+        ),
     ),
     CASES,
     # The gradient of a weight is <dh, h> in the fused ones and <dy, row> in the twin: one number by

@@ -14,11 +14,11 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, aqn, cases, quantize
+from tilewright.ops._block_cases import all_cases, draw, timed_cases
 from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import STEP
-from tilewright.ops.nvfp4 import all_cases, draw
-from tilewright.registry import Case, Cost, Implementation, On, Op
+from tilewright.registry import Case, Implementation, On, Op
 
 BLOCK = 32
 E8M0 = torch.float8_e8m0fnu
@@ -253,24 +253,6 @@ def _case(name, shape, quantised=False, noise=None, **options):
     return Case(name, make)
 
 
-def _timed_transposes():
-    def case(device, tags):
-        shape = (cases.TOKENS[device], cases.MODELS["qwen3-8b"].hidden)
-        n = shape[0] * shape[1]
-
-        def make(device, dtype, seed):
-            return {"x": draw(device, dtype, seed, shape), "transpose": True}
-
-        return Case(
-            "qwen3-8b-transpose",
-            make,
-            lambda itemsize: Cost(n * itemsize + int(2 * n * 8.25 / 8)),
-            tags,
-        )
-
-    return [case("cuda", cases.CUDA), case("cpu", cases.CPU)]
-
-
 _COMPILED = (torch.float32, torch.bfloat16)
 QUANTIZE_MXFP8 = Op(
     "quantize_mxfp8",
@@ -288,7 +270,7 @@ QUANTIZE_MXFP8 = Op(
         _case("transpose", (40, 70), transpose=True),
         _case("transpose_experts", (2, 33, 48), transpose=True),
         _case("transpose_random", (2, 20, 36), transpose=True, seed=3),
-        *_timed_transposes(),
+        *timed_cases("transpose", 8.25, results=2, transpose=True),
     ),
     goals=cases.near_copy(85, "forward"),
 )

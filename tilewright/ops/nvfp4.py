@@ -13,10 +13,11 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, aqn, cases, quantize
+from tilewright.ops._block_cases import all_cases, draw, timed_cases
 from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
 from tilewright.ops.hadamard import check_options, hadamard_eager
-from tilewright.registry import Case, Cost, Goal, Implementation, On, Op
+from tilewright.registry import Case, Goal, Implementation, On, Op
 
 BLOCK = 16
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -377,66 +378,6 @@ def _cpp():
 # ---- cases
 
 
-def draw(device, dtype, seed, shape):
-    """Normal values, the start of the first row zeros, and some columns so much smaller than others
-    that scales of their blocks are subnormal or nearly nothing.
-    """
-    x = cases.randn(
-        *shape,
-        device=device,
-        dtype=torch.float32,
-        gen=cases.generator(device, seed),
-        requires_grad=False,
-    )
-    x[..., : shape[-1] // 3] *= 3e-5
-    if x.dim() > 1:
-        x[1:2, ..., : shape[-1] // 3] *= 1e-4
-    if x.numel():
-        x.view(-1, shape[-1])[0, :40] = 0
-    return x.to(dtype)
-
-
-def _plain(device, dtype, seed, shape):
-    """For timed cases: torchao has no subnormal scales."""
-    return cases.randn(
-        *shape, device=device, dtype=dtype, gen=cases.generator(device, seed), requires_grad=False
-    )
-
-
-SMALL = {
-    "ragged": (5, 33),
-    "odd_rows": (19, 40),
-    "matrix": (32, 128),
-    "vector": (70,),
-    "experts": (3, 17, 18),
-    "one": (1, 1),
-    "no_rows": (0, 32),
-    "no_columns": (3, 0),
-}
-
-
-def all_cases(make, bits):
-    shapes = [(name, shape, cases.CONTRACT) for name, shape in SMALL.items()]
-    shapes += [
-        (name, shape, tags)
-        for tags in (cases.CUDA, cases.CPU)
-        for name, shape in quantize.SHAPES.items()
-        if tags is cases.CUDA or name == "llama-3-8b-down"
-    ]
-
-    def case(name, shape, tags):
-        n = math.prod(shape)
-        drawn = draw if tags is cases.CONTRACT else _plain
-        return Case(
-            name,
-            lambda device, dtype, seed: make(drawn(device, dtype, seed, shape)),
-            lambda itemsize: Cost(n * itemsize + int(n * bits / 8), 0, 0, 0),
-            tags,
-        )
-
-    return [case(*s) for s in shapes]
-
-
 def _variants():
     def case(name, shape, **options):
         return Case(
@@ -454,29 +395,6 @@ def _variants():
         case("transpose", (19, 70), transpose=True),
         case("transpose_random", (2, 17, 33), transpose=True, seed=1),
         case("transpose_square", (40, 24), transpose=True, square=True),
-    ]
-
-
-def _timed_variants():
-    """The passes over memory: for the largest magnitude, and to quantise."""
-
-    def case(name, device, tags, results, **options):
-        shape = (cases.TOKENS[device], cases.MODELS["qwen3-8b"].hidden)
-        n = math.prod(shape)
-        return Case(
-            name,
-            lambda device, dtype, seed: {"x": draw(device, dtype, seed, shape), **options},
-            lambda itemsize: Cost(2 * n * itemsize + int(results * n * 4.5 / 8)),
-            tags,
-        )
-
-    return [
-        case(f"qwen3-8b-{name}", device, tags, results, **options)
-        for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU))
-        for name, results, options in (
-            ("hadamard", 1, {"hadamard": 16, "hadamard_seed": 1}),
-            ("transpose", 2, {"transpose": True}),
-        )
     ]
 
 
@@ -507,7 +425,12 @@ QUANTIZE_NVFP4 = Op(
         ),
         Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
     ),
-    (*all_cases(lambda x: {"x": x}, 4.5), *_variants(), *_timed_variants()),
+    (
+        *all_cases(lambda x: {"x": x}, 4.5),
+        *_variants(),
+        *timed_cases("hadamard", 4.5, passes=2, hadamard=16, hadamard_seed=1),
+        *timed_cases("transpose", 4.5, passes=2, results=2, transpose=True),
+    ),
 )
 DEQUANTIZE_NVFP4 = Op(
     "dequantize_nvfp4",

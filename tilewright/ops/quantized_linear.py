@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 
 from tilewright import platform
-from tilewright.ops import _checks, aqn, cases, nf4, quantize
+from tilewright.ops import _checks, aqn, cases, nf4_format, quantize
 from tilewright.ops._library import define, differentiate, from_kernels
 from tilewright.ops._weights import (
     Packed,
@@ -195,7 +195,7 @@ class _Fused:
         weight = Packed(data, scales, ints, alpha)
         return _mm(dy, dense(weight, dy.dtype, self.name), None)
 
-    def __call__(self, x, q, bias, noise):
+    def quantized_linear(self, x, q, bias, noise):
         if x.dim() == 2:  # no view where none is needed
             return self.product(x, bias, *pack(q, noise))
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -207,7 +207,7 @@ def _nf4_tables(device):
     """The values of NF4's codes and those of the codes of scales, made once a device. Within an
     operator, where no compiler looks.
     """
-    return nf4.codes_of().to(device), nf4.dynamic_map().to(device)
+    return nf4_format.codes_of().to(device), nf4_format.dynamic_map().to(device)
 
 
 def _read_by_kernel(x, bias, weight):
@@ -381,12 +381,18 @@ QUANTIZED_LINEAR = Op(
     (
         Implementation(
             "triton",
-            load_triton,
+            lambda: load_triton().quantized_linear,
             platform.no_triton,
             gate=from_kernels("quantized_linear_triton", "gate"),
             tunables=lambda: (from_kernels("quantized_linear_triton", "FEW_ROWS")(),),
         ),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        Implementation(
+            "cpp",
+            lambda: _cpp().quantized_linear,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+        ),
     ),
     _CASES,
 )
