@@ -54,12 +54,15 @@ class OperatorNames(TorchDispatchMode):
 
 
 def operators_of(fn):
-    """Names of this package's operators that run in fn(), those within other operators too."""
+    """How often each of this package's operators runs in fn(), those within others too, by name."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         fn()
-    names = {event.key for event in profile.key_averages()}
-    return {n.removeprefix("tilewright::") for n in names if n.startswith("tilewright::")}
+    return {
+        event.key.removeprefix("tilewright::"): event.count
+        for event in profile.key_averages()
+        if event.key.startswith("tilewright::")
+    }
 
 
 def join_group(rank, world, folder):

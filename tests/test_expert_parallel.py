@@ -438,6 +438,9 @@ def test_a_name_fixes_its_parts_whatever_is_pinned(alone):
     with use("eager"):
         ran = operators_of(both_passes)
     names = {n.removesuffix("_forward").removesuffix("_backward") for n in ran}
+    # The exchange, its pairs and the experts; and in both passes the experts and their pairs (sums
+    # over fewer rows than positions, those of the exchange here, are PyTorch's).
+    assert ran["permute_cpp_sort"] == 3 and ran["permute_cpp_collect"] == 4
     assert names == {
         "moe_mlp_cpp",
         "permute_cpp_sort",

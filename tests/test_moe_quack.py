@@ -205,11 +205,7 @@ def test_both_orders_of_gates_and_ups_with_and_without_biases(quack, interleaved
 
     case = _moe_cases.case(
         "of_this_test",
-        29,
-        4,
-        2,
-        32,
-        16,
+        (29, 4, 2, 32, 16),
         "sentinels",
         biases=biases,
         gate=moe_quack.Gate(interleaved=interleaved),

@@ -242,14 +242,14 @@ def test_experts_spread_over_processes(tmp_path):
         (
             {"gate_up_proj": torch.ones(E, 2 * I, H)},
             TypeError,
-            "gate_up_proj and down_proj must both be tensors or both be quantised, got only "
-            "down_proj quantised",
+            "gate_up_proj and down_proj must both be tensors or both be quantized, got only "
+            "down_proj quantized",
         ),
         (
             {"down_proj": torch.ones(E, H, I)},
             TypeError,
-            "gate_up_proj and down_proj must both be tensors or both be quantised, got only "
-            "gate_up_proj quantised",
+            "gate_up_proj and down_proj must both be tensors or both be quantized, got only "
+            "gate_up_proj quantized",
         ),
         (
             {"gate_up_proj": quantize_nf4(torch.ones(2 * I, H))},
@@ -274,7 +274,7 @@ def test_experts_spread_over_processes(tmp_path):
                 "noise": AQN(1.0, 0),
             },
             ValueError,
-            "noise is for quantised weights, got it with tensors",
+            "noise is for quantized weights, got it with tensors",
         ),
     ],
 )

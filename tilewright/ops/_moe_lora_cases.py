@@ -24,18 +24,10 @@ _QUANTIZE = {
 
 
 def case(
-    name,
-    T,
-    E,
-    K,
-    H,
-    I,
-    ranks,
-    mode="per_expert",
-    kind="uniform",
-    quantized=None,
-    tags=cases.CONTRACT,
+    name, sizes, ranks, mode="per_expert", kind="uniform", quantized=None, tags=cases.CONTRACT
 ):
+    """sizes: T, E, K, H, I.   ranks: one, or those of gate, up and down."""
+    T, E, K, H, I = sizes
     gate, up, down = (ranks,) * 3 if isinstance(ranks, int) else ranks
 
     def make(device, dtype, seed):
@@ -80,23 +72,25 @@ def case(
 _QWEN = (128, 8, 2048, 768)
 CASES = (
     *(
-        case(f"sentinels_{mode}", 13, 4, 2, 20, 19, (3, 5, 2), mode, "sentinels")
+        case(f"sentinels_{mode}", (13, 4, 2, 20, 19), (3, 5, 2), mode, "sentinels")
         for mode in ("per_expert", "shared")
     ),
-    case("aligned", 48, 4, 2, 64, 32, 8),
-    case("half_idle_hybrid_shared", 29, 8, 3, 16, 24, 4, "hybrid_shared", "half"),
-    case("only_sentinels", 7, 3, 2, 16, 8, 2, "hybrid_shared", "none"),
-    case("one_expert", 11, 1, 1, 12, 10, 13, kind="sentinels"),  # and ranks above the widths
-    case("no_tokens_shared", 0, 3, 2, 16, 8, 2, "shared"),
-    case("nf4", 9, 3, 2, 16, 12, 2, quantized="nf4"),
-    case("nvfp4_hybrid_shared", 9, 3, 2, 32, 16, (2, 3, 4), "hybrid_shared", "sentinels", "nvfp4"),
-    case("block_fp8_shared", 9, 3, 2, 16, 24, 2, "shared", quantized="block_fp8"),
+    case("aligned", (48, 4, 2, 64, 32), 8),
+    case("half_idle_hybrid_shared", (29, 8, 3, 16, 24), 4, "hybrid_shared", "half"),
+    case("only_sentinels", (7, 3, 2, 16, 8), 2, "hybrid_shared", "none"),
+    case("one_expert", (11, 1, 1, 12, 10), 13, kind="sentinels"),  # and ranks above the widths
+    case("no_tokens_shared", (0, 3, 2, 16, 8), 2, "shared"),
+    case("nf4", (9, 3, 2, 16, 12), 2, quantized="nf4"),
+    case(
+        "nvfp4_hybrid_shared", (9, 3, 2, 32, 16), (2, 3, 4), "hybrid_shared", "sentinels", "nvfp4"
+    ),
+    case("block_fp8_shared", (9, 3, 2, 16, 24), 2, "shared", quantized="block_fp8"),
     *(
-        case(f"qwen3-30b-a3b_{mode}_{T}", T, *_QWEN, 16, mode, tags=cases.CUDA)
+        case(f"qwen3-30b-a3b_{mode}_{T}", (T, *_QWEN), 16, mode, tags=cases.CUDA)
         for T, mode in ((8192, "per_expert"), (32768, "per_expert"), (32768, "hybrid_shared"))
     ),
     *(
-        case(f"qwen3-30b-a3b-32e_{mode}_128", 128, 32, *_QWEN[1:], 16, mode, tags=cases.CPU)
+        case(f"qwen3-30b-a3b-32e_{mode}_128", (128, 32, *_QWEN[1:]), 16, mode, tags=cases.CPU)
         for mode in MODES
     ),
 )

@@ -1,11 +1,11 @@
-"""Adaptive quantisation noise (AQN): normal values that are a function of (seed, step, layer,
+"""Adaptive quantization noise (AQN): normal values that are a function of (seed, step, layer,
 element) alone.
 
 Counter-based, so that nothing is stored: forward, recompute and backward make the same values
 again, wherever they run. In compiled code, step, seed and layer become symbols when they first
 change, so that a training step is not compiled again; alpha is a constant of the graph of a fused
 operator, which is compiled once for each.
-Those who add them make them in registers: `dequantize_*` (in units of the local quantisation step)
+Those who add them make them in registers: `dequantize_*` (in units of the local quantization step)
 and `rmsnorm` (QeRL, arXiv 2510.11696).
 """
 
@@ -28,7 +28,7 @@ from tilewright.registry import Case, Cost, Implementation, On, Op
 class AQN:
     """Which noise, and how much of it.
 
-    alpha: its scale, >= 0. On a quantised weight, in units of the local quantisation step; on the
+    alpha: its scale, >= 0. On a quantized weight, in units of the local quantization step; on the
         weight of a norm, its standard deviation. 0 is no noise, bit for bit.
     seed: 0 to 2^63 - 1.   step: of training, 0 to 2^31 - 1.   layer: which weight, 0 to 2^32 - 1;
         two weights with one number get the same noise.
@@ -99,7 +99,7 @@ def aqn_schedule(step: int, total_steps: int, *, start: float, end: float, stage
         stages (to within a step).   start, end: > 0 and finite.   stages: >= 2; two have noise
         `start` in the second.
     Raises TypeError or ValueError for arguments that do not fit.
-    Source: arXiv 2510.11696, section 3.3 (adaptive quantisation noise).
+    Source: arXiv 2510.11696, section 3.3 (adaptive quantization noise).
     """
     for name, value, least in (
         ("step", step, 0),

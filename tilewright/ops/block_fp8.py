@@ -28,7 +28,7 @@ class BlockFP8(quantize.Quantized):
 
     data: float8_e4m3fn [..., R, C].   scale_inv: float32 [..., ceil(R / block[0]), ceil(C /
         block[1])]; an element is its value times its block's.   block: rows and columns.   dtype:
-        of the tensor that was quantised.
+        of the tensor that was quantized.
     """
 
     data: torch.Tensor
@@ -143,7 +143,7 @@ def dequantize_block_fp8(
     dtype.
 
     q: what `quantize_block_fp8` or `BlockFP8.from_safetensors` returns.
-    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by
+    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
     default.
     noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape
         and step = 0.125 * scale_inv, the gap from 1 on. None, or an alpha of 0, adds nothing.
@@ -214,7 +214,7 @@ def quantize_eager(x, rows, columns, seed, transpose=False):
     return quantize.to_e4m3(scaled.contiguous(), random), inverse
 
 
-def dequantize_eager(data, inverse, rows, columns, dtype, alpha=0.0, seed=0, step=0, layer=0):
+def dequantize_eager(data, inverse, rows, columns, dtype, alpha=0.0, *key):
     acc = torch.promote_types(dtype, torch.float32)
     _, R, C = data.shape
     factor = (
@@ -222,7 +222,7 @@ def dequantize_eager(data, inverse, rows, columns, dtype, alpha=0.0, seed=0, ste
     )
     values = data.view(quantize.E4M3).to(acc) * factor
     if alpha:
-        values = aqn.add_eager(values, alpha * STEP * factor, seed, step, layer)
+        values = aqn.add_eager(values, alpha * STEP * factor, *key)
     return values.to(dtype)
 
 
@@ -269,30 +269,30 @@ def _triton():
 
 @functools.cache
 def _cpp():
-    quantise, dequantise = quantize.of_extension("block_fp8", _fake_quantize, _fake_dequantize)
+    one, dequantize = quantize.of_extension("block_fp8", _fake_quantize, _fake_dequantize)
     return (
-        _either(quantise, adopt("block_fp8_cpp_quantize_both", _fake_both)),
-        dequantise,
+        _either(one, adopt("block_fp8_cpp_quantize_both", _fake_both)),
+        dequantize,
     )
 
 
 # ---- cases
 
 
-def _case(name, shape, quantised=False, noise=None, **options):
+def _case(name, shape, quantized=False, noise=None, **options):
     def make(device, dtype, seed):
         x = draw(device, dtype, seed, shape)
         return (
             {"q": quantize_block_fp8(x, **options), "noise": noise}
-            if quantised
+            if quantized
             else {"x": x, **options}
         )
 
     return Case(name, make)
 
 
-def _variants(quantised):
-    case = lambda *a, **k: _case(*a, quantised, **k)  # noqa: E731
+def _variants(quantized):
+    case = lambda *a, **k: _case(*a, quantized, **k)  # noqa: E731
     return [
         case("weights", (150, 130)),
         case("weights_experts", (2, 20, 33), block=(16, 32)),

@@ -100,7 +100,7 @@ def ep_moe_mlp(
 
     x: [T, H] fp32 | bf16 | fp16 (fp64 with eager); T may differ between ranks, and be 0.
     gate_up_proj: [L, 2 I, H] and down_proj: [L, H, I], this rank's experts, in x's dtype, or both
-        quantised, as moe_mlp takes them.
+        quantized, as moe_mlp takes them.
     expert_index: [T, K] int32 or int64, of all E = n L experts; E for a slot without an expert.
     expert_weight: [T, K], any floating dtype, used in float32.
     dispatch: "alltoall"; "deepep", DeepEP's kernels (set up by `deepep`), with x in bf16; "eager",

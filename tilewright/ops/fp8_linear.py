@@ -38,7 +38,7 @@ def fp8_linear(
     """y = dequant(fp8(x)) @ dequant(q)^T + bias: x too is rounded to FP8, and FP8 is what is
     multiplied.
 
-    x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides; finite. It is quantised as
+    x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides; finite. It is quantized as
         `quantize_block_fp8(x, block=(1, 128))` does: a scale for each 128 columns of a row.
     q: BlockFP8 of shape [N, K] with blocks of 128 x 128.   bias: [N] in x's dtype, or None. Returns
     [..., N] in x's dtype. Products within 128 columns are summed by the tensor cores, in their

@@ -5,7 +5,7 @@ pass.
 Each gives, byte for byte, what the op and `quantize_block_fp8(..., block=(1, 128))` or
 `quantize_mxfp8` give one after
 the other in the same implementation: the result is rounded to the input's dtype before it is
-quantised.
+quantized.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def silu_mul_quantize(
     implementation: "auto", or one of triton, cpp, eager.
 
     Returns a BlockFP8 or MXFP8 of shape [..., I], of gate's dtype. In float32; the product is
-    rounded to gate's dtype, then quantised as by `quantize_block_fp8` or `quantize_mxfp8`: byte for
+    rounded to gate's dtype, then quantized as by `quantize_block_fp8` or `quantize_mxfp8`: byte for
     byte what the two give in the same implementation.
     Not differentiable: for inference, and for a forward whose backward recomputes `silu_mul`.
     Deterministic. Raises TypeError or ValueError for arguments that do not fit, ValueError for a
@@ -89,7 +89,7 @@ def silu_mul_quantize(
         raise TypeError(f"transpose must be a bool, got {transpose!r}")
     if transpose and format != "mxfp8":
         raise ValueError(
-            f"transpose must be False with format {format!r}: no program holds 128 rows; quantise "
+            f"transpose must be False with format {format!r}: no program holds 128 rows; quantize "
             "silu_mul's result by quantize_block_fp8 with transpose=True"
         )
     if transpose and len(shape) < 2:
@@ -124,21 +124,21 @@ def rmsnorm_quantize(
 ) -> BlockFP8 | MXFP8 | tuple[BlockFP8 | MXFP8, torch.Tensor]:
     """rmsnorm(x, weight) in FP8: what a projection in FP8 multiplies.
 
-    x, weight, eps, bias, offset, cast: as in `rmsnorm`; the normalised rows must be finite.
+    x, weight, eps, bias, offset, cast: as in `rmsnorm`; the normalized rows must be finite.
     seed: as in `quantize_block_fp8`.   format: as in `silu_mul_quantize`.
-    return_normalised: also return the normalised rows in x's dtype, for what is not in FP8.
+    return_normalised: also return the normalized rows in x's dtype, for what is not in FP8.
     implementation: "auto", or one of triton, cpp, eager.
 
-    Returns a BlockFP8 or MXFP8 of x's shape and dtype, or (it, normalised [..., D]). Sums in
-    float32 or wider; the normalised row is rounded to x's dtype, then quantised as by
+    Returns a BlockFP8 or MXFP8 of x's shape and dtype, or (it, normalized [..., D]). Sums in
+    float32 or wider; the normalized row is rounded to x's dtype, then quantized as by
     `quantize_block_fp8` or `quantize_mxfp8`: byte for byte what the two give in the same
     implementation (Triton: with the launch constants of rmsnorm's, which decide the order of sums).
     There is no transpose of it in the same pass: a program holds a row, and a block of the
-    transpose 32 of them; `quantize_mxfp8` of the normalised rows, returned or made again, gives
+    transpose 32 of them; `quantize_mxfp8` of the normalized rows, returned or made again, gives
     one.
-    Not differentiable, normalised neither: for inference, and for a forward whose backward is
+    Not differentiable, normalized neither: for inference, and for a forward whose backward is
     `rmsnorm`'s. Deterministic. Raises TypeError or ValueError for arguments that do not fit,
-    ValueError for normalised rows that are not finite (on CUDA, where looking would wait for the
+    ValueError for normalized rows that are not finite (on CUDA, where looking would wait for the
     device, such a block's scale is not finite), ImplementationUnavailable for a named
     implementation that cannot run here.
     """
@@ -150,7 +150,7 @@ def rmsnorm_quantize(
     data, inverse, y, _ = run(
         x, None, weight, bias, norm, Into(seed, return_normalised, format == "mxfp8")
     )
-    q = _made(data, inverse, x.shape, x.dtype, "the normalised x", format)
+    q = _made(data, inverse, x.shape, x.dtype, "the normalized x", format)
     return (q, y.view(x.shape)) if return_normalised else q
 
 
@@ -174,9 +174,9 @@ def add_rmsnorm_quantize(
 
     residual: as in `add_rmsnorm`: x's shape, x's dtype or float32; the sum is rounded to its dtype
     and returned in it.
-    Everything else as in `rmsnorm_quantize`: byte for byte what `add_rmsnorm` and the quantisation
+    Everything else as in `rmsnorm_quantize`: byte for byte what `add_rmsnorm` and the quantization
     give one after the other in the same implementation. Returns (BlockFP8 or MXFP8 of x's shape and
-    dtype, sum [..., D]), and with return_normalised the normalised rows in x's dtype as a third.
+    dtype, sum [..., D]), and with return_normalised the normalized rows in x's dtype as a third.
     Not differentiable, the sum neither. Deterministic. Raises as `rmsnorm_quantize`.
     """
     check_norm(x, weight, bias, eps, offset, cast)
@@ -189,7 +189,7 @@ def add_rmsnorm_quantize(
     data, inverse, y, total = run(
         x, residual, weight, bias, norm, Into(seed, return_normalised, format == "mxfp8")
     )
-    q = _made(data, inverse, x.shape, x.dtype, "the normalised x + residual", format)
+    q = _made(data, inverse, x.shape, x.dtype, "the normalized x + residual", format)
     return (
         (q, total.view(x.shape), y.view(x.shape)) if return_normalised else (q, total.view(x.shape))
     )
@@ -215,7 +215,7 @@ def _made(data, inverse, shape, dtype, what, format):
 # ---- the definitions: the two, one after the other
 
 
-def _quantised(y, seed, mx):
+def _quantized(y, seed, mx):
     found = (
         mxfp8.quantize_eager(y.unsqueeze(0), seed)
         if mx
@@ -229,14 +229,14 @@ def silu_mul_quantize_eager(gate, up, seed, mx, transpose):
     return (
         mxfp8.quantize_eager(quantize.as_3d(y), seed, True)
         if transpose
-        else _quantised(_flat(y), seed, mx)
+        else _quantized(_flat(y), seed, mx)
     )
 
 
 def rmsnorm_quantize_eager(x, residual, weight, bias, norm, into):
     total = x if residual is None else sum_eager(x, residual)
     y = _flat(rmsnorm_eager(total, weight, bias, *norm).to(x.dtype))
-    return *_quantised(y, into.seed, into.mx), y, total
+    return *_quantized(y, into.seed, into.mx), y, total
 
 
 def _flat(t):
@@ -338,7 +338,7 @@ def _cpp():
 
 
 # A code of e4m3 has 3 bits of mantissa: where the twin's value and another's, a rounding apart, lie
-# on two sides of a tie, the codes are neighbours, 1/8 of the smaller apart. In MXFP8 a block's
+# on two sides of a tie, the codes are neighbors, 1/8 of the smaller apart. In MXFP8 a block's
 # largest magnitude may lie so on two sides
 # of 448 times a power of two: the scale is then twice the other, and codes are halves. Tests
 # compare bytes with the two ops of one implementation.

@@ -20,7 +20,7 @@ dy[token(r)],
 as in SonicMoE, arXiv:2512.14080. x is gathered in the products, so no copy of it in the order of
 the experts is kept.
 
-Quantised weights are frozen. Each is dequantised, all experts in one launch, for the one product
+Quantized weights are frozen. Each is dequantized, all experts in one launch, for the one product
 that it is in, and again in the backward. What is kept is their codes and scales, pre and the
 routing; x is not, since only gradients of weights need it.
 """
@@ -64,24 +64,24 @@ def moe_mlp(
 
     x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
     gate_up_proj: [E, 2 I, H], gates before ups, and down_proj: [E, H, I], in x's dtype; or both
-        quantised (NF4, NVFP4, BlockFP8), and then frozen, and read in x's dtype.
+        quantized (NF4, NVFP4, BlockFP8), and then frozen, and read in x's dtype.
     expert_index: [T, K] int32 or int64, 0 to E - 1; E for a slot whose expert is not here: it adds
         nothing and gets no gradient.
     expert_weight: [T, K], any floating dtype, used in float32.
     gate_up_bias: [E, 2 I], in the order of gate_up_proj's rows, and down_bias: [E, H], in x's
-        dtype; None for none. Not with quantised weights.
+        dtype; None for none. Not with quantized weights.
     gate: what stands in the place of silu(gate) * up, and whether gates and ups are interleaved
-        (see `Gate`). Only the default with quantised weights.
-    noise: of quantised weights, what `dequantize_*` adds: to gate_up_proj noise, to down_proj noise
+        (see `Gate`). Only the default with quantized weights.
+    noise: of quantized weights, what `dequantize_*` adds: to gate_up_proj noise, to down_proj noise
         of the next layer (noise.layer + 1); the same in forward and backward. None for nothing.
-    Returns [T, H], contiguous, in x's dtype; of quantised weights, bit for bit what dequantised
+    Returns [T, H], contiguous, in x's dtype; of quantized weights, bit for bit what dequantized
     ones give. Products are summed in float32; gate, up, silu(gate) * up and the rows of the
     down-projection are each rounded to x's dtype (products once more where a bias is added after
     that), the sum over k (in its order) is in float32, rounded once. Under torch.autocast x, biases
     and weights that are tensors are cast to its dtype. Differentiable in x, gate_up_proj,
     down_proj, expert_weight and biases, once; the gradient of an expert without
     tokens is 0. Kept for the backward: the arguments (but gate_up_bias), gate and up, and the order
-    of rows (`saved_bytes`); with quantised weights their own tensors, not a dequantised one, and
+    of rows (`saved_bytes`); with quantized weights their own tensors, not a dequantized one, and
     not x. Deterministic. Raises TypeError or ValueError for arguments that do not fit, IndexError
     for an index outside (on CUDA, where looking would wait for the device, it counts as E),
     ImplementationUnavailable for a named implementation that cannot run here.
@@ -116,7 +116,7 @@ def saved_bytes(
     triton: bool = False,
 ) -> int:
     """Bytes that one call of a fused implementation keeps for its backward, beside weights and
-    biases: x (not if those are quantised), gate and up, the weights of the routing, slots,
+    biases: x (not if those are quantized), gate and up, the weights of the routing, slots,
     positions and offsets, and of Triton the map of tiles.
     """
     tiles = map_size(T * K, E) if triton else 0
@@ -134,15 +134,15 @@ def _validate(
     frozen = [name for name, t in weights.items() if isinstance(t, Quantized)]
     if len(frozen) == 1:
         raise TypeError(
-            f"gate_up_proj and down_proj must both be tensors or both be quantised, got only "
+            f"gate_up_proj and down_proj must both be tensors or both be quantized, got only "
             f"{frozen[0]} "
-            "quantised"
+            "quantized"
         )
     for name, t in {"x": x, **({} if frozen else weights), "expert_weight": expert_weight}.items():
         _checks.floating(name, t)
     aqn.arguments(noise)
     if noise is not None and not frozen:
-        raise ValueError("noise is for quantised weights, got it with tensors")
+        raise ValueError("noise is for quantized weights, got it with tensors")
     if not isinstance(gate, Gate):
         raise TypeError(f"gate must be a Gate, got {type(gate).__name__}")
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
@@ -151,7 +151,7 @@ def _validate(
         "gate": gate != SWIGLU,
     }.items():
         if given and frozen:
-            raise ValueError(f"{name} is for weights that are tensors, got it with quantised ones")
+            raise ValueError(f"{name} is for weights that are tensors, got it with quantized ones")
     held = {name: t.tensors()[0] if frozen else t for name, t in weights.items()}
     _checks.same_device(
         x=x, **held, expert_index=expert_index, expert_weight=expert_weight, **biases

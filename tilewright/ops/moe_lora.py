@@ -19,7 +19,7 @@ B^T dy,
     dA = the sum over rows of u input^T     dB = scale times the sum of dy (A input)^T     dinput =
     W^T dy + A^T u
 
-and of a base weight no gradient is computed. A quantised one is dequantised in each of the two
+and of a base weight no gradient is computed. A quantized one is dequantized in each of the two
 passes.
 """
 
@@ -79,7 +79,7 @@ def moe_lora(
 
     x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
     gate_up_proj: [E, 2 I, H], gates before ups, and down_proj: [E, H, I], frozen: in x's dtype, or
-    quantised.
+    quantized.
     expert_index: [T, K] int32 or int64, 0 to E - 1; E for a slot whose expert is not here: it adds
         nothing and gets no gradient.
     expert_weight: [T, K], any floating dtype, used in float32.
@@ -87,7 +87,7 @@ def moe_lora(
         dtype; each projection may have an r of its own. A leading size of 1 is a factor that all
         experts share; gate and up share alike.
     scale: of the adapters, a number.
-    noise: of quantised weights, as in `dequantize_nf4`: gate_up_proj takes noise.layer, down_proj
+    noise: of quantized weights, as in `dequantize_nf4`: gate_up_proj takes noise.layer, down_proj
     the one after it. Returns [T, H], contiguous, in x's dtype. Products are summed in float32 and
     rounded to x's dtype, and so are sums of base and adapter, gate, up, and silu(gate) * up; the
     sum over k is in float32, rounded once. Under torch.autocast x, adapters and base weights that
@@ -95,7 +95,7 @@ def moe_lora(
     factor's gradient is 0 for an expert without tokens; a shared one's is the sum over experts. x
     of a token without experts here is read, and must be finite.
     Kept for the backward: the arguments, gate and up, A's results, and the order of rows
-    (`saved_bytes`). Of a quantised weight that is what it is made of: it is dequantised again.
+    (`saved_bytes`). Of a quantized weight that is what it is made of: it is dequantized again.
     Deterministic. Raises TypeError or ValueError for arguments that do not fit, also for a base
     weight that requires a gradient; IndexError for an index outside (on CUDA, where looking would
     wait for the device, it counts as E), ImplementationUnavailable for a named implementation that
@@ -183,7 +183,7 @@ def _validate(x, gate_up_proj, down_proj, expert_index, expert_weight, adapters,
     if noise is not None and not (
         isinstance(gate_up_proj, Quantized) and isinstance(down_proj, Quantized)
     ):
-        raise ValueError("noise is for quantised weights, got it with tensors")
+        raise ValueError("noise is for quantized weights, got it with tensors")
     return check_routing(x, expert_index, expert_weight, E)
 
 

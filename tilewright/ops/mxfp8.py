@@ -31,7 +31,7 @@ class MXFP8(quantize.Quantized):
 
     data: float8_e4m3fn [..., C].   scale: float8_e8m0fnu [..., ceil(C / 32)], of each block, in
         rows (a product that wants them in tiles reorders them); an element is its value times its
-        block's.   dtype: of the tensor that was quantised.
+        block's.   dtype: of the tensor that was quantized.
     """
 
     data: torch.Tensor
@@ -137,7 +137,7 @@ def dequantize_mxfp8(
     """The tensor that q stands for: value * scale in float32, then rounded to the result's dtype.
 
     q: what `quantize_mxfp8` or `MXFP8.from_safetensors` returns.
-    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by
+    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
     default.
     noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape
         and step = 0.125 * scale, the gap from 1 on. None, or an alpha of 0, adds nothing.
@@ -187,12 +187,12 @@ def quantize_eager(x, seed, transpose=False):
     return quantize.to_e4m3(scaled, random), e.to(torch.uint8)
 
 
-def dequantize_eager(data, scale, dtype, alpha=0.0, seed=0, step=0, layer=0):
+def dequantize_eager(data, scale, dtype, alpha=0.0, *key):
     acc = torch.promote_types(dtype, torch.float32)
     factor = scale.view(E8M0).to(acc).repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
     values = data.view(quantize.E4M3).to(acc) * factor
     if alpha:
-        values = aqn.add_eager(values, alpha * STEP * factor, seed, step, layer)
+        values = aqn.add_eager(values, alpha * STEP * factor, *key)
     return values.to(dtype)
 
 
@@ -234,19 +234,19 @@ def _triton():
 
 @functools.cache
 def _cpp():
-    quantise, dequantise = quantize.of_extension("mxfp8", fake_quantize, _fake_dequantize)
-    return _either(quantise, adopt("mxfp8_cpp_quantize_both", fake_both)), dequantise
+    one, dequantize = quantize.of_extension("mxfp8", fake_quantize, _fake_dequantize)
+    return _either(one, adopt("mxfp8_cpp_quantize_both", fake_both)), dequantize
 
 
 # ---- cases
 
 
-def _case(name, shape, quantised=False, noise=None, **options):
+def _case(name, shape, quantized=False, noise=None, **options):
     def make(device, dtype, seed):
         x = draw(device, dtype, seed, shape)
         return (
             {"q": quantize_mxfp8(x, **options), "noise": noise}
-            if quantised
+            if quantized
             else {"x": x, **options}
         )
 

@@ -82,7 +82,7 @@ def dequantize_nf4(
     result's dtype.
 
     q: what `quantize_nf4` or `NF4.from_safetensors` returns.
-    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by
+    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
     default.
     noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape
         and step = 0.5 * 0.0795803 * scale, half the gap next to 0. None, or an alpha of 0, adds
@@ -132,9 +132,7 @@ def quantize_eager(x, block):
     return codes[::2] << 4 | codes[1::2], absmax
 
 
-def dequantize_eager(
-    data, absmax, nested_absmax, table, offset, n, block, dtype, alpha=0.0, seed=0, step=0, layer=0
-):
+def dequantize_eager(data, absmax, nested_absmax, table, offset, n, block, dtype, alpha=0.0, *key):
     acc = torch.promote_types(dtype, torch.float32)
     codes = torch.stack([data >> 4, data & 15], -1).view(-1)[:n].long()
     if offset is not None:
@@ -145,12 +143,12 @@ def dequantize_eager(
     scale = absmax.to(acc).repeat_interleave(block)[:n]
     values = code_table(data).to(acc)[codes] * scale
     if alpha:
-        values = aqn.add_eager(values, alpha * STEP * scale, seed, step, layer)
+        values = aqn.add_eager(values, alpha * STEP * scale, *key)
     return values.to(dtype)
 
 
 def _nest_scales(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Double quantisation: codes, scales of blocks of codes, and the mean. A 64th of the work:
+    """Double quantization: codes, scales of blocks of codes, and the mean. A 64th of the work:
     torch for all.
     """
     n = absmax.shape[0]

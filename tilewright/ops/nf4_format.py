@@ -34,7 +34,7 @@ CODES = (
     0.7229568362236023,
     1.0,
 )
-NESTED_BLOCK = 256  # scales in a block of double quantisation
+NESTED_BLOCK = 256  # scales in a block of double quantization
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -49,7 +49,7 @@ def bounds_of() -> torch.Tensor:
 
 def dynamic_map() -> torch.Tensor:
     """The 256 float32 values of the 8-bit code for scales: signed, in seven decades below 1 with 1,
-    2, 4, ... 64 values each at the middles of even steps (dynamic tree quantisation, arXiv
+    2, 4, ... 64 values each at the middles of even steps (dynamic tree quantization, arXiv
     1511.04561), with 0 and 1.
     """
     values = [0.0, 1.0]
@@ -82,11 +82,11 @@ class NF4(quantize.Quantized):
     """A tensor in NF4. Made by `quantize_nf4` or `NF4.from_safetensors`.
 
     data: uint8 [ceil(n / 2)] of n elements, the even one in the high nibble.
-    absmax: float32 [ceil(n / block_size)], each block's largest magnitude; with double quantisation
+    absmax: float32 [ceil(n / block_size)], each block's largest magnitude; with double quantization
     its uint8 codes.
-    nested_absmax, offset: float32 [ceil(blocks / 256)] and [], of double quantisation: a block's
+    nested_absmax, offset: float32 [ceil(blocks / 256)] and [], of double quantization: a block's
         scale is map[absmax] * nested_absmax + offset. None without it.
-    shape, dtype: of the tensor that was quantised.   block_size: elements a block.
+    shape, dtype: of the tensor that was quantized.   block_size: elements a block.
     """
 
     data: torch.Tensor
@@ -99,7 +99,7 @@ class NF4(quantize.Quantized):
 
     def to_safetensors(self, prefix: str = "weight") -> dict[str, torch.Tensor]:
         """The tensors of a bitsandbytes checkpoint: `prefix`, `prefix.absmax`, `prefix.quant_map`,
-        those of double quantisation, and `prefix.quant_state.bitsandbytes__nf4`, JSON in bytes.
+        those of double quantization, and `prefix.quant_state.bitsandbytes__nf4`, JSON in bytes.
         Reads offset on the host.
         """
         state = {

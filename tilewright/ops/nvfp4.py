@@ -40,7 +40,7 @@ class NVFP4(quantize.Quantized):
     data: uint8 [..., ceil(C / 2)] of rows of C elements, the even one in the low nibble.
     scale: float8_e4m3fn [..., ceil(C / 16)], of each block.   global_scale: float32 [], of the
         tensor. An element is its value times scale * global_scale.
-    shape, dtype: of the tensor that was quantised.
+    shape, dtype: of the tensor that was quantized.
     """
 
     data: torch.Tensor
@@ -166,7 +166,7 @@ def quantize_nvfp4(
             raise ValueError(
                 f"transpose must be False with a hadamard of {hadamard}: transforms of x and of "
                 f"its "
-                "transpose differ; quantise x.mT by itself"
+                "transpose differ; quantize x.mT by itself"
             )
     elif hadamard_seed is not None:
         raise ValueError(f"hadamard_seed must be None without hadamard, got {hadamard_seed!r}")
@@ -201,7 +201,7 @@ def dequantize_nvfp4(
     result's dtype.
 
     q: what `quantize_nvfp4` or `NVFP4.from_safetensors` returns.
-    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by
+    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
     default.
     noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape
         and step = 0.5 * scale * global_scale, the gap next to 0. None, or an alpha of 0, adds
@@ -278,7 +278,7 @@ def largest_eager(x, hadamard, hadamard_seed):
     return _largest(hadamard_eager(x.float(), hadamard, hadamard_seed, False))
 
 
-def _whole(quantise, both, largest):
+def _whole(one, both, largest):
     """What the public function calls: the tensor's scale first, then codes and block scales,
     once or twice.
     """
@@ -293,12 +293,12 @@ def _whole(quantise, both, largest):
             global_scale = global_scale * torch.where(most.isfinite(), 1.0, most)
         if transpose:
             return global_scale, *both(x, global_scale, square, seed)
-        return global_scale, *quantise(x, global_scale, square, seed, hadamard, hadamard_seed)
+        return global_scale, *one(x, global_scale, square, seed, hadamard, hadamard_seed)
 
     return run
 
 
-def dequantize_eager(data, scale, global_scale, C, dtype, alpha=0.0, seed=0, step=0, layer=0):
+def dequantize_eager(data, scale, global_scale, C, dtype, alpha=0.0, *key):
     acc = torch.promote_types(dtype, torch.float32)
     codes = (
         torch.stack([data & 15, data >> 4], -1).view(data.shape[0], 2 * data.shape[1])[:, :C].long()
@@ -307,7 +307,7 @@ def dequantize_eager(data, scale, global_scale, C, dtype, alpha=0.0, seed=0, ste
     factor = factor.repeat_interleave(BLOCK, 1)[:, :C]
     values = _values(data).to(acc)[codes] * factor
     if alpha:
-        values = aqn.add_eager(values, alpha * STEP * factor, seed, step, layer)
+        values = aqn.add_eager(values, alpha * STEP * factor, *key)
     return values.to(dtype)
 
 
@@ -337,9 +337,9 @@ def _fake_largest(x, hadamard, signs):
     return x.new_empty((), dtype=torch.float32)
 
 
-def _fused(quantise, both, largest):
+def _fused(one, both, largest):
     return _whole(
-        lambda x, total, square, seed, size, signs: quantise(
+        lambda x, total, square, seed, size, signs: one(
             x, total, square, seed, size or 0, signs
         ),
         both,
@@ -364,14 +364,14 @@ def _triton():
 
 @functools.cache
 def _cpp():
-    quantise, dequantise = quantize.of_extension("nvfp4", _fake_quantize, _fake_dequantize)
+    one, dequantize = quantize.of_extension("nvfp4", _fake_quantize, _fake_dequantize)
     return (
         _fused(
-            quantise,
+            one,
             adopt("nvfp4_cpp_quantize_both", _fake_both),
             adopt("nvfp4_cpp_largest", _fake_largest),
         ),
-        dequantise,
+        dequantize,
     )
 
 

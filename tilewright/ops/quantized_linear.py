@@ -57,10 +57,10 @@ def quantized_linear(
 
     x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides.
     q: NF4, NVFP4, BlockFP8 or MXFP8 of shape [N, K]; frozen. It is read in x's dtype, whatever
-        dtype it was quantised from.
+        dtype it was quantized from.
     bias: [N] in x's dtype, or None.
     noise: what `dequantize_*` adds to the weight, the same in forward and backward; None for
-    nothing. Returns [..., N] in x's dtype. The weight is dequantised in float32 and rounded to x's
+    nothing. Returns [..., N] in x's dtype. The weight is dequantized in float32 and rounded to x's
     dtype; products are summed in float32 and rounded once, with bias (in float32, PyTorch's GEMM
     follows torch.backends.cuda.matmul.allow_tf32). Under torch.autocast x and bias are cast to its
     dtype. Differentiable in x and bias, any number of times: dx = dy @ dequant(q). Kept for the
@@ -280,7 +280,7 @@ def _cpp():
 
 
 _CPP_FORMATS = {"nf4": 0, "nvfp4": 1, "block_fp8": 2}
-# Rows up to which the fused C++ product is faster than dequantising and PyTorch's GEMM. Measured on
+# Rows up to which the fused C++ product is faster than dequantizing and PyTorch's GEMM. Measured on
 # two (shared) cores of an AMD EPYC with 2,048 x 2,048 and 4,096 x 14,336 weights of each format: in
 # float32 1.4 to 5 times as fast up to 64 rows and about even at 256; in bfloat16 1.1 to 3 times up
 # to 16, even at 64, slower at 256.
