@@ -45,7 +45,7 @@ def sort_slots(index: torch.Tensor, num_experts: int) -> Order:
     return Order(*sort(None, index.contiguous(), num_experts)[1:])
 
 
-def sum_rows(rows, position):
+def sum_rows(rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """The sum of each line of positions, those of -1 left out. The rows may be fewer than the
     positions.
     """
@@ -57,14 +57,15 @@ def sum_rows(rows, position):
     return UNPERMUTE.pick(name, rows)(rows, None, position)
 
 
-def values_at(values, row):
+def values_at(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """values[row], 0 where row is -1."""
     if values.shape[0] == 0:
         return values.new_zeros(row.shape)
     return torch.where(row < 0, 0, values[row.clamp_min(0).long()])
 
 
-def transport_of(name, group, deepep):
+def transport_of(name: str, group: dist.ProcessGroup, deepep: DeepEP | None):
+    """The transport of a `dispatch` that communicates."""
     return AllToAll(group) if name == "alltoall" else DeepEPTransport(group, deepep or DeepEP())
 
 

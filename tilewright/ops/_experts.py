@@ -39,7 +39,7 @@ class Weight(NamedTuple):
         return self.packed.shape
 
     def dense(self) -> torch.Tensor:
-        """The tensor; of a quantized weight a new one, which should live as long as one product."""
+        """The tensor. For a quantized weight it is a new one, to be dropped after one product."""
         return dense(self.packed, self.dtype, self.implementation)
 
 

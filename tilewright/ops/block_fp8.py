@@ -79,25 +79,38 @@ def quantize_block_fp8(
 ) -> BlockFP8 | tuple[BlockFP8, BlockFP8]:
     """x in block-scaled FP8, or x and its transpose.
 
-    x: [..., R, C], or [C] for blocks of one row; fp32 | bf16 | fp16 (fp64 with eager, through
-        fp32); finite. R and C need not divide.
-    block: rows and columns of a block of the last two dimensions, 16,384 elements at most: (128,
-        128) for weights, (1, 128) for activations.
-    seed: None rounds to nearest, ties to even. A number rounds up or down at random, as in
-    `quantize_nvfp4`.
-    transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give: in
-        blocks of 1 x 128, what a layer's forward multiplies by and what its weight gradient does. x
-        has 2 dimensions or more. Triton reads x once for blocks whose sides are powers of two up to
-        128 and no seed, C++ for blocks of which one side divides by the other.
-    implementation: "auto", or one of triton, cpp, eager.
-
     In float32, with m a block's largest magnitude (2^-100 if smaller, but not 0): scale_inv = m /
-    448 and the codes are of x * (1 / m * 448); scale_inv is 1 for a block of zeros.
-    Not differentiable: x is detached. Deterministic, and the same in every implementation. Raises
-    TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite
-    (on CUDA, where looking would wait for the device, such a block's scale_inv is not finite and
-    its codes are unspecified), ImplementationUnavailable for a named implementation that cannot run
-    here.
+    448 and the codes are of x * (1 / m * 448); scale_inv is 1 for a block of zeros. Not
+    differentiable: x is detached. Deterministic, and the same in every implementation.
+
+    Args:
+        x: [..., R, C], or [C] for blocks of one row; fp32 | bf16 | fp16 (fp64 with eager, through
+            fp32); finite. R and C need not divide.
+        block: rows and columns of a block of the last two dimensions, 16,384 elements at most:
+            (128, 128) for weights, (1, 128) for activations.
+        seed: None rounds to nearest, ties to even. A number rounds up or down at random, as in
+            `quantize_nvfp4`.
+        transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give:
+            in blocks of 1 x 128, what a layer's forward multiplies by and what its weight gradient
+            does. x has 2 dimensions or more. Triton reads x once for blocks whose sides are powers
+            of two up to 128 and no seed, C++ for blocks of which one side divides by the other.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        A BlockFP8 of x's shape and dtype; with transpose two.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        ValueError: An x that is not finite (on CUDA, where looking would wait for the device, such
+            a block's scale_inv is not finite and its codes are unspecified).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import quantize_block_fp8
+        >>> q = quantize_block_fp8(torch.full((2, 256), 448.0), block=(1, 128))
+        >>> q.data.dtype, q.scale_inv
+        (torch.float8_e4m3fn, tensor([[1., 1.],
+                [1., 1.]]))
     """
     quantize.source(x)
     quantize.seed(seed)
@@ -142,14 +155,28 @@ def dequantize_block_fp8(
     """The tensor that q stands for: value * scale_inv in float32, then rounded to the result's
     dtype.
 
-    q: what `quantize_block_fp8` or `BlockFP8.from_safetensors` returns.
-    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
-    default.
-    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape
-        and step = 0.125 * scale_inv, the gap from 1 on. None, or an alpha of 0, adds nothing.
-    Returns a contiguous tensor of q.shape. Not differentiable. Deterministic.
-    Raises TypeError or ValueError for a q that does not fit together, ImplementationUnavailable as
-    `quantize_block_fp8`.
+    Not differentiable. Deterministic.
+
+    Args:
+        q: what `quantize_block_fp8` or `BlockFP8.from_safetensors` returns.
+        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
+            default.
+        noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of
+            q.shape and step = 0.125 * scale_inv, the gap from 1 on. None, or an alpha of 0, adds
+            nothing.
+        implementation: "auto", or one that `tilewright explain dequantize_block_fp8` lists.
+
+    Returns:
+        A contiguous tensor of q.shape.
+
+    Raises:
+        TypeError, ValueError: A q that does not fit together.
+        ImplementationUnavailable: as `quantize_block_fp8`.
+
+    Example:
+        >>> from tilewright.ops import dequantize_block_fp8, quantize_block_fp8
+        >>> dequantize_block_fp8(quantize_block_fp8(torch.tensor([[448.0, -3.5]])))
+        tensor([[448.0000,  -3.5000]])
     """
     quantize.instance(q, BlockFP8)
     dtype = quantize.output_dtype(dtype, q.dtype)

@@ -1,27 +1,23 @@
-"""The experts of a mixture-of-experts layer spread over a process group: tokens travel to their
+"""The experts of a mixture-of-experts layer sharded over a process group: tokens travel to their
 experts and back.
 
-n ranks, E experts, and L = E / n of them on each: rank r holds the experts r L to (r + 1) L - 1. T
-tokens on this rank (any number, also another one on each rank), K experts a token, H columns.
+n ranks, E experts, and L = E / n of them on each: rank r holds the experts r L to (r + 1) L - 1.
+T tokens on this rank (any number, also another one on each rank), K experts per token, H columns.
 
 A token's row travels once to each rank that has experts for it, with its K indices and weights; the
 result comes back as one row from each, already the weighted sum over that rank's experts. Between
 the two a rank works on one row for each pair of a token and one of its experts, in the order of its
-experts, so that nothing is padded. The number of rows is what the host has to know, and the only
-thing:
+experts, so that nothing is padded. The number of rows is all that the host has to know:
 
-                          all-to-alls                                  the host waits
-    forward     4: sizes, rows, indices with weights, results          once, for the sizes
-    backward    3: gradients of results, of rows, of weights           never
-    repeated    2: rows, indices with weights (and, reentrant, results)  never, where `kept` is
-    given
+                all-to-alls                                              the host waits
+    forward     4: sizes, rows, indices with weights, results            once, for the sizes
+    backward    3: gradients of results, of rows, of weights             never
+    repeated    2: rows, indices with weights (reentrant: also results)  never, with `kept`
 
 The gradient of x or of the weights is not sent where nothing asks for it. All is deterministic:
-sums are in a fixed
-order, in float32. (With DeepEP: its own kernels, two calls forward and two backward, and its own
-wait for sizes.)
-Not in the table of ops: the implementations of what is computed are `moe_mlp`'s, and a test needs
-several processes.
+sums are in a fixed order, in float32. (With DeepEP: its own kernels, two calls forward and two
+backward, and its own wait for sizes.) Not in the table of ops: the implementations of what is
+computed are `moe_mlp`'s, and a test needs several processes.
 """
 
 from __future__ import annotations
@@ -98,28 +94,36 @@ def ep_moe_mlp(
     """`moe_mlp` with the experts spread over a process group. Every rank of it must call this, with
     its own tokens.
 
-    x: [T, H] fp32 | bf16 | fp16 (fp64 with eager); T may differ between ranks, and be 0.
-    gate_up_proj: [L, 2 I, H] and down_proj: [L, H, I], this rank's experts, in x's dtype, or both
-        quantized, as moe_mlp takes them.
-    expert_index: [T, K] int32 or int64, of all E = n L experts; E for a slot without an expert.
-    expert_weight: [T, K], any floating dtype, used in float32.
-    dispatch: "alltoall"; "deepep", DeepEP's kernels (set up by `deepep`), with x in bf16; "eager",
-        the definition: every rank gathers all tokens, computes its experts for all, and the results
-        are summed.
-    implementation: of moe_mlp.
-    recompute: keep only the rows that were received, not what the experts computed of them, and
-        compute that again in the backward. No row travels a second time.
-    kept: for a call within `torch.utils.checkpoint`: a list that the first call fills and its
-        repetition reads, so that rows go where they went, no sizes are exchanged again, and the
-        host does not wait. (DeepEP does not read it.)
-    Returns [T, H] in x's dtype. Rounding is moe_mlp's, and two more: each rank's sum over its
-    experts of a token, and each of those experts' weighted result, are rounded to x's dtype. Sums
-    over ranks are in float32. Differentiable in x, gate_up_proj, down_proj and expert_weight, once;
-    a parameter's gradient is of all ranks' tokens, summed. Kept for the backward beside the plan: a
-    row [H] for each pair of a token and an expert that came here, and what moe_mlp keeps of it;
-    with `recompute` the received rows alone, one for each token that came. Raises TypeError or
-    ValueError for arguments that do not fit, IndexError for an index outside (CPU only; on CUDA it
-    counts as E), ImplementationUnavailable for an implementation, or DeepEP, that cannot run here.
+    Rounding is moe_mlp's, and two more: each rank's sum over its experts of a token, and each of
+    those experts' weighted result, are rounded to x's dtype. Sums over ranks are in float32.
+    Differentiable in x, gate_up_proj, down_proj and expert_weight, once; a parameter's gradient is
+    of all ranks' tokens, summed. Saved for backward beside the plan: a row [H] for each pair of
+    a token and an expert that came here, and what moe_mlp keeps of it; with `recompute` the
+    received rows alone, one for each token that came.
+
+    Args:
+        x: [T, H] fp32 | bf16 | fp16 (fp64 with eager); T may differ between ranks, and be 0.
+        gate_up_proj, down_proj: [L, 2 I, H] and [L, H, I], this rank's experts, in x's dtype, or
+            both quantized, as moe_mlp takes them.
+        expert_index: [T, K] int32 or int64, of all E = n L experts; E for a slot without an expert.
+        expert_weight: [T, K], any floating dtype, used in float32.
+        dispatch: "alltoall"; "deepep", DeepEP's kernels (set up by `deepep`), with x in bf16;
+            "eager", the definition: every rank gathers all tokens, computes its experts for all,
+            and the results are summed.
+        implementation: of moe_mlp.
+        recompute: keep only the rows that were received, not what the experts computed of them, and
+            compute that again in the backward. No row travels a second time.
+        kept: for a call within `torch.utils.checkpoint`: a list that the first call fills and its
+            repetition reads, so that rows go where they went, no sizes are exchanged again, and the
+            host does not wait. (DeepEP does not read it.)
+
+    Returns:
+        [T, H] in x's dtype.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        IndexError: An index outside (CPU only; on CUDA it counts as E).
+        ImplementationUnavailable: An implementation, or DeepEP, that cannot run here.
     """
     _checks.choice("dispatch", dispatch, DISPATCHES)
     if dispatch == "deepep" and (reason := no_deepep(x.device.type)):
@@ -162,11 +166,21 @@ def dispatch(
     num_experts: int,
     group: dist.ProcessGroup,
 ) -> Dispatched:
-    """Sends tokens to their experts: the first half of `ep_moe_mlp`, whose arguments these are.
+    """Sends tokens to their experts: the first half of `ep_moe_mlp`.
 
-    num_experts: E, of all ranks; a multiple of the group's size. Differentiable in x (dx[t] is the
-    sum of its rows' gradients, over the experts of a rank and then over ranks, both in float32,
-    rounded after each) and in expert_weight.
+    Differentiable in x (dx[t] is the sum of its rows' gradients, over the experts of a rank and
+    then over ranks, both in float32, rounded after each) and in expert_weight.
+
+    Args:
+        x, expert_index, expert_weight: as in `ep_moe_mlp`.
+        num_experts: E, of all ranks; a multiple of the group's size.
+        group: the process group.
+
+    Returns:
+        Dispatched.
+
+    Raises:
+        TypeError, ValueError, IndexError: As `ep_moe_mlp`.
     """
     index = _validate(x, expert_index, expert_weight, num_experts)
     if num_experts % dist.get_world_size(group):
@@ -179,10 +193,17 @@ def dispatch(
 
 
 def combine(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Sends the experts' results [P, H] back to where their tokens came from and sums them: [T, H].
+    """Sends the experts' results back to where their tokens came from and sums them.
 
     Weights have been applied already. Sums over the experts of a rank, then over ranks, both in
     float32, rounded after each. Differentiable in rows.
+
+    Args:
+        rows: [P, H], in the order of `Dispatched`.
+        plan: of `dispatch`.
+
+    Returns:
+        [T, H] in rows' dtype.
     """
     return Return.apply(_Collect.apply(rows, plan.slots, plan.position), plan.route)
 

@@ -38,17 +38,34 @@ def fp8_linear(
     """y = dequant(fp8(x)) @ dequant(q)^T + bias: x too is rounded to FP8, and FP8 is what is
     multiplied.
 
-    x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides; finite. It is quantized as
-        `quantize_block_fp8(x, block=(1, 128))` does: a scale for each 128 columns of a row.
-    q: BlockFP8 of shape [N, K] with blocks of 128 x 128.   bias: [N] in x's dtype, or None. Returns
-    [..., N] in x's dtype. Products within 128 columns are summed by the tensor cores, in their
-    precision; they are scaled and added up in float32, and rounded once, with bias. Under
-    torch.autocast as `quantized_linear`. Its own op, and never what `quantized_linear` chooses,
-    because a result differs by what x loses: half a unit in the last of three bits of mantissa, 3 %
-    of a product on average. Differentiable in x and bias, with the rounding of x left out of the
-    gradient: that of `quantized_linear`, dx = dy @ dequant(q) with the weight in x's dtype. Kept
-    for the backward: q's tensors. Deterministic. Raises as `quantized_linear`, ValueError for other
-    blocks.
+    Under torch.autocast as `quantized_linear`. Its own op, and never what `quantized_linear`
+    chooses, because a result differs by what x loses: half a unit in the last of three bits of
+    mantissa, 3 % of a product on average. Differentiable in x and bias, with the rounding of x left
+    out of the gradient: that of `quantized_linear`, dx = dy @ dequant(q) with the weight in x's
+    dtype. Saved for backward: q's tensors. Deterministic. Products within 128 columns are summed by
+    the tensor cores, in their precision; they are scaled and added up in float32, and rounded once,
+    with bias.
+
+    Args:
+        x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides; finite. It is quantized as
+            `quantize_block_fp8(x, block=(1, 128))` does: a scale for each 128 columns of a row.
+        q: BlockFP8 of shape [N, K] with blocks of 128 x 128.
+        bias: [N] in x's dtype, or None.
+        implementation: "auto", or one that `tilewright explain fp8_linear` lists.
+
+    Returns:
+        [..., N] in x's dtype.
+
+    Raises:
+        TypeError, ValueError: As `quantized_linear`, and for other blocks.
+        ImplementationUnavailable: As `quantized_linear`.
+
+    Example:
+        >>> from tilewright.ops import fp8_linear, quantize_block_fp8
+        >>> q = quantize_block_fp8(torch.eye(4))
+        >>> fp8_linear(torch.tensor([[1.0, 2.0, 4.0, 7.0]]), q, implementation="eager")
+        tensor([[1., 2., 4., 7.]])
+
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
     """
     check_linear(x, q, bias)

@@ -60,25 +60,36 @@ def silu_mul_quantize(
 ) -> BlockFP8 | MXFP8 | tuple[MXFP8, MXFP8]:
     """silu(gate) * up in FP8: what a down projection in FP8 multiplies.
 
-    gate, up: [..., I] as in `silu_mul`, or gate [..., 2 I] = [gate; up] alone. Finite, and so must
-    the product be.
-    seed: as in `quantize_block_fp8`.
-    format: "block_fp8", with a float32 scale for each 1 x 128 block, or "mxfp8", with a power of
-        two for each 32 elements of a row.
-    transpose: returns (q, that of the product's transpose), bit for bit as `quantize_mxfp8` does,
-    from one read of gate
-        and up (eager: two of the product): what the gradient of the projection's weight multiplies.
-        Only in MXFP8, of whose transpose a program holds the blocks, 32 rows; the result has 2
-        dimensions or more.
-    implementation: "auto", or one of triton, cpp, eager.
+    In float32; the product is rounded to gate's dtype, then quantized as by `quantize_block_fp8` or
+    `quantize_mxfp8`: byte for byte what the two give in the same implementation. Not
+    differentiable: for inference, and for a forward whose backward recomputes `silu_mul`.
+    Deterministic.
 
-    Returns a BlockFP8 or MXFP8 of shape [..., I], of gate's dtype. In float32; the product is
-    rounded to gate's dtype, then quantized as by `quantize_block_fp8` or `quantize_mxfp8`: byte for
-    byte what the two give in the same implementation.
-    Not differentiable: for inference, and for a forward whose backward recomputes `silu_mul`.
-    Deterministic. Raises TypeError or ValueError for arguments that do not fit, ValueError for a
-    product that is not finite (on CUDA, where looking would wait for the device, such a block's
-    scale is not finite), ImplementationUnavailable for a named implementation that cannot run here.
+    Args:
+        gate, up: [..., I] as in `silu_mul`, or gate [..., 2 I] = [gate; up] alone. Finite, and so
+            must the product be.
+        seed: as in `quantize_block_fp8`.
+        format: "block_fp8", with a float32 scale for each 1 x 128 block, or "mxfp8", with a power
+            of two for each 32 elements of a row.
+        transpose: returns (q, that of the product's transpose), bit for bit as `quantize_mxfp8`
+            does, from one read of gate and up (eager: two of the product): what the gradient of the
+            projection's weight multiplies. Only in MXFP8, of whose transpose a program holds the
+            blocks, 32 rows; the result has 2 dimensions or more.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        A BlockFP8 or MXFP8 of shape [..., I], of gate's dtype.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        ValueError: A product that is not finite (on CUDA, where looking would wait for the device,
+            such a block's scale is not finite).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import silu_mul_quantize
+        >>> silu_mul_quantize(torch.ones(2, 256)).shape
+        (2, 128)
     """
     activation.check_gate_up(gate, up)
     quantize.source(gate, "gate")
@@ -124,23 +135,34 @@ def rmsnorm_quantize(
 ) -> BlockFP8 | MXFP8 | tuple[BlockFP8 | MXFP8, torch.Tensor]:
     """rmsnorm(x, weight) in FP8: what a projection in FP8 multiplies.
 
-    x, weight, eps, bias, offset, cast: as in `rmsnorm`; the normalized rows must be finite.
-    seed: as in `quantize_block_fp8`.   format: as in `silu_mul_quantize`.
-    return_normalised: also return the normalized rows in x's dtype, for what is not in FP8.
-    implementation: "auto", or one of triton, cpp, eager.
-
-    Returns a BlockFP8 or MXFP8 of x's shape and dtype, or (it, normalized [..., D]). Sums in
-    float32 or wider; the normalized row is rounded to x's dtype, then quantized as by
+    Sums in float32 or wider; the normalized row is rounded to x's dtype, then quantized as by
     `quantize_block_fp8` or `quantize_mxfp8`: byte for byte what the two give in the same
     implementation (Triton: with the launch constants of rmsnorm's, which decide the order of sums).
     There is no transpose of it in the same pass: a program holds a row, and a block of the
     transpose 32 of them; `quantize_mxfp8` of the normalized rows, returned or made again, gives
-    one.
-    Not differentiable, normalized neither: for inference, and for a forward whose backward is
-    `rmsnorm`'s. Deterministic. Raises TypeError or ValueError for arguments that do not fit,
-    ValueError for normalized rows that are not finite (on CUDA, where looking would wait for the
-    device, such a block's scale is not finite), ImplementationUnavailable for a named
-    implementation that cannot run here.
+    one. Not differentiable, normalized neither: for inference, and for a forward whose backward is
+    `rmsnorm`'s. Deterministic.
+
+    Args:
+        x, weight, eps, bias, offset, cast: as in `rmsnorm`; the normalized rows must be finite.
+        seed: as in `quantize_block_fp8`.
+        format: as in `silu_mul_quantize`.
+        return_normalised: also return the normalized rows in x's dtype, for what is not in FP8.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        A BlockFP8 or MXFP8 of x's shape and dtype, or (it, normalized [..., D]).
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        ValueError: Normalized rows that are not finite (on CUDA, where looking would wait for the
+            device, such a block's scale is not finite).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import rmsnorm_quantize
+        >>> rmsnorm_quantize(torch.ones(2, 256), torch.ones(256)).scale_inv.shape
+        torch.Size([2, 2])
     """
     check_norm(x, weight, bias, eps, offset, cast)
     _check_options(x, seed, return_normalised, format)
@@ -172,12 +194,28 @@ def add_rmsnorm_quantize(
     """(rmsnorm(x + residual) in FP8, x + residual) in one pass over memory: the pre-norm
     transformer's residual step before a projection in FP8.
 
-    residual: as in `add_rmsnorm`: x's shape, x's dtype or float32; the sum is rounded to its dtype
-    and returned in it.
-    Everything else as in `rmsnorm_quantize`: byte for byte what `add_rmsnorm` and the quantization
-    give one after the other in the same implementation. Returns (BlockFP8 or MXFP8 of x's shape and
-    dtype, sum [..., D]), and with return_normalised the normalized rows in x's dtype as a third.
-    Not differentiable, the sum neither. Deterministic. Raises as `rmsnorm_quantize`.
+    Byte for byte what `add_rmsnorm` and the quantization give one after the other in the same
+    implementation. Not differentiable, the sum neither. Deterministic.
+
+    Args:
+        residual: as in `add_rmsnorm`: x's shape, x's dtype or float32; the sum is rounded to its
+            dtype and returned in it.
+        x, weight, eps, bias, offset, cast, seed, return_normalised, format: as in
+            `rmsnorm_quantize`.
+        implementation: "auto", or one that `tilewright explain add_rmsnorm_quantize` lists.
+
+    Returns:
+        (BlockFP8 or MXFP8 of x's shape and dtype, sum [..., D]), and with return_normalised the
+        normalized rows in x's dtype as a third.
+
+    Raises:
+        TypeError, ValueError, ImplementationUnavailable: As `rmsnorm_quantize`.
+
+    Example:
+        >>> from tilewright.ops import add_rmsnorm_quantize
+        >>> q, total = add_rmsnorm_quantize(torch.ones(2, 4), torch.ones(2, 4), torch.ones(4))
+        >>> total[0]
+        tensor([2., 2., 2., 2.])
     """
     check_norm(x, weight, bias, eps, offset, cast)
     check_residual(x, residual)

@@ -31,24 +31,37 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """y[r] = weight[e] @ x[r] for offsets[e - 1] <= r < offsets[e], and 0 from offsets[-1] on.
 
-    x: [R, K] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read in
-    place.
-    weight: [E, N, K] in x's dtype, E not 0; also the transpose of a contiguous [E, K, N], which is
-    read in place.
-    offsets: [E] int32 on x's device: the end of each expert's rows. They do not decrease, and lie
-    within 0 and R. Returns [R, N], contiguous, in x's dtype. Summed in float32, rounded once.
-    float32 is multiplied in full precision.
-        Under torch.autocast x and weight are cast to its dtype, as by F.linear (not by grouped_mm).
-    Differentiable in x and weight, once; the gradient of an expert without rows is 0. What is kept
-    for the backward: x,
-        weight, offsets. Deterministic: no atomics.
-    Raises TypeError or ValueError for arguments that do not fit (on CUDA, where looking would wait
-    for the device, the
-        values of offsets are not checked: they are cut to the rules), ImplementationUnavailable for
-        a named implementation that cannot run here.
+    Summed in float32, rounded once. float32 is multiplied in full precision. Under torch.autocast x
+    and weight are cast to its dtype, as by F.linear (not by grouped_mm). Differentiable in x and
+    weight, once; the gradient of an expert without rows is 0. Saved for backward: x,
+    weight, offsets. Deterministic: no atomics.
+
+    Args:
+        x: [R, K] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read
+            in place.
+        weight: [E, N, K] in x's dtype, E not 0; also the transpose of a contiguous [E, K, N], which
+            is read in place.
+        offsets: [E] int32 on x's device: the end of each expert's rows. They do not decrease, and
+            lie within 0 and R.
+        implementation: "auto", or one that `tilewright explain grouped_gemm` lists.
+
+    Returns:
+        [R, N], contiguous, in x's dtype.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit (on CUDA, where looking would wait for the
+            device, the values of offsets are not checked: they are cut to the rules).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import grouped_gemm
+        >>> x, weight = torch.ones(3, 2), torch.ones(2, 4, 2)
+        >>> grouped_gemm(x, weight, torch.tensor([1, 3], dtype=torch.int32)).shape
+        torch.Size([3, 4])
+
     Source: the per-expert linear layers of a mixture of experts (arXiv:2101.03961), without padding
-        or dropped tokens as in MegaBlocks, arXiv:2211.15841; the signature is that of
-        torch.nn.functional.grouped_mm.
+    or dropped tokens as in MegaBlocks, arXiv:2211.15841; the signature is that of
+    torch.nn.functional.grouped_mm.
     """
     _validate(x, weight, offsets)
     if not offsets.is_cuda and not offsets.is_meta:

@@ -1,28 +1,28 @@
 """The experts of a mixture-of-experts layer as one op: gather, up-projection, SwiGLU,
 down-projection, weighted sum.
 
-T = tokens, K = experts a token, R = T K rows, E = experts, H = width of the model, I = inner width
-of an expert. With rows in the order of their experts (`sort_by_expert`), and token(r), e(r), w(r)
-of a row r:
+T = tokens, K = experts per token, R = T K rows, E = experts, H = width of the model, I = inner
+width of an expert. With rows in the order of their experts (`sort_by_expert`), and token(r), e(r),
+w(r) of a row r:
 
     pre[r] = gate_up_proj[e(r)] x[token(r)] + gate_up_bias[e(r)]
     h[r]   = silu(gate) * up, where pre[r] = [gate; up], or what another `Gate` makes of them
     y[t]   = the sum over t's rows of w(r) (down_proj[e(r)] h[r] + down_bias[e(r)])
 
-What is kept for the backward is x, pre and the routing (`saved_bytes`), because the backward needs
-neither the result of the down-projection nor its gradient. With dh[r] = down_proj[e(r)]^T
-dy[token(r)],
+Saved for backward are x, pre and the routing (`saved_bytes`), because the backward needs neither
+the result of the down-projection nor its gradient. With dh[r] = down_proj[e(r)]^T dy[token(r)],
 
-    dw(r) = <dh[r], h[r]> + <dy[token(r)], down_bias[e(r)]>         dpre[r] = dSwiGLU(pre[r], w(r)
-    dh[r]) ddown_proj[e] = the sum over e's rows of dy[token(r)] (w(r) h[r])^T, and ddown_bias[e]
-    that of w(r) dy[token(r)]
+    dw(r)         = <dh[r], h[r]> + <dy[token(r)], down_bias[e(r)]>
+    dpre[r]       = dSwiGLU(pre[r], w(r) dh[r])
+    ddown_proj[e] = the sum over e's rows of dy[token(r)] (w(r) h[r])^T
+    ddown_bias[e] = the sum over e's rows of w(r) dy[token(r)]
 
 as in SonicMoE, arXiv:2512.14080. x is gathered in the products, so no copy of it in the order of
-the experts is kept.
+the experts is saved.
 
 Quantized weights are frozen. Each is dequantized, all experts in one launch, for the one product
-that it is in, and again in the backward. What is kept is their codes and scales, pre and the
-routing; x is not, since only gradients of weights need it.
+that it is in, and again in the backward. Saved are their codes and scales, pre and the routing; x
+is not, since only gradients of weights need it.
 """
 
 from __future__ import annotations
@@ -62,29 +62,49 @@ def moe_mlp(
     """y[t] = sum_k expert_weight[t, k] * (down_proj[e] (silu(gate) * up) + down_bias[e]),
     [gate; up] = gate_up_proj[e] x[t] + gate_up_bias[e], e = expert_index[t, k].
 
-    x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
-    gate_up_proj: [E, 2 I, H], gates before ups, and down_proj: [E, H, I], in x's dtype; or both
-        quantized (NF4, NVFP4, BlockFP8), and then frozen, and read in x's dtype.
-    expert_index: [T, K] int32 or int64, 0 to E - 1; E for a slot whose expert is not here: it adds
-        nothing and gets no gradient.
-    expert_weight: [T, K], any floating dtype, used in float32.
-    gate_up_bias: [E, 2 I], in the order of gate_up_proj's rows, and down_bias: [E, H], in x's
-        dtype; None for none. Not with quantized weights.
-    gate: what stands in the place of silu(gate) * up, and whether gates and ups are interleaved
-        (see `Gate`). Only the default with quantized weights.
-    noise: of quantized weights, what `dequantize_*` adds: to gate_up_proj noise, to down_proj noise
-        of the next layer (noise.layer + 1); the same in forward and backward. None for nothing.
-    Returns [T, H], contiguous, in x's dtype; of quantized weights, bit for bit what dequantized
-    ones give. Products are summed in float32; gate, up, silu(gate) * up and the rows of the
-    down-projection are each rounded to x's dtype (products once more where a bias is added after
-    that), the sum over k (in its order) is in float32, rounded once. Under torch.autocast x, biases
-    and weights that are tensors are cast to its dtype. Differentiable in x, gate_up_proj,
-    down_proj, expert_weight and biases, once; the gradient of an expert without
-    tokens is 0. Kept for the backward: the arguments (but gate_up_bias), gate and up, and the order
-    of rows (`saved_bytes`); with quantized weights their own tensors, not a dequantized one, and
-    not x. Deterministic. Raises TypeError or ValueError for arguments that do not fit, IndexError
-    for an index outside (on CUDA, where looking would wait for the device, it counts as E),
-    ImplementationUnavailable for a named implementation that cannot run here.
+    Products are summed in float32; gate, up, silu(gate) * up and the rows of the down-projection
+    are each rounded to x's dtype (products once more where a bias is added after that), the sum
+    over k (in its order) is in float32, rounded once. Under torch.autocast x, biases and weights
+    that are tensors are cast to its dtype. Differentiable in x, gate_up_proj, down_proj,
+    expert_weight and biases, once; the gradient of an expert without tokens is 0. Kept for the
+    backward: the arguments (but gate_up_bias), gate and up, and the order of rows (`saved_bytes`);
+    with quantized weights their own tensors, not a dequantized one, and not x. Deterministic.
+
+    Args:
+        x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
+        gate_up_proj: [E, 2 I, H], gates before ups, in x's dtype; or quantized (NF4, NVFP4,
+            BlockFP8), and then frozen, and read in x's dtype.
+        down_proj: [E, H, I], in x's dtype; quantized if gate_up_proj is.
+        expert_index: [T, K] int32 or int64, 0 to E - 1; E for a slot whose expert is not here: it
+            adds nothing and gets no gradient.
+        expert_weight: [T, K], any floating dtype, used in float32.
+        gate_up_bias: [E, 2 I], in the order of gate_up_proj's rows, in x's dtype; None for none.
+            Not with quantized weights.
+        down_bias: [E, H]; everything else as gate_up_bias.
+        gate: what stands in the place of silu(gate) * up, and whether gates and ups are interleaved
+            (see `Gate`). Only the default with quantized weights.
+        noise: of quantized weights, what `dequantize_*` adds: to gate_up_proj noise, to down_proj
+            noise of the next layer (noise.layer + 1); the same in forward and backward. None for
+            nothing.
+        implementation: "auto", or one that `tilewright explain moe_mlp` lists.
+
+    Returns:
+        [T, H], contiguous, in x's dtype; of quantized weights, bit for bit what dequantized ones
+        give.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        IndexError: An index outside (on CUDA, where looking would wait for the device, it counts as
+            E).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import moe_mlp
+        >>> x, gate_up, down = torch.ones(3, 4), torch.ones(2, 6, 4), torch.ones(2, 4, 3)
+        >>> index, weight = torch.tensor([[0], [1], [1]]), torch.full((3, 1), 0.5)
+        >>> moe_mlp(x, gate_up, down, index, weight).shape
+        torch.Size([3, 4])
+
     Source: the experts of Mixtral, arXiv:2401.04088, and Qwen3-MoE, in the layout of transformers
     5; biases and `Gate`: gpt-oss, arXiv:2508.10925. See the module's docstring for the backward.
     """
@@ -115,7 +135,7 @@ def saved_bytes(
     quantized: bool = False,
     triton: bool = False,
 ) -> int:
-    """Bytes that one call of a fused implementation keeps for its backward, beside weights and
+    """Bytes that one call of a fused implementation saves for its backward, beside weights and
     biases: x (not if those are quantized), gate and up, the weights of the routing, slots,
     positions and offsets, and of Triton the map of tiles.
     """

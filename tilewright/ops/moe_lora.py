@@ -1,25 +1,25 @@
-"""Experts whose base is frozen, each with low-rank adapters: what `moe_mlp` computes with W + scale
-B A for every W.
+"""Experts with a frozen base, each with low-rank adapters: `moe_mlp` with W + scale B A in place of
+every W.
 
-Letters are those of moe.py, and r = rank. Of each expert's three projections, with W frozen, A [E,
-r, in] and B [E, out, r]:
+Letters are those of moe.py, and r = rank. For each expert's three projections, with W frozen,
+A [E, r, in] and B [E, out, r]:
 
-    pre[r] = [gate; up]    p = W_p x[token] + scale B_p (A_p x[token])   for p = gate, up y[t]   =
-    the sum over t's rows of w(r) (W_down h[r] + scale B_down (A_down h[r])),   h[r] = silu(gate) *
-    up
+    pre[r] = [gate; up], where p = W_p x[token] + scale B_p (A_p x[token]) for p = gate, up
+    h[r]   = silu(gate) * up
+    y[t]   = the sum over t's rows of w(r) (W_down h[r] + scale B_down (A_down h[r]))
 
 Each base weight is multiplied once, as in `moe_mlp`, and is never added to, copied or joined; the
 rest are products of rank r. A factor that all experts share has a leading size of 1 and stays so:
-where it stands at the side of tokens (A of gate and up, B of down), it is one product over the T
-tokens, not over their T K rows.
+on the side of tokens (A of gate and up, B of down), it is one product over the T tokens, not over
+their T K rows.
 
-What is kept for the backward is x, pre, the routing and A's results (`saved_bytes`). With u = scale
-B^T dy,
+Saved for backward are x, pre, the routing and A's results (`saved_bytes`). With u = scale B^T dy,
 
-    dA = the sum over rows of u input^T     dB = scale times the sum of dy (A input)^T     dinput =
-    W^T dy + A^T u
+    dA     = the sum over rows of u input^T
+    dB     = scale times the sum over rows of dy (A input)^T
+    dinput = W^T dy + A^T u
 
-and of a base weight no gradient is computed. A quantized one is dequantized in each of the two
+and no gradient of a base weight is computed. A quantized one is dequantized in each of the two
 passes.
 """
 
@@ -77,29 +77,51 @@ def moe_lora(
     """`moe_mlp` with W + scale * B A in place of each W: of gate and up (the halves of
     gate_up_proj) and of down_proj.
 
-    x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
-    gate_up_proj: [E, 2 I, H], gates before ups, and down_proj: [E, H, I], frozen: in x's dtype, or
-    quantized.
-    expert_index: [T, K] int32 or int64, 0 to E - 1; E for a slot whose expert is not here: it adds
-        nothing and gets no gradient.
-    expert_weight: [T, K], any floating dtype, used in float32.
-    gate_A, up_A: [E, r, H], gate_B, up_B: [E, I, r], down_A: [E, r, I], down_B: [E, H, r], in x's
-        dtype; each projection may have an r of its own. A leading size of 1 is a factor that all
-        experts share; gate and up share alike.
-    scale: of the adapters, a number.
-    noise: of quantized weights, as in `dequantize_nf4`: gate_up_proj takes noise.layer, down_proj
-    the one after it. Returns [T, H], contiguous, in x's dtype. Products are summed in float32 and
-    rounded to x's dtype, and so are sums of base and adapter, gate, up, and silu(gate) * up; the
-    sum over k is in float32, rounded once. Under torch.autocast x, adapters and base weights that
-    are tensors are cast to its dtype. Differentiable in x, expert_weight and the adapters, once. A
-    factor's gradient is 0 for an expert without tokens; a shared one's is the sum over experts. x
-    of a token without experts here is read, and must be finite.
-    Kept for the backward: the arguments, gate and up, A's results, and the order of rows
+    Products are summed in float32 and rounded to x's dtype, and so are sums of base and adapter,
+    gate, up, and silu(gate) * up; the sum over k is in float32, rounded once. Under torch.autocast
+    x, adapters and base weights that are tensors are cast to its dtype. Differentiable in x,
+    expert_weight and the adapters, once. A factor's gradient is 0 for an expert without tokens; a
+    shared one's is the sum over experts. x of a token without experts here is read, and must be
+    finite. Saved for backward: the arguments, gate and up, A's results, and the order of rows
     (`saved_bytes`). Of a quantized weight that is what it is made of: it is dequantized again.
-    Deterministic. Raises TypeError or ValueError for arguments that do not fit, also for a base
-    weight that requires a gradient; IndexError for an index outside (on CUDA, where looking would
-    wait for the device, it counts as E), ImplementationUnavailable for a named implementation that
-    cannot run here.
+    Deterministic.
+
+    Args:
+        x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
+        gate_up_proj: [E, 2 I, H], gates before ups, frozen: in x's dtype, or quantized.
+        down_proj: [E, H, I], likewise.
+        expert_index: [T, K] int32 or int64, 0 to E - 1; E for a slot whose expert is not here: it
+            adds nothing and gets no gradient.
+        expert_weight: [T, K], any floating dtype, used in float32.
+        gate_A, up_A: [E, r, H] in x's dtype; each projection may have an r of its own. A leading
+            size of 1 is a factor that all experts share; gate and up share alike.
+        gate_B, up_B: [E, I, r], likewise.
+        down_A: [E, r, I], likewise.
+        down_B: [E, H, r], likewise.
+        scale: of the adapters, a number.
+        noise: of quantized weights, as in `dequantize_nf4`: gate_up_proj takes noise.layer,
+            down_proj the one after it.
+        implementation: "auto", or one that `tilewright explain moe_lora` lists.
+
+    Returns:
+        [T, H], contiguous, in x's dtype.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit, also for a base weight that requires a
+            gradient.
+        IndexError: An index outside (on CUDA, where looking would wait for the device, it counts as
+            E).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import moe_lora
+        >>> x, gate_up, down = torch.ones(3, 4), torch.ones(2, 6, 4), torch.ones(2, 4, 3)
+        >>> index, weight = torch.tensor([[0], [1], [1]]), torch.full((3, 1), 0.5)
+        >>> shapes = (2, 1, 4), (2, 3, 1), (2, 1, 4), (2, 3, 1), (2, 1, 3), (2, 4, 1)
+        >>> adapters = [torch.zeros(shape) for shape in shapes]
+        >>> moe_lora(x, gate_up, down, index, weight, *adapters, scale=2.0).shape
+        torch.Size([3, 4])
+
     Source: LoRA, arXiv:2106.09685, on the experts of `moe_mlp`.
     """
     adapters = (gate_A, gate_B, up_A, up_B, down_A, down_B)
@@ -124,7 +146,7 @@ def saved_bytes(
     shared_A: bool = False,
     shared_B: bool = False,
 ) -> int:
-    """Bytes that one call of a fused implementation keeps for its backward, beside base and
+    """Bytes that one call of a fused implementation saves for its backward, beside base and
     adapters: x, gate and up, A's results, the weights of the routing, and slots, positions and
     offsets.
 

@@ -1,10 +1,12 @@
 """The products of `moe_mlp` in QuACK's GEMMs, with the gather of rows and SwiGLU in them, where its
 version has those.
 
-    up            gemm_gated: gathers x; stores pre, and h = silu(gate) * up
-    down          gemm
-    back to h     gemm_dgated: gathers dy; makes dh and of it, without storing it, dpre, w h and
-    <dh, h> weights       gemm over rows of each expert, which gathers dy, and x back to x     gemm
+    up          gemm_gated: gathers x; stores pre, and h = silu(gate) * up
+    down        gemm
+    back to h   gemm_dgated: gathers dy; makes dh, and of it, without storing it, dpre, w h and
+                <dh, h>
+    weights     gemm over the rows of each expert, which gathers dy, and x
+    back to x   gemm
 
 pre and dpre are [gate, up, gate, up, ...] in memory, which is how its epilogues hold the two of a
 pair in one thread. Weights stay as they are, gates before ups: QuACK reads and writes those in its

@@ -81,25 +81,36 @@ def quantize_mxfp8(
 ) -> MXFP8 | tuple[MXFP8, MXFP8]:
     """x in MXFP8, or x and its transpose.
 
-    x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. C need not divide by 32.
-    seed: None rounds to nearest, ties to even. A number rounds up or down at random, as in
-    `quantize_nvfp4`.
-    transpose: returns (q, that of x.mT) with the same seed, bit for bit what two calls give, from
-    one read of x (eager:
-        two): what a layer's forward multiplies by and what its backward does. x has 2 dimensions or
-        more.
-    implementation: "auto", or one of triton, cpp, eager.
-
     A block's scale is the least power of two s with (largest magnitude) / s <= 448, so that nothing
     saturates, and 2^-127 if that is smaller or all is 0; codes are of x / s in float32. The scale
     comes from the bits of the largest magnitude by integer operations. 1 / s is a normal number (s
     is at most 2^120), so x / s is exact, or below 2^-126, where its code is 0 however it is
-    rounded.
-    Not differentiable: x is detached. Deterministic, and the same in every implementation. Raises
-    TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite
-    (on CUDA, where looking would wait for the device, such a block's scale is NaN, byte 255, and
-    its codes are unspecified), ImplementationUnavailable for a named implementation that cannot run
-    here.
+    rounded. Not differentiable: x is detached. Deterministic, and the same in every implementation.
+
+    Args:
+        x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. C need not divide by
+            32.
+        seed: None rounds to nearest, ties to even. A number rounds up or down at random, as in
+            `quantize_nvfp4`.
+        transpose: returns (q, that of x.mT) with the same seed, bit for bit what two calls give,
+            from one read of x (eager: two): what a layer's forward multiplies by and what its
+            backward does. x has 2 dimensions or more.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        An MXFP8 of x's shape and dtype; with transpose two.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        ValueError: An x that is not finite (on CUDA, where looking would wait for the device, such
+            a block's scale is NaN, byte 255, and its codes are unspecified).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import quantize_mxfp8
+        >>> quantize_mxfp8(torch.tensor([448.0, 1.0])).scale.float()
+        tensor([1.])
+
     Source: OCP Microscaling Formats (MX) Specification 1.0, section 5, with the exponent rounded up
     where section 6.3 rounds it down.
     """
@@ -136,13 +147,28 @@ def dequantize_mxfp8(
 ) -> torch.Tensor:
     """The tensor that q stands for: value * scale in float32, then rounded to the result's dtype.
 
-    q: what `quantize_mxfp8` or `MXFP8.from_safetensors` returns.
-    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
-    default.
-    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape
-        and step = 0.125 * scale, the gap from 1 on. None, or an alpha of 0, adds nothing.
-    Returns a contiguous tensor of q.shape. Not differentiable. Deterministic. Raises TypeError or
-    ValueError for a q that does not fit together, ImplementationUnavailable as `quantize_mxfp8`.
+    Not differentiable. Deterministic.
+
+    Args:
+        q: what `quantize_mxfp8` or `MXFP8.from_safetensors` returns.
+        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
+            default.
+        noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of
+            q.shape and step = 0.125 * scale, the gap from 1 on. None, or an alpha of 0, adds
+            nothing.
+        implementation: "auto", or one that `tilewright explain dequantize_mxfp8` lists.
+
+    Returns:
+        A contiguous tensor of q.shape.
+
+    Raises:
+        TypeError, ValueError: A q that does not fit together.
+        ImplementationUnavailable: as `quantize_mxfp8`.
+
+    Example:
+        >>> from tilewright.ops import dequantize_mxfp8, quantize_mxfp8
+        >>> dequantize_mxfp8(quantize_mxfp8(torch.tensor([448.0, 1.0])))
+        tensor([448.,   1.])
     """
     quantize.instance(q, MXFP8)
     dtype = quantize.output_dtype(dtype, q.dtype)

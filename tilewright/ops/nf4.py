@@ -44,20 +44,32 @@ def quantize_nf4(
 ) -> NF4:
     """x in NF4, the bytes that bitsandbytes gives.
 
-    x: any shape, fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. Blocks are of its
-        row-major elements; the last may be shorter.
-    double_quant: scales in 8 bits, in blocks of 256, less their mean.
-    block_size: 32 to 4096, a power of two.
-    implementation: "auto", or one of triton, cpp, eager.
-
     A scale is the block's largest magnitude m; a code is that of the value nearest to x * (1 / m),
     or x / m in a last block that is shorter, ties to the lower, all in float32. The scales' 8-bit
     codes are the nearest on a CUDA device; on a CPU those of the nearest of 65,536 even steps,
-    since bitsandbytes looks them up in a table there.
-    Not differentiable: x is detached. Deterministic, and the same in every implementation. Raises
-    TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite
-    (on CUDA, where looking would wait for the device, such a block's scale is not finite),
-    ImplementationUnavailable for a named implementation that cannot run here.
+    since bitsandbytes looks them up in a table there. Not differentiable: x is detached.
+    Deterministic, and the same in every implementation.
+
+    Args:
+        x: any shape, fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. Blocks are of its
+            row-major elements; the last may be shorter.
+        double_quant: scales in 8 bits, in blocks of 256, less their mean.
+        block_size: 32 to 4096, a power of two.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        An NF4 of x's shape and dtype.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        ValueError: An x that is not finite (on CUDA, where looking would wait for the device, such
+            a block's scale is not finite).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import dequantize_nf4, quantize_nf4
+        >>> dequantize_nf4(quantize_nf4(torch.tensor([-2.0, 0.0, 2.0])))
+        tensor([-2.,  0.,  2.])
     """
     quantize.source(x)
     _checks.choice("block_size", block_size, BLOCKS)
@@ -81,14 +93,28 @@ def dequantize_nf4(
     """The tensor that q stands for: code values times scales in float32, then rounded to the
     result's dtype.
 
-    q: what `quantize_nf4` or `NF4.from_safetensors` returns.
-    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
-    default.
-    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape
-        and step = 0.5 * 0.0795803 * scale, half the gap next to 0. None, or an alpha of 0, adds
-        nothing.
-    Returns a contiguous tensor of q.shape. Not differentiable. Deterministic. Raises TypeError or
-    ValueError for a q that does not fit together, ImplementationUnavailable as `quantize_nf4`.
+    Not differentiable. Deterministic.
+
+    Args:
+        q: what `quantize_nf4` or `NF4.from_safetensors` returns.
+        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
+            default.
+        noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of
+            q.shape and step = 0.5 * 0.0795803 * scale, half the gap next to 0. None, or an alpha of
+            0, adds nothing.
+        implementation: "auto", or one that `tilewright explain dequantize_nf4` lists.
+
+    Returns:
+        A contiguous tensor of q.shape.
+
+    Raises:
+        TypeError, ValueError: A q that does not fit together.
+        ImplementationUnavailable: as `quantize_nf4`.
+
+    Example:
+        >>> from tilewright.ops import dequantize_nf4, quantize_nf4
+        >>> dequantize_nf4(quantize_nf4(torch.tensor([-2.0, 0.0, 2.0])), dtype=torch.bfloat16).dtype
+        torch.bfloat16
     """
     quantize.instance(q, NF4)
     dtype = quantize.output_dtype(dtype, q.dtype)

@@ -126,32 +126,45 @@ def quantize_nvfp4(
 ) -> NVFP4 | tuple[NVFP4, NVFP4]:
     """x in NVFP4; or its Hadamard transform, or x and its transpose.
 
-    x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite, and its transform too. C
-        need not divide by 16.
-    square: one scale for each 16 x 16 block of the last two dimensions, so that a transpose has the
-        same values; it is stored for each of the block's rows.
-    global_scale: float32 [], to share among tensors; by default (largest magnitude of x) / 2688, 1
-    if that is 0.
-    seed: None rounds to nearest, ties to even. A number rounds up or down at random, the mean being
-        x / scale: with word i % 4 of Philox4x32-10 for element i (row-major), counter i // 4 and
-        key seed. Block scales are always rounded to nearest.
-    hadamard: 16 or 32 puts `hadamard(x.float(), hadamard, seed=hadamard_seed)` in x's place: in
-        float32, so that nothing is rounded to x's dtype on the way, and never written to memory. C
-        must divide by it. `dequantize_nvfp4` then gives the transform; tilewright.ops.hadamard with
-        inverse=True undoes it.
-    transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give,
-    from one read of x
-        after that for the largest magnitude: a layer's forward needs one, its backward the other. x
-        has 2 dimensions or more. Not with hadamard, since the transforms of the two differ.
-    implementation: "auto", or one of triton, cpp, eager.
-
     In float32, with m a block's largest magnitude: scale = e4m3(m / 6 / global_scale), at least
     e4m3's smallest number where m is not 0, and 0 where it is; codes are of x * (1 / global_scale /
-    scale), so that they make up for the rounding of the scale. Magnitudes above 6 become 6.
-    Not differentiable: x is detached. Deterministic, and the same in every implementation. Raises
-    TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite
-    (on CUDA, where looking would wait for the device, global_scale is then not finite),
-    ImplementationUnavailable for a named implementation that cannot run here.
+    scale), so that they make up for the rounding of the scale. Magnitudes above 6 become 6. Not
+    differentiable: x is detached. Deterministic, and the same in every implementation.
+
+    Args:
+        x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite, and its transform
+            too. C need not divide by 16.
+        square: one scale for each 16 x 16 block of the last two dimensions, so that a transpose has
+            the same values; it is stored for each of the block's rows.
+        global_scale: float32 [], to share among tensors; by default (largest magnitude of x) /
+            2688, 1 if that is 0.
+        seed: None rounds to nearest, ties to even. A number rounds up or down at random, the mean
+            being x / scale: with word i % 4 of Philox4x32-10 for element i (row-major), counter i
+            // 4 and key seed. Block scales are always rounded to nearest.
+        hadamard: 16 or 32 puts `hadamard(x.float(), hadamard, seed=hadamard_seed)` in x's place: in
+            float32, so that nothing is rounded to x's dtype on the way, and never written to
+            memory. C must divide by it. `dequantize_nvfp4` then gives the transform;
+            tilewright.ops.hadamard with inverse=True undoes it.
+        hadamard_seed: of the transform's signs, as in `hadamard`; None without one.
+        transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give,
+            from one read of x after that for the largest magnitude: a layer's forward needs one,
+            its backward the other. x has 2 dimensions or more. Not with hadamard, since the
+            transforms of the two differ.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        An NVFP4 of x's shape and dtype; with transpose two.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        ValueError: An x that is not finite (on CUDA, where looking would wait for the device,
+            global_scale is then not finite).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import dequantize_nvfp4, quantize_nvfp4
+        >>> dequantize_nvfp4(quantize_nvfp4(torch.tensor([6.0, -3.0, 0.5])))
+        tensor([ 6.0000, -3.0000,  0.5000])
     """
     quantize.source(x)
     quantize.seed(seed)
@@ -200,14 +213,28 @@ def dequantize_nvfp4(
     """The tensor that q stands for: value * (scale * global_scale) in float32, then rounded to the
     result's dtype.
 
-    q: what `quantize_nvfp4` or `NVFP4.from_safetensors` returns.
-    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
-    default.
-    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape
-        and step = 0.5 * scale * global_scale, the gap next to 0. None, or an alpha of 0, adds
-        nothing.
-    Returns a contiguous tensor of q.shape. Not differentiable. Deterministic. Raises TypeError or
-    ValueError for a q that does not fit together, ImplementationUnavailable as `quantize_nvfp4`.
+    Not differentiable. Deterministic.
+
+    Args:
+        q: what `quantize_nvfp4` or `NVFP4.from_safetensors` returns.
+        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
+            default.
+        noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of
+            q.shape and step = 0.5 * scale * global_scale, the gap next to 0. None, or an alpha of
+            0, adds nothing.
+        implementation: "auto", or one that `tilewright explain dequantize_nvfp4` lists.
+
+    Returns:
+        A contiguous tensor of q.shape.
+
+    Raises:
+        TypeError, ValueError: A q that does not fit together.
+        ImplementationUnavailable: as `quantize_nvfp4`.
+
+    Example:
+        >>> from tilewright.ops import dequantize_nvfp4, quantize_nvfp4
+        >>> dequantize_nvfp4(quantize_nvfp4(torch.ones(16)), dtype=torch.bfloat16).dtype
+        torch.bfloat16
     """
     quantize.instance(q, NVFP4)
     dtype = quantize.output_dtype(dtype, q.dtype)
@@ -339,9 +366,7 @@ def _fake_largest(x, hadamard, signs):
 
 def _fused(one, both, largest):
     return _whole(
-        lambda x, total, square, seed, size, signs: one(
-            x, total, square, seed, size or 0, signs
-        ),
+        lambda x, total, square, seed, size, signs: one(x, total, square, seed, size or 0, signs),
         both,
         largest,
     )

@@ -1,10 +1,10 @@
 """Rows of tokens in the order of their experts, and back: what stands before and after a grouped
 product.
 
-T = tokens, K = experts a token, R = T * K slots (slot t * K + k is token t's k-th expert) and rows,
-E = experts, H = columns. An expert index equal to E is a sentinel: the slot has no expert here, as
-under expert parallelism. All shapes depend on shapes alone, and on CUDA nothing is read on the
-host.
+T = tokens, K = experts per token, R = T * K token slots (slot t * K + k is token t's k-th expert)
+and rows, E = experts, H = columns. An expert index equal to E is a sentinel: the slot has no expert
+here, as under expert parallelism. Result shapes depend on shapes alone, and on CUDA nothing is read
+on the host.
 """
 
 from __future__ import annotations
@@ -48,11 +48,26 @@ def sort_by_expert(
 ) -> Order:
     """A stable counting sort of slots by expert; within an expert by slot, sentinels last.
 
-    expert_index: [T, K] int32 or int64, 0 to num_experts (the sentinel). T * K is below 2^31.
-    num_experts: E, 1 to 4,096. Returns Order. Deterministic, and the same in every implementation.
-    Not differentiable. Raises TypeError or ValueError for arguments that do not fit, and IndexError
-    for an index outside; on CUDA, where looking would wait for the device, such an index counts as
-    a sentinel. ImplementationUnavailable as `permute`.
+    Deterministic, and the same in every implementation. Not differentiable.
+
+    Args:
+        expert_index: [T, K] int32 or int64, 0 to num_experts (the sentinel). T * K is below 2^31.
+        num_experts: E, 1 to 4,096.
+        implementation: "auto", or one that `tilewright explain permute` lists.
+
+    Returns:
+        Order.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        IndexError: An index outside; on CUDA, where looking would wait for the device, such an
+            index counts as a sentinel.
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import sort_by_expert
+        >>> sort_by_expert(torch.tensor([[1], [0], [1]]), 2).slots
+        tensor([1, 0, 2], dtype=torch.int32)
     """
     index = checked_index(expert_index, num_experts)
     return Order(*PERMUTE.pick(implementation, On(index.device))(None, index, num_experts)[1:])
@@ -64,15 +79,26 @@ def permute(
 ) -> Permuted:
     """A copy of x's row for each of its experts, in the order of `sort_by_expert`.
 
-    x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read in
-    place.
-    expert_index, num_experts: as in `sort_by_expert`.
-    Returns Permuted: rows[r] = x[slots[r] // K] for r < offsets[-1], and 0 for the rest, in x's
-    dtype.
     Differentiable in x: dx[t] is the sum over k of drows[position[t, k]] for those that are not
-    sentinels, in float32, in the order of k, rounded once. The backward keeps `position` alone.
-    Raises what `sort_by_expert` does, and ImplementationUnavailable for a named implementation that
-    cannot run here.
+    sentinels, in float32, in the order of k, rounded once. Saved for backward: `position` alone.
+
+    Args:
+        x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read
+            in place.
+        expert_index, num_experts: as in `sort_by_expert`.
+        implementation: "auto", or one that `tilewright explain permute` lists.
+
+    Returns:
+        Permuted: rows[r] = x[slots[r] // K] for r < offsets[-1], and 0 for the rest, in x's dtype.
+
+    Raises:
+        TypeError, ValueError, IndexError, ImplementationUnavailable: As `sort_by_expert`.
+
+    Example:
+        >>> from tilewright.ops import permute
+        >>> x, expert_index = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1], [0], [1]])
+        >>> permute(x, expert_index, 2).rows.flatten()
+        tensor([2., 1., 3.])
     """
     _checks.floating("x", x)
     if x.dim() != 2:
@@ -98,19 +124,33 @@ def unpermute(
     """The weighted sum of each token's rows: y[t] = sum_k expert_weight[t, k] * rows[position[t,
     k]].
 
-    rows: [T * K, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
-    expert_weight: [T, K], any floating dtype, used in float32; None for ones.
-    position: [T, K] int32, as `permute` gives it: the slots that are not -1 have the rows 0, 1, ...
-    between them, each
-        once. Rows that no slot has are not read: NaN there does no harm.
-    Returns [T, H], contiguous, in rows' dtype: summed in float32 in the order of k, rounded once.
     Differentiable in rows (0 for those that no slot has) and expert_weight (<dy[t],
-    rows[position[t, k]]> in float32, 0 for a sentinel). The backward keeps expert_weight and
-    position, and rows if expert_weight needs a gradient. Raises TypeError or ValueError for
-    arguments that do not fit, IndexError for positions other than those above (on CUDA, where
-    looking would wait for the device, one outside rows counts as -1, and the gradient of rows that
-    share a position is undefined), ImplementationUnavailable for a named implementation that cannot
-    run here.
+    rows[position[t, k]]> in float32, 0 for a sentinel). Saved for backward: expert_weight and
+    position, and rows if expert_weight needs a gradient.
+
+    Args:
+        rows: [T * K, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
+        expert_weight: [T, K], any floating dtype, used in float32; None for ones.
+        position: [T, K] int32, as `permute` gives it: the slots that are not -1 have the rows 0, 1,
+            ... between them, each once. Rows that no slot has are not read: NaN there does no harm.
+        implementation: "auto", or one that `tilewright explain unpermute` lists.
+
+    Returns:
+        [T, H], contiguous, in rows' dtype: summed in float32 in the order of k, rounded once.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        IndexError: Positions other than those above (on CUDA, where looking would wait for the
+            device, one outside rows counts as -1, and the gradient of rows that share a position is
+            undefined).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import unpermute
+        >>> rows = torch.tensor([[1.0], [2.0]])
+        >>> position = torch.tensor([[1, 0]], dtype=torch.int32)
+        >>> unpermute(rows, torch.tensor([[0.5, 1.0]]), position)
+        tensor([[2.]])
     """
     _checks.floating("rows", rows)
     _checks.same_device(rows=rows, expert_weight=expert_weight, position=position)

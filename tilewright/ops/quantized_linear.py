@@ -55,18 +55,34 @@ def quantized_linear(
 ) -> torch.Tensor:
     """y = x @ dequant(q)^T + bias.
 
-    x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides.
-    q: NF4, NVFP4, BlockFP8 or MXFP8 of shape [N, K]; frozen. It is read in x's dtype, whatever
-        dtype it was quantized from.
-    bias: [N] in x's dtype, or None.
-    noise: what `dequantize_*` adds to the weight, the same in forward and backward; None for
-    nothing. Returns [..., N] in x's dtype. The weight is dequantized in float32 and rounded to x's
-    dtype; products are summed in float32 and rounded once, with bias (in float32, PyTorch's GEMM
-    follows torch.backends.cuda.matmul.allow_tf32). Under torch.autocast x and bias are cast to its
-    dtype. Differentiable in x and bias, any number of times: dx = dy @ dequant(q). Kept for the
-    backward: q's tensors, not a copy of them, and not x. Deterministic. Raises TypeError or
-    ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
-    that cannot run here.
+    The weight is dequantized in float32 and rounded to x's dtype; products are summed in float32
+    and rounded once, with bias (in float32, PyTorch's GEMM follows
+    torch.backends.cuda.matmul.allow_tf32). Under torch.autocast x and bias are cast to its dtype.
+    Differentiable in x and bias, any number of times: dx = dy @ dequant(q). Saved for backward:
+    q's tensors, not a copy of them, and not x. Deterministic.
+
+    Args:
+        x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides.
+        q: NF4, NVFP4, BlockFP8 or MXFP8 of shape [N, K]; frozen. It is read in x's dtype, whatever
+            dtype it was quantized from.
+        bias: [N] in x's dtype, or None.
+        noise: what `dequantize_*` adds to the weight, the same in forward and backward; None for
+            nothing.
+        implementation: "auto", or one that `tilewright explain quantized_linear` lists.
+
+    Returns:
+        [..., N] in x's dtype.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import quantize_nf4, quantized_linear
+        >>> q = quantize_nf4(torch.eye(4))
+        >>> quantized_linear(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), q)
+        tensor([[1., 2., 3., 4.]])
+
     Source: QLoRA, arXiv:2305.14314, equation 5.
     """
     check_linear(x, q, bias)

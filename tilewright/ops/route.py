@@ -2,7 +2,7 @@
 keep a router balanced. Switch (arXiv:2101.03961), ST-MoE (arXiv:2202.08906), DeepSeek-V3
 (arXiv:2412.19437).
 
-T = tokens, E = experts, K = experts a token.
+T = tokens, E = experts, K = experts per token.
 """
 
 from __future__ import annotations
@@ -51,46 +51,54 @@ def route(
 ) -> Routing:
     """The k best experts of each token, their weights, and two losses.
 
-    logits: [T, E] fp32 | bf16 | fp16 (fp64 with eager), any strides (columns that are not
-        contiguous are copied); E is at most 4,096.
-    score: "softmax" for s = softmax(logits) over experts, "sigmoid" for s = sigmoid(logits); in
-    float32.
-    bias: [E] fp32 (fp64 with fp64 logits), added to s for the choice only; no gradient flows to it.
-    groups, topk_groups: the E experts are `groups` equal runs, and only those of the `topk_groups`
-        best runs can be chosen. A group's value is its largest score (DeepSeek-V2's softmax
-        router); with a bias or with sigmoid scores it is the sum of its two largest s + bias
-        (DeepSeek-V3's; of one, where a group is a single expert).
-    k: experts a token, 1 to topk_groups * E / groups. The choice is the k largest of s + bias, best
-    first; without a bias, of the logits, in whose order s is, so that
-        no rounding makes a tie. Equal ones: the lower index first, of experts and of groups.
-    renormalize: divide the k weights by their sum + 1e-20.
-    scale: multiplies the weights, after that.
-    round_to: M > 0 for token rounding, which is `round_tokens` after everything else: every expert
-    keeps a multiple of
-        M tokens, its best ones. 0: off.
-
-    Returns Routing:
-        expert_index [T, K] int64; with round_to, E where a slot was dropped.
-        expert_weight [T, K] fp32: the chosen s (without bias), renormalized, times scale; with
-            round_to, 0 where a slot was dropped.
-        tokens_per_expert [E] int64: how many slots each expert has; with round_to, keeps.
-        load_balance_loss [] fp32: E * sum_e f_e P_e, where f_e is the number of tokens that chose
-            e, over T (so the f_e sum to K), and P_e is the mean over tokens of the softmax score,
-            or of s_e / (sum_e s_e + 1e-20) with sigmoid scores. As transformers'
-            load_balancing_loss_func for one layer; DeepSeek-V3's is this one over K.
-        z_loss [] fp32: mean over tokens of logsumexp(logits)^2.
-    Neither loss is multiplied by a coefficient; both are of the choice before rounding, and 0 for T
-    = 0. (fp64 logits: fp64 where fp32 stands here.)
-
     Differentiable in logits, once, through expert_weight, load_balance_loss (through P; f is a
-    count) and z_loss; all sums in float32. The backward keeps logits, expert_index and the counts.
+    count) and z_loss; all sums in float32. Saved for backward: logits, expert_index and the counts.
     Logits may be -inf. With softmax scores, NaN or +inf (or a row of -inf alone) makes all weights
-    of the row NaN. With
-        sigmoid scores each logit is by itself: +inf has score 1, -inf 0, and NaN makes its own
-        weight NaN where it is chosen, with renormalize all of its row. Indices exist in any case.
-        Such a row's gradient, and both losses, need not be finite.
-    Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a
-    named implementation that cannot run here.
+    of the row NaN. With sigmoid scores each logit is by itself: +inf has score 1, -inf 0, and NaN
+    makes its own weight NaN where it is chosen, with renormalize all of its row. Indices exist in
+    any case. Such a row's gradient, and both losses, need not be finite.
+
+    Args:
+        logits: [T, E] fp32 | bf16 | fp16 (fp64 with eager), any strides (columns that are not
+            contiguous are copied); E is at most 4,096.
+        k: experts per token, 1 to topk_groups * E / groups. The choice is the k largest of s +
+            bias, best first; without a bias, of the logits, in whose order s is, so that no
+            rounding makes a tie. Equal ones: the lower index first, of experts and of groups.
+        score: "softmax" for s = softmax(logits) over experts, "sigmoid" for s = sigmoid(logits); in
+            float32.
+        renormalize: divide the k weights by their sum + 1e-20.
+        bias: [E] fp32 (fp64 with fp64 logits), added to s for the choice only; no gradient flows to
+            it.
+        groups, topk_groups: the E experts are `groups` equal runs, and only those of the
+            `topk_groups` best runs can be chosen. A group's value is its largest score
+            (DeepSeek-V2's softmax router); with a bias or with sigmoid scores it is the sum of its
+            two largest s + bias (DeepSeek-V3's; of one, where a group is a single expert).
+        scale: multiplies the weights, after that.
+        round_to: M > 0 for token rounding, which is `round_tokens` after everything else: every
+            expert keeps a multiple of M tokens, its best ones. 0: off.
+        implementation: "auto", or one that `tilewright explain route` lists.
+
+    Returns:
+        Routing. Neither loss is multiplied by a coefficient; both are of the choice before
+        rounding, and 0 for T = 0. (fp64 logits: fp64 where fp32 stands here.)
+            expert_index [T, K] int64; with round_to, E where a slot was dropped.
+            expert_weight [T, K] fp32: the chosen s (without bias), renormalized, times scale; with
+                round_to, 0 where a slot was dropped.
+            tokens_per_expert [E] int64: slots per expert; with round_to, those that are kept.
+            load_balance_loss [] fp32: E * sum_e f_e P_e, where f_e is the number of tokens that
+                chose e, over T (so the f_e sum to K), and P_e is the mean over tokens of the
+                softmax score, or of s_e / (sum_e s_e + 1e-20) with sigmoid scores. As
+                transformers' load_balancing_loss_func for one layer; DeepSeek-V3's is this over K.
+            z_loss [] fp32: mean over tokens of logsumexp(logits)^2.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import route
+        >>> route(torch.tensor([[0.0, 3.0, 1.0]]), 2).expert_index
+        tensor([[1, 2]])
     """
     _validate(logits, k, score, bias, groups, topk_groups, scale, round_to)
     if bias is not None:
