@@ -212,10 +212,10 @@ class DeepEPTransport:
             row = x.shape[1] * max(2, x.element_size())
             configs = (Buffer.get_dispatch_config(self.size), Buffer.get_combine_config(self.size))
             least = max(c.get_nvl_buffer_size_hint(row, self.size) for c in configs)
-            given = (
+            size = (
                 int(self.options.buffer_size_gb * 1e9) // 128 * 128
             )  # DeepEP wants whole blocks of 128 bytes
-            if given < least:
+            if size < least:
                 raise ValueError(
                     f"deepep.buffer_size_gb must be at least {least / 1e9:.3g} for {self.size} "
                     f"ranks and "
@@ -223,7 +223,7 @@ class DeepEPTransport:
                 )
             between_nodes = max(c.get_rdma_buffer_size_hint(row, self.size) for c in configs)
             Buffer.set_num_sms(self.options.num_sms)
-            _buffers[key] = Buffer(self.group, given, between_nodes)
+            _buffers[key] = Buffer(self.group, size, between_nodes)
         return _buffers[key]
 
     def send(self, x, index, weight, E, kept):

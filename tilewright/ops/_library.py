@@ -118,16 +118,18 @@ class Operator:
         schema = self.overload._schema
         if schema.is_mutable or len(types) != len(schema.arguments):
             return -1
-        for found, argument in zip(types, schema.arguments, strict=True):
+        for given_type, argument in zip(types, schema.arguments, strict=True):
             kind = str(argument.real_type)
             wanted = (
                 kind.removeprefix("Optional[").removesuffix("]")
                 if kind.startswith("Optional[")
                 else kind
             )
-            if found not in _TYPES.get(wanted, ()) and not (wanted != kind and found is type(None)):
+            if given_type not in _TYPES.get(wanted, ()) and not (
+                wanted != kind and given_type is type(None)
+            ):
                 return -1
-        return next((i for i, found in enumerate(types) if found in _PLAIN), -1)
+        return next((i for i, given_type in enumerate(types) if given_type in _PLAIN), -1)
 
 
 def from_kernels(module: str, name: str) -> Callable[[], Any]:
@@ -139,8 +141,8 @@ def from_kernels(module: str, name: str) -> Callable[[], Any]:
     """
 
     def fetch():
-        found = getattr(importlib.import_module(f"tilewright.kernels.{module}"), name)
-        return found() if callable(found) else found
+        given_type = getattr(importlib.import_module(f"tilewright.kernels.{module}"), name)
+        return given_type() if callable(given_type) else given_type
 
     return fetch
 
@@ -248,10 +250,10 @@ def differentiate(
         setup_context(ctx, inputs, output)
 
     def listed(ctx, *grads):  # where PyTorch gives each element of a list an input of its own
-        found = formula(ctx, *grads)
+        results = formula(ctx, *grads)
         return tuple(
             [None] * len(need) if isinstance(need, list) else grad
-            for grad, need in zip(found, ctx.needs_input_grad, strict=True)
+            for grad, need in zip(results, ctx.needs_input_grad, strict=True)
         )
 
     kernel = _torch.make_autograd_impl(
@@ -291,8 +293,8 @@ def differentiate(
         def backward(ctx, *grads):
             _refuse_beneath(name, grads)
             ctx = _WithoutFirst(ctx)
-            found = formula(ctx, *grads)
-            return None, *(found if isinstance(found, tuple) else (found,))
+            results = formula(ctx, *grads)
+            return None, *(results if isinstance(results, tuple) else (results,))
 
     def guarded(keyset, *args):
         refuse_tangents(name, *args)
@@ -364,7 +366,7 @@ def once(name: str, backward: Callable) -> Callable:
             return backward(ctx, *grads)
         ctx = _ReadOnce(ctx)
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            results = backward(ctx, *grads)
         behind = [t for t in ctx.saved_tensors if t is not None and t.requires_grad]
         if (
             not behind
@@ -378,10 +380,10 @@ def once(name: str, backward: Callable) -> Callable:
         # torch.autograd.function.once_differentiable ties its error to new leaves, so that
         # autograd.grad with respect to the real ones walks past it. This one is tied to what the
         # result is made of.
-        several = isinstance(found, tuple)
-        found = found if several else (found,)
-        error = _torch.DelayedError(again.encode(), len(found) + len(behind))
-        refused = error(*found, *behind)[: len(found)]
+        several = isinstance(results, tuple)
+        results = results if several else (results,)
+        error = _torch.DelayedError(again.encode(), len(results) + len(behind))
+        refused = error(*results, *behind)[: len(results)]
         return refused if several else refused[0]
 
     return refusing

@@ -120,13 +120,13 @@ def quantize_block_fp8(
     if x.dim() == 0:
         raise ValueError("x must have at least 1 dimension, got a scalar")
     matrices = quantize.as_3d(x.detach(), least=1 + (rows > 1 or transpose))
-    found = QUANTIZE_BLOCK_FP8.pick(implementation, matrices)(
+    parts = QUANTIZE_BLOCK_FP8.pick(implementation, matrices)(
         matrices, rows, columns, seed, transpose
     )
-    q = blocks_of(*found[:2], x.shape, (rows, columns), x.dtype)
+    q = blocks_of(*parts[:2], x.shape, (rows, columns), x.dtype)
     if not transpose:
         return q
-    return q, blocks_of(*found[2:], x.mT.shape, (rows, columns), x.dtype, looked=True)
+    return q, blocks_of(*parts[2:], x.mT.shape, (rows, columns), x.dtype, looked=True)
 
 
 def blocks_of(data, inverse, shape, block, dtype, what="x", *, looked=False) -> BlockFP8:

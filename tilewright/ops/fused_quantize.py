@@ -108,14 +108,14 @@ def silu_mul_quantize(
             f"gate must have at least 2 dimensions for a transpose, got shape {list(gate.shape)}"
         )
     gate, up = gate.detach(), None if up is None else up.detach()
-    found = SILU_MUL_QUANTIZE.pick(implementation, gate)(
+    parts = SILU_MUL_QUANTIZE.pick(implementation, gate)(
         gate, up, seed, format == "mxfp8", transpose
     )
-    q = _made(*found[:2], shape, gate.dtype, "silu(gate) * up", format)
+    q = _made(*parts[:2], shape, gate.dtype, "silu(gate) * up", format)
     if not transpose:
         return q
     return q, mxfp8.blocks_of(
-        *found[2:], (*shape[:-2], shape[-1], shape[-2]), gate.dtype, looked=True
+        *parts[2:], (*shape[:-2], shape[-1], shape[-2]), gate.dtype, looked=True
     )
 
 
@@ -254,12 +254,12 @@ def _made(data, inverse, shape, dtype, what, format):
 
 
 def _quantized(y, seed, mx):
-    found = (
+    parts = (
         mxfp8.quantize_eager(y.unsqueeze(0), seed)
         if mx
         else block_fp8.quantize_eager(y.unsqueeze(0), *BLOCK, seed)
     )
-    return tuple(t[0] for t in found)
+    return tuple(t[0] for t in parts)
 
 
 def silu_mul_quantize_eager(gate, up, seed, mx, transpose):

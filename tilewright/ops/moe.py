@@ -166,11 +166,11 @@ def _validate(
     if not isinstance(gate, Gate):
         raise TypeError(f"gate must be a Gate, got {type(gate).__name__}")
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    for name, given in {
+    for name, is_set in {
         **{name: t is not None for name, t in biases.items()},
         "gate": gate != SWIGLU,
     }.items():
-        if given and frozen:
+        if is_set and frozen:
             raise ValueError(f"{name} is for weights that are tensors, got it with quantized ones")
     held = {name: t.tensors()[0] if frozen else t for name, t in weights.items()}
     _checks.same_device(

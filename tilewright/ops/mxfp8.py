@@ -121,9 +121,9 @@ def quantize_mxfp8(
     if x.dim() == 0:
         raise ValueError("x must have at least 1 dimension, got a scalar")
     matrices = quantize.as_3d(x.detach(), least=1 + transpose)
-    found = QUANTIZE_MXFP8.pick(implementation, matrices)(matrices, seed, transpose)
-    q = blocks_of(*found[:2], x.shape, x.dtype)
-    return (q, blocks_of(*found[2:], x.mT.shape, x.dtype, looked=True)) if transpose else q
+    parts = QUANTIZE_MXFP8.pick(implementation, matrices)(matrices, seed, transpose)
+    q = blocks_of(*parts[:2], x.shape, x.dtype)
+    return (q, blocks_of(*parts[2:], x.mT.shape, x.dtype, looked=True)) if transpose else q
 
 
 def blocks_of(data, scale, shape, dtype, what="x", *, looked=False) -> MXFP8:

@@ -108,7 +108,7 @@ class NF4(quantize.Quantized):
             "dtype": short(self.dtype),
             "shape": list(self.shape),
         }
-        found = {
+        tensors = {
             prefix: self.data[:, None],
             f"{prefix}.absmax": self.absmax,
             f"{prefix}.quant_map": code_table(self.data),
@@ -119,14 +119,14 @@ class NF4(quantize.Quantized):
                 "nested_dtype": "float32",
                 "nested_offset": self.offset.item(),
             }
-            found |= {
+            tensors |= {
                 f"{prefix}.nested_absmax": self.nested_absmax,
                 f"{prefix}.nested_quant_map": scale_table(self.data),
             }
-        found[f"{prefix}.quant_state.bitsandbytes__nf4"] = torch.tensor(
+        tensors[f"{prefix}.quant_state.bitsandbytes__nf4"] = torch.tensor(
             list(json.dumps(state).encode()), dtype=torch.uint8, device=self.data.device
         )
-        return found
+        return tensors
 
     @classmethod
     def from_safetensors(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "weight") -> NF4:
@@ -220,9 +220,9 @@ def read_state(name: str, packed: torch.Tensor, prefix: str) -> dict:
 quantize.register(NF4, ("data", "absmax", "nested_absmax", "offset"))
 
 
-def _same_map(name, found, expected):
-    if found.shape != expected.shape or not torch.allclose(
-        found.float(), expected, rtol=0, atol=1e-6
+def _same_map(name, table, expected):
+    if table.shape != expected.shape or not torch.allclose(
+        table.float(), expected, rtol=0, atol=1e-6
     ):
         raise ValueError(f"{name} must be bitsandbytes' own table, got other values")
 

@@ -187,7 +187,7 @@ def quantize_nvfp4(
     if global_scale is not None:
         quantize.part("global_scale", global_scale, torch.float32, (), x)
     run = QUANTIZE_NVFP4.pick(implementation, matrices)
-    total, *found = run(matrices, global_scale, square, seed, hadamard, hadamard_seed, transpose)
+    total, *parts = run(matrices, global_scale, square, seed, hadamard, hadamard_seed, transpose)
 
     def made(data, scale, shape):
         return NVFP4(
@@ -198,8 +198,8 @@ def quantize_nvfp4(
             x.dtype,
         )
 
-    q = made(*found[:2], x.shape)
-    return (q, made(*found[2:], x.mT.shape)) if transpose else q
+    q = made(*parts[:2], x.shape)
+    return (q, made(*parts[2:], x.mT.shape)) if transpose else q
 
 
 @_checks.autocast("inputs")

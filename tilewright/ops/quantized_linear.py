@@ -322,13 +322,13 @@ def linear_case(
         g = cases.generator(device, seed)
         draw = {"device": device, "dtype": dtype, "gen": g}
         w = cases.randn(N, K, scale=max(K, 1) ** -0.5, requires_grad=False, **draw)
-        found = {
+        arguments = {
             "x": cases.randn(*(lead or (T,)), K, requires_grad=differentiable, **draw),
             "q": _QUANTIZE[format](w),
         }
         if bias:
-            found["bias"] = cases.randn(N, requires_grad=differentiable, **draw)
-        return found
+            arguments["bias"] = cases.randn(N, requires_grad=differentiable, **draw)
+        return arguments
 
     def cost(itemsize):
         moved = int(_BITS.get(format, 8) / 8 * N * K) + itemsize * T * (N + K)
@@ -347,13 +347,13 @@ def timed_cases(formats, differentiable=True):
     of them, and with those of a training step. On a CPU only what has a fused implementation there.
     """
     model = cases.MODELS["llama-3-8b"]
-    found = []
+    timed = []
     for format in formats:
         for tags, rows in (
             (cases.CUDA, (1, 16, 64, 8192)),
             (cases.CPU, (1, 16, 256) if differentiable else ()),
         ):
-            found += [
+            timed += [
                 linear_case(
                     f"llama-3-8b-down_{T}",
                     format,
@@ -365,7 +365,7 @@ def timed_cases(formats, differentiable=True):
                 )
                 for T in rows
             ]
-    return found
+    return timed
 
 
 _CASES = (

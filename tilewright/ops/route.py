@@ -103,7 +103,7 @@ def route(
     _validate(logits, k, score, bias, groups, topk_groups, scale, round_to)
     if bias is not None:
         bias = bias.detach()
-    found = Routing(
+    routing = Routing(
         *ROUTE.pick(implementation, logits)(
             logits,
             bias,
@@ -116,8 +116,8 @@ def route(
         )
     )
     if not round_to:
-        return found
-    return Routing(*round_tokens(*found[:3], round_to), *found[3:])
+        return routing
+    return Routing(*round_tokens(*routing[:3], round_to), *routing[3:])
 
 
 def _whole(name, value, low, high, accepted):
