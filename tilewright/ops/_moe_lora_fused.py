@@ -135,7 +135,7 @@ class _Fused:
         if not (x.numel() and gate_B.numel()):
             results = _fake_forward(x, index, weight, *adapters, scale, keep, *gate_up, *down)
             return tuple(t.zero_() for t in results)
-        base = self._base(gate_up, down, x.dtype)
+        base = self._projections(gate_up, down, x.dtype)
         with _checks.no_autocast(x):
             y, pre, low, order = self.launches.forward(
                 base, x, index, weight, adapters, scale, keep
@@ -169,7 +169,7 @@ class _Fused:
         if not (x.numel() and gate_B.numel()):
             results = _fake_backward(dy, x, weight, *adapters, saved, needs)
             return tuple(t.zero_() for t in results)
-        base = self._base(
+        base = self._projections(
             Packed(base_data, base_scales, base_ints, base_alpha),
             Packed(last_data, last_scales, last_ints, last_alpha),
             x.dtype,
@@ -185,7 +185,7 @@ class _Fused:
             for i, g in enumerate(results)
         )
 
-    def _base(self, gate_up, down, dtype):
+    def _projections(self, gate_up, down, dtype):
         return tuple(Weight(p, dtype, self.dequantizes) for p in (gate_up, down))
 
     def moe_lora(self, x, gate_up_proj, down_proj, index, weight, adapters, scale, noise):
