@@ -53,6 +53,18 @@ class OperatorNames(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def operators_of(fn):
+    """How often each of this package's operators runs in fn(), those within others too, by name."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        fn()
+    return {
+        event.key.removeprefix("tilewright::"): event.count
+        for event in profile.key_averages()
+        if event.key.startswith("tilewright::")
+    }
+
+
 def join_group(rank, world, folder):
     """Called in each process of `processes`: the gloo group of all of them."""
     store = torch.distributed.FileStore(f"{folder}/store", world)

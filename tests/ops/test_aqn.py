@@ -26,6 +26,7 @@ from tilewright.ops import (
     dequantize_nvfp4,
     mxfp8,
     nf4,
+    nf4_format,
     nvfp4,
     quantize,
     quantize_block_fp8,
@@ -309,7 +310,7 @@ def steps(format, q):
         scale = q.absmax
         if q.offset is not None:
             scale = (
-                nf4.dynamic_map().to(DEVICE)[q.absmax.long()]
+                nf4_format.dynamic_map().to(DEVICE)[q.absmax.long()]
                 * q.nested_absmax.repeat_interleave(256)[: q.absmax.numel()]
                 + q.offset
             )

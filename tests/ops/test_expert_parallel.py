@@ -11,12 +11,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import DEVICE, join_group, processes
+from helpers import DEVICE, join_group, operators_of, processes
 from torch.utils.checkpoint import checkpoint
 
 from tilewright.ops import expert_parallel as ep
 from tilewright.ops.moe import moe_mlp
-from tilewright.registry import ImplementationUnavailable
+from tilewright.registry import ImplementationUnavailable, use
 
 E, H, I = 8, 12, 10
 
@@ -424,6 +424,34 @@ def test_a_group_of_one_equals_the_layer(name, alone):
     assert waits == ([1, 0] if DEVICE == "cuda" else [0, 0])
     for a, b in zip(found, expected, strict=True):
         assert (a - b).abs().max() <= 1e-5 * max(b.abs().max(), 1e-6)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="C++ is for the CPU")
+def test_a_name_fixes_its_parts_whatever_is_pinned(alone):
+    """Those of the experts, and the sort and the sums of the exchange."""
+    _, whole, _ = problem("uniform", 2)
+    leaves(whole)
+
+    def both_passes():
+        ep.ep_moe_mlp(*whole.values(), alone, implementation="cpp").sum().backward()
+
+    with use("eager"):
+        ran = operators_of(both_passes)
+    names = {n.removesuffix("_forward").removesuffix("_backward") for n in ran}
+    # The exchange, its pairs and the experts; and in both passes the experts and their pairs (sums
+    # over fewer rows than positions, those of the exchange here, are PyTorch's).
+    assert ran["permute_cpp_sort"] == 3 and ran["permute_cpp_collect"] == 4
+    assert names == {
+        "moe_mlp_cpp",
+        "permute_cpp_sort",
+        "permute_cpp_collect",
+        "act_mul_cpp_packed",
+        "act_mul_cpp",
+        "grouped_gemm_cpp",
+        "grouped_gemm_cpp_backward_x",
+        "grouped_gemm_cpp_backward_weight",
+        "checked_expert_index",
+    }
 
 
 @contextlib.contextmanager

@@ -362,12 +362,12 @@ def test_what_is_not_finite_is_refused_by_name(name, bad):
         ):
             silu_mul_quantize(x, torch.ones_like(x), format=format, implementation=name)
         with pytest.raises(
-            ValueError, match=r"the normalised x must be finite .* in block \[0, 1, \d\]"
+            ValueError, match=r"the normalized x must be finite .* in block \[0, 1, \d\]"
         ):
             rmsnorm_quantize(x, torch.ones(300, device=DEVICE), format=format, implementation=name)
         with pytest.raises(
             ValueError,
-            match=r"the normalised x \+ residual must be finite .* in block \[0, 1, \d\]",
+            match=r"the normalized x \+ residual must be finite .* in block \[0, 1, \d\]",
         ):
             add_rmsnorm_quantize(
                 x, x, torch.ones(300, device=DEVICE), format=format, implementation=name

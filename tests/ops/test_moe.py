@@ -6,12 +6,13 @@ import re
 
 import pytest
 import torch
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, operators_of, skip_unless_usable
 
 from tilewright import platform
 from tilewright.bench import contract
-from tilewright.ops import OPS, Gate, moe_mlp, permute, quantize_nf4, route
+from tilewright.ops import OPS, Gate, _moe_fused, _weights, moe_mlp, permute, quantize_nf4, route
 from tilewright.ops.moe import MOE_MLP, saved_bytes
+from tilewright.registry import use
 
 NAMES = [i.name for i in MOE_MLP.implementations]
 FUSED = [n for n in NAMES if n != "eager"]
@@ -90,7 +91,6 @@ def test_what_is_kept_is_what_the_formula_says(name, dtype):
 def test_a_forward_and_its_backward_share_one_map_of_tiles(monkeypatch):
     skip_unless_usable(MOE_MLP, "triton", torch.float32)
     from tilewright.kernels import grouped_gemm_triton as kernel
-    from tilewright.ops import moe
 
     made = []
     monkeypatch.setattr(
@@ -101,7 +101,7 @@ def test_a_forward_and_its_backward_share_one_map_of_tiles(monkeypatch):
     grads(y, arguments, torch.ones_like(y))
     assert len(made) == 1
     assert all(
-        kernel.map_size(R, n) == moe._map_size(R, n)
+        kernel.map_size(R, n) == _moe_fused.map_size(R, n)
         for R, n in ((1, 1), (127, 3), (128, 5), (4096, 128))
     )
 
@@ -179,7 +179,7 @@ def test_quantised_experts_refuse_biases_and_other_gates(name, value):
     x, gate_up, down, index, weight = (t.detach() for t in inputs())
     frozen = [quantize_nf4(w, implementation="eager") for w in (gate_up, down)]
     with pytest.raises(
-        ValueError, match=f"^{name} is for weights that are tensors, got it with quantised ones$"
+        ValueError, match=f"^{name} is for weights that are tensors, got it with quantized ones$"
     ):
         moe_mlp(x, *frozen, index, weight, **{name: value})
 
@@ -211,6 +211,45 @@ def test_each_bias_alone_and_its_gradient_alone(name):
         )
 
 
+CPP_PARTS = {
+    "permute_cpp_sort",
+    "permute_cpp_collect",
+    "act_mul_cpp_packed_forward",
+    "act_mul_cpp_forward",
+    "grouped_gemm_cpp_forward",
+    "grouped_gemm_cpp_backward_x",
+}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="C++ is for the CPU")
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["tensors", "quantized"])
+def test_a_name_fixes_its_parts_whatever_is_pinned(frozen, compiled):
+    skip_unless_usable(MOE_MLP, "cpp", torch.float32)
+    arguments = x, _, _, _, weight = inputs()
+    if frozen:
+        arguments[1:3] = (quantize_nf4(w.detach()) for w in arguments[1:3])
+
+    def layer(*arguments):
+        return moe_mlp(*arguments, implementation="cpp")
+
+    if compiled:
+        torch._dynamo.reset()
+        layer = torch.compile(layer, fullgraph=True, backend="aot_eager")
+
+    def both_passes():
+        torch.autograd.grad(layer(*arguments).sum(), (x, weight))
+
+    both_passes()  # compiles
+    with use("eager"):
+        both_passes()
+        ran = operators_of(both_passes)
+    own = {"moe_mlp_cpp_forward", "moe_mlp_cpp_backward", "checked_expert_index"}
+    more = {"nf4_cpp_dequantize" if frozen else "grouped_gemm_cpp_backward_weight"}
+    assert ran.keys() == own | CPP_PARTS | more
+    assert ran["permute_cpp_collect"] == 2
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_without_gradients_nothing_is_kept(name):
     skip_unless_usable(MOE_MLP, name, torch.float32)
@@ -219,7 +258,14 @@ def test_without_gradients_nothing_is_kept(name):
     with torch.no_grad():
         assert torch.equal(moe_mlp(*arguments, implementation=name), expected)
     _, pre, *_ = torch.ops.tilewright.__getattr__(f"moe_mlp_{name}_forward")(
-        *(t.detach() for t in arguments), False, None, None, 0, False, [1.0, 0.0, 0.0, 0.0]
+        arguments[0].detach(),
+        *_weights.pack(arguments[1].detach()),
+        *_weights.pack(arguments[2].detach()),
+        *(t.detach() for t in arguments[3:]),
+        False,
+        None,
+        None,
+        _moe_fused.gate_numbers(Gate()),
     )
     assert pre.numel() == 0
 

@@ -3,22 +3,22 @@ and PEFT's files.
 """
 
 import re
-import sys
 
 import pytest
 import torch
-from helpers import DEVICE, join_group, skip_unless_usable, two_processes
+from helpers import DEVICE, join_group, operators_of, skip_unless_usable, two_processes
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.lora_experts import LoRAExperts
-from tilewright.ops import moe_lora, moe_mlp
+from tilewright.ops import _experts, _moe_lora_fused, _weights, moe_lora, moe_mlp
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import quantize_block_fp8
 from tilewright.ops.moe_lora import ADAPTERS, MODES, MOE_LORA, saved_bytes
 from tilewright.ops.nf4 import quantize_nf4
 from tilewright.ops.nvfp4 import quantize_nvfp4
 from tilewright.ops.quantized_linear import dequantize
+from tilewright.registry import use
 
 NAMES = [i.name for i in MOE_LORA.implementations]
 FUSED = [n for n in NAMES if n != "eager"]
@@ -93,9 +93,6 @@ def plain(a, scale=SCALE):
                 y = y + a["expert_weight"][t, k] * (down[e] @ (gate / (1 + torch.exp(-gate)) * up))
         rows.append(y)
     return torch.stack(rows)
-
-
-ops_moe_lora = sys.modules["tilewright.ops.moe_lora"]  # the name in tilewright.ops is the function
 
 
 # ---- the op
@@ -186,17 +183,16 @@ def test_what_is_kept_is_what_the_formula_says(name, mode, format):
 
 
 @pytest.mark.parametrize("name", [n for n in QUICK if n != "eager"])
-def test_each_base_weight_is_multiplied_once_and_no_factor_is_expanded(name, monkeypatch):
+def test_each_base_weight_is_multiplied_once_and_no_factor_is_expanded(name):
     """In either pass: two grouped products of the base, none for its gradient; and with shared
     factors no tensor of all experts is made.
     """
     skip_unless_usable(MOE_LORA, name, torch.float32)
-    monkeypatch.setattr(
-        ops_moe_lora, "_register", lambda name, forward, backward: (forward, backward)
-    )
-    forward, backward = ops_moe_lora._compose(name)
+    launches = _moe_lora_fused.Composed(name)
     a = {n: t.detach() for n, t in inputs("shared").items()}
     x, gate_up, down, index, weight, *adapters = a.values()
+    base = [_experts.Weight(_weights.pack(w), x.dtype) for w in (gate_up, down)]
+    adapters = _moe_lora_fused.Adapters(*adapters)
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -213,17 +209,37 @@ def test_each_base_weight_is_multiplied_once_and_no_factor_is_expanded(name, mon
     def watched(fn, *arguments):
         with Seen() as seen:
             seen.made, seen.products = [], []
-            found = fn(lambda: gate_up, lambda: down, *arguments)
+            found = fn(base, *arguments)
         assert sorted(seen.products) == sorted((gate_up.data_ptr(), down.data_ptr()))
         assert seen.made and not [shape for shape in seen.made if len(shape) == 3 and shape[0] == E]
         return found
 
-    y, *saved = watched(forward, E, x, index, weight, *adapters, SCALE, True)
-    found = watched(backward, torch.ones_like(y), x, weight, *adapters, *saved, SCALE, [True] * 8)
+    y, *saved = watched(launches.forward, x, index, weight, adapters, SCALE, True)
+    dy = torch.ones_like(y)
+    found = watched(launches.backward, dy, x, weight, adapters, saved, SCALE, [True] * 8)
     expected = moe_lora(**inputs("shared"), scale=SCALE, implementation=name)
     assert torch.equal(y, expected) and [g.shape for g in found] == [
         t.shape for t in (x, weight, *adapters)
     ]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="C++ is for the CPU")
+def test_a_name_fixes_its_parts_whatever_is_pinned():
+    skip_unless_usable(MOE_LORA, "cpp", torch.float32)
+    a = inputs()
+    a |= {n: FORMATS["nf4"](a[n]) for n in ("gate_up_proj", "down_proj")}
+
+    def both_passes():
+        moe_lora(**a, scale=SCALE, implementation="cpp").sum().backward()
+
+    both_passes()
+    with use("eager"):
+        ran = operators_of(both_passes)
+    gemm = {f"grouped_gemm_cpp_{n}" for n in ("forward", "backward_x", "backward_weight")}
+    rows = {"permute_cpp_sort", "permute_cpp_collect", "checked_expert_index"}
+    own = {"moe_lora_cpp_forward", "moe_lora_cpp_backward", "nf4_cpp_dequantize"}
+    act = {"act_mul_cpp_packed_forward", "act_mul_cpp_forward"}
+    assert ran.keys() - {"nf4_map"} == own | gemm | rows | act
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -386,7 +402,7 @@ def test_compiled_in_one_graph(name):
             "noise",
             lambda t: AQN(1.0, 0),
             ValueError,
-            "noise is for quantised weights, got it with tensors",
+            "noise is for quantized weights, got it with tensors",
         ),
         ("noise", lambda t: 3, TypeError, "noise must be an AQN or None, got int"),
     ],

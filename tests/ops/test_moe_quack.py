@@ -201,15 +201,11 @@ def test_which_cases_are_fused():
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_both_orders_of_gates_and_ups_with_and_without_biases(quack, interleaved, biases):
-    from tilewright.ops import moe
+    from tilewright.ops import _moe_cases
 
-    case = moe._case(
+    case = _moe_cases.case(
         "of_this_test",
-        29,
-        4,
-        2,
-        32,
-        16,
+        (29, 4, 2, 32, 16),
         "sentinels",
         biases=biases,
         gate=moe_quack.Gate(interleaved=interleaved),

@@ -4,18 +4,23 @@ refuses.
 
 import dataclasses
 import re
-import sys
 
 import pytest
 import torch
 from helpers import DEVICE, join_group, skip_unless_usable, two_processes
 
-from tilewright.ops import moe_mlp, quantize_block_fp8, quantize_nf4, quantize_nvfp4, route
+from tilewright.ops import (
+    _experts,
+    moe_mlp,
+    quantize_block_fp8,
+    quantize_nf4,
+    quantize_nvfp4,
+    route,
+)
 from tilewright.ops.aqn import AQN
 from tilewright.ops.moe import MOE_MLP, saved_bytes
 from tilewright.ops.quantized_linear import dequantize
 
-MODULE = sys.modules["tilewright.ops.moe"]
 NAMES = [i.name for i in MOE_MLP.implementations]
 FUSED = [n for n in NAMES if n != "eager"]
 FORMATS = {
@@ -136,7 +141,9 @@ def test_each_weight_is_dequantised_once_a_product(name, monkeypatch):
     skip_unless_usable(MOE_MLP, name, torch.float32)
     shapes = []
     monkeypatch.setattr(
-        MODULE, "dense", lambda *a, real=MODULE.dense: shapes.append(list(a[0].shape)) or real(*a)
+        _experts,
+        "dense",
+        lambda *a, real=_experts.dense: shapes.append(list(a[0].shape)) or real(*a),
     )
     x, up, down, index, weight = inputs()
     y = moe_mlp(x, up, down, index, weight, implementation=name)
@@ -235,14 +242,14 @@ def test_experts_spread_over_processes(tmp_path):
         (
             {"gate_up_proj": torch.ones(E, 2 * I, H)},
             TypeError,
-            "gate_up_proj and down_proj must both be tensors or both be quantised, got only "
-            "down_proj quantised",
+            "gate_up_proj and down_proj must both be tensors or both be quantized, got only "
+            "down_proj quantized",
         ),
         (
             {"down_proj": torch.ones(E, H, I)},
             TypeError,
-            "gate_up_proj and down_proj must both be tensors or both be quantised, got only "
-            "gate_up_proj quantised",
+            "gate_up_proj and down_proj must both be tensors or both be quantized, got only "
+            "gate_up_proj quantized",
         ),
         (
             {"gate_up_proj": quantize_nf4(torch.ones(2 * I, H))},
@@ -267,7 +274,7 @@ def test_experts_spread_over_processes(tmp_path):
                 "noise": AQN(1.0, 0),
             },
             ValueError,
-            "noise is for quantised weights, got it with tensors",
+            "noise is for quantized weights, got it with tensors",
         ),
     ],
 )

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from helpers import DEVICE, OperatorNames, skip_unless_usable
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -824,16 +825,19 @@ class Calls(dict):
     def keep(self, func, args, kwargs):
         if getattr(func, "namespace", None) == "tilewright":
             options = tuple(
-                a.dtype if isinstance(a, torch.Tensor) else tuple(a) if isinstance(a, list) else a
-                for a in args
+                tuple(map(self.option, a)) if isinstance(a, list) else self.option(a) for a in args
             )
-            kept = [
-                a.detach().clone().requires_grad_(a.requires_grad)
-                if isinstance(a, torch.Tensor)
-                else a
-                for a in args
-            ]
-            self.setdefault((func, options), (kept, dict(kwargs or {})))
+            self.setdefault((func, options), (pytree.tree_map(self.copy, args), dict(kwargs or {})))
+
+    @staticmethod
+    def option(value):
+        return value.dtype if isinstance(value, torch.Tensor) else value
+
+    @staticmethod
+    def copy(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 class AboveAutograd(TorchFunctionMode):
@@ -859,7 +863,9 @@ class BelowAutograd(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls.keep(
-            func, [a.detach() if isinstance(a, torch.Tensor) else a for a in args], kwargs
+            func,
+            pytree.tree_map(lambda a: a.detach() if isinstance(a, torch.Tensor) else a, args),
+            kwargs,
         )
         return func(*args, **(kwargs or {}))
 

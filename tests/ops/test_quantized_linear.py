@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, operators_of, skip_unless_usable
 
 from tilewright.bench import contract
 from tilewright.ops import (
@@ -22,7 +22,9 @@ from tilewright.ops import (
     quantized_linear,
 )
 from tilewright.ops.aqn import AQN
-from tilewright.ops.quantized_linear import FP8_LINEAR, QUANTIZED_LINEAR, dequantize
+from tilewright.ops.fp8_linear import FP8_LINEAR
+from tilewright.ops.quantized_linear import QUANTIZED_LINEAR, dequantize
+from tilewright.registry import use
 
 MODULE = sys.modules["tilewright.ops.quantized_linear"]
 NAMES = [i.name for i in QUANTIZED_LINEAR.implementations]
@@ -106,6 +108,23 @@ def test_eager_keeps_autograds_own_copy():
 
 
 # ---- the ways that a product is made
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="C++ is for the CPU")
+@pytest.mark.parametrize("format", ["nf4", "nvfp4", "block_fp8", "mxfp8"])
+def test_a_name_fixes_what_dequantizes_whatever_is_pinned(format):
+    skip_unless_usable(QUANTIZED_LINEAR, "cpp", torch.float32)
+    x = torch.randn(128, K, requires_grad=True)  # more rows than are multiplied without a copy
+    quantize = {"nf4": quantize_nf4, "nvfp4": quantize_nvfp4, "block_fp8": quantize_block_fp8}
+    q = quantize.get(format, quantize_mxfp8)(torch.randn(N, K))
+    with use("eager"):
+        y = quantized_linear(x, q, implementation="cpp")
+        ran = operators_of(lambda: y.backward(quantized_linear(x, q, implementation="cpp")))
+    own = {"quantized_linear_cpp_forward": 1, "quantized_linear_cpp_backward": 1}
+    assert {n: count for n, count in ran.items() if n != "nf4_map"} == {
+        **own,
+        f"{format}_cpp_dequantize": 2,
+    }
 
 
 @EVERY_FORMAT

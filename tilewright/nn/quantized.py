@@ -16,7 +16,8 @@ from torch import nn
 
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import BlockFP8, quantize_block_fp8
-from tilewright.ops.nf4 import BLOCKS, NF4, quantize_nf4
+from tilewright.ops.nf4 import quantize_nf4
+from tilewright.ops.nf4_format import BLOCKS, NF4
 from tilewright.ops.nvfp4 import NVFP4, quantize_nvfp4
 from tilewright.ops.quantize import Quantized
 from tilewright.ops.quantized_linear import dequantize, quantized_linear

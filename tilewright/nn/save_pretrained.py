@@ -12,7 +12,7 @@ from torch import nn
 
 from tilewright.nn.quantized import QuantizedLinear
 from tilewright.nn.weights import adapted, base_weights, quantized
-from tilewright.ops.nf4 import NF4
+from tilewright.ops.nf4_format import NF4
 from tilewright.registry import short
 
 

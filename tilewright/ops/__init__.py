@@ -12,6 +12,7 @@ from tilewright.ops.block_fp8 import (
     quantize_block_fp8,
 )
 from tilewright.ops.cross_entropy import CROSS_ENTROPY, cross_entropy
+from tilewright.ops.fp8_linear import FP8_LINEAR, fp8_linear
 from tilewright.ops.fused_quantize import (
     ADD_RMSNORM_QUANTIZE,
     RMSNORM_QUANTIZE,
@@ -33,7 +34,8 @@ from tilewright.ops.mxfp8 import (
     dequantize_mxfp8,
     quantize_mxfp8,
 )
-from tilewright.ops.nf4 import DEQUANTIZE_NF4, NF4, QUANTIZE_NF4, dequantize_nf4, quantize_nf4
+from tilewright.ops.nf4 import DEQUANTIZE_NF4, QUANTIZE_NF4, dequantize_nf4, quantize_nf4
+from tilewright.ops.nf4_format import NF4
 from tilewright.ops.nvfp4 import (
     DEQUANTIZE_NVFP4,
     NVFP4,
@@ -43,12 +45,7 @@ from tilewright.ops.nvfp4 import (
 )
 from tilewright.ops.permute import PERMUTE, UNPERMUTE, permute, sort_by_expert, unpermute
 from tilewright.ops.qk_norm_rope import QK_NORM_ROPE, qk_norm_rope
-from tilewright.ops.quantized_linear import (
-    FP8_LINEAR,
-    QUANTIZED_LINEAR,
-    fp8_linear,
-    quantized_linear,
-)
+from tilewright.ops.quantized_linear import QUANTIZED_LINEAR, quantized_linear
 from tilewright.ops.rmsnorm import ADD_RMSNORM, RMSNORM, add_rmsnorm, rmsnorm
 from tilewright.ops.rope import ROPE, rope
 from tilewright.ops.route import ROUTE, route

@@ -164,9 +164,7 @@ def no_autocast(t: torch.Tensor) -> contextlib.AbstractContextManager:
 
 
 def same_device(**tensors: torch.Tensor | None) -> None:
-    """Of tensors, or None. Where two devices are known to be equal, comparing them costs a
-    third of this call.
-    """
+    """Raises for tensors (or None) of several devices."""
     first = device = None
     for name, t in tensors.items():
         if t is None:
@@ -182,7 +180,7 @@ def same_device(**tensors: torch.Tensor | None) -> None:
 
 
 def shape(name: str, t: torch.Tensor, expected: tuple[int, ...], why: str) -> None:
-    if tuple(t.shape) != tuple(expected):
+    if t.shape != expected and tuple(t.shape) != tuple(expected):
         raise ValueError(f"{name} must have shape {list(expected)} ({why}), got {list(t.shape)}")
 
 

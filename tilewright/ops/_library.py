@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ _TYPES = {
     "ScalarType": (torch.dtype,),
     "List[int]": (list,),
     "List[SymInt]": (list,),
+    "List[float]": (list,),
+    "List[bool]": (list,),
+    "List[Tensor]": (list,),  # whose elements a call looks at
 }
 
 
@@ -62,9 +65,19 @@ class Operator:
         self.__name__ = self.__qualname__ = overload.name()  # as functions have them
         self._apply: Callable | None = None  # of the launcher with its derivative
         self._first: dict[tuple[type, ...], int] = {}  # types of arguments -> `_first_tensor`
+        self._lists = tuple(
+            i
+            for i, a in enumerate(overload._schema.arguments)
+            if "List[Tensor]" in str(a.real_type)
+        )
 
     def name(self) -> str:
         return self.overload.name()
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether an argument is a list of tensors."""
+        return bool(self._lists)
 
     def __call__(self, *args):
         if (
@@ -83,6 +96,10 @@ class Operator:
             first = self._first[types] = self._first_tensor(types)
         if first < 0:
             return self.overload(*args)
+        for i in self._lists:
+            for element in args[i]:
+                if type(element) not in _PLAIN:
+                    return self.overload(*args)
         tensor = args[first]
         if tensor.is_cuda and self._cuda:
             if tensor.get_device() != torch.cuda.current_device():
@@ -101,16 +118,18 @@ class Operator:
         schema = self.overload._schema
         if schema.is_mutable or len(types) != len(schema.arguments):
             return -1
-        for found, argument in zip(types, schema.arguments, strict=True):
+        for given_type, argument in zip(types, schema.arguments, strict=True):
             kind = str(argument.real_type)
             wanted = (
                 kind.removeprefix("Optional[").removesuffix("]")
                 if kind.startswith("Optional[")
                 else kind
             )
-            if found not in _TYPES.get(wanted, ()) and not (wanted != kind and found is type(None)):
+            if given_type not in _TYPES.get(wanted, ()) and not (
+                wanted != kind and given_type is type(None)
+            ):
                 return -1
-        return next((i for i, found in enumerate(types) if found in _PLAIN), -1)
+        return next((i for i, given_type in enumerate(types) if given_type in _PLAIN), -1)
 
 
 def from_kernels(module: str, name: str) -> Callable[[], Any]:
@@ -122,8 +141,8 @@ def from_kernels(module: str, name: str) -> Callable[[], Any]:
     """
 
     def fetch():
-        found = getattr(importlib.import_module(f"tilewright.kernels.{module}"), name)
-        return found() if callable(found) else found
+        given_type = getattr(importlib.import_module(f"tilewright.kernels.{module}"), name)
+        return given_type() if callable(given_type) else given_type
 
     return fetch
 
@@ -145,7 +164,37 @@ def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = 
     _LIBRARY.impl(name, fn, "CPU")
     _LIBRARY.impl(name, on_its_device(fn), "CUDA")
     torch.library.register_fake(f"tilewright::{name}", fake, lib=_LIBRARY)
-    return Operator(getattr(torch.ops.tilewright, name).default, fn, cuda=True)
+    op = Operator(getattr(torch.ops.tilewright, name).default, fn, cuda=True)
+    if op.has_lists:  # PyTorch's own fallback of vmap takes no lists
+        rule = functools.partial(_one_by_one, op.overload)
+        torch.library.register_vmap(f"tilewright::{name}", rule, lib=_LIBRARY)
+    return op
+
+
+def _one_by_one(overload, info, in_dims, *args):
+    """A rule of torch.vmap: calls the operator for each element of the batch."""
+
+    def element(i, arg, dim):
+        if isinstance(dim, (list, tuple)):
+            return [element(i, *pair) for pair in zip(arg, dim, strict=True)]
+        return arg if dim is None else arg.select(dim, i)
+
+    results = [
+        overload(*(element(i, *pair) for pair in zip(args, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    if isinstance(results[0], torch.Tensor):
+        return torch.stack(results), 0
+    return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
+
+
+def _tensors(args: Iterable[object]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, those in lists too."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, list):
+            yield from (t for t in arg if isinstance(t, torch.Tensor))
 
 
 def on_its_device(fn: Callable) -> Callable:
@@ -155,8 +204,8 @@ def on_its_device(fn: Callable) -> Callable:
 
     @functools.wraps(fn)
     def guarded(*args):
-        for t in args:
-            if isinstance(t, torch.Tensor) and t.is_cuda:
+        for t in _tensors(args):
+            if t.is_cuda:
                 if t.get_device() == torch.cuda.current_device():
                     break
                 with torch.cuda.device(t.get_device()):
@@ -190,6 +239,8 @@ def differentiate(
     Kernels have no formulas of their own, so autograd would take what a formula returns for a
     constant: a second derivative would be wrong and nothing would say so. twice: the formula is
     made of differentiable calls only. Forward-mode tangents would be dropped as silently.
+
+    Tensors in a list (`Tensor[]`) have no gradient: the formula returns None for the list.
     """
     name = op.name().split(".")[0]
     formula = backward if twice else once(name, backward)
@@ -198,7 +249,16 @@ def differentiate(
         ctx.backward_op = backward_op
         setup_context(ctx, inputs, output)
 
-    kernel = _torch.make_autograd_impl(op.overload, _torch.Info(formula, save))
+    def listed(ctx, *grads):  # where PyTorch gives each element of a list an input of its own
+        results = formula(ctx, *grads)
+        return tuple(
+            [None] * len(need) if isinstance(need, list) else grad
+            for grad, need in zip(results, ctx.needs_input_grad, strict=True)
+        )
+
+    kernel = _torch.make_autograd_impl(
+        op.overload, _torch.Info(listed if op.has_lists else formula, save)
+    )
     launch = op._launch
 
     def forward(ctx, *args):
@@ -233,8 +293,8 @@ def differentiate(
         def backward(ctx, *grads):
             _refuse_beneath(name, grads)
             ctx = _WithoutFirst(ctx)
-            found = formula(ctx, *grads)
-            return None, *(found if isinstance(found, tuple) else (found,))
+            results = formula(ctx, *grads)
+            return None, *(results if isinstance(results, tuple) else (results,))
 
     def guarded(keyset, *args):
         refuse_tangents(name, *args)
@@ -252,8 +312,8 @@ def refuse_tangents(name: str, *args: object) -> None:
     forward-mode tangent.
     """
     if _in_forward_mode():
-        for arg in args:
-            if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+        for arg in _tensors(args):
+            if forward_ad.unpack_dual(arg).tangent is not None:
                 raise RuntimeError(f"{name} has no forward-mode derivative; {_ADVICE}")
 
 
@@ -274,8 +334,8 @@ def _refuse_beneath(name, tensors):
     """Refuses grad of grad, and grad of what autograd records: an outer level would see nothing
     of this one.
     """
-    for t in tensors:
-        while isinstance(t, torch.Tensor) and _torch.is_wrapped(t):
+    for t in _tensors(tensors):
+        while _torch.is_wrapped(t):
             t = _torch.unwrapped(t)
             if t.requires_grad:
                 raise RuntimeError(_again(name))
@@ -306,7 +366,7 @@ def once(name: str, backward: Callable) -> Callable:
             return backward(ctx, *grads)
         ctx = _ReadOnce(ctx)
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            results = backward(ctx, *grads)
         behind = [t for t in ctx.saved_tensors if t is not None and t.requires_grad]
         if (
             not behind
@@ -320,10 +380,10 @@ def once(name: str, backward: Callable) -> Callable:
         # torch.autograd.function.once_differentiable ties its error to new leaves, so that
         # autograd.grad with respect to the real ones walks past it. This one is tied to what the
         # result is made of.
-        several = isinstance(found, tuple)
-        found = found if several else (found,)
-        error = _torch.DelayedError(again.encode(), len(found) + len(behind))
-        refused = error(*found, *behind)[: len(found)]
+        several = isinstance(results, tuple)
+        results = results if several else (results,)
+        error = _torch.DelayedError(again.encode(), len(results) + len(behind))
+        refused = error(*results, *behind)[: len(results)]
         return refused if several else refused[0]
 
     return refusing

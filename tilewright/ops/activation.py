@@ -136,12 +136,10 @@ def check_gate_up(gate, up):
             )
         return
     _checks.floating("up", up)
-    if up.shape != gate.shape:
-        _checks.shape("up", up, tuple(gate.shape), "that of gate")
+    _checks.shape("up", up, gate.shape, "that of gate")
     if up.dtype != gate.dtype:
         raise TypeError(f"up must have gate's dtype {gate.dtype}, got {up.dtype}")
-    if up.device != gate.device:
-        _checks.same_device(gate=gate, up=up)
+    _checks.same_device(gate=gate, up=up)
 
 
 # ---- the definition

@@ -4,6 +4,7 @@ for activations, as DeepSeek-V3's checkpoints have them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,10 +12,10 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, aqn, cases, quantize
-from tilewright.ops._library import adopt, define
+from tilewright.ops._block_cases import all_cases, draw, timed_cases
+from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
-from tilewright.ops.nvfp4 import all_cases, draw
-from tilewright.registry import Case, Cost, Implementation, On, Op
+from tilewright.registry import Case, Implementation, On, Op
 
 STEP = 0.125  # of noise, in scales
 LEAST = 2.0**-100  # what a smaller largest magnitude counts as: the inverse of its scale is finite
@@ -27,7 +28,7 @@ class BlockFP8(quantize.Quantized):
 
     data: float8_e4m3fn [..., R, C].   scale_inv: float32 [..., ceil(R / block[0]), ceil(C /
         block[1])]; an element is its value times its block's.   block: rows and columns.   dtype:
-        of the tensor that was quantised.
+        of the tensor that was quantized.
     """
 
     data: torch.Tensor
@@ -78,25 +79,38 @@ def quantize_block_fp8(
 ) -> BlockFP8 | tuple[BlockFP8, BlockFP8]:
     """x in block-scaled FP8, or x and its transpose.
 
-    x: [..., R, C], or [C] for blocks of one row; fp32 | bf16 | fp16 (fp64 with eager, through
-        fp32); finite. R and C need not divide.
-    block: rows and columns of a block of the last two dimensions, 16,384 elements at most: (128,
-        128) for weights, (1, 128) for activations.
-    seed: None rounds to nearest, ties to even. A number rounds up or down at random, as in
-    `quantize_nvfp4`.
-    transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give: in
-        blocks of 1 x 128, what a layer's forward multiplies by and what its weight gradient does. x
-        has 2 dimensions or more. Triton reads x once for blocks whose sides are powers of two up to
-        128 and no seed, C++ for blocks of which one side divides by the other.
-    implementation: "auto", or one of triton, cpp, eager.
-
     In float32, with m a block's largest magnitude (2^-100 if smaller, but not 0): scale_inv = m /
-    448 and the codes are of x * (1 / m * 448); scale_inv is 1 for a block of zeros.
-    Not differentiable: x is detached. Deterministic, and the same in every implementation. Raises
-    TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite
-    (on CUDA, where looking would wait for the device, such a block's scale_inv is not finite and
-    its codes are unspecified), ImplementationUnavailable for a named implementation that cannot run
-    here.
+    448 and the codes are of x * (1 / m * 448); scale_inv is 1 for a block of zeros. Not
+    differentiable: x is detached. Deterministic, and the same in every implementation.
+
+    Args:
+        x: [..., R, C], or [C] for blocks of one row; fp32 | bf16 | fp16 (fp64 with eager, through
+            fp32); finite. R and C need not divide.
+        block: rows and columns of a block of the last two dimensions, 16,384 elements at most:
+            (128, 128) for weights, (1, 128) for activations.
+        seed: None rounds to nearest, ties to even. A number rounds up or down at random, as in
+            `quantize_nvfp4`.
+        transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give:
+            in blocks of 1 x 128, what a layer's forward multiplies by and what its weight gradient
+            does. x has 2 dimensions or more. Triton reads x once for blocks whose sides are powers
+            of two up to 128 and no seed, C++ for blocks of which one side divides by the other.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        A BlockFP8 of x's shape and dtype; with transpose two.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        ValueError: An x that is not finite (on CUDA, where looking would wait for the device, such
+            a block's scale_inv is not finite and its codes are unspecified).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import quantize_block_fp8
+        >>> q = quantize_block_fp8(torch.full((2, 256), 448.0), block=(1, 128))
+        >>> q.data.dtype, q.scale_inv
+        (torch.float8_e4m3fn, tensor([[1., 1.],
+                [1., 1.]]))
     """
     quantize.source(x)
     quantize.seed(seed)
@@ -106,13 +120,13 @@ def quantize_block_fp8(
     if x.dim() == 0:
         raise ValueError("x must have at least 1 dimension, got a scalar")
     matrices = quantize.as_3d(x.detach(), least=1 + (rows > 1 or transpose))
-    found = QUANTIZE_BLOCK_FP8.pick(implementation, matrices)(
+    parts = QUANTIZE_BLOCK_FP8.pick(implementation, matrices)(
         matrices, rows, columns, seed, transpose
     )
-    q = blocks_of(*found[:2], x.shape, (rows, columns), x.dtype)
+    q = blocks_of(*parts[:2], x.shape, (rows, columns), x.dtype)
     if not transpose:
         return q
-    return q, blocks_of(*found[2:], x.mT.shape, (rows, columns), x.dtype, looked=True)
+    return q, blocks_of(*parts[2:], x.mT.shape, (rows, columns), x.dtype, looked=True)
 
 
 def blocks_of(data, inverse, shape, block, dtype, what="x", *, looked=False) -> BlockFP8:
@@ -141,14 +155,28 @@ def dequantize_block_fp8(
     """The tensor that q stands for: value * scale_inv in float32, then rounded to the result's
     dtype.
 
-    q: what `quantize_block_fp8` or `BlockFP8.from_safetensors` returns.
-    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by
-    default.
-    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape
-        and step = 0.125 * scale_inv, the gap from 1 on. None, or an alpha of 0, adds nothing.
-    Returns a contiguous tensor of q.shape. Not differentiable. Deterministic.
-    Raises TypeError or ValueError for a q that does not fit together, ImplementationUnavailable as
-    `quantize_block_fp8`.
+    Not differentiable. Deterministic.
+
+    Args:
+        q: what `quantize_block_fp8` or `BlockFP8.from_safetensors` returns.
+        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
+            default.
+        noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of
+            q.shape and step = 0.125 * scale_inv, the gap from 1 on. None, or an alpha of 0, adds
+            nothing.
+        implementation: "auto", or one that `tilewright explain dequantize_block_fp8` lists.
+
+    Returns:
+        A contiguous tensor of q.shape.
+
+    Raises:
+        TypeError, ValueError: A q that does not fit together.
+        ImplementationUnavailable: as `quantize_block_fp8`.
+
+    Example:
+        >>> from tilewright.ops import dequantize_block_fp8, quantize_block_fp8
+        >>> dequantize_block_fp8(quantize_block_fp8(torch.tensor([[448.0, -3.5]])))
+        tensor([[448.0000,  -3.5000]])
     """
     quantize.instance(q, BlockFP8)
     dtype = quantize.output_dtype(dtype, q.dtype)
@@ -213,7 +241,7 @@ def quantize_eager(x, rows, columns, seed, transpose=False):
     return quantize.to_e4m3(scaled.contiguous(), random), inverse
 
 
-def dequantize_eager(data, inverse, rows, columns, dtype, alpha=0.0, seed=0, step=0, layer=0):
+def dequantize_eager(data, inverse, rows, columns, dtype, alpha=0.0, *key):
     acc = torch.promote_types(dtype, torch.float32)
     _, R, C = data.shape
     factor = (
@@ -221,13 +249,11 @@ def dequantize_eager(data, inverse, rows, columns, dtype, alpha=0.0, seed=0, ste
     )
     values = data.view(quantize.E4M3).to(acc) * factor
     if alpha:
-        values = aqn.add_eager(values, alpha * STEP * factor, seed, step, layer)
+        values = aqn.add_eager(values, alpha * STEP * factor, *key)
     return values.to(dtype)
 
 
 # ---- fused implementations
-
-_loaded: dict[str, tuple] = {}
 
 
 def _fake_quantize(x, rows, columns, seed):
@@ -254,54 +280,46 @@ def _either(one, both):
     )
 
 
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import fused_quantize_triton as fused
-        from tilewright.kernels import quantize_triton as k
+    from tilewright.kernels import fused_quantize_triton as fused
+    from tilewright.kernels import quantize_triton as k
 
-        _loaded["triton"] = (
-            _either(
-                define("block_fp8_triton_quantize", k.block_fp8_quantize, _fake_quantize),
-                define("block_fp8_triton_quantize_both", fused.block_fp8_quantize_both, _fake_both),
-            ),
-            define("block_fp8_triton_dequantize", k.block_fp8_dequantize, _fake_dequantize),
-        )
-    return _loaded["triton"]
+    return (
+        _either(
+            define("block_fp8_triton_quantize", k.block_fp8_quantize, _fake_quantize),
+            define("block_fp8_triton_quantize_both", fused.block_fp8_quantize_both, _fake_both),
+        ),
+        define("block_fp8_triton_dequantize", k.block_fp8_dequantize, _fake_dequantize),
+    )
 
 
+@functools.cache
 def _cpp():
-    if "cpp" not in _loaded:
-        quantise, dequantise = quantize.of_extension("block_fp8", _fake_quantize, _fake_dequantize)
-        _loaded["cpp"] = (
-            _either(quantise, adopt("block_fp8_cpp_quantize_both", _fake_both)),
-            dequantise,
-        )
-    return _loaded["cpp"]
-
-
-def _gate():
-    from tilewright.kernels import fused_quantize_triton
-
-    return [*quantize.gate("block_fp8_quantize_gate")(), *fused_quantize_triton.block_fp8_gate()]
+    one, dequantize = quantize.of_extension("block_fp8", _fake_quantize, _fake_dequantize)
+    return (
+        _either(one, adopt("block_fp8_cpp_quantize_both", _fake_both)),
+        dequantize,
+    )
 
 
 # ---- cases
 
 
-def _case(name, shape, quantised=False, noise=None, **options):
+def _case(name, shape, quantized=False, noise=None, **options):
     def make(device, dtype, seed):
         x = draw(device, dtype, seed, shape)
         return (
             {"q": quantize_block_fp8(x, **options), "noise": noise}
-            if quantised
+            if quantized
             else {"x": x, **options}
         )
 
     return Case(name, make)
 
 
-def _variants(quantised):
-    case = lambda *a, **k: _case(*a, quantised, **k)  # noqa: E731
+def _variants(quantized):
+    case = lambda *a, **k: _case(*a, quantized, **k)  # noqa: E731
     return [
         case("weights", (150, 130)),
         case("weights_experts", (2, 20, 33), block=(16, 32)),
@@ -310,32 +328,15 @@ def _variants(quantised):
     ]
 
 
-def _timed_transposes():
-    def case(device, tags):
-        shape = (cases.TOKENS[device], cases.MODELS["qwen3-8b"].hidden)
-        n = shape[0] * shape[1]
-        options = {"block": (1, 128), "transpose": True}
-
-        def make(device, dtype, seed):
-            return {"x": draw(device, dtype, seed, shape), **options}
-
-        return Case(
-            "qwen3-8b-transpose",
-            make,
-            lambda itemsize: Cost(n * itemsize + int(2 * n * 8.25 / 8)),
-            tags,
-        )
-
-    return [case("cuda", cases.CUDA), case("cpu", cases.CPU)]
-
-
 _COMPILED = (torch.float32, torch.bfloat16)
 QUANTIZE_BLOCK_FP8 = Op(
     "quantize_block_fp8",
     quantize_block_fp8,
     quantize_eager,
     (
-        Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate),
+        Implementation(
+            "triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gates("block_fp8")
+        ),
         Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
     ),
     (
@@ -347,7 +348,7 @@ QUANTIZE_BLOCK_FP8 = Op(
         _case("transpose_activations", (7, 130), block=(1, 128), transpose=True),
         _case("transpose_weights", (2, 20, 33), block=(16, 32), transpose=True, seed=3),
         _case("transpose_odd_blocks", (10, 50), block=(3, 7), transpose=True),
-        *_timed_transposes(),
+        *timed_cases("transpose", 8.25, results=2, block=(1, 128), transpose=True),
     ),
     goals=cases.near_copy(85, "forward"),
 )
@@ -360,7 +361,7 @@ DEQUANTIZE_BLOCK_FP8 = Op(
             "triton",
             lambda: _triton()[1],
             platform.no_triton,
-            gate=quantize.gate("block_fp8_dequantize_gate"),
+            gate=from_kernels("quantize_triton", "block_fp8_dequantize_gate"),
         ),
         Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
     ),

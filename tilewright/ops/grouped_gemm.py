@@ -10,16 +10,19 @@ The tail of y and dx is 0, and x and dy are not read there: NaN in it goes nowhe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from tilewright import platform
 from tilewright.ops import _checks, cases
-from tilewright.ops._library import adopt, define, differentiate
-from tilewright.registry import Case, Cost, Goal, Implementation, Op, short
+from tilewright.ops._grouped_gemm_cases import CASES
+from tilewright.ops._library import Operator, adopt, define, differentiate, from_kernels
+from tilewright.registry import Goal, Implementation, Op, short
 
 
 @_checks.autocast("products", "x", "weight")
@@ -28,24 +31,37 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """y[r] = weight[e] @ x[r] for offsets[e - 1] <= r < offsets[e], and 0 from offsets[-1] on.
 
-    x: [R, K] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read in
-    place.
-    weight: [E, N, K] in x's dtype, E not 0; also the transpose of a contiguous [E, K, N], which is
-    read in place.
-    offsets: [E] int32 on x's device: the end of each expert's rows. They do not decrease, and lie
-    within 0 and R. Returns [R, N], contiguous, in x's dtype. Summed in float32, rounded once.
-    float32 is multiplied in full precision.
-        Under torch.autocast x and weight are cast to its dtype, as by F.linear (not by grouped_mm).
-    Differentiable in x and weight, once; the gradient of an expert without rows is 0. What is kept
-    for the backward: x,
-        weight, offsets. Deterministic: no atomics.
-    Raises TypeError or ValueError for arguments that do not fit (on CUDA, where looking would wait
-    for the device, the
-        values of offsets are not checked: they are cut to the rules), ImplementationUnavailable for
-        a named implementation that cannot run here.
+    Summed in float32, rounded once. float32 is multiplied in full precision. Under torch.autocast x
+    and weight are cast to its dtype, as by F.linear (not by grouped_mm). Differentiable in x and
+    weight, once; the gradient of an expert without rows is 0. Saved for backward: x,
+    weight, offsets. Deterministic: no atomics.
+
+    Args:
+        x: [R, K] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read
+            in place.
+        weight: [E, N, K] in x's dtype, E not 0; also the transpose of a contiguous [E, K, N], which
+            is read in place.
+        offsets: [E] int32 on x's device: the end of each expert's rows. They do not decrease, and
+            lie within 0 and R.
+        implementation: "auto", or one that `tilewright explain grouped_gemm` lists.
+
+    Returns:
+        [R, N], contiguous, in x's dtype.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit (on CUDA, where looking would wait for the
+            device, the values of offsets are not checked: they are cut to the rules).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import grouped_gemm
+        >>> x, weight = torch.ones(3, 2), torch.ones(2, 4, 2)
+        >>> grouped_gemm(x, weight, torch.tensor([1, 3], dtype=torch.int32)).shape
+        torch.Size([3, 4])
+
     Source: the per-expert linear layers of a mixture of experts (arXiv:2101.03961), without padding
-        or dropped tokens as in MegaBlocks, arXiv:2211.15841; the signature is that of
-        torch.nn.functional.grouped_mm.
+    or dropped tokens as in MegaBlocks, arXiv:2211.15841; the signature is that of
+    torch.nn.functional.grouped_mm.
     """
     _validate(x, weight, offsets)
     if not offsets.is_cuda and not offsets.is_meta:
@@ -108,8 +124,6 @@ def grouped_gemm_eager(x, weight, offsets):
 
 # ---- fused implementations
 
-_loaded: dict[str, object] = {}
-
 
 def _fake_rows(x, weight, offsets):
     return x.new_empty(x.shape[0], weight.shape[1])
@@ -123,70 +137,82 @@ def _fake_backward_weight(dy, x, offsets):
     return dy.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
 
 
-def _register(forward, backward_x, backward_weight):
-    """Autograd for three operators."""
-
-    def setup(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    def backward(ctx, dy):
-        x, weight, offsets = ctx.saved_tensors
-        dx = backward_x(dy, weight, offsets) if ctx.needs_input_grad[0] else None
-        dweight = backward_weight(dy, x, offsets) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None
-
-    differentiate(forward, backward, setup)
-    return forward
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
 
 
-def _defined(name, forward, backward_x, backward_weight):
-    return _register(
-        define(f"grouped_gemm_{name}_forward", forward, _fake_rows),
-        define(f"grouped_gemm_{name}_backward_x", backward_x, _fake_backward_x),
-        define(f"grouped_gemm_{name}_backward_weight", backward_weight, _fake_backward_weight),
-    )
+def _backward(ctx, dy):
+    backward_x, backward_weight = ctx.backward_op
+    x, weight, offsets = ctx.saved_tensors
+    dx = backward_x(dy, weight, offsets) if ctx.needs_input_grad[0] else None
+    dweight = backward_weight(dy, x, offsets) if ctx.needs_input_grad[1] else None
+    return dx, dweight, None
 
 
-def operators(name: str) -> tuple[Callable, Callable, Callable]:
-    """forward, backward_x and backward_weight of a fused implementation, for ops that are
-    composed of them.
-    """
-    forward = GROUPED_GEMM.implementation(name).load()
-    return forward, *(
-        getattr(torch.ops.tilewright, f"grouped_gemm_{name}_{which}").default
-        for which in ("backward_x", "backward_weight")
-    )
+class Fused(NamedTuple):
+    """The three operators of one implementation."""
 
+    forward: Operator
+    backward_x: Operator
+    backward_weight: Operator
 
-def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import grouped_gemm_triton as k
+    @classmethod
+    def of(cls, *operators: Operator) -> Fused:
+        """With autograd."""
+        fused = cls(*operators)
+        differentiate(fused.forward, _backward, _setup, backward_op=fused[1:])
+        return fused
 
-        def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-            return k.forward(x, weight, offsets)
-
-        def backward_x(
-            dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
-        ) -> torch.Tensor:
-            return k.backward_x(dy, weight, offsets)
-
-        def backward_weight(
-            dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor
-        ) -> torch.Tensor:
-            return k.backward_weight(dy, x, offsets)
-
-        _loaded["triton"] = _defined("triton", forward, backward_x, backward_weight)
-    return _loaded["triton"]
-
-
-def _cpp():
-    if "cpp" not in _loaded:
-        _loaded["cpp"] = _register(
-            adopt("grouped_gemm_cpp_forward", _fake_rows),
-            adopt("grouped_gemm_cpp_backward_x", _fake_backward_x),
-            adopt("grouped_gemm_cpp_backward_weight", _fake_backward_weight),
+    @classmethod
+    def define(cls, name: str, launches) -> Fused:
+        """launches: an object with the three launchers."""
+        name = f"grouped_gemm_{name}"
+        return cls.of(
+            define(f"{name}_forward", launches.forward, _fake_rows),
+            define(f"{name}_backward_x", launches.backward_x, _fake_backward_x),
+            define(f"{name}_backward_weight", launches.backward_weight, _fake_backward_weight),
         )
-    return _loaded["cpp"]
+
+
+def operators(name: str) -> Fused:
+    """Those of an implementation, for ops that are composed of them."""
+    return _LOADERS[name]()
+
+
+class _Triton:
+    """The launchers without what only `moe_mlp` asks of them."""
+
+    def __init__(self, kernels):
+        self.kernels = kernels
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return self.kernels.forward(x, weight, offsets)
+
+    def backward_x(
+        self, dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor:
+        return self.kernels.backward_x(dy, weight, offsets)
+
+    def backward_weight(
+        self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor:
+        return self.kernels.backward_weight(dy, x, offsets)
+
+
+@functools.cache
+def _triton():
+    from tilewright.kernels import grouped_gemm_triton
+
+    return Fused.define("triton", _Triton(grouped_gemm_triton))
+
+
+@functools.cache
+def _cpp():
+    return Fused.of(
+        adopt("grouped_gemm_cpp_forward", _fake_rows),
+        adopt("grouped_gemm_cpp_backward_x", _fake_backward_x),
+        adopt("grouped_gemm_cpp_backward_weight", _fake_backward_weight),
+    )
 
 
 # ---- kernels of other libraries: rows times one matrix per expert, and a sum over rows. They need
@@ -207,44 +233,50 @@ def _without_tail(y: torch.Tensor, columns: int, offsets: torch.Tensor) -> torch
     return y[:, :columns].contiguous().masked_fill_(tail[:, None], 0)
 
 
-def _adapt(name, rows_by_matrix, sum_over_rows):
-    """rows_by_matrix: (x [R, K], w [E, K, N], offsets) -> [R, N].   sum_over_rows: (a [N, R], b [R,
-    K], offsets) -> [E, N, K]. Both with padded sizes.
+class _Library:
+    """The launchers over another library's two products, both of padded sizes.
+
+    rows_by_matrix: (x [R, K], w [E, K, N], offsets) -> [R, N].
+    sum_over_rows: (a [N, R], b [R, K], offsets) -> [E, N, K].
     """
 
-    def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def __init__(self, rows_by_matrix: Callable, sum_over_rows: Callable):
+        self.rows_by_matrix, self.sum_over_rows = rows_by_matrix, sum_over_rows
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        N = weight.shape[1]
         if x.numel() == 0 or weight.numel() == 0:
-            return x.new_zeros(x.shape[0], weight.shape[1])
-        return _without_tail(
-            rows_by_matrix(_padded(x), _padded(weight).mT, offsets), weight.shape[1], offsets
-        )
+            return x.new_zeros(x.shape[0], N)
+        y = self.rows_by_matrix(_padded(x), _padded(weight).mT, offsets)
+        return _without_tail(y, N, offsets)
 
-    def backward_x(dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def backward_x(
+        self, dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor:
+        K = weight.shape[2]
         if dy.numel() == 0 or weight.numel() == 0:
-            return dy.new_zeros(dy.shape[0], weight.shape[2])
-        return _without_tail(
-            rows_by_matrix(_padded(dy), _padded(weight), offsets), weight.shape[2], offsets
-        )
+            return dy.new_zeros(dy.shape[0], K)
+        dx = self.rows_by_matrix(_padded(dy), _padded(weight), offsets)
+        return _without_tail(dx, K, offsets)
 
-    def backward_weight(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def backward_weight(
+        self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor:
         N, K = dy.shape[1], x.shape[1]
         if dy.numel() == 0 or x.numel() == 0:
             return dy.new_zeros(offsets.shape[0], N, K)
-        found = sum_over_rows(_padded(dy).t(), _padded(x), offsets)[:, :N, :K].contiguous()
+        dweight = self.sum_over_rows(_padded(dy).t(), _padded(x), offsets)[:, :N, :K].contiguous()
         idle = torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0
-        return found.masked_fill_(idle[:, None, None], 0)
-
-    return _defined(name, forward, backward_x, backward_weight)
+        return dweight.masked_fill_(idle[:, None, None], 0)
 
 
+def _grouped_mm(a, b, offsets):
+    return F.grouped_mm(a, b, offs=offsets)
+
+
+@functools.cache
 def _native():
-    if "native" not in _loaded:
-
-        def product(a, b, offsets):
-            return F.grouped_mm(a, b, offs=offsets)
-
-        _loaded["native"] = _adapt("native", product, product)
-    return _loaded["native"]
+    return Fused.define("native", _Library(_grouped_mm, _grouped_mm))
 
 
 def _no_native(device_type: str) -> str | None:
@@ -284,20 +316,23 @@ class _Native(Implementation):
         return reason
 
 
+def _cu_seqlens(offsets):
+    return F.pad(offsets, (1, 0))
+
+
+@functools.cache
 def _quack():
-    if "quack" not in _loaded:
-        from quack.gemm_interface import gemm
+    from quack.gemm_interface import gemm
 
-        def ends(offsets):
-            return F.pad(offsets, (1, 0))
+    # tuned=False: quack would search for constants at the first call of every number of rows.
+    library = _Library(
+        lambda a, b, offsets: gemm(a, b, cu_seqlens_m=_cu_seqlens(offsets), tuned=False),
+        lambda a, b, offsets: gemm(a, b, cu_seqlens_k=_cu_seqlens(offsets), tuned=False),
+    )
+    return Fused.define("quack", library)
 
-        # tuned=False: quack would search for constants at the first call of every number of rows.
-        _loaded["quack"] = _adapt(
-            "quack",
-            lambda a, b, offsets: gemm(a, b, cu_seqlens_m=ends(offsets), tuned=False),
-            lambda a, b, offsets: gemm(a, b, cu_seqlens_k=ends(offsets), tuned=False),
-        )
-    return _loaded["quack"]
+
+_LOADERS = {"triton": _triton, "cpp": _cpp, "native": _native, "quack": _quack}
 
 
 def _no_quack(device_type: str) -> str | None:
@@ -308,135 +343,6 @@ def _no_quack(device_type: str) -> str | None:
     return _not_hopper_or_blackwell("quack's varlen GEMM")
 
 
-def _of_triton(what):
-    def load():
-        from tilewright.kernels import grouped_gemm_triton as k
-
-        return k.gate() if what == "gate" else k.TUNABLES
-
-    return load
-
-
-# ---- cases
-
-
-def _ends(shares: list[float], rows: int) -> list[int]:
-    """Offsets of experts whose numbers of rows are as these shares."""
-    whole, ends, total = sum(shares), [], 0.0
-    for share in shares:
-        total += share
-        ends.append(round(rows * total / whole))
-    return ends
-
-
-def _uniform(experts: int, seed: int) -> list[float]:
-    """Shares that differ by a few per cent, as those of a balanced router do."""
-    return (1 + 0.05 * torch.randn(experts, generator=cases.generator("cpu", seed))).tolist()
-
-
-def _skewed(experts: int, seed: int) -> list[float]:
-    """Zipf's: the first expert has as many rows as the second and the third together, and so
-    on; in random order.
-    """
-    order = torch.randperm(experts, generator=cases.generator("cpu", seed))
-    return (1 / (1 + order.double())).tolist()
-
-
-def _case(name, experts, rows, n, k, counts=None, shares=_uniform, tags=cases.CONTRACT):
-    """counts: rows of each expert, in place of shares; what they leave of `rows` is the tail,
-    which is NaN.
-    """
-
-    def make(device, dtype, seed):
-        g = cases.generator(device, seed)
-        x = cases.randn(rows, k, device=device, dtype=dtype, gen=g, requires_grad=False)
-        weight = cases.randn(
-            experts, n, k, device=device, dtype=dtype, gen=g, scale=k**-0.5 if k else 1.0
-        )
-        if counts is None:
-            ends = _ends(shares(experts, seed), rows)
-        else:
-            ends = torch.tensor(counts).cumsum(0).tolist()
-            x[ends[-1] :] = float("nan")
-        offsets = torch.tensor(ends, dtype=torch.int32, device=device)
-        return {"x": x.requires_grad_(), "weight": weight, "offsets": offsets}
-
-    def cost(itemsize):
-        w = experts * n * k
-        return Cost(
-            (rows * (n + k) + w) * itemsize,
-            (rows * (n + 2 * k) + 2 * w) * itemsize,
-            2 * rows * n * k,
-            4 * rows * n * k,
-        )
-
-    return Case(name, make, cost, tags)
-
-
-def _timed():
-    qwen, hidden, inner = "qwen3-30b-a3b", 2048, 768
-    found = []
-    for tokens in (8192, 32768):
-        found += [
-            _case(f"{qwen}_up_{tokens}", 128, 8 * tokens, 2 * inner, hidden, tags=cases.CUDA),
-            _case(f"{qwen}_down_{tokens}", 128, 8 * tokens, hidden, inner, tags=cases.CUDA),
-        ]
-    found += [
-        _case(
-            f"{qwen}_up_32768_skewed",
-            128,
-            8 * 32768,
-            2 * inner,
-            hidden,
-            shares=_skewed,
-            tags=cases.CUDA,
-        ),
-        _case("mixtral-8x7b_up_8192", 8, 2 * 8192, 2 * 14336, 4096, tags=cases.CUDA),
-        _case("mixtral-8x7b_down_8192", 8, 2 * 8192, 4096, 14336, tags=cases.CUDA),
-        _case(
-            "mixtral-8x7b_up_8192_skewed",
-            8,
-            2 * 8192,
-            2 * 14336,
-            4096,
-            shares=_skewed,
-            tags=cases.CUDA,
-        ),
-        # A quarter of the experts: all, with gradients and float64 truth, are 20 GiB.
-        _case(f"{qwen}-32e_up_4_rows", 32, 32 * 4, 2 * inner, hidden, tags=cases.CPU),
-        _case(f"{qwen}-32e_up_32_rows", 32, 32 * 32, 2 * inner, hidden, tags=cases.CPU),
-        _case(f"{qwen}-32e_down_32_rows", 32, 32 * 32, hidden, inner, tags=cases.CPU),
-        _case(
-            f"{qwen}-32e_up_32_rows_skewed",
-            32,
-            32 * 32,
-            2 * inner,
-            hidden,
-            shares=_skewed,
-            tags=cases.CPU,
-        ),
-    ]
-    return found
-
-
-_CASES = (
-    _case("ragged", 4, 37, 21, 19, (5, 20, 0, 12)),
-    _case(
-        "aligned", 3, 150, 144, 80, (129, 0, 21)
-    ),  # rows and edges that divide no tile, at multiples of 16
-    _case("tail", 4, 30, 24, 16, (3, 0, 9, 7)),
-    _case("tail_odd", 2, 9, 7, 5, (2, 4)),
-    _case("no_rows", 3, 0, 8, 16, (0, 0, 0)),
-    _case("only_tail", 2, 6, 5, 8, (0, 0)),
-    _case("one_expert_has_all", 5, 33, 16, 32, (0, 0, 33, 0, 0)),
-    _case("one_expert", 1, 20, 12, 8, (20,)),
-    _case("many_experts", 40, 64, 6, 8, tuple(i % 4 for i in range(40))),
-    _case("long", 2, 300, 8, 24, (283, 17)),  # more rows than a tile of any size
-    *_timed(),
-    _case("big", 4, 2**19 + 8, 4096, 64, tags=cases.BIG),
-    _case("big_weight", 33, 33 * 8, 8192, 8192, tags=cases.BIG),
-)
-
 _QWEN_32768 = ("qwen3-30b-a3b_up_32768", "qwen3-30b-a3b_down_32768")
 
 GROUPED_GEMM = Op(
@@ -446,19 +352,29 @@ GROUPED_GEMM = Op(
     (
         Implementation(
             "triton",
-            _triton,
+            lambda: _triton().forward,
             platform.no_triton,
-            gate=_of_triton("gate"),
-            tunables=_of_triton("tunables"),
+            gate=from_kernels("grouped_gemm_triton", "gate"),
+            tunables=from_kernels("grouped_gemm_triton", "TUNABLES"),
         ),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
-        _Native("native", _native, _no_native, devices=("cuda", "cpu")),
+        Implementation(
+            "cpp",
+            lambda: _cpp().forward,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+        ),
+        _Native("native", lambda: _native().forward, _no_native, devices=("cuda", "cpu")),
         # Never chosen by auto: here to be asked for and compared with.
         Implementation(
-            "quack", _quack, _no_quack, devices=(), dtypes=(torch.bfloat16, torch.float16)
+            "quack",
+            lambda: _quack().forward,
+            _no_quack,
+            devices=(),
+            dtypes=(torch.bfloat16, torch.float16),
         ),
     ),
-    _CASES,
+    CASES,
     # 500 and 420 TFLOP/s where a matrix product reaches 790.
     goals=tuple(
         Goal(

@@ -1,10 +1,12 @@
 """The products of `moe_mlp` in QuACK's GEMMs, with the gather of rows and SwiGLU in them, where its
 version has those.
 
-    up            gemm_gated: gathers x; stores pre, and h = silu(gate) * up
-    down          gemm
-    back to h     gemm_dgated: gathers dy; makes dh and of it, without storing it, dpre, w h and
-    <dh, h> weights       gemm over rows of each expert, which gathers dy, and x back to x     gemm
+    up          gemm_gated: gathers x; stores pre, and h = silu(gate) * up
+    down        gemm
+    back to h   gemm_dgated: gathers dy; makes dh, and of it, without storing it, dpre, w h and
+                <dh, h>
+    weights     gemm over the rows of each expert, which gathers dy, and x
+    back to x   gemm
 
 pre and dpre are [gate, up, gate, up, ...] in memory, which is how its epilogues hold the two of a
 pair in one thread. Weights stay as they are, gates before ups: QuACK reads and writes those in its
@@ -14,14 +16,24 @@ functions `lacking` looks for the parameters.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 
+from tilewright.ops._experts import Saved
+from tilewright.ops._moe_fused import (
+    Composed,
+    Fused,
+    load_composed,
+    ones,
+    routing_gradient,
+    weight_column,
+)
 from tilewright.ops.activation import Gate
+from tilewright.ops.permute import PERMUTE, UNPERMUTE
 
 # What is asked of each function of quack.gemm_interface.
 PARAMETERS = {
@@ -97,66 +109,51 @@ def fits(gate_up_proj: torch.Tensor, itemsize: int, gate: Gate) -> bool:
     return gate == Gate(interleaved=gate.interleaved) and N // 2 % step == 0 and H % step == 0
 
 
-def launchers(
-    interface: ModuleType, sort: Callable, collect: Callable, weight: Callable
-) -> tuple[Callable, Callable]:
-    """forward and backward, as `moe._register` takes them, for what `fits`.
+class Epilogues:
+    """forward and backward, as `_moe_fused.Launches` has them, for what `fits`."""
 
-    sort: (x, index, E) -> offsets, slots, position.   collect: (rows, expert_weight or None,
-    position) -> [T, H].
-    weight: makes a tensor of a weight, which may be quantised.
-    """
-    gemm, gemm_gated, gemm_dgated = (getattr(interface, name) for name in PARAMETERS)
-
-    def both(*names, gate):
-        """The tensors that lie gates before ups, for QuACK."""
-        return {} if gate.interleaved else {"concat_layout": names}
+    def __init__(self, interface: ModuleType):
+        self.gemm, self.gemm_gated, self.gemm_dgated = (
+            getattr(interface, name) for name in PARAMETERS
+        )
 
     # tuned=False: QuACK would search for constants at the first call of every number of rows.
-    def forward(
-        x, gate_up_proj, down_proj, expert_index, expert_weight, keep, gate_up_bias, down_bias, gate
-    ):
-        offsets, slots, position = sort(x, expert_index, gate_up_proj.shape[0])
+    def forward(self, x, experts, index, weight, keep):
+        gate_up, down, gate_up_bias, down_bias, gate = experts
+        _, offsets, slots, position = PERMUTE.part(x)(None, index, gate_up.shape[0])
         ends = F.pad(offsets, (1, 0))
-        lie = ("B",) if gate_up_bias is None else ("B", "bias")
-        pre, h = gemm_gated(
+        ordered = ("B",) if gate_up_bias is None else ("B", "bias")
+        pre, h = self.gemm_gated(
             x.contiguous(),
-            weight(gate_up_proj).contiguous().mT,
+            gate_up.dense().contiguous().mT,
             bias=gate_up_bias,
             activation="swiglu",
             cu_seqlens_m=ends,
-            A_idx=slots // expert_index.shape[1],
+            A_idx=slots // index.shape[1],
             store_preact=keep,
             tuned=False,
-            **both(*lie, gate=gate),
+            **_layout(gate, *ordered),
         )
-        rows = gemm(
-            h, weight(down_proj).contiguous().mT, bias=down_bias, cu_seqlens_m=ends, tuned=False
+        rows = self.gemm(
+            h, down.dense().contiguous().mT, bias=down_bias, cu_seqlens_m=ends, tuned=False
         )
-        y = collect(rows, expert_weight, position)
-        return (
-            y,
-            pre if keep else x.new_empty(0, gate_up_proj.shape[1]),
-            offsets,
-            slots,
-            position,
-            offsets.new_empty(0),
-        )  # of tiles
+        y = UNPERMUTE.part(rows)(rows, weight, position)
+        pre = pre if keep else x.new_empty(0, gate_up.shape[1])
+        return y, Saved(pre, offsets, slots, position, offsets.new_empty(0))
 
-    def backward(
-        dy, x, gate_up_proj, down_proj, expert_weight, pre, offsets, slots, position, gate, needs
-    ):
+    def backward(self, dy, x, experts, weight, of, needs):
         """The gradients of x and both weights, None where not needed; <dh, h> of each row; and
         dpre, in the order of the bias of the up-projection if that needs its gradient.
         """
-        (E, N, H), dy = gate_up_proj.shape, dy.contiguous()
-        ends, token = F.pad(offsets, (1, 0)), slots // position.shape[1]
-        dpre, weighted, dots = gemm_dgated(
+        gate_up, down, _, _, gate = experts
+        (E, N, H), dy = gate_up.shape, dy.contiguous()
+        ends, token = F.pad(of.offsets, (1, 0)), of.slots // of.position.shape[1]
+        dpre, weighted, dots = self.gemm_dgated(
             dy,
-            weight(down_proj).contiguous(),
-            pre,
+            down.dense().contiguous(),
+            of.pre,
             activation="swiglu",
-            colvec_scale=expert_weight.flatten()[slots],
+            colvec_scale=weight.flatten()[of.slots],
             colvec_reduce=True,
             cu_seqlens_m=ends,
             A_idx=token,
@@ -164,37 +161,74 @@ def launchers(
         )
         idle = (torch.diff(ends) == 0)[:, None, None]  # QuACK may leave what is a sum over no rows
         dx = dgate_up = ddown = None
-        if needs[2]:
-            ddown = gemm(
-                dy.t(), weighted, cu_seqlens_k=ends, A_idx=token, tuned=False
-            ).masked_fill_(idle, 0)
+        if needs.down:
+            ddown = self.gemm(dy.t(), weighted, cu_seqlens_k=ends, A_idx=token, tuned=False)
+            ddown.masked_fill_(idle, 0)
         del weighted
-        if needs[1]:  # x^T dpre, since it gathers the first: it is written as its transpose
+        if needs.gate_up:  # x^T dpre, since it gathers the first: it is written as its transpose
             dgate_up = x.new_empty(E, N, H)
-            gemm(
+            self.gemm(
                 x.contiguous().t(),
                 dpre,
                 out=dgate_up.mT,
                 cu_seqlens_k=ends,
                 A_idx=token,
                 tuned=False,
-                **both("out", gate=gate),
+                **_layout(gate, "out"),
             )
             dgate_up.masked_fill_(idle, 0)
-        if needs[0]:
-            dx = collect(
-                gemm(
-                    dpre,
-                    weight(gate_up_proj).contiguous(),
-                    cu_seqlens_m=ends,
-                    tuned=False,
-                    **both("B", gate=gate),
-                ),
-                None,
-                position,
+        if needs.x:
+            rows = self.gemm(
+                dpre,
+                gate_up.dense().contiguous(),
+                cu_seqlens_m=ends,
+                tuned=False,
+                **_layout(gate, "B"),
             )
-        if needs[4] and not gate.interleaved:
+            dx = UNPERMUTE.part(rows)(rows, None, of.position)
+        if needs.gate_up_bias and not gate.interleaved:
             dpre = torch.cat((dpre[:, ::2], dpre[:, 1::2]), 1)
         return dx, dgate_up, ddown, dots, dpre
 
-    return forward, backward
+
+def _layout(gate, *names):
+    """Names the tensors with gates before ups, for QuACK."""
+    return {} if gate.interleaved else {"concat_layout": names}
+
+
+class _Quack(Composed):
+    """What QuACK's epilogues have is fused; other gates and widths are composed."""
+
+    def __init__(self, interface):
+        super().__init__("quack")
+        self.fused = Epilogues(interface)
+
+    def forward(self, x, experts, index, weight, keep):
+        if not fits(experts.gate_up, x.element_size(), experts.gate):
+            return super().forward(x, experts, index, weight, keep)
+        return self.fused.forward(x, experts, index, weight, keep)
+
+    def backward(self, dy, x, experts, weight, of, needs):
+        if not fits(experts.gate_up, dy.element_size(), experts.gate):
+            return super().backward(dy, x, experts, weight, of, needs)
+        *results, dots, dpre = self.fused.backward(dy, x, experts, weight, of, needs)
+        offsets, slots, position = of.offsets, of.slots, of.position
+        dweight = dgate_up_bias = ddown_bias = None
+        if needs.weight:
+            dweight = routing_gradient(dots, dy, experts.down_bias, offsets, position)
+        if needs.gate_up_bias:
+            dgate_up_bias = self.bias_gradient(dpre, ones(dpre), offsets)
+        if needs.down_bias:
+            column = weight_column(weight, slots, dy.dtype)
+            ddown_bias = self.bias_gradient(dy[slots // position.shape[1]], column, offsets)
+        return *results, dweight, dgate_up_bias, ddown_bias
+
+
+@functools.cache
+def load() -> Fused:
+    """Composed for versions that lack these epilogues."""
+    from quack import gemm_interface
+
+    if lacking(gemm_interface):
+        return load_composed("quack")
+    return Fused("quack", _Quack(gemm_interface))

@@ -5,6 +5,7 @@ Formats 1.0).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, aqn, cases, quantize
-from tilewright.ops._library import adopt, define
+from tilewright.ops._block_cases import all_cases, draw, timed_cases
+from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import STEP
-from tilewright.ops.nvfp4 import all_cases, draw
-from tilewright.registry import Case, Cost, Implementation, On, Op
+from tilewright.registry import Case, Implementation, On, Op
 
 BLOCK = 32
 E8M0 = torch.float8_e8m0fnu
@@ -30,7 +31,7 @@ class MXFP8(quantize.Quantized):
 
     data: float8_e4m3fn [..., C].   scale: float8_e8m0fnu [..., ceil(C / 32)], of each block, in
         rows (a product that wants them in tiles reorders them); an element is its value times its
-        block's.   dtype: of the tensor that was quantised.
+        block's.   dtype: of the tensor that was quantized.
     """
 
     data: torch.Tensor
@@ -80,25 +81,36 @@ def quantize_mxfp8(
 ) -> MXFP8 | tuple[MXFP8, MXFP8]:
     """x in MXFP8, or x and its transpose.
 
-    x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. C need not divide by 32.
-    seed: None rounds to nearest, ties to even. A number rounds up or down at random, as in
-    `quantize_nvfp4`.
-    transpose: returns (q, that of x.mT) with the same seed, bit for bit what two calls give, from
-    one read of x (eager:
-        two): what a layer's forward multiplies by and what its backward does. x has 2 dimensions or
-        more.
-    implementation: "auto", or one of triton, cpp, eager.
-
     A block's scale is the least power of two s with (largest magnitude) / s <= 448, so that nothing
     saturates, and 2^-127 if that is smaller or all is 0; codes are of x / s in float32. The scale
     comes from the bits of the largest magnitude by integer operations. 1 / s is a normal number (s
     is at most 2^120), so x / s is exact, or below 2^-126, where its code is 0 however it is
-    rounded.
-    Not differentiable: x is detached. Deterministic, and the same in every implementation. Raises
-    TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite
-    (on CUDA, where looking would wait for the device, such a block's scale is NaN, byte 255, and
-    its codes are unspecified), ImplementationUnavailable for a named implementation that cannot run
-    here.
+    rounded. Not differentiable: x is detached. Deterministic, and the same in every implementation.
+
+    Args:
+        x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. C need not divide by
+            32.
+        seed: None rounds to nearest, ties to even. A number rounds up or down at random, as in
+            `quantize_nvfp4`.
+        transpose: returns (q, that of x.mT) with the same seed, bit for bit what two calls give,
+            from one read of x (eager: two): what a layer's forward multiplies by and what its
+            backward does. x has 2 dimensions or more.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        An MXFP8 of x's shape and dtype; with transpose two.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        ValueError: An x that is not finite (on CUDA, where looking would wait for the device, such
+            a block's scale is NaN, byte 255, and its codes are unspecified).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import quantize_mxfp8
+        >>> quantize_mxfp8(torch.tensor([448.0, 1.0])).scale.float()
+        tensor([1.])
+
     Source: OCP Microscaling Formats (MX) Specification 1.0, section 5, with the exponent rounded up
     where section 6.3 rounds it down.
     """
@@ -109,9 +121,9 @@ def quantize_mxfp8(
     if x.dim() == 0:
         raise ValueError("x must have at least 1 dimension, got a scalar")
     matrices = quantize.as_3d(x.detach(), least=1 + transpose)
-    found = QUANTIZE_MXFP8.pick(implementation, matrices)(matrices, seed, transpose)
-    q = blocks_of(*found[:2], x.shape, x.dtype)
-    return (q, blocks_of(*found[2:], x.mT.shape, x.dtype, looked=True)) if transpose else q
+    parts = QUANTIZE_MXFP8.pick(implementation, matrices)(matrices, seed, transpose)
+    q = blocks_of(*parts[:2], x.shape, x.dtype)
+    return (q, blocks_of(*parts[2:], x.mT.shape, x.dtype, looked=True)) if transpose else q
 
 
 def blocks_of(data, scale, shape, dtype, what="x", *, looked=False) -> MXFP8:
@@ -135,13 +147,28 @@ def dequantize_mxfp8(
 ) -> torch.Tensor:
     """The tensor that q stands for: value * scale in float32, then rounded to the result's dtype.
 
-    q: what `quantize_mxfp8` or `MXFP8.from_safetensors` returns.
-    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by
-    default.
-    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape
-        and step = 0.125 * scale, the gap from 1 on. None, or an alpha of 0, adds nothing.
-    Returns a contiguous tensor of q.shape. Not differentiable. Deterministic. Raises TypeError or
-    ValueError for a q that does not fit together, ImplementationUnavailable as `quantize_mxfp8`.
+    Not differentiable. Deterministic.
+
+    Args:
+        q: what `quantize_mxfp8` or `MXFP8.from_safetensors` returns.
+        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
+            default.
+        noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of
+            q.shape and step = 0.125 * scale, the gap from 1 on. None, or an alpha of 0, adds
+            nothing.
+        implementation: "auto", or one that `tilewright explain dequantize_mxfp8` lists.
+
+    Returns:
+        A contiguous tensor of q.shape.
+
+    Raises:
+        TypeError, ValueError: A q that does not fit together.
+        ImplementationUnavailable: as `quantize_mxfp8`.
+
+    Example:
+        >>> from tilewright.ops import dequantize_mxfp8, quantize_mxfp8
+        >>> dequantize_mxfp8(quantize_mxfp8(torch.tensor([448.0, 1.0])))
+        tensor([448.,   1.])
     """
     quantize.instance(q, MXFP8)
     dtype = quantize.output_dtype(dtype, q.dtype)
@@ -186,18 +213,16 @@ def quantize_eager(x, seed, transpose=False):
     return quantize.to_e4m3(scaled, random), e.to(torch.uint8)
 
 
-def dequantize_eager(data, scale, dtype, alpha=0.0, seed=0, step=0, layer=0):
+def dequantize_eager(data, scale, dtype, alpha=0.0, *key):
     acc = torch.promote_types(dtype, torch.float32)
     factor = scale.view(E8M0).to(acc).repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
     values = data.view(quantize.E4M3).to(acc) * factor
     if alpha:
-        values = aqn.add_eager(values, alpha * STEP * factor, seed, step, layer)
+        values = aqn.add_eager(values, alpha * STEP * factor, *key)
     return values.to(dtype)
 
 
 # ---- fused implementations
-
-_loaded: dict[str, tuple] = {}
 
 
 def fake_quantize(x, seed):
@@ -219,65 +244,39 @@ def _either(one, both):
     return lambda x, seed, transpose: (both if transpose else one)(x, seed)
 
 
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import fused_quantize_triton as fused
-        from tilewright.kernels import quantize_triton as k
+    from tilewright.kernels import fused_quantize_triton as fused
+    from tilewright.kernels import quantize_triton as k
 
-        _loaded["triton"] = (
-            _either(
-                define("mxfp8_triton_quantize", k.mxfp8_quantize, fake_quantize),
-                define("mxfp8_triton_quantize_both", fused.mxfp8_quantize_both, fake_both),
-            ),
-            define("mxfp8_triton_dequantize", k.mxfp8_dequantize, _fake_dequantize),
-        )
-    return _loaded["triton"]
+    return (
+        _either(
+            define("mxfp8_triton_quantize", k.mxfp8_quantize, fake_quantize),
+            define("mxfp8_triton_quantize_both", fused.mxfp8_quantize_both, fake_both),
+        ),
+        define("mxfp8_triton_dequantize", k.mxfp8_dequantize, _fake_dequantize),
+    )
 
 
+@functools.cache
 def _cpp():
-    if "cpp" not in _loaded:
-        quantise, dequantise = quantize.of_extension("mxfp8", fake_quantize, _fake_dequantize)
-        _loaded["cpp"] = _either(quantise, adopt("mxfp8_cpp_quantize_both", fake_both)), dequantise
-    return _loaded["cpp"]
-
-
-def _gate():
-    from tilewright.kernels import fused_quantize_triton
-
-    return [*quantize.gate("mxfp8_quantize_gate")(), *fused_quantize_triton.mxfp8_gate()]
+    one, dequantize = quantize.of_extension("mxfp8", fake_quantize, _fake_dequantize)
+    return _either(one, adopt("mxfp8_cpp_quantize_both", fake_both)), dequantize
 
 
 # ---- cases
 
 
-def _case(name, shape, quantised=False, noise=None, **options):
+def _case(name, shape, quantized=False, noise=None, **options):
     def make(device, dtype, seed):
         x = draw(device, dtype, seed, shape)
         return (
             {"q": quantize_mxfp8(x, **options), "noise": noise}
-            if quantised
+            if quantized
             else {"x": x, **options}
         )
 
     return Case(name, make)
-
-
-def _timed_transposes():
-    def case(device, tags):
-        shape = (cases.TOKENS[device], cases.MODELS["qwen3-8b"].hidden)
-        n = shape[0] * shape[1]
-
-        def make(device, dtype, seed):
-            return {"x": draw(device, dtype, seed, shape), "transpose": True}
-
-        return Case(
-            "qwen3-8b-transpose",
-            make,
-            lambda itemsize: Cost(n * itemsize + int(2 * n * 8.25 / 8)),
-            tags,
-        )
-
-    return [case("cuda", cases.CUDA), case("cpu", cases.CPU)]
 
 
 _COMPILED = (torch.float32, torch.bfloat16)
@@ -286,7 +285,9 @@ QUANTIZE_MXFP8 = Op(
     quantize_mxfp8,
     quantize_eager,
     (
-        Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate),
+        Implementation(
+            "triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gates("mxfp8")
+        ),
         Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
     ),
     (
@@ -295,7 +296,7 @@ QUANTIZE_MXFP8 = Op(
         _case("transpose", (40, 70), transpose=True),
         _case("transpose_experts", (2, 33, 48), transpose=True),
         _case("transpose_random", (2, 20, 36), transpose=True, seed=3),
-        *_timed_transposes(),
+        *timed_cases("transpose", 8.25, results=2, transpose=True),
     ),
     goals=cases.near_copy(85, "forward"),
 )
@@ -308,7 +309,7 @@ DEQUANTIZE_MXFP8 = Op(
             "triton",
             lambda: _triton()[1],
             platform.no_triton,
-            gate=quantize.gate("mxfp8_dequantize_gate"),
+            gate=from_kernels("quantize_triton", "mxfp8_dequantize_gate"),
         ),
         Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
     ),

@@ -4,6 +4,7 @@ and one float32 scale for the tensor.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, aqn, cases, quantize
-from tilewright.ops._library import adopt, define
+from tilewright.ops._block_cases import all_cases, draw, timed_cases
+from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
 from tilewright.ops.hadamard import check_options, hadamard_eager
-from tilewright.registry import Case, Cost, Goal, Implementation, On, Op
+from tilewright.registry import Case, Goal, Implementation, On, Op
 
 BLOCK = 16
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -38,7 +40,7 @@ class NVFP4(quantize.Quantized):
     data: uint8 [..., ceil(C / 2)] of rows of C elements, the even one in the low nibble.
     scale: float8_e4m3fn [..., ceil(C / 16)], of each block.   global_scale: float32 [], of the
         tensor. An element is its value times scale * global_scale.
-    shape, dtype: of the tensor that was quantised.
+    shape, dtype: of the tensor that was quantized.
     """
 
     data: torch.Tensor
@@ -124,32 +126,45 @@ def quantize_nvfp4(
 ) -> NVFP4 | tuple[NVFP4, NVFP4]:
     """x in NVFP4; or its Hadamard transform, or x and its transpose.
 
-    x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite, and its transform too. C
-        need not divide by 16.
-    square: one scale for each 16 x 16 block of the last two dimensions, so that a transpose has the
-        same values; it is stored for each of the block's rows.
-    global_scale: float32 [], to share among tensors; by default (largest magnitude of x) / 2688, 1
-    if that is 0.
-    seed: None rounds to nearest, ties to even. A number rounds up or down at random, the mean being
-        x / scale: with word i % 4 of Philox4x32-10 for element i (row-major), counter i // 4 and
-        key seed. Block scales are always rounded to nearest.
-    hadamard: 16 or 32 puts `hadamard(x.float(), hadamard, seed=hadamard_seed)` in x's place: in
-        float32, so that nothing is rounded to x's dtype on the way, and never written to memory. C
-        must divide by it. `dequantize_nvfp4` then gives the transform; tilewright.ops.hadamard with
-        inverse=True undoes it.
-    transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give,
-    from one read of x
-        after that for the largest magnitude: a layer's forward needs one, its backward the other. x
-        has 2 dimensions or more. Not with hadamard, since the transforms of the two differ.
-    implementation: "auto", or one of triton, cpp, eager.
-
     In float32, with m a block's largest magnitude: scale = e4m3(m / 6 / global_scale), at least
     e4m3's smallest number where m is not 0, and 0 where it is; codes are of x * (1 / global_scale /
-    scale), so that they make up for the rounding of the scale. Magnitudes above 6 become 6.
-    Not differentiable: x is detached. Deterministic, and the same in every implementation. Raises
-    TypeError or ValueError for arguments that do not fit, ValueError for an x that is not finite
-    (on CUDA, where looking would wait for the device, global_scale is then not finite),
-    ImplementationUnavailable for a named implementation that cannot run here.
+    scale), so that they make up for the rounding of the scale. Magnitudes above 6 become 6. Not
+    differentiable: x is detached. Deterministic, and the same in every implementation.
+
+    Args:
+        x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite, and its transform
+            too. C need not divide by 16.
+        square: one scale for each 16 x 16 block of the last two dimensions, so that a transpose has
+            the same values; it is stored for each of the block's rows.
+        global_scale: float32 [], to share among tensors; by default (largest magnitude of x) /
+            2688, 1 if that is 0.
+        seed: None rounds to nearest, ties to even. A number rounds up or down at random, the mean
+            being x / scale: with word i % 4 of Philox4x32-10 for element i (row-major), counter i
+            // 4 and key seed. Block scales are always rounded to nearest.
+        hadamard: 16 or 32 puts `hadamard(x.float(), hadamard, seed=hadamard_seed)` in x's place: in
+            float32, so that nothing is rounded to x's dtype on the way, and never written to
+            memory. C must divide by it. `dequantize_nvfp4` then gives the transform;
+            tilewright.ops.hadamard with inverse=True undoes it.
+        hadamard_seed: of the transform's signs, as in `hadamard`; None without one.
+        transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give,
+            from one read of x after that for the largest magnitude: a layer's forward needs one,
+            its backward the other. x has 2 dimensions or more. Not with hadamard, since the
+            transforms of the two differ.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        An NVFP4 of x's shape and dtype; with transpose two.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        ValueError: An x that is not finite (on CUDA, where looking would wait for the device,
+            global_scale is then not finite).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import dequantize_nvfp4, quantize_nvfp4
+        >>> dequantize_nvfp4(quantize_nvfp4(torch.tensor([6.0, -3.0, 0.5])))
+        tensor([ 6.0000, -3.0000,  0.5000])
     """
     quantize.source(x)
     quantize.seed(seed)
@@ -164,7 +179,7 @@ def quantize_nvfp4(
             raise ValueError(
                 f"transpose must be False with a hadamard of {hadamard}: transforms of x and of "
                 f"its "
-                "transpose differ; quantise x.mT by itself"
+                "transpose differ; quantize x.mT by itself"
             )
     elif hadamard_seed is not None:
         raise ValueError(f"hadamard_seed must be None without hadamard, got {hadamard_seed!r}")
@@ -172,7 +187,7 @@ def quantize_nvfp4(
     if global_scale is not None:
         quantize.part("global_scale", global_scale, torch.float32, (), x)
     run = QUANTIZE_NVFP4.pick(implementation, matrices)
-    total, *found = run(matrices, global_scale, square, seed, hadamard, hadamard_seed, transpose)
+    total, *parts = run(matrices, global_scale, square, seed, hadamard, hadamard_seed, transpose)
 
     def made(data, scale, shape):
         return NVFP4(
@@ -183,8 +198,8 @@ def quantize_nvfp4(
             x.dtype,
         )
 
-    q = made(*found[:2], x.shape)
-    return (q, made(*found[2:], x.mT.shape)) if transpose else q
+    q = made(*parts[:2], x.shape)
+    return (q, made(*parts[2:], x.mT.shape)) if transpose else q
 
 
 @_checks.autocast("inputs")
@@ -198,14 +213,28 @@ def dequantize_nvfp4(
     """The tensor that q stands for: value * (scale * global_scale) in float32, then rounded to the
     result's dtype.
 
-    q: what `quantize_nvfp4` or `NVFP4.from_safetensors` returns.
-    dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantised tensor by
-    default.
-    noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of q.shape
-        and step = 0.5 * scale * global_scale, the gap next to 0. None, or an alpha of 0, adds
-        nothing.
-    Returns a contiguous tensor of q.shape. Not differentiable. Deterministic. Raises TypeError or
-    ValueError for a q that does not fit together, ImplementationUnavailable as `quantize_nvfp4`.
+    Not differentiable. Deterministic.
+
+    Args:
+        q: what `quantize_nvfp4` or `NVFP4.from_safetensors` returns.
+        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
+            default.
+        noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of
+            q.shape and step = 0.5 * scale * global_scale, the gap next to 0. None, or an alpha of
+            0, adds nothing.
+        implementation: "auto", or one that `tilewright explain dequantize_nvfp4` lists.
+
+    Returns:
+        A contiguous tensor of q.shape.
+
+    Raises:
+        TypeError, ValueError: A q that does not fit together.
+        ImplementationUnavailable: as `quantize_nvfp4`.
+
+    Example:
+        >>> from tilewright.ops import dequantize_nvfp4, quantize_nvfp4
+        >>> dequantize_nvfp4(quantize_nvfp4(torch.ones(16)), dtype=torch.bfloat16).dtype
+        torch.bfloat16
     """
     quantize.instance(q, NVFP4)
     dtype = quantize.output_dtype(dtype, q.dtype)
@@ -276,7 +305,7 @@ def largest_eager(x, hadamard, hadamard_seed):
     return _largest(hadamard_eager(x.float(), hadamard, hadamard_seed, False))
 
 
-def _whole(quantise, both, largest):
+def _whole(one, both, largest):
     """What the public function calls: the tensor's scale first, then codes and block scales,
     once or twice.
     """
@@ -291,12 +320,12 @@ def _whole(quantise, both, largest):
             global_scale = global_scale * torch.where(most.isfinite(), 1.0, most)
         if transpose:
             return global_scale, *both(x, global_scale, square, seed)
-        return global_scale, *quantise(x, global_scale, square, seed, hadamard, hadamard_seed)
+        return global_scale, *one(x, global_scale, square, seed, hadamard, hadamard_seed)
 
     return run
 
 
-def dequantize_eager(data, scale, global_scale, C, dtype, alpha=0.0, seed=0, step=0, layer=0):
+def dequantize_eager(data, scale, global_scale, C, dtype, alpha=0.0, *key):
     acc = torch.promote_types(dtype, torch.float32)
     codes = (
         torch.stack([data & 15, data >> 4], -1).view(data.shape[0], 2 * data.shape[1])[:, :C].long()
@@ -305,13 +334,11 @@ def dequantize_eager(data, scale, global_scale, C, dtype, alpha=0.0, seed=0, ste
     factor = factor.repeat_interleave(BLOCK, 1)[:, :C]
     values = _values(data).to(acc)[codes] * factor
     if alpha:
-        values = aqn.add_eager(values, alpha * STEP * factor, seed, step, layer)
+        values = aqn.add_eager(values, alpha * STEP * factor, *key)
     return values.to(dtype)
 
 
 # ---- fused implementations
-
-_loaded: dict[str, tuple] = {}
 
 
 def _fake_quantize(x, global_scale, square, seed, hadamard=0, signs=None):
@@ -337,107 +364,43 @@ def _fake_largest(x, hadamard, signs):
     return x.new_empty((), dtype=torch.float32)
 
 
-def _fused(quantise, both, largest):
+def _fused(one, both, largest):
     return _whole(
-        lambda x, total, square, seed, size, signs: quantise(
-            x, total, square, seed, size or 0, signs
-        ),
+        lambda x, total, square, seed, size, signs: one(x, total, square, seed, size or 0, signs),
         both,
         largest,
     )
 
 
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import fused_quantize_triton as fused
-        from tilewright.kernels import quantize_triton as k
+    from tilewright.kernels import fused_quantize_triton as fused
+    from tilewright.kernels import quantize_triton as k
 
-        _loaded["triton"] = (
-            _fused(
-                define("nvfp4_triton_quantize", k.nvfp4_quantize, _fake_quantize),
-                define("nvfp4_triton_quantize_both", fused.nvfp4_quantize_both, _fake_both),
-                define("nvfp4_triton_largest", fused.nvfp4_largest, _fake_largest),
-            ),
-            define("nvfp4_triton_dequantize", k.nvfp4_dequantize, _fake_dequantize),
-        )
-    return _loaded["triton"]
+    return (
+        _fused(
+            define("nvfp4_triton_quantize", k.nvfp4_quantize, _fake_quantize),
+            define("nvfp4_triton_quantize_both", fused.nvfp4_quantize_both, _fake_both),
+            define("nvfp4_triton_largest", fused.nvfp4_largest, _fake_largest),
+        ),
+        define("nvfp4_triton_dequantize", k.nvfp4_dequantize, _fake_dequantize),
+    )
 
 
+@functools.cache
 def _cpp():
-    if "cpp" not in _loaded:
-        quantise, dequantise = quantize.of_extension("nvfp4", _fake_quantize, _fake_dequantize)
-        _loaded["cpp"] = (
-            _fused(
-                quantise,
-                adopt("nvfp4_cpp_quantize_both", _fake_both),
-                adopt("nvfp4_cpp_largest", _fake_largest),
-            ),
-            dequantise,
-        )
-    return _loaded["cpp"]
+    one, dequantize = quantize.of_extension("nvfp4", _fake_quantize, _fake_dequantize)
+    return (
+        _fused(
+            one,
+            adopt("nvfp4_cpp_quantize_both", _fake_both),
+            adopt("nvfp4_cpp_largest", _fake_largest),
+        ),
+        dequantize,
+    )
 
 
 # ---- cases
-
-
-def draw(device, dtype, seed, shape):
-    """Normal values, the start of the first row zeros, and some columns so much smaller than others
-    that scales of their blocks are subnormal or nearly nothing.
-    """
-    x = cases.randn(
-        *shape,
-        device=device,
-        dtype=torch.float32,
-        gen=cases.generator(device, seed),
-        requires_grad=False,
-    )
-    x[..., : shape[-1] // 3] *= 3e-5
-    if x.dim() > 1:
-        x[1:2, ..., : shape[-1] // 3] *= 1e-4
-    if x.numel():
-        x.view(-1, shape[-1])[0, :40] = 0
-    return x.to(dtype)
-
-
-def _plain(device, dtype, seed, shape):
-    """For timed cases: torchao has no subnormal scales."""
-    return cases.randn(
-        *shape, device=device, dtype=dtype, gen=cases.generator(device, seed), requires_grad=False
-    )
-
-
-SMALL = {
-    "ragged": (5, 33),
-    "odd_rows": (19, 40),
-    "matrix": (32, 128),
-    "vector": (70,),
-    "experts": (3, 17, 18),
-    "one": (1, 1),
-    "no_rows": (0, 32),
-    "no_columns": (3, 0),
-}
-
-
-def all_cases(make, bits):
-    shapes = [(name, shape, cases.CONTRACT) for name, shape in SMALL.items()]
-    shapes += [
-        (name, shape, tags)
-        for tags in (cases.CUDA, cases.CPU)
-        for name, shape in quantize.SHAPES.items()
-        if tags is cases.CUDA or name == "llama-3-8b-down"
-    ]
-
-    def case(name, shape, tags):
-        n = math.prod(shape)
-        drawn = draw if tags is cases.CONTRACT else _plain
-        return Case(
-            name,
-            lambda device, dtype, seed: make(drawn(device, dtype, seed, shape)),
-            lambda itemsize: Cost(n * itemsize + int(n * bits / 8), 0, 0, 0),
-            tags,
-        )
-
-    return [case(*s) for s in shapes]
 
 
 def _variants():
@@ -458,35 +421,6 @@ def _variants():
         case("transpose_random", (2, 17, 33), transpose=True, seed=1),
         case("transpose_square", (40, 24), transpose=True, square=True),
     ]
-
-
-def _timed_variants():
-    """The passes over memory: for the largest magnitude, and to quantise."""
-
-    def case(name, device, tags, results, **options):
-        shape = (cases.TOKENS[device], cases.MODELS["qwen3-8b"].hidden)
-        n = math.prod(shape)
-        return Case(
-            name,
-            lambda device, dtype, seed: {"x": draw(device, dtype, seed, shape), **options},
-            lambda itemsize: Cost(2 * n * itemsize + int(results * n * 4.5 / 8)),
-            tags,
-        )
-
-    return [
-        case(f"qwen3-8b-{name}", device, tags, results, **options)
-        for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU))
-        for name, results, options in (
-            ("hadamard", 1, {"hadamard": 16, "hadamard_seed": 1}),
-            ("transpose", 2, {"transpose": True}),
-        )
-    ]
-
-
-def _gate():
-    from tilewright.kernels import fused_quantize_triton
-
-    return [*quantize.gate("nvfp4_quantize_gate")(), *fused_quantize_triton.nvfp4_gate()]
 
 
 def _noisy():
@@ -511,10 +445,17 @@ QUANTIZE_NVFP4 = Op(
     quantize_nvfp4,
     _whole(quantize_eager, both_eager, largest_eager),
     (
-        Implementation("triton", lambda: _triton()[0], platform.no_triton, gate=_gate),
+        Implementation(
+            "triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gates("nvfp4")
+        ),
         Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
     ),
-    (*all_cases(lambda x: {"x": x}, 4.5), *_variants(), *_timed_variants()),
+    (
+        *all_cases(lambda x: {"x": x}, 4.5),
+        *_variants(),
+        *timed_cases("hadamard", 4.5, passes=2, hadamard=16, hadamard_seed=1),
+        *timed_cases("transpose", 4.5, passes=2, results=2, transpose=True),
+    ),
 )
 DEQUANTIZE_NVFP4 = Op(
     "dequantize_nvfp4",
@@ -525,7 +466,7 @@ DEQUANTIZE_NVFP4 = Op(
             "triton",
             lambda: _triton()[1],
             platform.no_triton,
-            gate=quantize.gate("nvfp4_dequantize_gate"),
+            gate=from_kernels("quantize_triton", "nvfp4_dequantize_gate"),
         ),
         Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
     ),

@@ -1,24 +1,25 @@
 """Rows of tokens in the order of their experts, and back: what stands before and after a grouped
 product.
 
-T = tokens, K = experts a token, R = T * K slots (slot t * K + k is token t's k-th expert) and rows,
-E = experts, H = columns. An expert index equal to E is a sentinel: the slot has no expert here, as
-under expert parallelism. All shapes depend on shapes alone, and on CUDA nothing is read on the
-host.
+T = tokens, K = experts per token, R = T * K token slots (slot t * K + k is token t's k-th expert)
+and rows, E = experts, H = columns. An expert index equal to E is a sentinel: the slot has no expert
+here, as under expert parallelism. Result shapes depend on shapes alone, and on CUDA nothing is read
+on the host.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, cases
-from tilewright.ops._library import adopt, define, differentiate
+from tilewright.ops._library import Operator, adopt, define, differentiate, from_kernels
+from tilewright.ops._permute_checks import checked_index, checked_position
 from tilewright.registry import Case, Cost, Implementation, On, Op, short
-
-MOST_EXPERTS = 4096  # the sort keeps a number for each in registers
 
 
 class Order(NamedTuple):
@@ -47,11 +48,26 @@ def sort_by_expert(
 ) -> Order:
     """A stable counting sort of slots by expert; within an expert by slot, sentinels last.
 
-    expert_index: [T, K] int32 or int64, 0 to num_experts (the sentinel). T * K is below 2^31.
-    num_experts: E, 1 to 4,096. Returns Order. Deterministic, and the same in every implementation.
-    Not differentiable. Raises TypeError or ValueError for arguments that do not fit, and IndexError
-    for an index outside; on CUDA, where looking would wait for the device, such an index counts as
-    a sentinel. ImplementationUnavailable as `permute`.
+    Deterministic, and the same in every implementation. Not differentiable.
+
+    Args:
+        expert_index: [T, K] int32 or int64, 0 to num_experts (the sentinel). T * K is below 2^31.
+        num_experts: E, 1 to 4,096.
+        implementation: "auto", or one that `tilewright explain permute` lists.
+
+    Returns:
+        Order.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        IndexError: An index outside; on CUDA, where looking would wait for the device, such an
+            index counts as a sentinel.
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import sort_by_expert
+        >>> sort_by_expert(torch.tensor([[1], [0], [1]]), 2).slots
+        tensor([1, 0, 2], dtype=torch.int32)
     """
     index = checked_index(expert_index, num_experts)
     return Order(*PERMUTE.pick(implementation, On(index.device))(None, index, num_experts)[1:])
@@ -63,15 +79,26 @@ def permute(
 ) -> Permuted:
     """A copy of x's row for each of its experts, in the order of `sort_by_expert`.
 
-    x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read in
-    place.
-    expert_index, num_experts: as in `sort_by_expert`.
-    Returns Permuted: rows[r] = x[slots[r] // K] for r < offsets[-1], and 0 for the rest, in x's
-    dtype.
     Differentiable in x: dx[t] is the sum over k of drows[position[t, k]] for those that are not
-    sentinels, in float32, in the order of k, rounded once. The backward keeps `position` alone.
-    Raises what `sort_by_expert` does, and ImplementationUnavailable for a named implementation that
-    cannot run here.
+    sentinels, in float32, in the order of k, rounded once. Saved for backward: `position` alone.
+
+    Args:
+        x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read
+            in place.
+        expert_index, num_experts: as in `sort_by_expert`.
+        implementation: "auto", or one that `tilewright explain permute` lists.
+
+    Returns:
+        Permuted: rows[r] = x[slots[r] // K] for r < offsets[-1], and 0 for the rest, in x's dtype.
+
+    Raises:
+        TypeError, ValueError, IndexError, ImplementationUnavailable: As `sort_by_expert`.
+
+    Example:
+        >>> from tilewright.ops import permute
+        >>> x, expert_index = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1], [0], [1]])
+        >>> permute(x, expert_index, 2).rows.flatten()
+        tensor([2., 1., 3.])
     """
     _checks.floating("x", x)
     if x.dim() != 2:
@@ -97,19 +124,33 @@ def unpermute(
     """The weighted sum of each token's rows: y[t] = sum_k expert_weight[t, k] * rows[position[t,
     k]].
 
-    rows: [T * K, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
-    expert_weight: [T, K], any floating dtype, used in float32; None for ones.
-    position: [T, K] int32, as `permute` gives it: the slots that are not -1 have the rows 0, 1, ...
-    between them, each
-        once. Rows that no slot has are not read: NaN there does no harm.
-    Returns [T, H], contiguous, in rows' dtype: summed in float32 in the order of k, rounded once.
     Differentiable in rows (0 for those that no slot has) and expert_weight (<dy[t],
-    rows[position[t, k]]> in float32, 0 for a sentinel). The backward keeps expert_weight and
-    position, and rows if expert_weight needs a gradient. Raises TypeError or ValueError for
-    arguments that do not fit, IndexError for positions other than those above (on CUDA, where
-    looking would wait for the device, one outside rows counts as -1, and the gradient of rows that
-    share a position is undefined), ImplementationUnavailable for a named implementation that cannot
-    run here.
+    rows[position[t, k]]> in float32, 0 for a sentinel). Saved for backward: expert_weight and
+    position, and rows if expert_weight needs a gradient.
+
+    Args:
+        rows: [T * K, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
+        expert_weight: [T, K], any floating dtype, used in float32; None for ones.
+        position: [T, K] int32, as `permute` gives it: the slots that are not -1 have the rows 0, 1,
+            ... between them, each once. Rows that no slot has are not read: NaN there does no harm.
+        implementation: "auto", or one that `tilewright explain unpermute` lists.
+
+    Returns:
+        [T, H], contiguous, in rows' dtype: summed in float32 in the order of k, rounded once.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        IndexError: Positions other than those above (on CUDA, where looking would wait for the
+            device, one outside rows counts as -1, and the gradient of rows that share a position is
+            undefined).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import unpermute
+        >>> rows = torch.tensor([[1.0], [2.0]])
+        >>> position = torch.tensor([[1, 0]], dtype=torch.int32)
+        >>> unpermute(rows, torch.tensor([[0.5, 1.0]]), position)
+        tensor([[2.]])
     """
     _checks.floating("rows", rows)
     _checks.same_device(rows=rows, expert_weight=expert_weight, position=position)
@@ -128,68 +169,8 @@ def unpermute(
         _checks.floating("expert_weight", expert_weight)
         _checks.shape("expert_weight", expert_weight, tuple(position.shape), "that of position")
         expert_weight = expert_weight.to(torch.promote_types(rows.dtype, torch.float32))
-    position = position.contiguous() if position.is_cuda else _checked_position(position)
+    position = position.contiguous() if position.is_cuda else checked_position(position)
     return UNPERMUTE.pick(implementation, rows)(rows, expert_weight, position)
-
-
-def checked_index(index, num_experts):
-    """index, contiguous; its values are checked where that does not wait for a device."""
-    _checks.same_device(expert_index=index)
-    _checks.dense("expert_index", index)
-    if index.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"expert_index must be int32 or int64, got {short(index.dtype)}")
-    if index.dim() != 2 or index.shape[1] == 0:
-        raise ValueError(f"expert_index must have shape [T, K], K not 0, got {list(index.shape)}")
-    if index.numel() >= 2**31:
-        raise ValueError(
-            f"expert_index must have fewer than 2^31 elements, got {list(index.shape)}"
-        )
-    if not isinstance(num_experts, int) or isinstance(num_experts, bool):
-        raise TypeError(f"num_experts must be an int, got {num_experts!r}")
-    if not 1 <= num_experts <= MOST_EXPERTS:
-        raise ValueError(f"num_experts must be 1 to {MOST_EXPERTS}, got {num_experts}")
-    return index.contiguous() if index.is_cuda else _checked_index(index, num_experts)
-
-
-def _look_at_index(index: torch.Tensor, num_experts: int) -> torch.Tensor:
-    if index.numel() and not index.is_cuda:
-        low, high = index.aminmax()
-        if low < 0 or high > num_experts:
-            first = ((index < 0) | (index > num_experts)).nonzero()[0].tolist()
-            raise IndexError(
-                f"expert_index{first} is {int(index[tuple(first)])}; accepted are 0 to "
-                f"{num_experts - 1}, "
-                f"and {num_experts} for a slot without an expert"
-            )
-    return index.clone(memory_format=torch.contiguous_format)
-
-
-def _look_at_position(position: torch.Tensor) -> torch.Tensor:
-    if position.numel() and not position.is_cuda:
-        used = position[position >= 0].long()
-        seen = torch.zeros(used.shape[0] + 1, dtype=torch.bool)
-        seen[used.clamp(max=used.shape[0])] = True
-        if position.min() < -1 or not seen[:-1].all():
-            raise IndexError(
-                f"position must be -1 or a row, and its {used.shape[0]} rows be 0 to "
-                f"{used.shape[0] - 1}, "
-                f"each once; got rows from {int(position.min())} to {int(position.max())}"
-            )
-    return position.clone(memory_format=torch.contiguous_format)
-
-
-# Operators, so that torch.compile leaves the look at values for run time, and ones whose result is
-# used, so that they are not removed.
-_checked_index = define(
-    "checked_expert_index",
-    _look_at_index,
-    lambda index, num_experts: torch.empty_like(index, memory_format=torch.contiguous_format),
-)
-_checked_position = define(
-    "checked_position",
-    _look_at_position,
-    lambda position: torch.empty_like(position, memory_format=torch.contiguous_format),
-)
 
 
 # ---- the definitions
@@ -234,8 +215,6 @@ def unpermute_eager(rows, expert_weight, position):
 
 # ---- fused implementations. PyTorch has no other way than the twins': a sort, an index, a sum.
 
-_loaded: dict[str, tuple] = {}
-
 
 def _rows(t):
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
@@ -263,81 +242,73 @@ def _fake_backward(dy, rows, weight, position):
     return dy.new_empty((R, dy.shape[1])), weight.new_empty(0 if rows is None else position.shape)
 
 
-def _register(sort, spread, collect, backward):
-    """permute and unpermute of the four operators: `spread` writes a token's row to its experts'
-    rows, `collect` sums them, and each is the other's backward; with weights, `backward` is the
-    second's.
+def _setup_spread(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward_spread(ctx, drows):
+    return ctx.backward_op(_rows(drows), None, ctx.saved_tensors[0]), None, None
+
+
+def _setup_collect(ctx, inputs, output):
+    rows, weight, position = inputs
+    ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight, position)
+
+
+def _backward_collect(ctx, dy):
+    spread, backward = ctx.backward_op
+    rows, weight, position = ctx.saved_tensors
+    if weight is None:
+        return spread(_rows(dy), position, None), None, None
+    drows, dweight = backward(_rows(dy), rows, weight, position)
+    return drows, None if rows is None else dweight, None
+
+
+class _Fused:
+    """The calls of one implementation and its four operators: `spread` writes a token's row to its
+    experts' rows, `collect` sums them, and each is the other's backward; with weights, `backward`
+    is the second's.
     """
 
-    def setup_spread(ctx, inputs, output):
-        ctx.save_for_backward(inputs[1])
+    def __init__(self, sort: Callable, spread: Operator, collect: Operator, backward: Callable):
+        self.sort, self.spread, self.collect = sort, spread, collect
+        differentiate(spread, _backward_spread, _setup_spread, backward_op=collect)
+        differentiate(collect, _backward_collect, _setup_collect, backward_op=(spread, backward))
 
-    def spread_formula(ctx, drows):
-        return collect(_rows(drows), None, ctx.saved_tensors[0]), None, None
+    def permute(self, x, expert_index, num_experts):
+        offsets, slots, position = self.sort(expert_index, num_experts)
+        rows = None if x is None else self.spread(_rows(x), position, offsets)
+        return rows, offsets, slots, position
 
-    def setup_collect(ctx, inputs, output):
-        rows, weight, position = inputs
-        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight, position)
-
-    def collect_formula(ctx, dy):
-        rows, weight, position = ctx.saved_tensors
-        if weight is None:
-            return spread(_rows(dy), position, None), None, None
-        drows, dweight = backward(_rows(dy), rows, weight, position)
-        return drows, None if rows is None else dweight, None
-
-    differentiate(spread, spread_formula, setup_spread)
-    differentiate(collect, collect_formula, setup_collect)
-
-    def permute_fused(x, expert_index, num_experts):
-        offsets, slots, position = sort(expert_index, num_experts)
-        return None if x is None else spread(_rows(x), position, offsets), offsets, slots, position
-
-    def unpermute_fused(rows, expert_weight, position):
-        return collect(
-            _rows(rows), None if expert_weight is None else expert_weight.contiguous(), position
-        )
-
-    return permute_fused, unpermute_fused
+    def unpermute(self, rows, expert_weight, position):
+        weight = None if expert_weight is None else expert_weight.contiguous()
+        return self.collect(_rows(rows), weight, position)
 
 
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import permute_triton as k
+    from tilewright.kernels import permute_triton as k
 
-        _loaded["triton"] = _register(
-            define("permute_triton_sort", k.sort, _fake_sort),
-            define("permute_triton_spread", k.spread, _fake_spread),
-            define("permute_triton_collect", k.collect, _fake_collect),
-            define("permute_triton_backward", k.backward, _fake_backward),
-        )
-    return _loaded["triton"]
+    return _Fused(
+        define("permute_triton_sort", k.sort, _fake_sort),
+        define("permute_triton_spread", k.spread, _fake_spread),
+        define("permute_triton_collect", k.collect, _fake_collect),
+        define("permute_triton_backward", k.backward, _fake_backward),
+    )
 
 
+@functools.cache
 def _cpp():
-    if "cpp" not in _loaded:
-        _loaded["cpp"] = _register(
-            adopt("permute_cpp_sort", _fake_sort),
-            adopt("permute_cpp_spread", _fake_spread),
-            adopt("permute_cpp_collect", _fake_collect),
-            adopt("permute_cpp_backward", _fake_backward),
-        )
-    return _loaded["cpp"]
+    return _Fused(
+        adopt("permute_cpp_sort", _fake_sort),
+        adopt("permute_cpp_spread", _fake_spread),
+        adopt("permute_cpp_collect", _fake_collect),
+        adopt("permute_cpp_backward", _fake_backward),
+    )
 
 
 def _tunables(op):
-    from tilewright.kernels import permute_triton
-
-    return tuple(t for t in permute_triton.TUNABLES if t.op == op)
-
-
-def _gate(which):
-    def gate():
-        from tilewright.kernels import permute_triton
-
-        return getattr(permute_triton, which)()
-
-    return gate
+    return tuple(t for t in from_kernels("permute_triton", "TUNABLES")() if t.op == op)
 
 
 # ---- cases
@@ -453,13 +424,17 @@ PERMUTE = Op(
     (
         Implementation(
             "triton",
-            lambda: _triton()[0],
+            lambda: _triton().permute,
             platform.no_triton,
-            gate=_gate("sort_gate"),
-            tunables=lambda: _tunables("permute"),
+            gate=from_kernels("permute_triton", "sort_gate"),
+            tunables=functools.partial(_tunables, "permute"),
         ),
         Implementation(
-            "cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)
+            "cpp",
+            lambda: _cpp().permute,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
         ),
     ),
     _all_cases(_permute_case, [_permute_case("int32", 7, 5, 2, 9, small_index=True)]),
@@ -472,13 +447,17 @@ UNPERMUTE = Op(
     (
         Implementation(
             "triton",
-            lambda: _triton()[1],
+            lambda: _triton().unpermute,
             platform.no_triton,
-            gate=_gate("count_gate"),
-            tunables=lambda: _tunables("unpermute"),
+            gate=from_kernels("permute_triton", "count_gate"),
+            tunables=functools.partial(_tunables, "unpermute"),
         ),
         Implementation(
-            "cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)
+            "cpp",
+            lambda: _cpp().unpermute,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
         ),
     ),
     _all_cases(

@@ -1,4 +1,4 @@
-"""What the quantised formats share: rounding to few bits, random bits, checks. The formats are in
+"""What the quantized formats share: rounding to few bits, random bits, checks. The formats are in
 nf4.py, nvfp4.py, block_fp8.py and mxfp8.py.
 
 Every implementation of a `quantize_*` gives the same bytes: each step is one correctly rounded
@@ -16,7 +16,7 @@ import torch
 
 from tilewright._torch import pytree
 from tilewright.ops import _checks
-from tilewright.ops._library import adopt, define
+from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.registry import short
 
 E4M3 = torch.float8_e4m3fn
@@ -28,10 +28,10 @@ SHAPES = {"llama-3-8b-down": (4096, 14336), "deepseek-v3-o": (7168, 16384)}
 
 
 class Quantized:
-    """What quantised tensors share: NF4, NVFP4, BlockFP8 and MXFP8. Each is a frozen dataclass and
+    """What quantized tensors share: NF4, NVFP4, BlockFP8 and MXFP8. Each is a frozen dataclass and
     a node of pytrees.
 
-    shape, dtype: of the tensor that was quantised.
+    shape, dtype: of the tensor that was quantized.
     """
 
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ def register(cls, tensors: tuple[str, ...]):
 def of_extension(
     name: str, fake_quantize: Callable, fake_dequantize: Callable
 ) -> tuple[Callable, Callable]:
-    """A format's two operators in C++, whose dequantise is told of a dtype only whether it is
+    """A format's two operators in C++, whose dequantize is told of a dtype only whether it is
     bfloat16. What follows it are the noise's four numbers.
     """
     low = adopt(
@@ -99,15 +99,12 @@ def of_extension(
     return adopt(f"{name}_cpp_quantize", fake_quantize), dequantize_cpp
 
 
-def gate(which: str) -> Callable:
-    """What the compile gate asks for: a function of the Triton kernels' module, imported when
-    it is asked.
-    """
+def gates(format: str) -> Callable[[], list]:
+    """What the compile gate compiles of `quantize_<format>`: one result, and what is fused."""
 
     def specs():
-        from tilewright.kernels import quantize_triton
-
-        return getattr(quantize_triton, which)()
+        one = from_kernels("quantize_triton", f"{format}_quantize_gate")
+        return [*one(), *from_kernels("fused_quantize_triton", f"{format}_gate")()]
 
     return specs
 
@@ -147,11 +144,11 @@ def instance(q, cls) -> None:
 def part(
     name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], like: torch.Tensor
 ) -> None:
-    """One tensor of a quantised one."""
+    """One tensor of a quantized one."""
     if not isinstance(t, torch.Tensor) or t.dtype != dtype:
         got = short(t.dtype) if isinstance(t, torch.Tensor) else type(t).__name__
         raise TypeError(f"{name} must be a {short(dtype)} tensor, got {got}")
-    _checks.shape(name, t, shape, "that of the quantised tensor")
+    _checks.shape(name, t, shape, "that of the quantized tensor")
     _checks.same_device(**{name: t, "the data": like})
 
 
@@ -230,9 +227,9 @@ def encode(
     """Codes (int32, without signs) of |v| in a format with that many bits of mantissa, whose
     smallest normal number is 2^lowest. Larger values become the largest. To nearest, ties to even;
     or, with 32 random bits an element, up with the probability that is the distance from the lower
-    neighbour in units of the last place.
+    neighbor in units of the last place.
 
-    Neighbouring numbers have neighbouring codes, across exponents too, so a code is a count of
+    Neighbouring numbers have neighboring codes, across exponents too, so a code is a count of
     units in the last place.
     """
     v = v.abs().clamp_max(largest)

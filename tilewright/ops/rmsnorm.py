@@ -56,7 +56,7 @@ def rmsnorm(
     Source: arXiv:1910.07467; cast policies as in transformers' LlamaRMSNorm and GemmaRMSNorm;
     noise: arXiv:2510.11696.
     """
-    _validate(x, weight, bias, eps, offset, cast)
+    check_norm(x, weight, bias, eps, offset, cast)
     return RMSNORM.pick(implementation, x)(
         x, weight, bias, eps, offset, cast, *aqn.arguments(noise)
     )
@@ -82,7 +82,7 @@ def add_rmsnorm(
         in it. Under torch.autocast both are cast to float32 (not on a CPU).
     Everything else as in `rmsnorm`. Differentiable once in x, residual, weight and bias.
     """
-    _validate(x, weight, bias, eps, offset, cast)
+    check_norm(x, weight, bias, eps, offset, cast)
     check_residual(x, residual)
     return ADD_RMSNORM.pick(implementation, x)(
         x, residual, weight, bias, eps, offset, cast, *aqn.arguments(noise)
@@ -112,7 +112,7 @@ def check_residual(x, residual):
     _checks.same_device(x=x, residual=residual)
 
 
-def _validate(x, weight, bias, eps, offset, cast):
+def check_norm(x, weight, bias, eps, offset, cast):
     _checks.floating("x", x)
     _checks.floating("weight", weight)
     if x.dim() == 0:
@@ -130,8 +130,7 @@ def _validate(x, weight, bias, eps, offset, cast):
         if bias.dtype != weight.dtype:
             raise TypeError(f"bias must have weight's dtype {weight.dtype}, got {bias.dtype}")
     check_options(eps, offset, cast)
-    if bias is not None or weight.device != x.device:
-        _checks.same_device(x=x, weight=weight, bias=bias)
+    _checks.same_device(x=x, weight=weight, bias=bias)
 
 
 # ---- the definition
@@ -325,7 +324,7 @@ def _cpp():
 # ---- cases
 
 
-def _case(
+def norm_case(
     name,
     shape,
     *,
@@ -369,29 +368,31 @@ def _case(
 
 def _all_cases(add):
     small = [
-        _case("ragged", (3, 7, 100), add=add),
-        _case("one_row", (1, 5), add=add),
-        _case("no_rows", (0, 64), add=add),
-        _case("gemma", (5, 257), add=add, offset=1.0, cast="gemma"),
-        _case("bias_none_cast", (2, 3, 64), add=add, bias=True, cast="none"),
-        _case("strided_parameters", (3, 40), add=add, bias=True, strided=True),
-        _case("qk_norm", (2, 5, 4, 128), add=add, weight_shape=(4, 128)),
-        _case("fp32_weight", (6, 96), add=add, mixed=True),
-        _case("wide", (2, 16512), add=add),
-        _case("noise", (9, 52), add=add, noise=aqn.SOME),
-        _case("noise_qk_norm", (2, 3, 3, 33), add=add, weight_shape=(3, 33), noise=aqn.SOME),
-        _case("noise_wide", (2, 16512), add=add, noise=aqn.SOME),
+        norm_case("ragged", (3, 7, 100), add=add),
+        norm_case("one_row", (1, 5), add=add),
+        norm_case("no_rows", (0, 64), add=add),
+        norm_case("gemma", (5, 257), add=add, offset=1.0, cast="gemma"),
+        norm_case("bias_none_cast", (2, 3, 64), add=add, bias=True, cast="none"),
+        norm_case("strided_parameters", (3, 40), add=add, bias=True, strided=True),
+        norm_case("qk_norm", (2, 5, 4, 128), add=add, weight_shape=(4, 128)),
+        norm_case("fp32_weight", (6, 96), add=add, mixed=True),
+        norm_case("wide", (2, 16512), add=add),
+        norm_case("noise", (9, 52), add=add, noise=aqn.SOME),
+        norm_case("noise_qk_norm", (2, 3, 3, 33), add=add, weight_shape=(3, 33), noise=aqn.SOME),
+        norm_case("noise_wide", (2, 16512), add=add, noise=aqn.SOME),
     ]
     timed = []
     for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU)):
         T = cases.TOKENS[device]
         for name in ("qwen3-8b", "qwen3-30b-a3b", "gemma-3-4b", "deepseek-v3"):
             gemma = {"offset": 1.0, "cast": "gemma"} if name.startswith("gemma") else {}
-            timed.append(_case(name, (T, cases.MODELS[name].hidden), add=add, tags=tags, **gemma))
+            timed.append(
+                norm_case(name, (T, cases.MODELS[name].hidden), add=add, tags=tags, **gemma)
+            )
         if not add:
             m = cases.MODELS["qwen3-8b"]
-            timed.append(_case("qwen3-8b-q-norm", (T, m.heads, m.head_dim), tags=tags))
-    return (*small, *timed, _case("big", (2**18 + 1, 8192), add=add, tags=cases.BIG))
+            timed.append(norm_case("qwen3-8b-q-norm", (T, m.heads, m.head_dim), tags=tags))
+    return (*small, *timed, norm_case("big", (2**18 + 1, 8192), add=add, tags=cases.BIG))
 
 
 RMSNORM = Op(

@@ -2,19 +2,22 @@
 keep a router balanced. Switch (arXiv:2101.03961), ST-MoE (arXiv:2202.08906), DeepSeek-V3
 (arXiv:2412.19437).
 
-T = tokens, E = experts, K = experts a token.
+T = tokens, E = experts, K = experts per token.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, cases
-from tilewright.ops._library import adopt, define, differentiate
-from tilewright.registry import Case, Cost, Implementation, Op, short
+from tilewright.ops._library import Operator, adopt, define, differentiate, from_kernels
+from tilewright.ops._route_cases import all_cases
+from tilewright.registry import Implementation, Op, short
 
 SCORES = ("softmax", "sigmoid")
 # A kernel holds whole rows in registers. Published models have up to 512 experts.
@@ -48,51 +51,59 @@ def route(
 ) -> Routing:
     """The k best experts of each token, their weights, and two losses.
 
-    logits: [T, E] fp32 | bf16 | fp16 (fp64 with eager), any strides (columns that are not
-        contiguous are copied); E is at most 4,096.
-    score: "softmax" for s = softmax(logits) over experts, "sigmoid" for s = sigmoid(logits); in
-    float32.
-    bias: [E] fp32 (fp64 with fp64 logits), added to s for the choice only; no gradient flows to it.
-    groups, topk_groups: the E experts are `groups` equal runs, and only those of the `topk_groups`
-        best runs can be chosen. A group's value is its largest score (DeepSeek-V2's softmax
-        router); with a bias or with sigmoid scores it is the sum of its two largest s + bias
-        (DeepSeek-V3's; of one, where a group is a single expert).
-    k: experts a token, 1 to topk_groups * E / groups. The choice is the k largest of s + bias, best
-    first; without a bias, of the logits, in whose order s is, so that
-        no rounding makes a tie. Equal ones: the lower index first, of experts and of groups.
-    renormalize: divide the k weights by their sum + 1e-20.
-    scale: multiplies the weights, after that.
-    round_to: M > 0 for token rounding, which is `round_tokens` after everything else: every expert
-    keeps a multiple of
-        M tokens, its best ones. 0: off.
-
-    Returns Routing:
-        expert_index [T, K] int64; with round_to, E where a slot was dropped.
-        expert_weight [T, K] fp32: the chosen s (without bias), renormalized, times scale; with
-            round_to, 0 where a slot was dropped.
-        tokens_per_expert [E] int64: how many slots each expert has; with round_to, keeps.
-        load_balance_loss [] fp32: E * sum_e f_e P_e, where f_e is the number of tokens that chose
-            e, over T (so the f_e sum to K), and P_e is the mean over tokens of the softmax score,
-            or of s_e / (sum_e s_e + 1e-20) with sigmoid scores. As transformers'
-            load_balancing_loss_func for one layer; DeepSeek-V3's is this one over K.
-        z_loss [] fp32: mean over tokens of logsumexp(logits)^2.
-    Neither loss is multiplied by a coefficient; both are of the choice before rounding, and 0 for T
-    = 0. (fp64 logits: fp64 where fp32 stands here.)
-
     Differentiable in logits, once, through expert_weight, load_balance_loss (through P; f is a
-    count) and z_loss; all sums in float32. The backward keeps logits, expert_index and the counts.
+    count) and z_loss; all sums in float32. Saved for backward: logits, expert_index and the counts.
     Logits may be -inf. With softmax scores, NaN or +inf (or a row of -inf alone) makes all weights
-    of the row NaN. With
-        sigmoid scores each logit is by itself: +inf has score 1, -inf 0, and NaN makes its own
-        weight NaN where it is chosen, with renormalize all of its row. Indices exist in any case.
-        Such a row's gradient, and both losses, need not be finite.
-    Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a
-    named implementation that cannot run here.
+    of the row NaN. With sigmoid scores each logit is by itself: +inf has score 1, -inf 0, and NaN
+    makes its own weight NaN where it is chosen, with renormalize all of its row. Indices exist in
+    any case. Such a row's gradient, and both losses, need not be finite.
+
+    Args:
+        logits: [T, E] fp32 | bf16 | fp16 (fp64 with eager), any strides (columns that are not
+            contiguous are copied); E is at most 4,096.
+        k: experts per token, 1 to topk_groups * E / groups. The choice is the k largest of s +
+            bias, best first; without a bias, of the logits, in whose order s is, so that no
+            rounding makes a tie. Equal ones: the lower index first, of experts and of groups.
+        score: "softmax" for s = softmax(logits) over experts, "sigmoid" for s = sigmoid(logits); in
+            float32.
+        renormalize: divide the k weights by their sum + 1e-20.
+        bias: [E] fp32 (fp64 with fp64 logits), added to s for the choice only; no gradient flows to
+            it.
+        groups, topk_groups: the E experts are `groups` equal runs, and only those of the
+            `topk_groups` best runs can be chosen. A group's value is its largest score
+            (DeepSeek-V2's softmax router); with a bias or with sigmoid scores it is the sum of its
+            two largest s + bias (DeepSeek-V3's; of one, where a group is a single expert).
+        scale: multiplies the weights, after that.
+        round_to: M > 0 for token rounding, which is `round_tokens` after everything else: every
+            expert keeps a multiple of M tokens, its best ones. 0: off.
+        implementation: "auto", or one that `tilewright explain route` lists.
+
+    Returns:
+        Routing. Neither loss is multiplied by a coefficient; both are of the choice before
+        rounding, and 0 for T = 0. (fp64 logits: fp64 where fp32 stands here.)
+            expert_index [T, K] int64; with round_to, E where a slot was dropped.
+            expert_weight [T, K] fp32: the chosen s (without bias), renormalized, times scale; with
+                round_to, 0 where a slot was dropped.
+            tokens_per_expert [E] int64: slots per expert; with round_to, those that are kept.
+            load_balance_loss [] fp32: E * sum_e f_e P_e, where f_e is the number of tokens that
+                chose e, over T (so the f_e sum to K), and P_e is the mean over tokens of the
+                softmax score, or of s_e / (sum_e s_e + 1e-20) with sigmoid scores. As
+                transformers' load_balancing_loss_func for one layer; DeepSeek-V3's is this over K.
+            z_loss [] fp32: mean over tokens of logsumexp(logits)^2.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import route
+        >>> route(torch.tensor([[0.0, 3.0, 1.0]]), 2).expert_index
+        tensor([[1, 2]])
     """
     _validate(logits, k, score, bias, groups, topk_groups, scale, round_to)
     if bias is not None:
         bias = bias.detach()
-    found = Routing(
+    routing = Routing(
         *ROUTE.pick(implementation, logits)(
             logits,
             bias,
@@ -105,8 +116,8 @@ def route(
         )
     )
     if not round_to:
-        return found
-    return Routing(*round_tokens(*found[:3], round_to), *found[3:])
+        return routing
+    return Routing(*round_tokens(*routing[:3], round_to), *routing[3:])
 
 
 def _whole(name, value, low, high, accepted):
@@ -223,8 +234,6 @@ def round_tokens(
 
 # ---- fused implementations. torch.topk promises nothing about ties; the twin is the nearest.
 
-_loaded: dict[str, object] = {}
-
 
 def _fake_forward(logits, bias, k, sigmoid, renormalize, groups, topk_groups, scale):
     T, E = logits.shape
@@ -241,203 +250,56 @@ def _fake_backward(g_weight, g_balance, g_z, logits, index, counts, sigmoid, ren
     return logits.new_empty(logits.shape)
 
 
-def _register(forward, backward):
-    def setup(ctx, inputs, output):
-        logits, _, _, ctx.sigmoid, ctx.renormalize, _, _, ctx.scale = inputs
-        _, index, counts, _, _ = output
-        ctx.save_for_backward(logits, index, counts)
-        ctx.mark_non_differentiable(index, counts)
-        ctx.set_materialize_grads(False)
+def _setup(ctx, inputs, output):
+    logits, _, _, ctx.sigmoid, ctx.renormalize, _, _, ctx.scale = inputs
+    _, index, counts, _, _ = output
+    ctx.save_for_backward(logits, index, counts)
+    ctx.mark_non_differentiable(index, counts)
+    ctx.set_materialize_grads(False)
 
-    def formula(ctx, g_weight, g_index, g_counts, g_balance, g_z):
-        if g_weight is None and g_balance is None and g_z is None:
-            return (None,) * 8
-        logits, index, counts = ctx.saved_tensors
 
-        def gradient(g, shape):
-            return logits.new_zeros(shape, dtype=torch.float32) if g is None else g.contiguous()
+def _backward(ctx, g_weight, g_index, g_counts, g_balance, g_z):
+    if g_weight is None and g_balance is None and g_z is None:
+        return (None,) * 8
+    logits, index, counts = ctx.saved_tensors
+    gradients = (
+        logits.new_zeros(shape, dtype=torch.float32) if g is None else g.contiguous()
+        for g, shape in ((g_weight, index.shape), (g_balance, ()), (g_z, ()))
+    )
+    options = ctx.sigmoid, ctx.renormalize, ctx.scale
+    d = ctx.backward_op(*gradients, logits, index, counts, *options)
+    return (d, *(None,) * 7)
 
-        d = backward(
-            gradient(g_weight, index.shape),
-            gradient(g_balance, ()),
-            gradient(g_z, ()),
-            logits,
-            index,
-            counts,
-            ctx.sigmoid,
-            ctx.renormalize,
-            ctx.scale,
-        )
-        return (d, *(None,) * 7)
 
-    differentiate(forward, formula, setup)
+def _fused(forward: Operator, backward: Operator) -> Callable:
+    """The call of one implementation."""
+    differentiate(forward, _backward, _setup, backward_op=backward)
 
-    def route_fused(logits, bias, k, sigmoid, renormalize, groups, topk_groups, scale):
+    def route_fused(logits, bias, *options):
         if logits.stride(1) != 1 and logits.shape[1] > 1:
             logits = logits.contiguous()
-        if bias is not None:
-            bias = bias.contiguous()
-        weight, index, *rest = forward(
-            logits, bias, k, sigmoid, renormalize, groups, topk_groups, scale
-        )
+        bias = None if bias is None else bias.contiguous()
+        weight, index, *rest = forward(logits, bias, *options)
         return index, weight, *rest
 
     return route_fused
 
 
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import route_triton as k
+    from tilewright.kernels import route_triton as k
 
-        _loaded["triton"] = _register(
-            define("route_triton_forward", k.forward, _fake_forward),
-            define("route_triton_backward", k.backward, _fake_backward),
-        )
-    return _loaded["triton"]
+    return _fused(
+        define("route_triton_forward", k.forward, _fake_forward),
+        define("route_triton_backward", k.backward, _fake_backward),
+    )
 
 
+@functools.cache
 def _cpp():
-    if "cpp" not in _loaded:
-        _loaded["cpp"] = _register(
-            adopt("route_cpp_forward", _fake_forward), adopt("route_cpp_backward", _fake_backward)
-        )
-    return _loaded["cpp"]
-
-
-def _tunables():
-    from tilewright.kernels import route_triton
-
-    return route_triton.TUNABLES
-
-
-def _gate():
-    from tilewright.kernels import route_triton
-
-    return route_triton.gate()
-
-
-# ---- cases
-
-
-def _apart(logits, bias, groups):
-    """Rows in which two choices differ by rounding only become another row: there any
-    implementation may choose as it rounds. A thousandth of a score's spacing is far more than
-    float32 loses.
-    """
-    s = torch.sigmoid(logits.double()) + (0 if bias is None else bias.double())
-    near = torch.zeros(s.shape[0], dtype=torch.bool, device=s.device)
-    of_groups = s.unflatten(1, (groups, -1))
-    values = of_groups.topk(min(2, of_groups.shape[-1]), dim=-1).values.sum(-1)
-    for v in (s, values):
-        if v.shape[1] > 1:
-            near |= v.sort(dim=1).values.diff(dim=1).amin(1) < 2e-6
-    good = (~near).to(torch.uint8).argmax(0, keepdim=True)  # the first
-    return torch.where(near[:, None], logits[good], logits)
-
-
-def _case(
-    name,
-    T,
-    E,
-    k,
-    *,
-    biased=False,
-    strided=False,
-    ties=False,
-    skew=False,
-    masked=False,
-    tags=cases.CONTRACT,
-    **options,
-):
-    sigmoid, groups = options.get("score") == "sigmoid", options.get("groups", 1)
-
-    def make(device, dtype, seed):
-        new = {
-            "device": device,
-            "dtype": dtype,
-            "gen": cases.generator(device, seed),
-            "requires_grad": False,
-        }
-        x = cases.randn(T, 2 * E if strided else E, **new)[:, :E]
-        bias = None
-        if biased:
-            bias = cases.randn(E, **{**new, "dtype": torch.float32}, scale=0.1)
-        if sigmoid or biased:
-            x.copy_(_apart(x, bias, groups)) if T else None
-        if ties:  # a few values only
-            x.mul_(1.5).round_()
-        if skew:  # the last expert gets all tokens and some get none
-            x[:, -1] += 12
-            x[:, : E // 2] -= 12
-        if masked:
-            x[:, 1::3] = float("-inf")
-        return {
-            "logits": x.requires_grad_(),
-            "k": k,
-            **({"bias": bias} if biased else {}),
-            **options,
-        }
-
-    def cost(
-        itemsize,
-    ):  # logits in; out: int64 indices and fp32 weights; backward: those and a gradient
-        return Cost(
-            T * E * itemsize + 12 * T * k,
-            2 * T * E * itemsize + 12 * T * k,
-            T * E * (8 + k),
-            T * E * 16,
-        )
-
-    return Case(name, make, cost, tags)
-
-
-# E, K and options of models' routers, and tokens of timed cases: on a GPU as many as make its
-# permuted rows large.
-_DEEPSEEK = {
-    "score": "sigmoid",
-    "renormalize": True,
-    "biased": True,
-    "groups": 8,
-    "topk_groups": 4,
-    "scale": 2.5,
-}
-MODELS = {
-    "qwen3-30b-a3b": (128, 8, {"renormalize": True}),
-    "mixtral-8x7b": (8, 2, {"renormalize": True}),
-    "deepseek-v3": (256, 8, _DEEPSEEK),
-}
-
-
-def _all_cases():
-    small = [
-        _case("ragged", 37, 12, 3),
-        _case("renormalized", 9, 16, 4, renormalize=True, scale=0.5),
-        _case("sigmoid", 21, 10, 2, score="sigmoid"),
-        _case("deepseek", 13, 24, 4, **{**_DEEPSEEK, "groups": 4, "topk_groups": 2}),
-        _case("bias_softmax", 11, 9, 2, biased=True),
-        _case("groups_softmax", 10, 15, 3, groups=5, topk_groups=2),
-        _case("groups_sigmoid", 10, 12, 3, score="sigmoid", groups=3, topk_groups=2),
-        _case("groups_of_one", 8, 6, 2, biased=True, groups=6, topk_groups=3),
-        _case("no_tokens", 0, 8, 2),
-        _case("one_token", 1, 5, 2),
-        _case("one_expert", 6, 1, 1, renormalize=True),
-        _case("k_is_1", 17, 8, 1),
-        _case("k_is_all", 7, 6, 6, renormalize=True),
-        _case("strided", 12, 20, 2, strided=True),
-        _case("skewed", 25, 8, 2, skew=True),
-        _case("masked", 8, 13, 2, masked=True, renormalize=True),
-        _case(
-            "ties", 320, 10, 4, ties=True
-        ),  # more than gradcheck takes: ties are where nothing is differentiable
-        _case("rounded", 50, 6, 2, renormalize=True, round_to=4),
-        _case("many_experts", 3, 700, 8, renormalize=True),
-    ]
-    timed = [
-        _case(name, cases.TOKENS[device], E, k, tags=tags, **options)
-        for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU))
-        for name, (E, k, options) in MODELS.items()
-    ]
-    return (*small, *timed)
+    return _fused(
+        adopt("route_cpp_forward", _fake_forward), adopt("route_cpp_backward", _fake_backward)
+    )
 
 
 def _atol(dtype, kwargs):
@@ -463,8 +325,8 @@ ROUTE = Op(
             _triton,
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
-            gate=_gate,
-            tunables=_tunables,
+            gate=from_kernels("route_triton", "gate"),
+            tunables=from_kernels("route_triton", "TUNABLES"),
         ),
         Implementation(
             "cpp",
@@ -475,6 +337,6 @@ ROUTE = Op(
             batch_invariant=("cpu",),
         ),
     ),
-    _all_cases(),
+    all_cases(),
     atol=_atol,
 )

@@ -27,7 +27,7 @@ from tilewright import adapt, lora
 from tilewright._torch import pytree
 from tilewright.files import open_tensors, publish, read_json, target_folder, written_aside
 from tilewright.ops.block_fp8 import BlockFP8
-from tilewright.ops.nf4 import NF4, read_state
+from tilewright.ops.nf4_format import NF4, read_state
 from tilewright.ops.nvfp4 import NVFP4
 from tilewright.ops.quantize import Quantized
 from tilewright.ops.quantized_linear import dequantize

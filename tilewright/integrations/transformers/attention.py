@@ -208,9 +208,7 @@ def _off_host(implementation: str, device_type: str, dtype: torch.dtype) -> str:
     return next(
         i.name
         for i in ATTENTION.implementations
-        if device_type in i.devices
-        and i.name in usable
-        and (i.name == "eager" or not i.reads_host)
+        if device_type in i.devices and i.name in usable and (i.name == "eager" or not i.reads_host)
     )
 
 

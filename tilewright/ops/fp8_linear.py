@@ -1,0 +1,184 @@
+"""A linear layer over a frozen block-scaled FP8 weight, of which both factors are in FP8.
+
+    y = dequant(fp8(x)) @ dequant(q)^T + bias
+
+T = rows of x, K = its columns, N = rows of q. Saved for backward are q's own tensors: the gradient
+is that of `quantized_linear`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from tilewright import platform
+from tilewright.ops import _checks, quantize
+from tilewright.ops._library import define, differentiate, from_kernels
+from tilewright.ops._weights import check_parts, pack
+from tilewright.ops.block_fp8 import BlockFP8, dequantize_block_fp8, quantize_block_fp8
+from tilewright.ops.quantized_linear import (
+    bias_gradient,
+    check_linear,
+    linear_case,
+    load_triton,
+    product_eager,
+    timed_cases,
+)
+from tilewright.registry import Implementation, Op
+
+BLOCK = (128, 128)
+
+
+@_checks.autocast("products", "x", "bias")
+def fp8_linear(
+    x: torch.Tensor, q: BlockFP8, bias: torch.Tensor | None = None, *, implementation: str = "auto"
+) -> torch.Tensor:
+    """y = dequant(fp8(x)) @ dequant(q)^T + bias: x too is rounded to FP8, and FP8 is what is
+    multiplied.
+
+    Under torch.autocast as `quantized_linear`. Its own op, and never what `quantized_linear`
+    chooses, because a result differs by what x loses: half a unit in the last of three bits of
+    mantissa, 3 % of a product on average. Differentiable in x and bias, with the rounding of x left
+    out of the gradient: that of `quantized_linear`, dx = dy @ dequant(q) with the weight in x's
+    dtype. Saved for backward: q's tensors. Deterministic. Products within 128 columns are summed by
+    the tensor cores, in their precision; they are scaled and added up in float32, and rounded once,
+    with bias.
+
+    Args:
+        x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides; finite. It is quantized as
+            `quantize_block_fp8(x, block=(1, 128))` does: a scale for each 128 columns of a row.
+        q: BlockFP8 of shape [N, K] with blocks of 128 x 128.
+        bias: [N] in x's dtype, or None.
+        implementation: "auto", or one that `tilewright explain fp8_linear` lists.
+
+    Returns:
+        [..., N] in x's dtype.
+
+    Raises:
+        TypeError, ValueError: As `quantized_linear`, and for other blocks.
+        ImplementationUnavailable: As `quantized_linear`.
+
+    Example:
+        >>> from tilewright.ops import fp8_linear, quantize_block_fp8
+        >>> q = quantize_block_fp8(torch.eye(4))
+        >>> fp8_linear(torch.tensor([[1.0, 2.0, 4.0, 7.0]]), q, implementation="eager")
+        tensor([[1., 2., 4., 7.]])
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
+    """
+    check_linear(x, q, bias)
+    quantize.instance(q, BlockFP8)
+    if tuple(q.block) != BLOCK:
+        raise ValueError(f"q.block must be (128, 128), got {tuple(q.block)}")
+    return FP8_LINEAR.pick(implementation, x)(x, q, bias)
+
+
+# ---- the definition
+
+
+class _Straight(torch.autograd.Function):
+    """The second of two tensors, with its gradient for the first."""
+
+    @staticmethod
+    def forward(ctx, x, rounded):
+        return rounded.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
+
+
+def fp8_linear_eager(x, q, bias):
+    acc = torch.promote_types(x.dtype, torch.float32)
+    codes = quantize_block_fp8(x, block=(1, 128), implementation="eager")
+    rounded = dequantize_block_fp8(codes, dtype=acc, implementation="eager")
+    w = dequantize_block_fp8(q, dtype=acc, implementation="eager")
+    return product_eager(_Straight.apply(x.to(acc), rounded), w, bias).to(x.dtype)
+
+
+# ---- Triton
+
+
+def _fake(x, bias, data, scale):
+    return x.new_empty((x.shape[0], data.shape[0]))
+
+
+def _weight(data, scale):
+    return pack(BlockFP8(data.view(quantize.E4M3), scale, BLOCK, torch.bfloat16))
+
+
+def _forward(
+    x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    from tilewright.kernels import quantize_triton, quantized_linear_triton
+
+    check_parts(_weight(data, scale))
+    codes, x_scale = quantize_triton.block_fp8_quantize(x.contiguous()[None], 1, 128, None)
+    return quantized_linear_triton.fp8(
+        codes[0].view(quantize.E4M3),
+        x_scale[0],
+        data.contiguous().view(quantize.E4M3),
+        scale.contiguous(),
+        None if bias is None else bias.contiguous(),
+        x.dtype,
+    )
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[2:])
+
+
+def _backward(ctx, dy):
+    dx = ctx.backward_op(dy, *_weight(*ctx.saved_tensors)) if ctx.needs_input_grad[0] else None
+    return dx, bias_gradient(dy) if ctx.needs_input_grad[1] else None, None, None
+
+
+@functools.cache
+def _triton():
+    product = define("fp8_linear_triton_forward", _forward, _fake)
+    differentiate(product, _backward, _setup, backward_op=load_triton().transposed, twice=True)
+
+    def fp8_linear_triton(x, q, bias):
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        y = product(rows, bias, q.data.view(torch.uint8), q.scale_inv)
+        return y.view(*x.shape[:-1], q.shape[0])
+
+    return fp8_linear_triton
+
+
+def _no_fp8(device_type: str) -> str | None:
+    if reason := platform.no_triton(device_type):
+        return reason
+    return platform.no_cuda(90) if device_type == "cuda" else None
+
+
+# x is not differentiated in these cases: finite differences of a step function are not its
+# gradient.
+FP8_LINEAR = Op(
+    "fp8_linear",
+    fp8_linear,
+    fp8_linear_eager,
+    (
+        Implementation(
+            "triton",
+            _triton,
+            _no_fp8,
+            tunables=lambda: (from_kernels("quantized_linear_triton", "FP8")(),),
+        ),
+    ),
+    (
+        *(
+            linear_case(name, "block_fp8", T, N, K, bias, lead, differentiable=False)
+            for name, T, N, K, bias, lead in (
+                ("aligned", 5, 24, 64, True, None),
+                ("ragged", 7, 19, 33, False, None),
+                ("two_scales", 3, 136, 272, True, None),
+                ("three_dimensions", 6, 20, 32, False, (2, 3)),
+                ("no_rows", 0, 8, 16, False, None),
+            )
+        ),
+        *timed_cases(("block_fp8",), differentiable=False),
+    ),
+)
