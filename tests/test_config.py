@@ -15,7 +15,7 @@ from tilewright.trainer.config import Config, ConfigError, Train, load, resolved
 from tilewright.trainer.field_tree import default_of, get, kind, leaves, unknown
 from tilewright.trainer.mesh import layout_of
 from tilewright.trainer.reference import markdown
-from tilewright.trainer.rules import ACCEPTED, REFUSED
+from tilewright.trainer.refused import ACCEPTED, REFUSED
 
 ROOT = pathlib.Path(__file__).parents[1]
 TRAINER = ROOT / "tilewright/trainer"

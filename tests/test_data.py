@@ -24,6 +24,7 @@ import datasets
 
 from tilewright.trainer import batches as module_of_batches
 from tilewright.trainer import data as module
+from tilewright.trainer import sources
 from tilewright.trainer.batches import Bins, collate, evaluation_batches
 from tilewright.trainer.config import Config
 from tilewright.trainer.data import prepare, split_validation
@@ -399,7 +400,7 @@ def test_what_the_network_is_asked_for(make, monkeypatch, entry, fields, expecte
         return datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(module.platform, "no_module", lambda name: None)
+    monkeypatch.setattr(sources.platform, "no_module", lambda name: None)
     assert rows(prepared(make(entry, **fields))) == [[1, 2]]
     assert asked == [expected]
 
@@ -443,7 +444,7 @@ def test_whatever_a_file_system_raises_is_one_sentence(make, monkeypatch):
         raise NoCredentialsError("Unable to\n\tlocate credentials")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(module.platform, "no_module", lambda name: None)
+    monkeypatch.setattr(sources.platform, "no_module", lambda name: None)
     for entry in (
         {"path": "s3://b/x.jsonl"},
         {"path": "org/set", "data_files": "x.json", "ds_type": "json"},
@@ -461,7 +462,7 @@ def test_whatever_a_file_system_raises_is_one_sentence(make, monkeypatch):
 def test_dummy_data(make):
     config = make(test=["dummy"])
     got = rows(prepared(config))
-    assert len(got) == module.DUMMY_SAMPLES and all(
+    assert len(got) == sources.DUMMY_SAMPLES and all(
         2 <= len(r) <= 16 and 0 <= min(r) <= max(r) < VOCAB for r in got
     )
     assert len({len(r) for r in got}) > 5

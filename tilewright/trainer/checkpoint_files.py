@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tilewright.trainer.hf import read_json
+from tilewright.adapt import read_json
 
 
 class Damaged(ValueError):

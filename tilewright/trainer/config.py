@@ -29,7 +29,8 @@ from tilewright.trainer import reference
 from tilewright.trainer.differences import DIFFERENCES, ELSEWHERE
 from tilewright.trainer.field_tree import ConfigError, leaves, unknown
 from tilewright.trainer.fields import Data, Dataset, Lora, Model
-from tilewright.trainer.rules import ACCEPTED, REFUSED, needs, problems
+from tilewright.trainer.refused import ACCEPTED, REFUSED
+from tilewright.trainer.rules import needs, problems
 from tilewright.trainer.section import Section, field
 from tilewright.trainer.train_fields import Train
 

@@ -31,13 +31,13 @@ from tilewright.trainer.batches import Batches, Bins, evaluation_batches, paddin
 from tilewright.trainer.build import build_data, build_engine, choose_ops, compute_dtype, identity
 from tilewright.trainer.compiling import compiled_parts
 from tilewright.trainer.config import Config, ConfigError, from_command_line, resolved
-from tilewright.trainer.data import check_sources
 from tilewright.trainer.engine import Engine, NotFinite, Sums, reproducible
 from tilewright.trainer.housekeeping import Housekeeping
 from tilewright.trainer.loss import language_modeling
 from tilewright.trainer.mesh import Mesh, join
 from tilewright.trainer.metrics import Metrics
 from tilewright.trainer.plan import Plan
+from tilewright.trainer.sources import check_sources
 
 log = logging.getLogger("tilewright")
 
