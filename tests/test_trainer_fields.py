@@ -123,7 +123,7 @@ ROWS = [
     row("model.activation_native", True, "losses", train__enable_mixed_precision=True),
     row("model.rope_native", True, "operators"),
     row("model.attention_cast_bf16", True, "losses"),
-    row("model.batch_invariant", True, "operators", model__attn_implementation="eager"),
+    row("model.batch_invariant", True, "operators"),
     row("model.basic_modules", ["mlp"], "units", **FSDP2),
     row("data.datasets", "@two", "losses"),
     row("data.datasets.0.path", "@other", "losses"),
@@ -220,7 +220,7 @@ ROWS = [
     row("train.save_async", True, "asynchronous"),
     row("train.save_hf_weights", True, "exported"),
     row("train.load_checkpoint_path", "@checkpoint", "logged_steps"),
-    row("train.log_format", "structured", "said", train__max_steps=23, train__micro_batch_size=1),
+    row("train.log_format", "structured", "said", train__max_steps=60, train__micro_batch_size=1),
     row("train.use_wandb", True, "wandb"),
     row("train.wandb_project", "p", "wandb", **WANDB),
     row("train.wandb_name", "n", "wandb", **WANDB),
@@ -232,7 +232,7 @@ ROWS = [
         "traced",
         **{k: v for k, v in PROFILE.items() if "enable" not in k},
     ),
-    row("train.profile_start_step", 0, "traced_steps", **PROFILE),
+    row("train.profile_start_step", 2, "traced_steps", **PROFILE | {"train__profile_end_step": 3}),
     row("train.profile_end_step", 3, "traced_steps", **PROFILE),
     row("train.profile_trace_dir", "@trace2", "folders", **PROFILE),
     row("train.profile_record_shapes", False, "traced_shapes", **PROFILE),
@@ -487,18 +487,17 @@ def observe(world, changes):
     tree, seen = settings_of(world, changes), {}
     path = world.root / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
-    try:
-        config = load(str(path))
-    except ConfigError as error:
-        return {"sentence": str(error)}
-    out, said = pathlib.Path(config.train.output_dir), io.StringIO()
-    sys.path.insert(0, str(world.root / "wandb_here"))
-    try:
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(world.root / "wandb_here")
+        try:
+            config = load(str(path))
+        except ConfigError as error:
+            return {"sentence": str(error)}
         with spies(seen), contextlib.redirect_stdout(said):
             code = train.main([str(path)])
-    finally:
-        sys.path.remove(str(world.root / "wandb_here"))
-    assert code == 0, said.getvalue()
+    out = pathlib.Path(config.train.output_dir)
+    assert code == 0, f"{changes}: {said.getvalue()}"
     return seen | outcome(seen.pop("run"), config, out, said.getvalue(), world)
 
 
