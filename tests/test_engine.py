@@ -62,7 +62,7 @@ def test_an_engine_by_hand_gives_the_bits_of_the_loop(tmp_path):
     belongs = identity(config, shape_of(config), data)
     state = {"data": data.state_dict(), "tokens": data.tokens, "run": belongs, "ops": {}}
     folder = first.save(saver, 3, state)
-    again, drawn = engine_of(config), torch.rand(3)
+    drawn, again = torch.rand(3), engine_of(config)
     assert again.load([folder], belongs, {})[1]["data"] == data.state_dict()
     assert torch.equal(torch.rand(3), drawn)  # random states are those of the checkpoint
     for step in range(3, 5):
