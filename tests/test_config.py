@@ -2,6 +2,7 @@
 and loaded again.
 """
 
+import json
 import pathlib
 import re
 
@@ -122,6 +123,44 @@ def test_reference_is_current():
     )
     assert all(path in LEAVES for path in module.DIFFERENCES)
     assert all(field.description.endswith((".", ")")) for field in LEAVES.values())
+
+
+def test_one_field_is_explained(capsys):
+    assert module.main(["--explain", "train.ep_outside", "weight_decay"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[:3] == ["train.ep_outside", "  type:    boolean", "  default: false"]
+    assert said[4:7] == [
+        "  needs:   any value but false needs train.data_parallel_mode = fsdp2",
+        "  needs:   with train.expert_parallel_size: there is nothing to place",
+        "train.weight_decay",
+    ]
+    assert module.main(["--explain", "lora.aqn_alpha", "model.foundation", "train.optimizer"]) == 0
+    said = capsys.readouterr().out
+    assert "  needs:   lora.enable_aqn = true\n" in said
+    assert f"  needs:   only {{}}: {REFUSED['model.foundation']}" in said
+    assert "  needs:   only adamw or sgd: " in said
+    assert module.main(["--explain", "train.weight_decai"]) == 2
+    assert capsys.readouterr().err == (
+        "train.weight_decai: unknown key; did you mean train.weight_decay?\n"
+    )
+
+
+def test_every_field_can_be_explained():
+    for path, field in LEAVES.items():
+        assert f"  meaning: {field.description}" in module.explain(path)
+
+
+def test_the_schema_has_every_field_with_its_meaning(capsys):
+    assert module.main(["--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    for path, field in LEAVES.items():
+        node = schema
+        for part in path.split("."):
+            node = node.get("items", node)
+            node = schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+            node = node["properties"][part]
+        assert node["description"] == field.description
+    assert schema["$defs"]["Train"]["additionalProperties"] is False
 
 
 # ---- reading
@@ -876,7 +915,7 @@ RULES = [
     ),
     (
         f"{QLORA} --train.expert_parallel_size=2",
-        "quantised experts are not spread",
+        "quantized experts are not spread",
         f"{LORA} --train.expert_parallel_size=2",
     ),
 ]

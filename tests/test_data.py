@@ -91,7 +91,7 @@ class Characters:
 
 
 def none():
-    raise AssertionError("nothing is to be tokenised")
+    raise AssertionError("nothing is to be tokenized")
 
 
 def prepared(config, tokenizer=none, entries=None, **options):
@@ -787,7 +787,7 @@ def test_cache_is_not_used_when_what_it_depends_on_changed(
     elif change == "version":
         monkeypatch.setattr(module, "PREPARATION", -1)
     config = make(text, **fields)
-    with pytest.raises(AssertionError, match="nothing is to be tokenised"):
+    with pytest.raises(AssertionError, match="nothing is to be tokenized"):
         prepare(config.data.datasets, config, none, vocab, **options)
 
 

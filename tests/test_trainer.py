@@ -1784,8 +1784,8 @@ def test_adapters_alone_learn(shape, kind, tmp_path):
         == adapter_names(model)
         != set()
     )
-    quantised = [name for name, p in adapt.base_weights(model) if adapt.quantized(p)]
-    assert len(quantised) == (0 if kind == "lora" else 8)
+    quantized = [name for name, p in adapt.base_weights(model) if adapt.quantized(p)]
+    assert len(quantized) == (0 if kind == "lora" else 8)
 
 
 def flags(options):
@@ -1813,7 +1813,7 @@ ALONE = {
 
 @pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["qwen3", "qwen3-moe"])
 def test_two_processes_train_adapters_as_one(shape, tmp_path):
-    """From weights in a folder, which one process reads and quantises, and sends."""
+    """From weights in a folder, which one process reads and quantizes, and sends."""
     source = Transformer(ModelConfig.from_hf(shape), Ops.resolve())
     source.init_weights(3)
     hf.save_weights(source, tmp_path / "weights")
@@ -1881,7 +1881,7 @@ def test_two_processes_train_adapters_as_one(shape, tmp_path):
     ],
 )
 def test_resuming_adapters_equals_never_stopping(kind, mode, tmp_path):
-    """Through merges, with noise, and with the quantised weights in the checkpoint."""
+    """Through merges, with noise, and with the quantized weights in the checkpoint."""
     noise = {} if kind == "lora" else {"lora__enable_aqn": True}
     resumed_equals_never_stopped(
         tmp_path,
@@ -1916,7 +1916,7 @@ def test_merging_happens_every_so_many_steps_and_may_forget_moments(kind, reset,
     assert all(
         not torch.equal(t, before[n]) for n, t in model.state_dict().items() if adapt.is_adapter(n)
     )
-    if kind == "lora":  # exactly what it was; quantised weights are rounded again
+    if kind == "lora":  # exactly what it was; quantized weights are rounded again
         assert (model(ids) - want).abs().max() <= 1e-6
     for name, full, _ in adapt.dense_weights(model):
         error = (full - dense[name]).norm() / dense[name].norm()
@@ -1977,12 +1977,12 @@ def test_adapters_that_are_written_alone_give_what_merging_writes(kind, mode, tm
         want = base(ids).logits
         if kind == "lora":
             on = transformers.AutoModelForCausalLM.from_pretrained(start)
-        else:  # adapters of quantised weights belong on those
+        else:  # adapters of quantized weights belong on those
             _, model = build(
                 write_config(tmp_path / "dense", **{**options, "train__data_parallel_mode": "none"})
             )
-            hf.save_weights(model, tmp_path / "dequantised")
-            on = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dequantised")
+            hf.save_weights(model, tmp_path / "dequantized")
+            on = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dequantized")
         torch.testing.assert_close(
             peft.PeftModel.from_pretrained(on.eval(), alone)(ids).logits, want, rtol=1e-4, atol=1e-5
         )
@@ -2055,13 +2055,13 @@ def test_each_field_of_lora_shapes_the_model(tmp_path):
     for changes, message in (
         ({"lora__lora_target_modules": ["lm_head"]}, "lora.lora_target_modules: .*'lm_head'"),
         ({**NF4, "lora__exclude_modules": ["nosuch"]}, "exclude_modules = .*'nosuch' match no"),
-        ({**NF4, "lora__exclude_modules": ["layers"]}, "leaves nothing to quantise"),
+        ({**NF4, "lora__exclude_modules": ["layers"]}, "leaves nothing to quantize"),
     ):
         with pytest.raises(ValueError, match=message):
             layers(**changes)
 
 
-def test_what_a_quantised_checkpoint_leaves_out_is_left_out_unless_the_user_says_otherwise(
+def test_what_a_quantized_checkpoint_leaves_out_is_left_out_unless_the_user_says_otherwise(
     tmp_path,
 ):
     model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
@@ -2076,10 +2076,10 @@ def test_what_a_quantised_checkpoint_leaves_out_is_left_out_unless_the_user_says
     )
     path = write_config(tmp_path, **NF4, model__model_path=str(tmp_path / "weights"))
     for arguments, count in (([], 6), (["--lora.exclude_modules=[]"], 8)):
-        quantised = [
+        quantized = [
             n for n, p in adapt.base_weights(build(path, *arguments)[1]) if adapt.quantized(p)
         ]
-        assert len(quantised) == count and ("model.layers.1.mlp.down_proj.weight" in quantised) == (
+        assert len(quantized) == count and ("model.layers.1.mlp.down_proj.weight" in quantized) == (
             count == 8
         )
 

@@ -1,4 +1,4 @@
-"""What the section `lora` of a configuration asks for: adapters, quantised weights, noise on
+"""What the section `lora` of a configuration asks for: adapters, quantized weights, noise on
 them, merging.
 """
 
@@ -37,7 +37,7 @@ def add(model: Transformer, wanted: Lora, names: Model) -> None:
         except ValueError as error:
             raise ValueError(f"lora.exclude_modules = {exclude}: {error}") from error
         if not done:
-            raise ValueError(f"lora.exclude_modules = {exclude}: leaves nothing to quantise")
+            raise ValueError(f"lora.exclude_modules = {exclude}: leaves nothing to quantize")
     try:
         adapt.add_lora(
             model, wanted.lora_target_modules, rank=wanted.lora_rank, alpha=wanted.lora_alpha
@@ -104,10 +104,10 @@ def identity(wanted: Lora) -> dict[str, Any] | None:
 
 def size(model: Transformer) -> str:
     """How many parameters, and how many of them are trained."""
-    quantised = sum(
+    quantized = sum(
         math.prod(adapt.shape_of(p)) for _, p in adapt.base_weights(model) if adapt.quantized(p)
     )
-    every = sum(p.numel() for p in model.parameters()) + quantised
+    every = sum(p.numel() for p in model.parameters()) + quantized
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adapters = any(True for _ in adapt.adapted(model))
     return f"{every / 1e6:.1f} M parameters" + (

@@ -90,8 +90,8 @@ def load_tokenizer(path: str) -> Any:
     # transformers would make an empty one.
     if not any((folder / name).is_file() for name in hf.TOKENIZER_FILES):
         raise FileNotFoundError(
-            f"model.tokenizer_path = {folder}: holds no tokenizer, "
-            f"that is none of {', '.join(hf.TOKENIZER_FILES)}"
+            f"model.tokenizer_path = {folder}: holds no tokenizer, that is none of "
+            f"{', '.join(hf.TOKENIZER_FILES)}"
         )
     return AutoTokenizer.from_pretrained(folder)
 

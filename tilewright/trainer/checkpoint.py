@@ -109,8 +109,8 @@ class Saver:
         self.mesh.control.agree(
             wrong
             and ValueError(
-                f"step {step}: {wrong} or its moments are not finite, so that no "
-                f"checkpoint is written; {self.go_on()}"
+                f"step {step}: {wrong} or its moments are not finite, so that no checkpoint is "
+                f"written; {self.go_on()}"
             )
         )
         target, aside = self.folder(step), self.root / f".global_step_{step}.partial"

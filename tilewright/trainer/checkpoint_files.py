@@ -96,8 +96,7 @@ def read_metadata(folder: pathlib.Path) -> Metadata:
         if (found := file.stat().st_size if file.is_file() else -1) < size:
             raise Damaged(
                 f"{file}: is {'absent' if found < 0 else f'cut off after {found} bytes'}, and "
-                f"should have "
-                f"{size} bytes"
+                f"should have {size} bytes"
             )
     return metadata
 

@@ -67,7 +67,7 @@ class Config(Section):
 def load(path: str | None, overrides: list[str] | None = None) -> Config:
     """The configuration in a YAML file, changed by `--section.field value` (or `=value`) arguments.
 
-    Raises ConfigError with every misspelt key, wrong type, refused value and contradiction, one
+    Raises ConfigError with every misspelled key, wrong type, refused value and contradiction, one
     line each.
     """
     return reading.build(Config, path, overrides or [], ELSEWHERE)
@@ -111,7 +111,7 @@ Written by `python -m tilewright.trainer.config docs docs/configuration.md` from
 of `--section.field value` or `--section.field=value` (hyphens and underscores are the same; lists and mappings as
 JSON). All errors are reported at once, and the command ends with exit code 2. The resolved configuration is written to
 `train.output_dir`; `python -m tilewright.trainer.config check config.yaml` prints it, `--explain FIELD` says what one
-field means and needs, and `--schema` prints the JSON schema.
+field means and needs, and `--schema` prints the JSON schema. [fields.md](fields.md) shows what each field changes.
 """
 
 

@@ -229,7 +229,7 @@ def prepare(
     main: bool = True,
     barrier: Callable[[], None] = lambda: None,
 ):
-    """The merged, tokenised data set with columns input_ids and labels, from the cache if it is
+    """The merged, tokenized data set with columns input_ids and labels, from the cache if it is
     there.
 
     main: this process builds and saves (rank 0); the others wait at `barrier` and read what it
@@ -248,8 +248,7 @@ def prepare(
         ):
             raise ValueError(
                 f"data.dataset_prepared_path = {root}: lies in the data set {entry.path}, and "
-                f"would be "
-                "read as part of it"
+                "would be read as part of it"
             )
     if main:
         if not folder.is_dir():
@@ -282,8 +281,8 @@ def _as_it_is(root: pathlib.Path, folder: pathlib.Path, test: bool):
         return datasets.load_from_disk(str(folder))
     if test:
         raise ValueError(
-            f"data.skip_prepare_dataset: {root} is one data set, to train on; "
-            "for evaluation set data.val_set_size instead of data.test_datasets"
+            f"data.skip_prepare_dataset: {root} is one data set, to train on; for evaluation set "
+            "data.val_set_size instead of data.test_datasets"
         )
     found = datasets.load_from_disk(str(root))
     if absent := {"input_ids", "labels"} - {*found.column_names}:

@@ -56,7 +56,7 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
     ),
     "data.datasets.type": (
         "tokenized only",
-        "text is ours: raw text, tokenised on preparation with tokenizer_path",
+        "text is ours: raw text, tokenized on preparation with tokenizer_path",
     ),
     "data.datasets.max_seq_len": (
         "truncate and filter",

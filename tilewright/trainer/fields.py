@@ -56,8 +56,8 @@ class Model(Section):
     batch_invariant: bool = field(
         False,
         "A token's logits have the same bits whatever else is in the batch: implementations that "
-        "claim it, "
-        "matrix products of 128 rows at a time, and all logits of a batch in memory. Slower.",
+        "claim it, matrix products of 128 rows at a time, and all logits of a batch in memory. "
+        "Slower.",
     )
     basic_modules: list[str] = field(
         [], "Further module names to shard as FSDP units of their own."
@@ -83,7 +83,7 @@ class Dataset(Section):
     )
     type: Literal["tokenized", "text"] = field(
         "tokenized",
-        "tokenized: rows with input_ids and, if there, labels; text: tokenised on preparation.",
+        "tokenized: rows with input_ids and, if there, labels; text: tokenized on preparation.",
     )
     name: str | None = field(None, "Configuration (subset) of a Hub dataset.")
     split: str | None = field(
@@ -135,8 +135,7 @@ class Data(Section):
     pad_to_multiple_of: int = field(
         128,
         "Micro-batches are padded to a multiple of this many tokens; with context parallelism to "
-        "the least common "
-        "multiple of this and 2 x ring x Ulysses.",
+        "the least common multiple of this and 2 x ring x Ulysses.",
         ge=1,
     )
     val_set_size: int | float | None = field(
@@ -185,37 +184,35 @@ class Lora(Section):
     )
     enable_qlora: bool = field(
         False,
-        "Quantise the projections, layer by layer as they are read; every process has them all. "
-        "Implies "
-        "enable_lora.",
+        "Quantize the projections, layer by layer as they are read; every process has them all. "
+        "Implies enable_lora.",
     )
     quant_format: Literal["nvfp4", "block_fp8", "nf4"] = field(
-        "nvfp4", "Quantised format; of a checkpoint that is quantised already, its own."
+        "nvfp4", "Quantized format; of a checkpoint that is quantized already, its own."
     )
     quant_group_size: int = field(
         16,
         "Elements that share a scale: 16 for nvfp4; edge of the square blocks of block_fp8, 1 to "
-        "128; "
-        "32 to 4096, a power of two, for nf4.",
+        "128; 32 to 4096, a power of two, for nf4.",
         ge=1,
     )
     exclude_modules: list[str] | None = field(
         None,
-        "Modules that are not quantised; null: those that a quantised checkpoint's configuration "
+        "Modules that are not quantized; null: those that a quantized checkpoint's configuration "
         "names.",
     )
     merge_lora_interval: int = field(
         0,
-        "Merge adapters into the weights, which are quantised again, every so many steps; 0: "
+        "Merge adapters into the weights, which are quantized again, every so many steps; 0: "
         "never.",
         ge=0,
     )
     reset_optimizer_on_merge: bool = field(False, "Forget optimizer states at each merge.")
     enable_aqn: bool = field(
-        False, "Adaptive quantisation noise on quantised weights, in training only."
+        False, "Adaptive quantization noise on quantized weights, in training only."
     )
     aqn_alpha: float = field(
-        1.0, "Scale of that noise, in units of the local quantisation step.", ge=0
+        1.0, "Scale of that noise, in units of the local quantization step.", ge=0
     )
 
     @model_validator(mode="after")

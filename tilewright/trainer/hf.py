@@ -93,7 +93,7 @@ def save_weights(
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes a folder that transformers' from_pretrained reads: safetensors, config.json, the
-    tokenizer's files. Its weights are dense, with adapters added and what is quantised dequantised.
+    tokenizer's files. Its weights are dense, with adapters added and what is quantized dequantized.
 
     dtype: of the stored tensors, default the parameters' own.   max_shard_bytes: of one file; a
     tensor is in one. Files of these names, and the files of weights that a former model had there,
@@ -106,8 +106,7 @@ def save_weights(
     if (target / adapt.ADAPTER_CONFIG).exists():
         raise ValueError(
             f"{target} holds an adapter ({adapt.ADAPTER_CONFIG}), which from_pretrained would put "
-            f"on "
-            "these weights; give another folder, or remove the adapter"
+            "on these weights; give another folder, or remove the adapter"
         )
     shards: list[dict[str, int]] = []
     held: dict[str, torch.Tensor] = {}

@@ -20,7 +20,7 @@ from tilewright.ops.quantized_linear import dequantize
 from tilewright.registry import short
 from tilewright.trainer.hf_names import INDEX, SINGLE, read_config
 
-# Beside a quantised weight: what belongs to it, by format, and what only inference with quantised
+# Beside a quantized weight: what belongs to it, by format, and what only inference with quantized
 # activations needs.
 BESIDE = {
     "nf4": (
@@ -60,8 +60,7 @@ class Folder:
         ):
             raise ValueError(
                 f"{folder / 'config.json'}: weight_block_size must be two integers of at least 1, "
-                f"got "
-                f"{block!r}"
+                f"got {block!r}"
             )
         self.block = (128, 128) if block is None else tuple(block)  # of block FP8
         single, index = folder / SINGLE, folder / INDEX
@@ -110,12 +109,11 @@ class Folder:
         kind = self._at(name).get_slice(name).get_dtype()
         return (
             f"{name} is {kind} in {self.file_of[name].name}; accepted are {', '.join(DTYPES)}, "
-            f"and what is "
-            "quantized with its scales beside it"
+            "and what is quantized with its scales beside it"
         )
 
     def format(self, name: str) -> str | None:
-        """How a weight is quantised; None: it is not."""
+        """How a weight is quantized; None: it is not."""
         for key, format in (
             (".quant_state.bitsandbytes__nf4", "nf4"),
             ("_packed", "nvfp4"),
@@ -130,7 +128,7 @@ class Folder:
         return name in self.file_of or f"{name}_packed" in self.file_of
 
     def shape(self, name: str) -> list[int]:
-        """Of the weight that a tensor is or, quantised, stands for."""
+        """Of the weight that a tensor is or, quantized, stands for."""
         format = self.format(name)
         if format == "nf4":
             return list(self._state(name)["shape"])
@@ -151,7 +149,7 @@ class Folder:
             raise ValueError(f"{self.file_of[key]}: {error}") from error
 
     def group(self, name: str) -> int | str:
-        """Elements that share a scale of a quantised weight; of BlockFP8 a square block's edge,
+        """Elements that share a scale of a quantized weight; of BlockFP8 a square block's edge,
         or what it is.
         """
         format = self.format(name)
@@ -164,7 +162,7 @@ class Folder:
         return self._at(name).get_tensor(name)
 
     def quantized(self, name: str) -> Quantized:
-        """Raises ValueError, naming the weight, for one that is quantised as these formats are
+        """Raises ValueError, naming the weight, for one that is quantized as these formats are
         not.
         """
         format, stem = self.format(name), name.removesuffix(".weight")
@@ -188,7 +186,7 @@ class Folder:
 
 
 def excluded(path: str | pathlib.Path) -> list[str]:
-    """The modules that a quantised checkpoint's configuration says are not quantised; none of a
+    """The modules that a quantized checkpoint's configuration says are not quantized; none of a
     dense one's.
     """
     folder, found = pathlib.Path(path), []

@@ -28,7 +28,7 @@ LOAD_MODES = ("broadcast", "all_ranks")
 def _check_fits(model: Transformer, found: Folder) -> None:
     problems, expected = [], set()
     weights = list(adapt.base_weights(model))
-    quantised = any(adapt.quantized(p) for _, p in weights)
+    quantized = any(adapt.quantized(p) for _, p in weights)
     for name, p in weights:
         names = sources(name, model.config)
         expected |= {
@@ -49,9 +49,9 @@ def _check_fits(model: Transformer, found: Folder) -> None:
                 )
         problems += [sentence for sentence in map(found.refused, names) if sentence]
         stored = [n for n in names if found.format(n) is not None]
-        if stored and not quantised:
+        if stored and not quantized:
             problems.append(
-                f"{stored[0]} is quantised: set lora.enable_qlora to true and lora.quant_format to "
+                f"{stored[0]} is quantized: set lora.enable_qlora to true and lora.quant_format to "
                 f"{found.format(stored[0])}"
             )
         elif like := adapt.quantized(p):
@@ -76,8 +76,8 @@ def _check_fits(model: Transformer, found: Folder) -> None:
 
 @torch.no_grad()
 def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "broadcast") -> None:
-    """Fills every parameter, in the parameter's dtype, and every quantised weight, in its format:
-    with what a quantised checkpoint holds, or by quantising, one layer at a time. Adapters are left
+    """Fills every parameter, in the parameter's dtype, and every quantized weight, in its format:
+    with what a quantized checkpoint holds, or by quantizing, one layer at a time. Adapters are left
     alone.
 
     mode: "broadcast": rank 0 reads and sends; "all_ranks": every rank reads.
@@ -160,9 +160,9 @@ def _fill(
 
 
 def _quantized(name: str, like: Quantized, config: ModelConfig, found: Folder) -> list[Quantized]:
-    """What fills a weight. Projections that are stored quantised stay so, bit for bit; they become
-    one matrix if that is possible (`lora.join`). Dense ones that are fused are quantised as one.
-    Raises ValueError for experts that are stored quantised, and cannot become one tensor.
+    """What fills a weight. Projections that are stored quantized stay so, bit for bit; they become
+    one matrix if that is possible (`lora.join`). Dense ones that are fused are quantized as one.
+    Raises ValueError for experts that are stored quantized, and cannot become one tensor.
     """
     names = sources(name, config)
     if all(found.format(n) is None for n in names):
@@ -184,10 +184,9 @@ def _quantized(name: str, like: Quantized, config: ModelConfig, found: Folder) -
     if more or (isinstance(q, BlockFP8) and like.shape[1] % q.block[0]):
         raise ValueError(
             f"{name}: the experts are stored in {found.format(names[0])} in a way that does not "
-            f"make one "
-            "tensor of them (NVFP4 needs one global scale for all, NF4 scales that are not "
-            "quantised, "
-            "block FP8 whole blocks); start from the weights before they were quantised"
+            "make one tensor of them (NVFP4 needs one global scale for all, NF4 scales that are "
+            "not quantized, block FP8 whole blocks); start from the weights before they were "
+            "quantized"
         )
     if isinstance(q, BlockFP8):
         return [

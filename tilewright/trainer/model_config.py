@@ -187,7 +187,7 @@ def _experts(hf: dict[str, Any]) -> dict[str, Any]:
     }
     if sizes["num_experts_per_tok"] > sizes["num_experts"]:
         raise ValueError(
-            f"config.json: num_experts_per_tok must be at most num_experts = "
+            "config.json: num_experts_per_tok must be at most num_experts = "
             f"{sizes['num_experts']}, got {sizes['num_experts_per_tok']}"
         )
     dense = [] if hf.get("mlp_only_layers") is None else hf["mlp_only_layers"]

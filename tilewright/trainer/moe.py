@@ -63,7 +63,7 @@ class Experts(nn.Module):
         return compute(x_TH, index_TK, weight_TK)
 
     def set_noise(self, noise: AQN | None) -> None:
-        """Noise on quantised experts for the forward passes to come, in training only."""
+        """Noise on quantized experts for the forward passes to come, in training only."""
         self.noise = noise if isinstance(self.down_proj, QuantizedExperts) else None
 
     def _compute(self, x_TH, index_TK, weight_TK):

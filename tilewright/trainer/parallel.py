@@ -144,8 +144,7 @@ def _shard_basic_modules(
         if hits and (last == "lm_head" or (last in ("q_norm", "k_norm") and names.merge_qkv)):
             raise ValueError(
                 f"model.basic_modules: {path} ({', '.join(sorted(hits))}) cannot be a unit of its "
-                f"own: "
-                "another module's kernel reads its weight"
+                "own: another module's kernel reads its weight"
             )
         if hits and any(True for _ in module.parameters()):
             matched |= hits

@@ -65,7 +65,7 @@ def needs(path: str, config: Config) -> Iterator[str]:
         yield f"any value but {neutral} needs train.data_parallel_mode = fsdp2"
     section, _, name = path.partition(".")
     if section == "lora" and name in LORA_ONLY:
-        yield f"needs lora.{LORA_ONLY[name]} = true"
+        yield f"lora.{LORA_ONLY[name]} = true"
     for _, paths, sentence in _relations(config):
         # A sentence about this machine is None where there is nothing to say.
         if path in paths.split() and sentence != "None":
@@ -320,7 +320,7 @@ def _lora(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield (
         lora.enable_lora and config.model.batch_invariant,
         "lora.enable_lora model.batch_invariant",
-        "the products of adapters and of quantised weights do not claim that",
+        "the products of adapters and of quantized weights do not claim that",
     )
     yield (
         lora.enable_aqn and t.enable_compile,
@@ -330,7 +330,7 @@ def _lora(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield (
         lora.enable_qlora and t.expert_parallel_size > 1,
         "lora.enable_qlora train.expert_parallel_size",
-        "quantised experts are not spread over processes",
+        "quantized experts are not spread over processes",
     )
     yield (
         lora.enable_lora and config.model.ep_dispatch == "deepep",

@@ -87,8 +87,7 @@ def _lock(folder: pathlib.Path, stack: contextlib.ExitStack) -> bool:
     except (BlockingIOError, PermissionError) as error:
         raise ValueError(
             f"train.output_dir = {folder}: another run is writing there; choose another folder, "
-            f"or wait "
-            "for it to end"
+            "or wait for it to end"
         ) from error
     except OSError as error:
         log.warning(

@@ -18,8 +18,7 @@ class Train(Section):
     data_parallel_shard_size: int = field(
         -1,
         "Processes of a shard group that read batches of their own; -1: all that remain. All "
-        "processes are "
-        "replicas x shards x ring x Ulysses.",
+        "processes are replicas x shards x ring x Ulysses.",
     )
     data_parallel_replicate_size: int = field(-1, "Replicas of shard groups (HSDP); -1: automatic.")
     tensor_parallel_size: int = field(1, "Tensor parallelism.", ge=1)
@@ -34,8 +33,7 @@ class Train(Section):
     ulysses_parallel_size: int = field(
         1,
         "Neighbouring processes that share each sequence and exchange tokens for heads in "
-        "attention; divides the "
-        "query heads.",
+        "attention; divides the query heads.",
         ge=1,
     )
     ringattn_parallel_size: int = field(
@@ -54,7 +52,7 @@ class Train(Section):
     )
     ep_outside: bool = field(
         False,
-        "false: the processes that share a layer's experts are neighbours; true: those that shard "
+        "false: the processes that share a layer's experts are neighbors; true: those that shard "
         "one expert.",
     )
     # optimizer
@@ -118,8 +116,7 @@ class Train(Section):
     init_device: Literal["auto", "cpu", "cuda", "meta", "npu"] = field(
         "auto",
         "Where the model is built; auto: meta for fsdp2, else cuda, or cpu where there is none. "
-        "With "
-        "lora.enable_qlora always meta.",
+        "With lora.enable_qlora always meta.",
     )
     load_weights_mode: Literal["broadcast", "all_ranks"] = field(
         "broadcast", "broadcast: rank 0 reads the weights and sends them; all_ranks: each reads."
