@@ -58,11 +58,11 @@ def mixtures(model: Transformer) -> list[LoRAExperts]:
 
 def operations(model: Transformer, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """Which implementation experts with adapters take, of what `Ops` does not name."""
-    found = mixtures(model)
-    name = found[0].implementation if found else ""
+    experts = mixtures(model)
+    name = experts[0].implementation if experts else ""
     return (
         {"moe_lora": MOE_LORA.choose(device.type, dtype) if name == "auto" else name}
-        if found
+        if experts
         else {}
     )
 

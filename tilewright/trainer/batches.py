@@ -46,8 +46,8 @@ class Bins(torch.utils.data.Dataset):
         return {"bins": len(self), "tokens": self.tokens, "contents": self.fingerprint()}
 
     def fingerprint(self) -> str:
-        """Of the length of every sample, and of the contents of samples from all over the data: all
-        of them, or as many as make four million tokens.
+        """A hash of every sample's length, and of the contents of samples from all over the data:
+        all of them, or as many as make four million tokens.
         """
         few = max(2, min(len(self.lengths), (1 << 22) * len(self.lengths) // max(1, self.tokens)))
         rows = self.dataset[np.unique(np.linspace(0, len(self.lengths) - 1, few).astype(np.int64))]
@@ -68,7 +68,7 @@ class Bins(torch.utils.data.Dataset):
 
 
 def padding(multiple: int, cp: ContextParallel) -> int:
-    """What a micro-batch's tokens are padded to a multiple of.   multiple: pad_to_multiple_of."""
+    """The multiple to which a micro-batch is padded.   multiple: pad_to_multiple_of."""
     return math.lcm(multiple, cp.multiple)
 
 

@@ -57,7 +57,7 @@ _KNOWN = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of DCP's metadata. A pickle may name any function of any module, to be called: this one
+    """Reads DCP's metadata. A pickle may name any function of any module, to be called: this one
     knows what belongs.
     """
 
@@ -70,8 +70,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: pathlib.Path) -> Metadata:
-    """Of a DCP folder: what it holds, in which of its files. Raises Damaged if it is not that, or
-    if a file is absent or too short.
+    """Reads what a DCP folder holds, and in which of its files.
+
+    Raises Damaged if it is not that, or if a file is absent or too short.
     """
     path = folder / ".metadata"
     if not path.is_file():
@@ -93,16 +94,16 @@ def read_metadata(folder: pathlib.Path) -> Metadata:
         raise Damaged(f"{path}: is not the metadata of a checkpoint: {error}") from error
     for name, size in needed.items():
         file = folder / name
-        if (found := file.stat().st_size if file.is_file() else -1) < size:
+        if (there := file.stat().st_size if file.is_file() else -1) < size:
             raise Damaged(
-                f"{file}: is {'absent' if found < 0 else f'cut off after {found} bytes'}, and "
+                f"{file}: is {'absent' if there < 0 else f'cut off after {there} bytes'}, and "
                 f"should have {size} bytes"
             )
     return metadata
 
 
 class Reader(dcp.FileSystemReader):
-    """Of a folder whose metadata have been read."""
+    """Reads a folder whose metadata have been read already."""
 
     def __init__(self, folder: pathlib.Path, metadata: Metadata):
         super().__init__(folder)

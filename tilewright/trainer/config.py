@@ -56,11 +56,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _rules(self, info: ValidationInfo) -> Config:
-        found = list(problems(self))
+        broken = list(problems(self))
         if isinstance(info.context, list):  # `load` reports them together with every other error
-            info.context.extend(found)
-        elif found:
-            raise ValueError("\n".join(p.line(self) for p in found))
+            info.context.extend(broken)
+        elif broken:
+            raise ValueError("\n".join(p.line(self) for p in broken))
         return self
 
 

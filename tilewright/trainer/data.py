@@ -33,7 +33,7 @@ def _longest(entry: Dataset, data: Data) -> int:
 
 
 def _columns():
-    """Of every prepared set, since those that are merged must agree."""
+    """The columns of every prepared set: sets that are merged must agree."""
     import datasets
 
     return datasets.Features(
@@ -284,12 +284,12 @@ def _as_it_is(root: pathlib.Path, folder: pathlib.Path, test: bool):
             f"data.skip_prepare_dataset: {root} is one data set, to train on; for evaluation set "
             "data.val_set_size instead of data.test_datasets"
         )
-    found = datasets.load_from_disk(str(root))
-    if absent := {"input_ids", "labels"} - {*found.column_names}:
+    prepared = datasets.load_from_disk(str(root))
+    if absent := {"input_ids", "labels"} - {*prepared.column_names}:
         raise ValueError(
             f"data.skip_prepare_dataset: {root} has no column {' or '.join(sorted(absent))}"
         )
-    return found
+    return prepared
 
 
 def split_validation(dataset, size: int | float | None, seed: int):

@@ -38,7 +38,7 @@ class NotFinite(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Of one call, over all ranks. Reading a number waits for the device.
+    """The sums of one call over all ranks. Reading a number waits for the device.
 
     totals: [loss, denominator], float64.   per_token: of this rank, one entry per micro-batch.
     reports: of the routers, summed over micro-batches and ranks, and how many those were.

@@ -91,7 +91,7 @@ def without_index(path: str) -> str:
 
 
 def _likeness(a: str, b: str) -> float:
-    """Of two names, from 0 to 1: the share of their words that agree, or of their letters if nearly
+    """Similarity of two names, from 0 to 1: the share of words that agree, or of letters if nearly
     all do. Letters
     alone agree too easily: learning_rate has half of log_format's, in their order.
     """
@@ -128,9 +128,9 @@ def unknown(model: type[BaseModel], path: str, elsewhere: Mapping[str, str]) -> 
         for p in known
     }
     best = [p for p in known if likeness[p] == max(likeness.values())]
-    found = best if likeness[best[0]] > 0.65 else []
-    if name in elsewhere and at not in {p.rpartition(".")[0] for p in found} - {
+    meant = best if likeness[best[0]] > 0.65 else []
+    if name in elsewhere and at not in {p.rpartition(".")[0] for p in meant} - {
         elsewhere[name].rpartition(".")[0]
     }:
-        found = [elsewhere[name]]
-    return f"unknown key; did you mean {' or '.join(found)}?" if found else "unknown key"
+        meant = [elsewhere[name]]
+    return f"unknown key; did you mean {' or '.join(meant)}?" if meant else "unknown key"

@@ -25,7 +25,7 @@ def _by_sharding(parameters: list[nn.Parameter]) -> dict[tuple, list[torch.Tenso
 
 @torch.no_grad()
 def global_norm(parameters: list[nn.Parameter], ranks: Group) -> torch.Tensor:
-    """Of all gradients, float64, on their device; every rank of `ranks` must call it.
+    """The norm of all gradients, float64, on their device. Every rank of `ranks` must call it.
 
     Ranks that hold the same part of a gradient count it once together.
     """

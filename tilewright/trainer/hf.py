@@ -148,8 +148,8 @@ def save_weights(
 def _fits(folder: pathlib.Path, config: ModelConfig) -> bool:
     """Whether the config.json there describes dense weights of this shape."""
     try:
-        found = read_config(folder)
-        return found.get("quantization_config") is None and ModelConfig.from_hf(found) == config
+        there = read_config(folder)
+        return there.get("quantization_config") is None and (ModelConfig.from_hf(there) == config)
     except (OSError, ValueError):
         return False
 
@@ -203,6 +203,6 @@ def _write_config(
 
 
 def tokenizer_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
-    """Those of a folder, and what belongs to generation."""
+    """The tokenizer's files in a folder, and generation_config.json."""
     files = (pathlib.Path(folder, name) for name in (*TOKENIZER_FILES, "generation_config.json"))
     return [file for file in files if file.is_file()]

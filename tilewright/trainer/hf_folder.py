@@ -99,7 +99,7 @@ class Folder:
         return file
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Of a tensor as it is stored; None for one that is no weight by itself."""
+        """The stored dtype of a tensor; None for one that is no weight by itself."""
         return DTYPES.get(self._at(name).get_slice(name).get_dtype())
 
     def refused(self, name: str) -> str | None:
@@ -128,7 +128,7 @@ class Folder:
         return name in self.file_of or f"{name}_packed" in self.file_of
 
     def shape(self, name: str) -> list[int]:
-        """Of the weight that a tensor is or, quantized, stands for."""
+        """The shape of a weight, dense or quantized."""
         format = self.format(name)
         if format == "nf4":
             return list(self._state(name)["shape"])
@@ -189,7 +189,7 @@ def excluded(path: str | pathlib.Path) -> list[str]:
     """The modules that a quantized checkpoint's configuration says are not quantized; none of a
     dense one's.
     """
-    folder, found = pathlib.Path(path), []
+    folder, names_left_out = pathlib.Path(path), []
     config = _quantization(folder)
     if (folder / "hf_quant_config.json").is_file():  # modelopt's own
         config = {**_section(folder / "hf_quant_config.json", "quantization"), **config}
@@ -200,8 +200,8 @@ def excluded(path: str | pathlib.Path) -> list[str]:
                 f"{folder}: {key} of the quantization's configuration must be a list of names, got "
                 f"{names!r}"
             )
-        found += [name for name in names if name not in found]
-    return found
+        names_left_out += [name for name in names if name not in names_left_out]
+    return names_left_out
 
 
 def _quantization(folder: pathlib.Path) -> dict[str, Any]:
@@ -212,10 +212,10 @@ def _quantization(folder: pathlib.Path) -> dict[str, Any]:
 
 def _section(file: pathlib.Path, key: str) -> dict[str, Any]:
     """An object within a file's; {} if it is not there or null."""
-    found = read_json(file).get(key)
-    if found is not None and not isinstance(found, dict):
-        raise ValueError(f"{file}: {key} must be an object, got {type(found).__name__}")
-    return {} if found is None else found
+    section = read_json(file).get(key)
+    if section is not None and not isinstance(section, dict):
+        raise ValueError(f"{file}: {key} must be an object, got {type(section).__name__}")
+    return {} if section is None else section
 
 
 def _inside(folder: pathlib.Path, name: Any, index: pathlib.Path) -> pathlib.Path:
@@ -237,15 +237,15 @@ def _inside(folder: pathlib.Path, name: Any, index: pathlib.Path) -> pathlib.Pat
 
 
 def stored_dtype(path: str | pathlib.Path, *, weights: bool = True) -> torch.dtype:
-    """Of a folder's weights that are not quantized: the embedding's. With weights = False, what
+    """The dtype of a folder's dense weights: the embedding's. With weights = False, what
     config.json says, which may be the path, and float32 if it says nothing. Raises ValueError for a
     dtype that is none of DTYPES.
     """
     folder = pathlib.Path(path)
     if weights:
-        found, name = Folder(folder), "model.embed_tokens.weight"
-        problem = found.refused(name) if name in found else f"missing {name}"
-        if problem or (dtype := found.dtype(name)) is None:
+        stored, name = Folder(folder), "model.embed_tokens.weight"
+        problem = stored.refused(name) if name in stored else f"missing {name}"
+        if problem or (dtype := stored.dtype(name)) is None:
             raise ValueError(f"{folder}: {problem or f'{name} is quantized'}")
         return dtype
     config = read_config(folder)

@@ -25,7 +25,7 @@ from tilewright.trainer.model_config import ModelConfig
 LOAD_MODES = ("broadcast", "all_ranks")
 
 
-def _check_fits(model: Transformer, found: Folder) -> None:
+def _check_fits(model: Transformer, folder: Folder) -> None:
     problems, expected = [], set()
     weights = list(adapt.base_weights(model))
     quantized = any(adapt.quantized(p) for _, p in weights)
@@ -34,30 +34,30 @@ def _check_fits(model: Transformer, found: Folder) -> None:
         expected |= {
             n + beside
             for n in names
-            for format in [found.format(n)]
+            for format in [folder.format(n)]
             for beside in ("", *BESIDE.get(format, ()))
         }
-        missing = [n for n in names if n not in found]
+        missing = [n for n in names if n not in folder]
         problems += [f"missing {n}" for n in missing]
         if missing:
             continue
         whole = torch.empty(adapt.shape_of(p), device="meta")
         for n, part in zip(names, split(name, whole, model.config), strict=True):
-            if found.shape(n) != list(part.shape):
+            if folder.shape(n) != list(part.shape):
                 problems.append(
-                    f"{n} has shape {found.shape(n)}, the model's has {list(part.shape)}"
+                    f"{n} has shape {folder.shape(n)}, the model's has {list(part.shape)}"
                 )
-        problems += [sentence for sentence in map(found.refused, names) if sentence]
-        stored = [n for n in names if found.format(n) is not None]
+        problems += [sentence for sentence in map(folder.refused, names) if sentence]
+        stored = [n for n in names if folder.format(n) is not None]
         if stored and not quantized:
             problems.append(
                 f"{stored[0]} is quantized: set lora.enable_qlora to true and lora.quant_format to "
-                f"{found.format(stored[0])}"
+                f"{folder.format(stored[0])}"
             )
         elif like := adapt.quantized(p):
             want = lora.format_of(like[0])
             for n in stored:
-                have = (found.format(n), found.group(n))
+                have = (folder.format(n), folder.group(n))
                 if have != (want.name, want.group_size):
                     problems.append(
                         f"{n} is {have[0]} in groups of {have[1]}; lora.quant_format and "
@@ -66,7 +66,7 @@ def _check_fits(model: Transformer, found: Folder) -> None:
     # A tied head may be stored all the same; older files hold the rotary frequencies.
     spare = {
         n
-        for n in found.file_of
+        for n in folder.file_of
         if n not in expected and not n.endswith(("rotary_emb.inv_freq", *ACTIVATIONS))
     }
     problems += [f"unexpected {n}" for n in sorted(spare - {"lm_head.weight"})]
@@ -87,11 +87,11 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
         raise ValueError(f"mode must be one of {list(LOAD_MODES)}, got {mode!r}")
     many = dist.is_initialized() and dist.get_world_size() > 1
     reads = not many or mode == "all_ranks" or dist.get_rank() == 0
-    found = problem = None
+    folder = problem = None
     if reads:
         try:
-            found = Folder(path)
-            _check_fits(model, found)
+            folder = Folder(path)
+            _check_fits(model, folder)
         except (OSError, ValueError) as error:
             problem = error
     if many:  # all ranks fail together, or the others would wait for rank 0 forever
@@ -103,10 +103,10 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
         raise problem
     for name, p in adapt.base_weights(model):
         if adapt.quantized(p):
-            _fill(name, p, model.config, found, many and mode == "broadcast")
+            _fill(name, p, model.config, folder, many and mode == "broadcast")
             continue
         full = (
-            _read(name, model.config, found).to(p.device, p.dtype)
+            _read(name, model.config, folder).to(p.device, p.dtype)
             if reads
             else torch.empty(p.shape, dtype=p.dtype, device=p.device)
         )
@@ -119,26 +119,26 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
             p.copy_(full)
 
 
-def _read(name: str, config: ModelConfig, found: Folder) -> torch.Tensor:
+def _read(name: str, config: ModelConfig, folder: Folder) -> torch.Tensor:
     """`fuse` of the tensors that make one parameter, never all of them and it at once."""
     first, *rest = sources(name, config)
     if not rest:
-        return found.read(first)
-    whole = fuse(name, [torch.empty(found.shape(n), device="meta") for n in (first, *rest)])
-    whole = torch.empty_like(whole, dtype=found.read(first).dtype, device="cpu")
+        return folder.read(first)
+    whole = fuse(name, [torch.empty(folder.shape(n), device="meta") for n in (first, *rest)])
+    whole = torch.empty_like(whole, dtype=folder.read(first).dtype, device="cpu")
     for n, part in zip((first, *rest), split(name, whole, config), strict=True):
-        part.copy_(found.read(n))
+        part.copy_(folder.read(n))
     return whole
 
 
 def _fill(
-    name: str, stored: adapt.Stored, config: ModelConfig, found: Folder | None, broadcast: bool
+    name: str, stored: adapt.Stored, config: ModelConfig, folder: Folder | None, broadcast: bool
 ) -> None:
-    """found: None on the ranks that do not read."""
+    """folder: None on the ranks that do not read."""
     like, error, weights = adapt.quantized(stored)[0], None, None
-    if found is not None:
+    if folder is not None:
         try:
-            weights = _quantized(name, like, config, found)
+            weights = _quantized(name, like, config, folder)
         except ValueError as problem:
             error = problem
     if broadcast:  # what the weights look like, or why there are none
@@ -159,21 +159,21 @@ def _fill(
             dist.broadcast(buffer, src=0)
 
 
-def _quantized(name: str, like: Quantized, config: ModelConfig, found: Folder) -> list[Quantized]:
+def _quantized(name: str, like: Quantized, config: ModelConfig, folder: Folder) -> list[Quantized]:
     """What fills a weight. Projections that are stored quantized stay so, bit for bit; they become
     one matrix if that is possible (`lora.join`). Dense ones that are fused are quantized as one.
     Raises ValueError for experts that are stored quantized, and cannot become one tensor.
     """
     names = sources(name, config)
-    if all(found.format(n) is None for n in names):
-        return [_quantize_dense(like, _read(name, config, found))]
+    if all(folder.format(n) is None for n in names):
+        return [_quantize_dense(like, _read(name, config, folder))]
     joined = lora.join(
         [
             _on(
                 like.device,
-                _quantize_dense(like, found.read(n))
-                if found.format(n) is None
-                else found.quantized(n),
+                _quantize_dense(like, folder.read(n))
+                if folder.format(n) is None
+                else folder.quantized(n),
             )
             for n in names
         ]
@@ -183,7 +183,7 @@ def _quantized(name: str, like: Quantized, config: ModelConfig, found: Folder) -
     [q, *more], E = joined, like.shape[0]
     if more or (isinstance(q, BlockFP8) and like.shape[1] % q.block[0]):
         raise ValueError(
-            f"{name}: the experts are stored in {found.format(names[0])} in a way that does not "
+            f"{name}: the experts are stored in {folder.format(names[0])} in a way that does not "
             "make one tensor of them (NVFP4 needs one global scale for all, NF4 scales that are "
             "not quantized, block FP8 whole blocks); start from the weights before they were "
             "quantized"

@@ -96,7 +96,7 @@ class Layout:
         return place
 
     def batch_rank(self, rank: int) -> int:
-        """Of `data`: which batches a rank reads."""
+        """Which of the `data` streams of batches a rank reads."""
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
@@ -304,7 +304,7 @@ def checkpoint_group() -> dist.ProcessGroup:
 
 
 def _device_mesh(device: torch.device, ranks: torch.Tensor, *names: str) -> DeviceMesh:
-    """Of [replicas, ...]; without the first dimension where there is one replica."""
+    """A mesh of ranks [replicas, ...]; without that dimension where there is one replica."""
     if len(ranks) == 1:
         return DeviceMesh(device.type, ranks[0], mesh_dim_names=names)
     return DeviceMesh(device.type, ranks, mesh_dim_names=("replicate", *names))

@@ -23,7 +23,7 @@ class Numerics:
     batch_invariant: bool = False  # a token's logits have the same bits whatever the batch
 
     def implementations(self) -> dict[str, str]:
-        """What it asks for, by op."""
+        """The implementations that the switches name, by op."""
         asked = {"rmsnorm": "torch"} if self.rmsnorm_native else {}
         return (
             asked

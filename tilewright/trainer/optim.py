@@ -71,7 +71,7 @@ def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
 
 
 def peaks(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Of a new optimizer's groups. Checkpoints hold learning rates, not peaks."""
+    """The peaks of a new optimizer's groups. Checkpoints hold learning rates, not peaks."""
     return [group["lr"] for group in optimizer.param_groups]
 
 

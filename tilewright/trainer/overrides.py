@@ -210,16 +210,16 @@ def build(
     errors = apply(data, model, arguments, elsewhere)
     invalid: set[str] = set()
     while True:
-        found: list[Any] = []
+        broken: list[Any] = []
         try:
-            config = model.model_validate(data, context=found)
+            config = model.model_validate(data, context=broken)
             break
         except ValidationError as error:
             known = len(invalid)
             errors += _explain(model, data, error, invalid, elsewhere)
             if len(invalid) == known:  # what is wrong could not be taken out
                 raise ConfigError(list(dict.fromkeys(errors))) from error
-    errors += [p.line(config) for p in found if not invalid & set(p.paths)]
+    errors += [p.line(config) for p in broken if not invalid & set(p.paths)]
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)))
     return config

@@ -30,7 +30,7 @@ class Plan:
         )
 
     def factor(self, step: int) -> float:
-        """Of the peak learning rate; step: from 0."""
+        """The factor of the peak learning rate; step: from 0."""
         shift = 0 if self.train.max_steps else self.shift
         return schedule(step - shift, self.total - shift, self.train)
 

@@ -97,7 +97,9 @@ class Sequence:
         cu_seqlens: torch.Tensor | None = None,
         ends: tuple[int, ...] | None = None,
     ) -> Sequence:
-        """Of a rank's tokens [B, S / cp.size]. Positions default to those within each document.
+        """Builds it for a rank's tokens [B, S / cp.size].
+
+        Positions default to those within each document.
 
         Raises ValueError for ends that are not the values of cu_seqlens.
         """

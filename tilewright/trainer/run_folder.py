@@ -52,8 +52,8 @@ def _written(folder: pathlib.Path) -> float:
 
 def complete(output_dir: str) -> list[pathlib.Path]:
     """Checkpoints of a run's folder."""
-    found = sorted(pathlib.Path(output_dir, "checkpoints").glob("global_step_*"))
-    return [p for p in found if (p / "state.json").is_file()]
+    folders = sorted(pathlib.Path(output_dir, "checkpoints").glob("global_step_*"))
+    return [p for p in folders if (p / "state.json").is_file()]
 
 
 @contextlib.contextmanager
@@ -100,8 +100,8 @@ def _lock(folder: pathlib.Path, stack: contextlib.ExitStack) -> bool:
 
 
 def recover(output_dir: str, mesh: Mesh, *, alone: bool = True) -> None:
-    """Of a run that was killed: gives checkpoints that are whole their name, and removes what was
-    not finished.
+    """Puts in order what a killed run left: gives whole checkpoints their name, and removes what
+    was not finished.
 
     alone: no other run is writing here; otherwise what is not finished is only named.
     """

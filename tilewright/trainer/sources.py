@@ -54,19 +54,19 @@ def _saved(path: pathlib.Path) -> bool:
     return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
-def _only(found, entry: Dataset):
+def _only(loaded, entry: Dataset):
     """One set out of a mapping of splits."""
-    if not isinstance(found, dict):
+    if not isinstance(loaded, dict):
         if entry.split is not None:
             raise ValueError(f"{entry.path}: holds one data set without splits, not {entry.split}")
-        return found
-    names = sorted(found)
+        return loaded
+    names = sorted(loaded)
     split = names[0] if entry.split is None and len(names) == 1 else entry.split
     if split not in names:
         raise ValueError(
             f"{entry.path}: has the splits {', '.join(names)}; set split to one of them"
         )
-    return found[split]
+    return loaded[split]
 
 
 def check_sources(entries: list[Dataset], *, cached: bool = False) -> None:
@@ -101,12 +101,12 @@ def read_raw(entry: Dataset, data: Data):
     if entry.data_files is None and not remote and not path.exists():  # a Hub id
         options |= {"name": entry.name, "revision": entry.revision, "split": entry.split}
         try:
-            found = datasets.load_dataset(entry.path, **options)
+            loaded = datasets.load_dataset(entry.path, **options)
         except OSError as error:
             raise FileNotFoundError(
                 f"{entry.path}: no file here, and the Hub does not give it: {error}"
             ) from error
-        return found if entry.split is not None else _only(found, entry)
+        return loaded if entry.split is not None else _only(loaded, entry)
     if entry.data_files is not None:
         if path.is_file():
             raise ValueError(f"{entry.path}: is a file, so data_files cannot be in it")
