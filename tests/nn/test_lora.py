@@ -869,7 +869,7 @@ def test_a_quantised_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path):
         hf.load_weights(empty(folder, QuantFormat("nvfp4", 16), True), folder)
     with pytest.raises(
         ValueError,
-        match=r"q_proj\.weight is quantised: set lora\.enable_qlora to true and "
+        match=r"q_proj\.weight is quantized: set lora\.enable_qlora to true and "
         r"lora\.quant_format to nf4",
     ):
         ours(folder)

@@ -11,7 +11,9 @@ from tilewright import ops as tw
 from tilewright.nn import ROWS, RowBlockLinear, in_row_blocks, linear_in_row_blocks
 from tilewright.registry import short
 from tilewright.selection import operations
-from tilewright.trainer.model import INVARIANT, ModelConfig, Numerics, Ops, Transformer
+from tilewright.trainer.model import Transformer
+from tilewright.trainer.model_config import ModelConfig
+from tilewright.trainer.ops_choice import INVARIANT, Numerics, Ops
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 # Numbers of rows, some of which a kernel may treat in another way, and where the two rows are that

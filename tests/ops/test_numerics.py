@@ -8,10 +8,15 @@ import torch.nn.functional as F
 from helpers import OperatorNames
 
 from tilewright import ops as tw
-from tilewright.trainer import config, model, train
+from tilewright.trainer import config, layers
+from tilewright.trainer.build import choose_ops
 from tilewright.trainer.config import load
-from tilewright.trainer.model import ModelConfig, MoE, Numerics, Ops, Transformer
-from tilewright.trainer.parallel import World
+from tilewright.trainer.mesh import Mesh
+from tilewright.trainer.model import Transformer
+from tilewright.trainer.model_config import ModelConfig
+from tilewright.trainer.moe import MoE
+from tilewright.trainer.ops_choice import Numerics, Ops
+from tilewright.trainer.positions import Sequence
 
 SHAPE = {
     "model_type": "qwen3",
@@ -47,6 +52,11 @@ def tokens():
     return torch.randint(0, 61, (2, 13), generator=torch.Generator().manual_seed(1))
 
 
+def hidden_of(made):
+    ids = tokens()
+    return made.model(ids, Sequence.of(ids, made.config, made.cp))[0]
+
+
 def representable(t):
     return torch.equal(t, t.to(BF16).to(t.dtype))
 
@@ -67,7 +77,7 @@ def test_every_switch_is_a_field_that_reaches_the_model(switch, tmp_path):
             str(chosen).lower(),
         ],
     )
-    found = train.choose_ops(made, ModelConfig.from_hf(SHAPE), World()).numerics
+    found = choose_ops(made.model, ModelConfig.from_hf(SHAPE), Mesh(), torch.float32).numerics
     assert found == dataclasses.replace(Numerics(), **{switch: chosen})
     assert config.Model.model_fields[switch].default == getattr(Numerics(), switch)
 
@@ -103,7 +113,7 @@ def test_lm_head_fp32(batch_invariant):
     found = {}
     for fp32 in (True, False):
         made = build(dtype=BF16, lm_head_fp32=fp32, batch_invariant=batch_invariant)
-        hidden = made.model(tokens(), None, None)
+        hidden = hidden_of(made)
         logits = made(tokens())
         exact = hidden.double() @ made.lm_head.weight.double().T
         assert logits.dtype == (torch.float32 if fp32 else BF16) and representable(logits) != fp32
@@ -116,7 +126,7 @@ def test_lm_head_fp32_in_autocast_rounds_the_operands_only():
     made = build(lm_head_fp32=True)
     with torch.autocast("cpu", BF16):
         logits = made(tokens())
-        hidden = made.model(tokens(), None, None)
+        hidden = hidden_of(made)
     expected = hidden.to(BF16).float() @ made.lm_head.weight.to(BF16).float().T
     torch.testing.assert_close(logits, expected)
     assert logits.dtype == torch.float32 and not representable(logits)
@@ -185,7 +195,7 @@ def test_attention_cast_bf16(monkeypatch):
         assert q.dtype == k.dtype == v.dtype == torch.float32
         return attention(q, k, v, **options)
 
-    monkeypatch.setattr(model.tw, "attention", spy)
+    monkeypatch.setattr(layers.tw, "attention", spy)
     plain, cast = build()(tokens()), build(attention_cast_bf16=True)(tokens())
     assert seen == [[False] * 3] * 2 + [[True, True, False]] * 2
     assert not torch.equal(plain, cast)

@@ -8,7 +8,6 @@ starts with "train", several, of which it writes what `several_steps` returns. A
 with "run" is a whole run, whose arguments are a configuration's path and what changes it.
 """
 
-import dataclasses
 import json
 import pathlib
 import sys
@@ -18,73 +17,71 @@ import torch.distributed as dist
 from helpers import leave
 from torch.distributed.tensor import DTensor
 
-from tilewright.trainer import adapters, checkpoint, hf, train
+from tilewright.trainer import adapters, checkpoint, hf, mesh, train
+from tilewright.trainer.batches import collate, padding
+from tilewright.trainer.build import build_engine, build_model, choose_ops, compute_dtype
 from tilewright.trainer.config import load
-from tilewright.trainer.data import collate, padding
-from tilewright.trainer.optim import build_optimizer
-from tilewright.trainer.parallel import clip_gradients, context_parallel, init_distributed, unwrap
+from tilewright.trainer.loss import language_modeling
 
 
-def build(config, world):
+def build(config, ranks):
     shape = hf.load_config(config.model.config_path)
-    return train.build_model(config, shape, world, train.choose_ops(config, shape, world))
+    return shape, choose_ops(config.model, shape, ranks, compute_dtype(config.train))
+
+
+def engine_of(config, ranks):
+    shape, ops = build(config, ranks)
+    return build_engine(config, shape, ranks, ops)
 
 
 def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def micro_batches(config, world, bins):
-    """Each rank takes the micro-batches that trainer/data.py would give it: (a * world + rank).
+def micro_batches(config, ranks, bins):
+    """Each rank takes the micro-batches that trainer/batches.py would give it: (a * world + rank).
     Or its parts.
     """
     t, step = config.train, []
+    multiple = padding(config.data.pad_to_multiple_of, ranks.context)
     for a in range(t.gradient_accumulation_steps):
-        start = (a * world.data_size + world.data_rank) * t.micro_batch_size
-        step.append(
-            collate(
-                bins[start : start + t.micro_batch_size], padding(config.data, world.cp), world.cp
-            )
-        )
+        start = (a * ranks.layout.data + ranks.batch_rank) * t.micro_batch_size
+        step.append(collate(bins[start : start + t.micro_batch_size], multiple, ranks.context))
     return step
 
 
-def one_step(config, world, bins):
-    model = build(config, world)
-    loss, tokens, _ = train.train_step(model, micro_batches(config, world, bins), config, world)
-    norm = clip_gradients(list(model.parameters()), 0.0)
+def one_step(config, ranks, bins):
+    engine = engine_of(config, ranks)
+    sums = engine.forward_backward(micro_batches(config, ranks, bins), language_modeling)
+    norm = float(engine.divide())
     return {
-        "loss": loss,
-        "tokens": tokens,
+        "loss": sums.mean,
+        "tokens": sums.denominator,
         "norm": norm,
         "grads": {
-            name: full(p.grad) for name, p in unwrap(model).named_parameters() if p.requires_grad
+            name: full(p.grad) for name, p in engine.model.named_parameters() if p.requires_grad
         },
     }
 
 
-def several_steps(config, world, bins, steps=4):
+def several_steps(config, ranks, bins, steps=4):
     """Losses, norms before clipping, the routers' statistics, all-to-alls of the first step,
     and the weights.
     """
-    model = build(config, world)
-    optimizer = build_optimizer(unwrap(model), config.train)
+    engine, t = engine_of(config, ranks), config.train
     found = {"loss": [], "norm": [], "router": []}
     for i in range(steps):
-        adapters.before_step(unwrap(model), config, i)
+        adapters.before_step(engine.model, config.lora, t.seed, i)
+        batches = micro_batches(config, ranks, bins[i:] + bins[:i])
         with Count() as count:
-            loss, _, router = train.train_step(
-                model, micro_batches(config, world, bins[i:] + bins[:i]), config, world
-            )
+            sums = engine.forward_backward(batches, language_modeling)
         found.setdefault("all_to_alls", count.calls)
-        norm = clip_gradients(list(model.parameters()), config.train.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        adapters.after_step(unwrap(model), optimizer, config, i + 1)
-        for key, value in (("loss", loss), ("norm", norm), ("router", router)):
+        norm = engine.optim_step(max_norm=t.max_grad_norm)
+        adapters.after_step(engine.model, engine.optimizer, config.lora, t.seed, i + 1)
+        for key, value in (("loss", sums.mean), ("norm", norm), ("router", sums.router())):
             found[key].append(value)
-    found["weights"] = {name: full(p.detach()) for name, p in unwrap(model).named_parameters()}
-    return model, optimizer, found
+    found["weights"] = {name: full(p.detach()) for name, p in engine.model.named_parameters()}
+    return engine, found
 
 
 class Count:
@@ -108,10 +105,9 @@ def moments(optimizer):
     return [full(value) for state in optimizer.state.values() for value in state.values()]
 
 
-def save(folder, model, optimizer, world, state):
-    saver = checkpoint.Saver(str(folder), world, False)
-    saver.save(1, unwrap(model), optimizer, state)
-    return saver.folder(1)
+def save(folder, engine, state):
+    saver = checkpoint.Saver(str(folder), engine.mesh, False)
+    return engine.save(saver, 1, state)
 
 
 STATE = {"run": {}, "ops": {}}
@@ -124,7 +120,7 @@ def main(folder):
         if (folder / "bins.pt").is_file()
         else None
     )
-    world = None
+    ranks = None
     for name, arguments in json.loads((folder / "modes.json").read_text()).items():
         whole = name.startswith("run")
         config = (
@@ -132,41 +128,32 @@ def main(folder):
             if whole
             else load(str(folder / "config.yaml"), arguments)
         )
-        world = world or init_distributed(config.train)
-        world = dataclasses.replace(
-            world, cp=context_parallel(config.train, world.size, world.device.type)
-        )
+        if ranks is None:
+            ranks = mesh.join(config.train)
+        else:
+            ranks = mesh.build(config.train, ranks.rank, ranks.size, ranks.device)
         if whole:
-            train.train(config, world)
+            train.train(config, ranks)
             continue
         if name.startswith("train"):
-            model, optimizer, found = several_steps(config, world, bins)
+            engine, found = several_steps(config, ranks, bins)
             if name == "train_and_save":
-                written = save(folder, model, optimizer, world, STATE)
-                hf.save_weights(model, folder / "hf")
-            if (
-                name == "train_after_loading"
-            ):  # what another mode saved, into models that are spread otherwise
-                again = build(config, world)
-                checkpoint.restore(
-                    written,
-                    again,
-                    other := build_optimizer(again, config.train),
-                    world,
-                    run={},
-                    ops={},
-                )
-                found["restored"] = {n: full(p.detach()) for n, p in again.named_parameters()}
-                found["moments"] = moments(other)
+                written = save(folder, engine, STATE)
+                engine.export(folder / "hf")
+                found["moments"] = moments(engine.optimizer)
+            if name == "train_after_loading":
+                # what another mode saved, into models that are spread otherwise
+                again = engine_of(config, ranks)
+                again.load([written], {}, {})
+                found["restored"] = {n: full(p.detach()) for n, p in again.model.named_parameters()}
+                found["moments"] = moments(again.optimizer)
                 for mode in hf.LOAD_MODES:
-                    read = build(config, world)
+                    read = build_model(config, again.model.config, ranks, again.model.ops)
                     hf.load_weights(read, folder / "hf", mode=mode)
                     found[mode] = {n: full(p.detach()) for n, p in read.named_parameters()}
-            if name == "train_and_save":
-                found["moments"] = moments(optimizer)
         else:
-            found = one_step(config, world, bins)
-        if world.main:
+            found = one_step(config, ranks, bins)
+        if ranks.main:
             torch.save(found, folder / f"{name}.pt")
     dist.destroy_process_group()
 

@@ -2,7 +2,7 @@
 and loaded again.
 """
 
-import ast
+import json
 import pathlib
 import re
 
@@ -13,8 +13,10 @@ pytest.importorskip("pydantic")
 from tilewright import platform
 from tilewright.trainer import config as module
 from tilewright.trainer.config import Config, ConfigError, Train, load, resolved
-from tilewright.trainer.overrides import default_of, get, kind, leaves, markdown, unknown
-from tilewright.trainer.rules import ACCEPTED, REFUSED
+from tilewright.trainer.field_tree import default_of, get, kind, leaves, unknown
+from tilewright.trainer.mesh import layout_of
+from tilewright.trainer.reference import markdown
+from tilewright.trainer.refused import ACCEPTED, REFUSED
 
 ROOT = pathlib.Path(__file__).parents[2]
 TRAINER = ROOT / "tilewright/trainer"
@@ -114,44 +116,6 @@ def test_every_field_of_the_reference_exists_and_no_other():
     }
 
 
-def attributes(file):
-    return {
-        node.attr
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Attribute)
-    }
-
-
-# Read by a rule or a method of the configuration, so that the trainer needs not look at the field
-# itself.
-ELSEWHERE = {
-    "trust_remote_code": "refused by a rule",
-    "ckpt_manager": "has one value",
-    "allow_cuda_launch_blocking": "a rule",
-    "data_parallel_shard_size": "Train.mesh",
-    "data_parallel_replicate_size": "Train.mesh",
-    "reshard_after_forward": "Train.reshard",
-    "enable_full_shard": "Train.reshard",
-}
-
-
-def test_every_field_is_read_or_refused():
-    sources = [
-        f for f in TRAINER.glob("*.py") if f.name not in ("config.py", "rules.py", "overrides.py")
-    ]
-    read = set().union(*map(attributes, sources))
-    assert {"mesh", "reshard"} <= read
-    own = attributes(TRAINER / "config.py") | attributes(TRAINER / "rules.py")
-    for path, field in LEAVES.items():
-        name = path.rpartition(".")[2]
-        if name in ELSEWHERE:
-            assert name in own or kind(field.annotation) == "dcp", path
-        else:
-            assert name in read or path in REFUSED, (
-                f"{path}: nobody reads it, and it is not refused"
-            )
-
-
 def test_reference_is_current():
     expected = markdown(Config, module.TITLE, module.NOTES, module.DIFFERENCES)
     assert (ROOT / "docs/configuration.md").read_text() == expected, (
@@ -159,6 +123,44 @@ def test_reference_is_current():
     )
     assert all(path in LEAVES for path in module.DIFFERENCES)
     assert all(field.description.endswith((".", ")")) for field in LEAVES.values())
+
+
+def test_one_field_is_explained(capsys):
+    assert module.main(["--explain", "train.ep_outside", "weight_decay"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[:3] == ["train.ep_outside", "  type:    boolean", "  default: false"]
+    assert said[4:7] == [
+        "  needs:   any value but false needs train.data_parallel_mode = fsdp2",
+        "  needs:   with train.expert_parallel_size: there is nothing to place",
+        "train.weight_decay",
+    ]
+    assert module.main(["--explain", "lora.aqn_alpha", "model.foundation", "train.optimizer"]) == 0
+    said = capsys.readouterr().out
+    assert "  needs:   lora.enable_aqn = true\n" in said
+    assert f"  needs:   only {{}}: {REFUSED['model.foundation']}" in said
+    assert "  needs:   only adamw or sgd: " in said
+    assert module.main(["--explain", "train.weight_decai"]) == 2
+    assert capsys.readouterr().err == (
+        "train.weight_decai: unknown key; did you mean train.weight_decay?\n"
+    )
+
+
+def test_every_field_can_be_explained():
+    for path, field in LEAVES.items():
+        assert f"  meaning: {field.description}" in module.explain(path)
+
+
+def test_the_schema_has_every_field_with_its_meaning(capsys):
+    assert module.main(["--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    for path, field in LEAVES.items():
+        node = schema
+        for part in path.split("."):
+            node = node.get("items", node)
+            node = schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+            node = node["properties"][part]
+        assert node["description"] == field.description
+    assert schema["$defs"]["Train"]["additionalProperties"] is False
 
 
 # ---- reading
@@ -913,7 +915,7 @@ RULES = [
     ),
     (
         f"{QLORA} --train.expert_parallel_size=2",
-        "quantised experts are not spread",
+        "quantized experts are not spread",
         f"{LORA} --train.expert_parallel_size=2",
     ),
 ]
@@ -1026,9 +1028,9 @@ BOTH = {"ringattn_parallel_size": 2, "ulysses_parallel_size": 2}
 def test_mesh(values, world, expected):
     train = Train(output_dir="o", **values)
     if isinstance(expected, tuple):
-        assert train.mesh(world) == expected
+        assert layout_of(train, world).parameters == expected
     else:
-        assert expected in errors(train.mesh, world)[0]
+        assert expected in errors(layout_of, train, world)[0]
 
 
 def test_reshard_follows_full_shard_unless_it_is_given():

@@ -22,20 +22,20 @@ pytest.importorskip("pydantic")
 
 import datasets
 
+from tilewright.trainer import batches as module_of_batches
 from tilewright.trainer import data as module
+from tilewright.trainer import sources
+from tilewright.trainer.batches import Bins, collate, evaluation_batches
 from tilewright.trainer.config import Config
-from tilewright.trainer.data import (
-    IGNORE,
-    Batches,
-    Bins,
-    collate,
-    evaluation_batches,
-    prepare,
-    split_validation,
-)
+from tilewright.trainer.data import prepare, split_validation
+from tilewright.trainer.loss import IGNORE
 from tilewright.trainer.packing import pack
 
 VOCAB = 1000
+
+
+def Batches(bins, config, **options):
+    return module_of_batches.Batches(bins, config.data, config.train, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ class Characters:
 
 
 def none():
-    raise AssertionError("nothing is to be tokenised")
+    raise AssertionError("nothing is to be tokenized")
 
 
 def prepared(config, tokenizer=none, entries=None, **options):
@@ -400,7 +400,7 @@ def test_what_the_network_is_asked_for(make, monkeypatch, entry, fields, expecte
         return datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(module.platform, "no_module", lambda name: None)
+    monkeypatch.setattr(sources.platform, "no_module", lambda name: None)
     assert rows(prepared(make(entry, **fields))) == [[1, 2]]
     assert asked == [expected]
 
@@ -444,7 +444,7 @@ def test_whatever_a_file_system_raises_is_one_sentence(make, monkeypatch):
         raise NoCredentialsError("Unable to\n\tlocate credentials")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(module.platform, "no_module", lambda name: None)
+    monkeypatch.setattr(sources.platform, "no_module", lambda name: None)
     for entry in (
         {"path": "s3://b/x.jsonl"},
         {"path": "org/set", "data_files": "x.json", "ds_type": "json"},
@@ -462,7 +462,7 @@ def test_whatever_a_file_system_raises_is_one_sentence(make, monkeypatch):
 def test_dummy_data(make):
     config = make(test=["dummy"])
     got = rows(prepared(config))
-    assert len(got) == module.DUMMY_SAMPLES and all(
+    assert len(got) == sources.DUMMY_SAMPLES and all(
         2 <= len(r) <= 16 and 0 <= min(r) <= max(r) < VOCAB for r in got
     )
     assert len({len(r) for r in got}) > 5
@@ -787,7 +787,7 @@ def test_cache_is_not_used_when_what_it_depends_on_changed(
     elif change == "version":
         monkeypatch.setattr(module, "PREPARATION", -1)
     config = make(text, **fields)
-    with pytest.raises(AssertionError, match="nothing is to be tokenised"):
+    with pytest.raises(AssertionError, match="nothing is to be tokenized"):
         prepare(config.data.datasets, config, none, vocab, **options)
 
 
@@ -902,7 +902,10 @@ def test_validation_must_leave_something():
 def test_evaluation_sees_everything_once(make, world, packed):
     config = make(train={"micro_batch_size": 3})
     bins = Bins(bins_of(make).dataset.with_format(None), config.data, packed=packed)
-    ranks = [list(evaluation_batches(bins, config, rank, world)) for rank in range(world)]
+    ranks = [
+        list(evaluation_batches(bins, config.train.micro_batch_size, rank, world))
+        for rank in range(world)
+    ]
     assert len({len(r) for r in ranks}) == 1
     labels = [
         t

@@ -34,12 +34,27 @@ from tilewright.ops import _targets  # noqa: E402
 from tilewright.ops.aqn import AQN  # noqa: E402
 from tilewright.ops.moe_lora import MOE_LORA  # noqa: E402
 from tilewright.registry import ImplementationUnavailable  # noqa: E402
-from tilewright.trainer import adapters, checkpoint, data, hf, optim, parallel, train  # noqa: E402
+from tilewright.trainer import (  # noqa: E402
+    adapters,
+    batches,
+    checkpoint,
+    compiling,
+    hf,
+    mesh,
+    optim,
+    parallel,
+    train,
+)
+from tilewright.trainer.batches import evaluation_batches  # noqa: E402
+from tilewright.trainer.build import build_data, build_engine, build_model  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
+from tilewright.trainer.engine import Engine  # noqa: E402
+from tilewright.trainer.loss import language_modeling  # noqa: E402
+from tilewright.trainer.mesh import Mesh, join  # noqa: E402
 from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
+from tilewright.trainer.plan import Plan  # noqa: E402
 
 ROOT = pathlib.Path(__file__).parents[2]
-from tilewright.trainer.parallel import World, clip_gradients, init_distributed  # noqa: E402
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -112,7 +127,7 @@ def tensors(folder, step):
 def run(path, *arguments):
     config = load(path, list(arguments))
     try:
-        train.train(config, init_distributed(config.train))
+        train.train(config, join(config.train))
     finally:
         dist.destroy_process_group()
 
@@ -135,24 +150,26 @@ def schedule(**changes):
     ).train
 
 
+def lr_at(step, total, settings):
+    return settings.lr * optim.schedule(step, total, settings)
+
+
 def test_learning_rate_follows_its_closed_form():
     constant = schedule(lr=1.0)
-    assert [optim.lr_at(i, 10, constant) for i in (0, 9)] == [1.0, 1.0]
+    assert [lr_at(i, 10, constant) for i in (0, 9)] == [1.0, 1.0]
     warm = schedule(lr=1.0, lr_warmup_ratio=0.4)
-    assert np.allclose([optim.lr_at(i, 10, warm) for i in range(6)], [0, 0.25, 0.5, 0.75, 1, 1])
+    assert np.allclose([lr_at(i, 10, warm) for i in range(6)], [0, 0.25, 0.5, 0.75, 1, 1])
     started = schedule(lr=1.0, lr_start=0.5, lr_warmup_ratio=0.4)
-    assert np.allclose(
-        [optim.lr_at(i, 10, started) for i in range(5)], [0.5, 0.625, 0.75, 0.875, 1]
-    )
+    assert np.allclose([lr_at(i, 10, started) for i in range(5)], [0.5, 0.625, 0.75, 0.875, 1])
     linear = schedule(lr=1.0, lr_min=0.1, lr_decay_style="linear")
-    assert np.allclose([optim.lr_at(i, 10, linear) for i in range(10)], np.linspace(1, 0.1, 10))
+    assert np.allclose([lr_at(i, 10, linear) for i in range(10)], np.linspace(1, 0.1, 10))
     cosine = schedule(
         lr=1.0, lr_min=0.0, lr_warmup_ratio=0.2, lr_decay_style="cosine", lr_decay_ratio=0.7
     )
     want = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(5)] + [0, 0, 0]
-    assert np.allclose([optim.lr_at(i, 10, cosine) for i in range(2, 10)], want)
+    assert np.allclose([lr_at(i, 10, cosine) for i in range(2, 10)], want)
     assert (
-        optim.lr_at(0, 1, schedule(lr=1.0, lr_decay_style="cosine")) == 1.0
+        lr_at(0, 1, schedule(lr=1.0, lr_decay_style="cosine")) == 1.0
     )  # one step is not a division by zero
 
 
@@ -172,10 +189,15 @@ def test_every_parameter_is_in_one_group_and_decay_follows_the_names():
 
 def test_clipping_scales_to_the_norm_and_zero_only_measures():
     p = torch.nn.Parameter(torch.zeros(2))
-    p.grad = torch.tensor([3.0, 4.0])
-    assert clip_gradients([p], 0.0) == 5.0 and p.grad.tolist() == [3.0, 4.0]
-    assert clip_gradients([p], 10.0) == 5.0 and p.grad.tolist() == [3.0, 4.0]
-    assert clip_gradients([p], 1.0) == 5.0
+    held = Engine(torch.nn.ParameterList([p]), torch.optim.SGD([p], lr=1.0), Mesh())
+
+    def norm(*arguments):
+        p.grad = torch.tensor([6.0, 8.0])
+        return float(held.divide(2.0, *arguments))
+
+    for limit in ((), (0.0,), (10.0,)):
+        assert norm(*limit) == 5.0 and p.grad.tolist() == [3.0, 4.0]
+    assert norm(1.0) == 5.0
     torch.testing.assert_close(p.grad, torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
 
 
@@ -198,21 +220,24 @@ def make_bins():
 
 def step_in_one_process(path, bins, *arguments):
     config = load(path, list(arguments))
-    t, world = config.train, World()
-    model = train.build_model(config, shape_of(config), world, Ops.resolve())
+    t, held = config.train, engine_of(config)
     step = [
-        data.collate(bins[i : i + t.micro_batch_size], 8)
+        batches.collate(bins[i : i + t.micro_batch_size], 8)
         for i in range(0, len(bins), t.micro_batch_size)
     ]
     assert len(step) == t.gradient_accumulation_steps
-    loss, tokens, _ = train.train_step(model, step, config, world)
-    norm = clip_gradients(list(model.parameters()), 0.0)
+    sums = held.forward_backward(step, language_modeling)
+    norm = float(held.divide())
     return {
-        "loss": loss,
-        "tokens": tokens,
+        "loss": sums.mean,
+        "tokens": sums.denominator,
         "norm": norm,
-        "grads": {n: p.grad for n, p in model.named_parameters() if p.requires_grad},
+        "grads": {n: p.grad for n, p in held.model.named_parameters() if p.requires_grad},
     }
+
+
+def engine_of(config, ranks=None):
+    return build_engine(config, shape_of(config), ranks or Mesh(), Ops.resolve())
 
 
 def same(found, want, tolerance=1e-5):
@@ -240,8 +265,8 @@ def test_accumulation_gives_the_gradients_of_one_large_batch(shape, tmp_path):
     same(cut, at_once)
     # and the loss is the mean over tokens, not over micro-batches
     config = load(path)
-    model = train.build_model(config, shape_of(config), World(), Ops.resolve())
-    whole = data.collate(make_bins(), 8)
+    model = build_model(config, shape_of(config), Mesh(), Ops.resolve())
+    whole = batches.collate(make_bins(), 8)
     logits = model(
         whole["input_ids"], position_ids=whole["position_ids"], cu_seqlens=whole["cu_seqlens"]
     )
@@ -396,9 +421,9 @@ def spread(tmp_path_factory):
                     *(["--train.optimizer=adamw", "--train.lr=1e-3"] if adam else []),
                 ],
             ),
-            World(),
+            Mesh(),
             bins,
-        )[2]
+        )[1]
         for adam in (False, True)
     }
     return folder, path, found, alone
@@ -413,7 +438,7 @@ def test_experts_spread_over_processes_train_as_in_one(mode, spread):
         assert found["loss"] != want["loss"]
         np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-2)
         np.testing.assert_allclose(found["norm"], want["norm"], rtol=2e-2)
-        start = distributed_worker.several_steps(load(path, []), World(), [], steps=0)[2]["weights"]
+        start = distributed_worker.several_steps(load(path, []), Mesh(), [], steps=0)[1]["weights"]
         for name, weight in want["weights"].items():  # how far each has moved
             moved = found["weights"][name] - start[name]
             assert moved.dtype == torch.float32
@@ -463,7 +488,7 @@ def check_moves(trained):
     model = Transformer(shape_of(config), Ops.resolve())
     optimizer = optim.build_optimizer(model, config.train)
     checkpoint.restore(
-        folder / "checkpoints/global_step_1", model, optimizer, World(), run={}, ops={}
+        folder / "checkpoints/global_step_1", model, optimizer, Mesh(), run={}, ops={}
     )
     assert all(torch.equal(p, want["weights"][name]) for name, p in model.named_parameters())
     return model, optimizer, want
@@ -523,7 +548,8 @@ def test_what_cannot_be_spread_is_one_sentence(shape, message, tmp_path):
     with torch.device("meta"):
         model = Transformer(shape_of(config), Ops.resolve())
     with pytest.raises(ValueError, match=message), fake_group(8):
-        parallel.parallelize(model, config, World(0, 8))
+        ranks = mesh.build(config.train, 0, 8, torch.device("cpu"), control_backend="fake")
+        parallel.parallelize(model, config.train, config.model, ranks)
 
 
 @contextlib.contextmanager
@@ -546,15 +572,15 @@ def test_router_statistics_are_of_the_whole_step(tmp_path):
         train__micro_batch_size=2,
     )
     config = load(path)
-    model = train.build_model(config, shape_of(config), World(), Ops.resolve())
+    held = engine_of(config)
     logits = [[], []]
-    for seen, block in zip(logits, model.model.layers, strict=True):
+    for seen, block in zip(logits, held.model.model.layers, strict=True):
         block.mlp.gate.register_forward_hook(
             lambda module, args, out, seen=seen: seen.append(out.detach())
         )
     bins = make_bins()
-    step = [data.collate(bins[i : i + 2], 1) for i in range(0, 8, 2)]
-    found = train.train_step(model, step, config, World())[2]
+    step = [batches.collate(bins[i : i + 2], 1) for i in range(0, 8, 2)]
+    found = held.forward_backward(step, language_modeling).router()
     parts = [
         [tw.route(x, 2, renormalize=True, implementation="eager") for x in seen] for seen in logits
     ]
@@ -713,7 +739,7 @@ def test_an_epoch_is_all_samples_whatever_ranks_and_accumulation_a_run_goes_on_w
     plain = schedule(
         lr=1e-2, lr_decay_style="linear"
     )  # of ten steps of two samples, of which two were done
-    assert [r["lr"] for r in found] == [optim.lr_at(i, 10, plain) for i in range(2, 10)]
+    assert [r["lr"] for r in found] == [lr_at(i, 10, plain) for i in range(2, 10)]
     ends = [p.name for p in checkpoint.complete(str(tmp_path / "out"))]
     assert ends == ["global_step_12", "global_step_7"]
 
@@ -726,15 +752,16 @@ def test_no_sample_is_skipped_or_repeated_where_a_run_goes_on_otherwise(then, no
     """(ranks, accumulation) of a run of two epochs, before and after each of its steps."""
     options = {**ten_samples(tmp_path), "data__dataloader_drop_last": drop}
     config = load(write_config(tmp_path, **options))
-    bins = train.build_data(config, World(), 97)[0].bins
+    bins = build_data(config, Mesh(), 97)[0].bins
 
-    def batches(ranks, accumulation):
+    def handed_out(ranks, accumulation):
         changed = load(
             write_config(tmp_path, **options),
             [f"--train.gradient_accumulation_steps={accumulation}"],
         )
         return [
-            data.Batches(bins, changed, rank=r, world_size=ranks) for r in range(ranks)
+            batches.Batches(bins, changed.data, changed.train, rank=r, world_size=ranks)
+            for r in range(ranks)
         ], changed.train
 
     def take(all_ranks, count):
@@ -747,17 +774,17 @@ def test_no_sample_is_skipped_or_repeated_where_a_run_goes_on_otherwise(then, no
             for _ in range(count)
             for own in steps
             for batch in next(own)
-            if (batch["labels"] != data.IGNORE).any()
+            if (batch["labels"] != batches.IGNORE).any()
         ]
 
     per_step = [ranks * accumulation for ranks, accumulation in (then, now)]
-    for done in range(1, batches(*then)[0][0].steps_per_epoch * 2):
-        before, _ = batches(*then)
+    for done in range(1, handed_out(*then)[0][0].steps_per_epoch * 2):
+        before, _ = handed_out(*then)
         seen = take(before, done)
-        after, t = batches(*now)
+        after, t = handed_out(*now)
         for b in after:
             b.load_state_dict(before[0].state_dict())
-        plan = train.Plan(t, after[0].steps_per_epoch, done - after[0].position)
+        plan = Plan(t, after[0].steps_per_epoch, done - after[0].position)
         seen += take(after, plan.total - done)
         assert after[0].position == plan.total - plan.shift
         counts = np.bincount(seen, minlength=10)
@@ -789,14 +816,14 @@ def test_torchrun_names_the_rank_that_failed_first(tmp_path):
 
 
 def test_a_number_of_processes_that_does_not_fit_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(parallel.platform, "launched", lambda: (0, 2, 0))
+    monkeypatch.setattr(mesh.platform, "launched", lambda: (0, 2, 0))
     assert train.main([write_config(tmp_path)]) == 2
     assert (
         "train.data_parallel_mode = none: trains one process, but 2 were started"
         in capsys.readouterr().err
     )
     with pytest.raises(ConfigError, match="do not make 4 processes"):
-        schedule(data_parallel_shard_size=3).mesh(4)
+        mesh.layout_of(schedule(data_parallel_shard_size=3), 4)
 
 
 # ---- runs
@@ -838,9 +865,10 @@ def test_evaluation_is_the_mean_over_tokens_whatever_the_batches(tmp_path):
     found = []
     for size in (1, 3, 7):
         config = load(path, [f"--train.micro_batch_size={size}"])
-        _, held = train.build_data(config, World(), 97)
-        model = train.build_model(config, shape_of(config), World(), Ops.resolve())
-        found.append(train.evaluate(model, held, config, World()))
+        _, held = build_data(config, Mesh(), 97)
+        built = engine_of(config)
+        model = built.model
+        found.append(built.evaluate(evaluation_batches(held, size, 0, 1), language_modeling))
         assert model.training
     np.testing.assert_allclose(found, found[0], rtol=1e-6)
     total, count = 0.0, 0
@@ -938,7 +966,7 @@ class Killed(BaseException):
 @contextlib.contextmanager
 def stopped(step, error):
     """A run ends with that error once the gradients of that step are there."""
-    real, calls = train.clip_gradients, []
+    real, calls = Engine.optim_step, []
 
     def stops(*arguments):
         calls.append(1)
@@ -947,7 +975,7 @@ def stopped(step, error):
         return real(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "clip_gradients", stops)
+        patch.setattr(Engine, "optim_step", stops)
         yield
 
 
@@ -990,7 +1018,7 @@ def test_what_a_killed_run_left_is_put_in_order(tmp_path, caplog):
     shutil.copytree(
         folder / "global_step_2", folder / ".global_step_8.partial"
     )  # whole, but of another step
-    checkpoint.recover(str(tmp_path / "out"), World(), alone=False)
+    checkpoint.recover(str(tmp_path / "out"), Mesh(), alone=False)
     assert sum("another run may be writing it" in r.message for r in caplog.records) == 4
     run(path, "--train.load_checkpoint_path=auto")
     assert sorted(p.name for p in folder.iterdir()) == ["global_step_2", "global_step_4"]
@@ -1046,14 +1074,14 @@ def test_an_interrupt_is_one_sentence_that_names_the_last_checkpoint(
 
 def test_a_checkpoint_that_an_interrupt_cuts_off_is_said_to_be_given_up(tmp_path):
     with fake_group(1):
-        saver = checkpoint.Saver(str(tmp_path), World(), False)
+        saver = checkpoint.Saver(str(tmp_path), Mesh(), False)
         assert saver.interrupted() == "no checkpoint has been written"
 
         class Interrupted:
             def result(self):
                 raise KeyboardInterrupt
 
-        saver.pending = (Interrupted(), tmp_path / "aside", saver.folder(4))
+        saver.pending = (Interrupted(), saver.folder(4))
         assert (
             saver.interrupted()
             == "no checkpoint has been written; global_step_4 was being written and is given up"
@@ -1063,17 +1091,17 @@ def test_a_checkpoint_that_an_interrupt_cuts_off_is_said_to_be_given_up(tmp_path
 def test_a_step_that_is_not_finite_reaches_no_weight_and_no_checkpoint(tmp_path):
     options = {"train__save_steps": 1, "train__max_steps": 4}
     run(write_config(tmp_path / "a", **options))
-    path, real, steps = write_config(tmp_path / "b", **options), train.train_step, []
+    path, real, steps = write_config(tmp_path / "b", **options), Engine.forward_backward, []
 
-    def overflows(model, *arguments):
-        out = real(model, *arguments)
+    def overflows(self, *arguments):
+        out = real(self, *arguments)
         steps.append(1)
         if len(steps) == 3:
-            next(model.parameters()).grad[0, 0] = math.inf
+            self.parameters[0].grad[0, 0] = math.inf
         return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "train_step", overflows)
+        patch.setattr(Engine, "forward_backward", overflows)
         with pytest.raises(
             ValueError, match=r"step 3: the norm of the gradients is inf, .*from .*global_step_2$"
         ):
@@ -1096,7 +1124,7 @@ def test_moments_that_are_not_finite_reach_no_checkpoint(tmp_path):
     optimizer.step()
     optimizer.state[model.bias]["exp_avg_sq"][1] = math.nan
     with pytest.raises(ValueError, match=r"step 1: bias or its moments are not finite"):
-        checkpoint.Saver(str(tmp_path), World(), False).save(
+        checkpoint.Saver(str(tmp_path), Mesh(), False).save(
             1, model, optimizer, {"data": {}, "run": {}, "ops": {}}
         )
     assert not checkpoint.complete(str(tmp_path))
@@ -1127,13 +1155,13 @@ def test_reading_a_checkpoint_runs_no_code_of_its(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    saver = checkpoint.Saver(str(tmp_path), World(), False)
+    saver = checkpoint.Saver(str(tmp_path), Mesh(), False)
 
     def save(step):
         return saver.save(step, model, optimizer, {"data": {}, "run": {}, "ops": {}})
 
     def load(folder):
-        return checkpoint.restore(folder, model, optimizer, World(), run={}, ops={})
+        return checkpoint.restore(folder, model, optimizer, Mesh(), run={}, ops={})
 
     touched = tmp_path / "touched"
     whole = save(1)
@@ -1311,7 +1339,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_nothing(tmp_path):
     (folder / "global_step_4").rename(
         folder / ".global_step_4.old"
     )  # killed between the two renames
-    checkpoint.recover(str(tmp_path / "out"), World())
+    checkpoint.recover(str(tmp_path / "out"), Mesh())
     assert checkpoint.find(str(tmp_path / "out"), "auto").name == "global_step_4"
     (folder / ".global_step_4.old/x").mkdir(parents=True)  # killed before the old one was removed
     with open(tmp_path / "out/metrics.jsonl", "a") as file:  # and while a line was written
@@ -1382,15 +1410,17 @@ def test_mixed_precision_rounds_no_angle_and_no_count_of_tokens(
         write_config(tmp_path, train__micro_batch_size=8, model__merge_qkv=merge_qkv),
         ["--train.enable_mixed_precision=true", f"--train.data_parallel_mode={mode}"],
     )
-    world = init_distributed(config.train)
+    ranks = join(config.train)
     try:
-        model = train.build_model(config, shape_of(config), world, Ops.resolve())
         ids = np.arange(260) % 97
-        train.train_step(model, [data.collate([[(ids, ids)]], 1)], config, world)
+        sums = engine_of(config, ranks).forward_backward(
+            [batches.collate([[(ids, ids)]], 1)], language_modeling
+        )
     finally:
         dist.destroy_process_group()
     half = torch.bfloat16
-    assert found.pop("linear_cross_entropy") == (half, 259)  # in bfloat16 it would be 260
+    assert found.pop("linear_cross_entropy") == (half, None)
+    assert sums.denominator == 259  # in bfloat16 it would be 260
     assert found == {"qk_norm_rope" if merge_qkv else "rope": (half, torch.float32, torch.float32)}
 
 
@@ -1428,9 +1458,9 @@ COMPILED = {
             "train__enable_gradient_checkpointing": True,
             "train__data_parallel_mode": "fsdp2",
         },
-        {"Block._layer": 12},
+        {"Block.forward": 12},
     ),
-    "mixed": (MIXED, {"model__attn_implementation": "eager"}, {"Block._layer": 12}),
+    "mixed": (MIXED, {"model__attn_implementation": "eager"}, {"Block.forward": 12}),
     "moe_act": (
         MIXED,
         {
@@ -1473,10 +1503,10 @@ def test_every_layer_is_compiled_and_stays_so(case, tmp_path, backend, capsys):
             **options,
         },
     )
-    ran, real, counts = set(), parallel.Compiled.__call__, []
+    ran, real, counts = set(), compiling.Compiled.__call__, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            parallel.Compiled, "__call__", lambda self, *a: ran.add(self) or real(self, *a)
+            compiling.Compiled, "__call__", lambda self, *a: ran.add(self) or real(self, *a)
         )
         patch.setattr(train.Metrics, "step", lambda *a, **k: counts.append(backend.frame_count))
         run(path, "--train.enable_compile=true")
@@ -1508,17 +1538,18 @@ def test_what_of_a_layer_is_compiled_is_chosen_by_what_can_be(
     path = write_config(tmp_path, {**shape, "num_hidden_layers": 12}, train__enable_compile=True)
     config = load(path, arguments)
     model = Transformer(shape_of(config), Ops.resolve("eager"))
-    model.recompute_activations(config.train.recompute_modules)
+    arguments = (model, config.train, config.model.basic_modules)
     if isinstance(parts, str):
         with pytest.raises(ValueError, match=parts):
-            parallel._compile(model, config)
+            compiling.compile_layers(*arguments)
     else:
-        parallel._compile(model, config)
-        assert parallel.compiled_parts(model) == parts
+        compiling.compile_layers(*arguments)
+        model.recompute_activations(config.train.recompute_modules)
+        assert compiling.compiled_parts(model) == parts
 
 
 def test_what_is_no_longer_compiled_says_so(caplog, backend):
-    grows = parallel.Compiled(Grows.call)
+    grows = compiling.Compiled(Grows.call)
     for n in range(12):
         assert grows(Grows(n), torch.ones(2)).tolist() == [1 + n] * 2
     [said] = [r.message for r in caplog.records if "train.enable_compile" in r.message]
@@ -1528,7 +1559,7 @@ def test_what_is_no_longer_compiled_says_so(caplog, backend):
     with pytest.raises(
         ValueError, match=r"train\.enable_compile = True: Grows\.breaks cannot be compiled: "
     ):
-        parallel.Compiled(Grows.breaks)(Grows(1), torch.ones(2))
+        compiling.Compiled(Grows.breaks)(Grows(1), torch.ones(2))
 
 
 class Grows:
@@ -1713,7 +1744,7 @@ KINDS = {"lora": LORA, "nvfp4": QLORA, "nf4": NF4, "block_fp8": FP8}
 
 def build(path, *arguments):
     config = load(path, list(arguments))
-    return config, train.build_model(config, shape_of(config), World(), Ops.resolve())
+    return config, build_model(config, shape_of(config), Mesh(), Ops.resolve())
 
 
 def adapter_names(model):
@@ -1742,9 +1773,8 @@ def test_adapters_alone_learn(shape, kind, tmp_path):
     else:
         error = (fresh(ids) - plain(ids)).abs().max() / plain(ids).abs().max()
         assert 1e-3 < error < 0.3
-    model, optimizer, found = distributed_worker.several_steps(
-        config, World(), make_bins(), steps=8
-    )
+    held, found = distributed_worker.several_steps(config, Mesh(), make_bins(), steps=8)
+    model, optimizer = held.model, held.optimizer
     before, after = fresh.state_dict(), model.state_dict()
     assert found["loss"][-1] < found["loss"][0] - 0.05
     for name, t in after.items():
@@ -1754,8 +1784,8 @@ def test_adapters_alone_learn(shape, kind, tmp_path):
         == adapter_names(model)
         != set()
     )
-    quantised = [name for name, p in adapt.base_weights(model) if adapt.quantized(p)]
-    assert len(quantised) == (0 if kind == "lora" else 8)
+    quantized = [name for name, p in adapt.base_weights(model) if adapt.quantized(p)]
+    assert len(quantized) == (0 if kind == "lora" else 8)
 
 
 def flags(options):
@@ -1783,7 +1813,7 @@ ALONE = {
 
 @pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["qwen3", "qwen3-moe"])
 def test_two_processes_train_adapters_as_one(shape, tmp_path):
-    """From weights in a folder, which one process reads and quantises, and sends."""
+    """From weights in a folder, which one process reads and quantizes, and sends."""
     source = Transformer(ModelConfig.from_hf(shape), Ops.resolve())
     source.init_weights(3)
     hf.save_weights(source, tmp_path / "weights")
@@ -1827,8 +1857,8 @@ def test_two_processes_train_adapters_as_one(shape, tmp_path):
             else (["--lora.enable_lora=true"] if kind == "spread" else flags(KINDS[kind]))
         )
         want = distributed_worker.several_steps(
-            load(path, ["--train.gradient_accumulation_steps=8", *alone]), World(), bins
-        )[2]
+            load(path, ["--train.gradient_accumulation_steps=8", *alone]), Mesh(), bins
+        )[1]
         found = torch.load(tmp_path / f"{mode}.pt")
         np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-5, err_msg=mode)
         np.testing.assert_allclose(found["norm"], want["norm"], rtol=1e-4, err_msg=mode)
@@ -1851,7 +1881,7 @@ def test_two_processes_train_adapters_as_one(shape, tmp_path):
     ],
 )
 def test_resuming_adapters_equals_never_stopping(kind, mode, tmp_path):
-    """Through merges, with noise, and with the quantised weights in the checkpoint."""
+    """Through merges, with noise, and with the quantized weights in the checkpoint."""
     noise = {} if kind == "lora" else {"lora__enable_aqn": True}
     resumed_equals_never_stopped(
         tmp_path,
@@ -1876,17 +1906,17 @@ def test_merging_happens_every_so_many_steps_and_may_forget_moments(kind, reset,
         model(ids, labels=ids).backward()
         optimizer.step()
         optimizer.zero_grad()
-        adapters.after_step(model, optimizer, config, step + 1)
+        adapters.after_step(model, optimizer, config.lora, config.train.seed, step + 1)
     before = {n: t.clone() for n, t in model.state_dict().items()}
     moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
     assert all(m.any() for m in moments)
     dense = {n: t.clone() for n, t, _ in adapt.dense_weights(model)}
     want = model(ids)
-    adapters.after_step(model, optimizer, config, 3)
+    adapters.after_step(model, optimizer, config.lora, config.train.seed, 3)
     assert all(
         not torch.equal(t, before[n]) for n, t in model.state_dict().items() if adapt.is_adapter(n)
     )
-    if kind == "lora":  # exactly what it was; quantised weights are rounded again
+    if kind == "lora":  # exactly what it was; quantized weights are rounded again
         assert (model(ids) - want).abs().max() <= 1e-6
     for name, full, _ in adapt.dense_weights(model):
         error = (full - dense[name]).norm() / dense[name].norm()
@@ -1947,12 +1977,12 @@ def test_adapters_that_are_written_alone_give_what_merging_writes(kind, mode, tm
         want = base(ids).logits
         if kind == "lora":
             on = transformers.AutoModelForCausalLM.from_pretrained(start)
-        else:  # adapters of quantised weights belong on those
+        else:  # adapters of quantized weights belong on those
             _, model = build(
                 write_config(tmp_path / "dense", **{**options, "train__data_parallel_mode": "none"})
             )
-            hf.save_weights(model, tmp_path / "dequantised")
-            on = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dequantised")
+            hf.save_weights(model, tmp_path / "dequantized")
+            on = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dequantized")
         torch.testing.assert_close(
             peft.PeftModel.from_pretrained(on.eval(), alone)(ids).logits, want, rtol=1e-4, atol=1e-5
         )
@@ -2025,13 +2055,13 @@ def test_each_field_of_lora_shapes_the_model(tmp_path):
     for changes, message in (
         ({"lora__lora_target_modules": ["lm_head"]}, "lora.lora_target_modules: .*'lm_head'"),
         ({**NF4, "lora__exclude_modules": ["nosuch"]}, "exclude_modules = .*'nosuch' match no"),
-        ({**NF4, "lora__exclude_modules": ["layers"]}, "leaves nothing to quantise"),
+        ({**NF4, "lora__exclude_modules": ["layers"]}, "leaves nothing to quantize"),
     ):
         with pytest.raises(ValueError, match=message):
             layers(**changes)
 
 
-def test_what_a_quantised_checkpoint_leaves_out_is_left_out_unless_the_user_says_otherwise(
+def test_what_a_quantized_checkpoint_leaves_out_is_left_out_unless_the_user_says_otherwise(
     tmp_path,
 ):
     model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
@@ -2046,10 +2076,10 @@ def test_what_a_quantised_checkpoint_leaves_out_is_left_out_unless_the_user_says
     )
     path = write_config(tmp_path, **NF4, model__model_path=str(tmp_path / "weights"))
     for arguments, count in (([], 6), (["--lora.exclude_modules=[]"], 8)):
-        quantised = [
+        quantized = [
             n for n, p in adapt.base_weights(build(path, *arguments)[1]) if adapt.quantized(p)
         ]
-        assert len(quantised) == count and ("model.layers.1.mlp.down_proj.weight" in quantised) == (
+        assert len(quantized) == count and ("model.layers.1.mlp.down_proj.weight" in quantized) == (
             count == 8
         )
 
@@ -2079,12 +2109,14 @@ def test_noise_is_trained_with_and_not_evaluated_with(kind, tmp_path):
     )  # evaluated before the first step
     losses = [[row[1] for row in found[name] if row[1]] for name in ("plain", "some", "more")]
     assert all(len(set(step)) == 3 for step in zip(*losses, strict=True))
-    config, model = build(write_config(tmp_path / "eval", **options))
-    _, held = train.build_data(config, World(), 97)
-    want = train.evaluate(model, held, config, World())
+    config = load(write_config(tmp_path / "eval", **options))
+    _, held = build_data(config, Mesh(), 97)
+    built = engine_of(config)
+    model, few = built.model, list(evaluation_batches(held, 1, 0, 1))
+    want = built.evaluate(few, language_modeling)
     adapt.set_noise(model, AQN(1.0, 1))
-    assert train.evaluate(model, held, config, World()) == want
-    adapters.before_step(model, load(str(tmp_path / "more/config.yaml"), ["--train.seed=6"]), 5)
+    assert built.evaluate(few, language_modeling) == want
+    adapters.before_step(model, load(str(tmp_path / "more/config.yaml")).lora, 6, 5)
     used = {n for m in model.modules() if isinstance(m, QuantizedLinear) for n in m.noise}
     assert {(n.alpha, n.seed, n.step) for n in used} == {(2.0, 6, 5)} and len(used) == 8
 
@@ -2130,9 +2162,11 @@ def test_a_run_cannot_come_to_save_adapters_alone(tmp_path):
     """Weights that were merged before would be lost."""
     merged = {**LORA, "lora__merge_lora_interval": 2, "lora__save_lora_only": False}
     alone = {**LORA, "lora__save_lora_only": True}
-    assert adapters.tied(load(write_config(tmp_path, **merged))) != adapters.tied(
-        load(write_config(tmp_path, model__model_path=str(tmp_path), **alone))
+    then, now = (
+        load(write_config(tmp_path, model__model_path=str(tmp_path), **options)).lora
+        for options in (merged, alone)
     )
+    assert adapters.identity(then) != adapters.identity(now)
 
 
 @pytest.mark.parametrize("asked, taken", [("eager", "eager"), (None, "auto")])

@@ -30,10 +30,13 @@ from test_trainer import (
 
 from tilewright.ops.context_parallel import ContextParallel, shard
 from tilewright.registry import ImplementationUnavailable
-from tilewright.trainer import data, hf, model, parallel, train
+from tilewright.trainer import batches as data
+from tilewright.trainer import hf, layers, mesh, parallel
+from tilewright.trainer.build import build_data, choose_ops
 from tilewright.trainer.config import load
+from tilewright.trainer.loss import count_labels
+from tilewright.trainer.mesh import Layout, Mesh, layout_of
 from tilewright.trainer.model import Ops, Transformer
-from tilewright.trainer.parallel import World
 
 
 def spread(ring, ulysses, processes=4, **more):
@@ -99,9 +102,9 @@ def trained(tmp_path_factory):
                     *(f"--train.{k}={v}" for k, v in (ADAM if adam else {}).items()),
                 ],
             ),
-            World(),
+            Mesh(),
             bins,
-        )[2]
+        )[1]
         for adam in (False, True)
     }
     return folder, path, found, alone
@@ -181,13 +184,17 @@ def test_ranks_of_one_sequence_read_the_same_bins_and_have_all_of_a_batch(tmp_pa
     config = load(
         write_config(tmp_path), ["--data.dataloader_num_workers=1", "--data.pad_to_multiple_of=6"]
     )
-    held, _ = train.build_data(config, World(), 97)
-    whole = next(data.Batches(held.bins, config, rank=1, world_size=3).steps())[0]
-    S = data.padding(config.data, ContextParallel(2, 2))
+    held, _ = build_data(config, Mesh(), 97)
+    whole = next(data.Batches(held.bins, config.data, config.train, rank=1, world_size=3).steps())[
+        0
+    ]
+    S = data.padding(config.data.pad_to_multiple_of, ContextParallel(2, 2))
     assert S == 24
     layouts = [ContextParallel(2, 2, u, r) for r in range(2) for u in range(2)]
     parts = [
-        next(data.Batches(held.bins, config, rank=1, world_size=3, cp=cp).steps())[0]
+        next(
+            data.Batches(held.bins, config.data, config.train, rank=1, world_size=3, cp=cp).steps()
+        )[0]
         for cp in layouts
     ]
     n = whole["input_ids"].shape[1]
@@ -202,7 +209,7 @@ def test_ranks_of_one_sequence_read_the_same_bins_and_have_all_of_a_batch(tmp_pa
         )
         assert joined[:, :real].equal(whole[name][:, :real]), name
     assert all(part["cu_seqlens"].equal(parts[0]["cu_seqlens"]) for part in parts)
-    assert sum(map(train.count_labels, parts)) == train.count_labels(whole)
+    assert sum(map(count_labels, parts)) == count_labels(whole)
 
 
 @pytest.mark.parametrize(
@@ -216,12 +223,16 @@ def test_ranks_of_one_sequence_read_the_same_bins_and_have_all_of_a_batch(tmp_pa
 )
 def test_which_ranks_shard_parameters(mode, table, tmp_path):
     config = load(write_config(tmp_path), spread(2, 2, cp_fsdp_mode=mode))
-    assert parallel._ranks(config.train, World(size=8)).tolist() == table
-    replicas = load(
-        write_config(tmp_path), spread(2, 2, cp_fsdp_mode=mode, data_parallel_replicate_size=2)
-    ).train
-    found = parallel._ranks(replicas, World(size=8))
-    assert found.shape == replicas.mesh(8) and sorted(found.flatten().tolist()) == list(range(8))
+    assert layout_of(config.train, 8).parameter_ranks().tolist() == table
+    replicas = layout_of(
+        load(
+            write_config(tmp_path),
+            spread(2, 2, cp_fsdp_mode=mode, data_parallel_replicate_size=2),
+        ).train,
+        8,
+    )
+    found = replicas.parameter_ranks()
+    assert found.shape == replicas.parameters and sorted(found.flatten().tolist()) == list(range(8))
     assert all(
         {r // 4 for r in group} == {group[0] // 4} for group in found.tolist()
     )  # a replica has its own
@@ -230,16 +241,38 @@ def test_which_ranks_shard_parameters(mode, table, tmp_path):
 def test_ranks_of_one_sequence_are_neighbours(tmp_path):
     config = load(write_config(tmp_path), spread(2, 2))
     with fake_group(8):
-        cp = parallel.context_parallel(config.train, 8, "cpu")
+        cpu = torch.device("cpu")
+        cp = mesh.context_parallel(layout_of(config.train, 8), cpu)
         assert cp.layout() == ContextParallel(2, 2, 0, 0)
         assert torch.distributed.get_process_group_ranks(cp.ulysses) == [0, 1]
         assert torch.distributed.get_process_group_ranks(cp.ring) == [0, 2]
-        assert (
-            parallel.context_parallel(load(write_config(tmp_path)).train, 8, "cpu")
-            == ContextParallel()
-        )
-    places = [World(rank, 8, cp=ContextParallel(2, 2)) for rank in range(8)]
-    assert [(w.data_rank, w.data_size) for w in places] == [(rank // 4, 2) for rank in range(8)]
+        assert mesh.context_parallel(Layout(replicate=8), cpu) == ContextParallel()
+    layout = Layout(shard=2, ring=2, ulysses=2)
+    assert [layout.batch_rank(rank) for rank in range(8)] == [rank // 4 for rank in range(8)]
+    assert layout.data == 2
+
+
+@pytest.mark.parametrize(
+    "outside, table",
+    [(False, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]), (True, [[[0, 2], [1, 3]], [[4, 6], [5, 7]]])],
+)
+def test_which_ranks_share_experts(outside, table):
+    layout = Layout(replicate=2, shard=4, expert=2, ep_outside=outside)
+    assert layout.expert_ranks().tolist() == table
+
+
+def test_the_axes_count_in_their_order():
+    layout = Layout(pp=2, replicate=3, shard=2, ring=2, ulysses=1, tp=2)
+    assert layout.size == 48 and layout.data == 6
+    assert layout.coordinates(47) == {
+        **dict.fromkeys(("pp", "shard", "tp"), 1),
+        "replicate": 2,
+        "ring": 1,
+        "ulysses": 0,
+    }
+    # The stage and the slice of a rank's own: half of the ranks are of the other stage.
+    assert layout.parameter_ranks(47).flatten().tolist() == list(range(25, 48, 2))
+    assert layout.batch_rank(47) == 5 and layout.batch_rank(44) == layout.batch_rank(45) == 5
 
 
 def test_what_cannot_be_spread_is_one_sentence(tmp_path):
@@ -248,10 +281,15 @@ def test_what_cannot_be_spread_is_one_sentence(tmp_path):
     with pytest.raises(
         ValueError, match=r"ulysses_parallel_size = 4: the model's 6 query heads do not divide by 4"
     ):
-        parallel.parallelize(decoder, config, World(0, 4, cp=ContextParallel(4)))
+        parallel.parallelize(decoder, config.train, config.model, Mesh(context=ContextParallel(4)))
     config = load(write_config(tmp_path), [*spread(2, 1), "--model.attn_implementation=native"])
     with pytest.raises(ImplementationUnavailable, match=r"attention\[native\]"):
-        train.choose_ops(config, shape_of(config), World(0, 4, cp=ContextParallel(1, 2)))
+        choose_ops(
+            config.model,
+            shape_of(config),
+            Mesh(context=ContextParallel(1, 2)),
+            torch.float32,
+        )
 
 
 def test_positions_that_are_not_given_are_those_of_the_whole_sequence():
@@ -260,10 +298,10 @@ def test_positions_that_are_not_given_are_those_of_the_whole_sequence():
     """
     decoder = Transformer(hf.ModelConfig.from_hf(QWEN3), Ops.resolve())
     seen = []
-    decoder.model.layers[0].self_attn.forward = lambda x, cos, sin, position_ids, *rest: (
-        seen.append((len(cos), position_ids)) or x
+    decoder.model.layers[0].self_attn.forward = lambda x, sequence: (
+        seen.append((len(sequence.cos), sequence.position_ids)) or x
     )
-    decoder.model.layers[1].self_attn.forward = lambda x, *rest: x
+    decoder.model.layers[1].self_attn.forward = lambda x, sequence: x
     ids, cu = torch.randint(0, 97, (1, 16)), torch.tensor([0, 5, 16])
     for cp in (ContextParallel(1, 2, 0, r) for r in range(2)):
         decoder.spread_sequence(cp)
@@ -286,7 +324,7 @@ def test_compiled_layers_are_not_made_anew_for_other_documents(monkeypatch, no_c
 
     seen, made = [], []
     monkeypatch.setattr(
-        model,
+        layers,
         "context_parallel_attention",
         lambda q, *_, ends, **__: seen.append(ends) or q.clone(),
     )

@@ -1,4 +1,4 @@
-"""What the section `lora` of a configuration asks for: adapters, quantised weights, noise on
+"""What the section `lora` of a configuration asks for: adapters, quantized weights, noise on
 them, merging.
 """
 
@@ -14,15 +14,15 @@ from tilewright.nn.lora_experts import LoRAExperts
 from tilewright.ops.aqn import AQN
 from tilewright.ops.moe_lora import MOE_LORA
 from tilewright.trainer import hf
-from tilewright.trainer.config import Config
+from tilewright.trainer.config import Lora, Model
 from tilewright.trainer.model import Transformer
 
 
-def add(model: Transformer, config: Config) -> None:
-    """Quantises the layers of a model without weights yet, if that is asked for, and gives it
+def add(model: Transformer, wanted: Lora, names: Model) -> None:
+    """Quantizes the layers of a model without weights yet, if that is asked for, and adds
     adapters.
     """
-    wanted, path = config.lora, config.model.model_path
+    path = names.model_path
     if wanted.enable_qlora:
         exclude = wanted.exclude_modules
         if exclude is None:
@@ -37,7 +37,7 @@ def add(model: Transformer, config: Config) -> None:
         except ValueError as error:
             raise ValueError(f"lora.exclude_modules = {exclude}: {error}") from error
         if not done:
-            raise ValueError(f"lora.exclude_modules = {exclude}: leaves nothing to quantise")
+            raise ValueError(f"lora.exclude_modules = {exclude}: leaves nothing to quantize")
     try:
         adapt.add_lora(
             model, wanted.lora_target_modules, rank=wanted.lora_rank, alpha=wanted.lora_alpha
@@ -47,7 +47,7 @@ def add(model: Transformer, config: Config) -> None:
     for module in mixtures(
         model
     ):  # the name that the user gave, or none: raises for one that cannot run here
-        module.implementation = config.model.moe_implementation or "auto"
+        module.implementation = names.moe_implementation or "auto"
         MOE_LORA.resolve(module.implementation)
 
 
@@ -58,11 +58,11 @@ def mixtures(model: Transformer) -> list[LoRAExperts]:
 
 def operations(model: Transformer, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """Which implementation experts with adapters take, of what `Ops` does not name."""
-    found = mixtures(model)
-    name = found[0].implementation if found else ""
+    experts = mixtures(model)
+    name = experts[0].implementation if experts else ""
     return (
         {"moe_lora": MOE_LORA.choose(device.type, dtype) if name == "auto" else name}
-        if found
+        if experts
         else {}
     )
 
@@ -72,43 +72,42 @@ def generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed << 31 | step)
 
 
-def before_step(model: Transformer, config: Config, step: int) -> None:
+def before_step(model: Transformer, wanted: Lora, seed: int, step: int) -> None:
     """step: optimizer steps done."""
-    if config.lora.enable_aqn:
-        adapt.set_noise(model, AQN(config.lora.aqn_alpha, config.train.seed, step))
+    if wanted.enable_aqn:
+        adapt.set_noise(model, AQN(wanted.aqn_alpha, seed, step))
 
 
 def after_step(
-    model: Transformer, optimizer: torch.optim.Optimizer, config: Config, done: int
+    model: Transformer, optimizer: torch.optim.Optimizer, wanted: Lora, seed: int, done: int
 ) -> None:
     """done: optimizer steps done."""
-    interval = config.lora.merge_lora_interval
+    interval = wanted.merge_lora_interval
     if not interval or done % interval:
         return
-    adapt.merge_adapters(model, generator(config.train.seed, done))
-    if config.lora.reset_optimizer_on_merge:
-        for (
-            state
-        ) in optimizer.state.values():  # zeros, steps too, are what an optimizer begins with
+    adapt.merge_adapters(model, generator(seed, done))
+    if wanted.reset_optimizer_on_merge:
+        # Zeros, of step counts too, are what an optimizer begins with.
+        for state in optimizer.state.values():
             for value in state.values():
                 value.zero_()
 
 
-def tied(config: Config) -> dict[str, Any] | None:
-    """What a checkpoint with adapters is tied to."""
-    if not config.lora.enable_lora:
+def identity(wanted: Lora) -> dict[str, Any] | None:
+    """What a checkpoint with adapters belongs to."""
+    if not wanted.enable_lora:
         return None
     # Not save_lora_only: a run that merged has weights that adapters alone would lose.
     free = ("merge_lora_interval", "reset_optimizer_on_merge", "enable_aqn", "aqn_alpha")
-    return {k: v for k, v in config.lora.model_dump(mode="json").items() if k not in free}
+    return {k: v for k, v in wanted.model_dump(mode="json").items() if k not in free}
 
 
 def size(model: Transformer) -> str:
     """How many parameters, and how many of them are trained."""
-    quantised = sum(
+    quantized = sum(
         math.prod(adapt.shape_of(p)) for _, p in adapt.base_weights(model) if adapt.quantized(p)
     )
-    every = sum(p.numel() for p in model.parameters()) + quantised
+    every = sum(p.numel() for p in model.parameters()) + quantized
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adapters = any(True for _ in adapt.adapted(model))
     return f"{every / 1e6:.1f} M parameters" + (

@@ -2,23 +2,21 @@
 resumed from.
 
 {output_dir}/checkpoints/global_step_N/ holds the model and optimizer (DCP, resharded on load as
-needed), state.json (step, position in the data, model shape, op choices), each rank's random state,
-and, in the last one, hf/. Reading one
-runs no code that it names: what is pickled is read by unpicklers that know a list of types.
+needed), state.json (step, samples used, what the checkpoint belongs to, op choices), each rank's
+random state, and, in the last one, hf/.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import io
 import json
 import logging
 import pathlib
-import pickle
 import shutil
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -28,247 +26,26 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from tilewright.files import read_json, replace_folder
-from tilewright.trainer.parallel import World
+from tilewright.trainer.checkpoint_files import Damaged, Planner, Reader, read_metadata, read_state
+from tilewright.trainer.mesh import Mesh, checkpoint_group
+from tilewright.trainer.run_folder import candidates, claim, complete, find, publish, recover
 
+__all__ = [
+    "Damaged",
+    "Saver",
+    "candidates",
+    "claim",
+    "complete",
+    "find",
+    "read_metadata",
+    "recover",
+    "restore",
+    "resume",
+]
 log = logging.getLogger("tilewright")
-
-
-class Damaged(ValueError):
-    """A checkpoint that is not whole, or not what a checkpoint is."""
-
-
-class Incomplete(Damaged, FileNotFoundError):
-    """A checkpoint that lacks a file."""
-
-
-def find(output_dir: str, wanted: str | None) -> pathlib.Path | None:
-    """The first of `candidates`, if there is any."""
-    return next(iter(candidates(output_dir, wanted)), None)
-
-
-def candidates(output_dir: str, wanted: str | None) -> list[pathlib.Path]:
-    """The folders to resume from: the second only if the first is damaged, and so on. "auto": those
-    of output_dir, the one that was written last first.
-
-    Raises FileNotFoundError for a path without a checkpoint.
-    """
-    if not wanted:
-        return []
-    if wanted == "auto":
-        # Not the largest step: a run that was resumed from an earlier one leaves larger steps of
-        # the former run behind.
-        return sorted(complete(output_dir), key=_written, reverse=True)
-    folder = pathlib.Path(wanted)
-    if not (folder / "state.json").is_file():
-        raise FileNotFoundError(
-            f"train.load_checkpoint_path = {wanted}: no checkpoint there (no state.json)"
-        )
-    return [folder]
-
-
-def _written(folder: pathlib.Path) -> float:
-    """When, in seconds since 1970."""
-    try:
-        return read_state(folder)["written"]
-    except Damaged:  # `resume` says so when its turn comes
-        return (folder / "state.json").stat().st_mtime
-
-
-def complete(output_dir: str) -> list[pathlib.Path]:
-    """Checkpoints of a run's folder."""
-    found = sorted(pathlib.Path(output_dir, "checkpoints").glob("global_step_*"))
-    return [p for p in found if (p / "state.json").is_file()]
-
-
-@contextlib.contextmanager
-def claim(output_dir: str, world: World) -> Iterator[None]:
-    """Makes the folder, and holds it for this run: a second live one is refused. What a run that
-    was killed left there is put in order. Every rank must call it. Raises ValueError or OSError on
-    all of them.
-    """
-    with contextlib.ExitStack() as stack:
-        problem = None
-        if world.main:
-            try:
-                folder = pathlib.Path(output_dir)
-                folder.mkdir(parents=True, exist_ok=True)  # fails before anything is computed
-                recover(output_dir, world, alone=_lock(folder, stack))
-            except (OSError, ValueError) as error:
-                problem = error
-        world.agree(problem)
-        yield
-
-
-def _lock(folder: pathlib.Path, stack: contextlib.ExitStack) -> bool:
-    """Whether no other process can be writing there, which some file systems do not tell. Raises
-    ValueError if one is.
-
-    The lock is the process's own, not its children's, and ends with it however it ends.
-    """
-    file = stack.enter_context((folder / ".lock").open("w"))
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        raise ValueError(
-            f"train.output_dir = {folder}: another run is writing there; choose another folder, "
-            f"or wait "
-            "for it to end"
-        ) from error
-    except OSError as error:
-        log.warning(
-            "%s: its file system has no locks (%s): nobody would notice two runs that write there",
-            folder,
-            error,
-        )
-        return False
-    return True
-
-
-def recover(output_dir: str, world: World, *, alone: bool = True) -> None:
-    """Of a run that was killed: gives checkpoints that are whole their name, and removes what was
-    not finished.
-
-    alone: no other run is writing here; otherwise what is not finished is only named.
-    """
-    if not world.main:
-        return
-    root = pathlib.Path(output_dir, "checkpoints")
-    for old in root.glob(".global_step_*.old"):  # killed while a new one was about to take its name
-        target = old.with_name(old.name[1 : -len(".old")])
-        if target.exists():
-            shutil.rmtree(old)
-        else:
-            old.rename(target)
-    for aside in sorted(
-        [*root.glob(".global_step_*.partial"), *root.glob("global_step_*/.*.partial")]
-    ):
-        try:
-            if not alone:
-                raise Damaged("another run may be writing it")
-            if aside.name != f".global_step_{(step := read_state(aside)['step'])}.partial":
-                raise Damaged(f"its state is of step {step}")
-            read_metadata(aside / "dcp")  # which is written when all else is
-        except (OSError, Damaged) as problem:
-            if alone:
-                shutil.rmtree(aside)
-            log.warning(
-                "%s: an unfinished checkpoint of an earlier run%s (%s)",
-                aside,
-                ", removed" if alone else "",
-                problem,
-            )
-        else:
-            _give_name(aside, aside.with_name(aside.name[1 : -len(".partial")]))
-
-
-def _give_name(aside: pathlib.Path, target: pathlib.Path) -> None:
-    replace_folder(aside, target)
-    log.info("checkpoint %s", target)
-
-
-def read_state(folder: pathlib.Path) -> dict[str, Any]:
-    try:
-        state = read_json(folder / "state.json")
-    except (OSError, ValueError) as error:
-        raise Damaged(str(error)) from error
-    if absent := {"step", "written", "run", "ops"} - state.keys():
-        raise Damaged(f"{folder / 'state.json'}: lacks {', '.join(sorted(absent))}")
-    return state
-
-
-# ---- reading what is pickled
-
-_KNOWN = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Of DCP's metadata. A pickle may name any function of any module, to be called: this one
-    knows what belongs.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN or (
-            module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
-
-
-def read_metadata(folder: pathlib.Path) -> Metadata:
-    """Of a DCP folder: what it holds, in which of its files. Raises Damaged if it is not that, or
-    if a file is absent or too short.
-    """
-    path = folder / ".metadata"
-    if not path.is_file():
-        raise Incomplete(
-            f"{folder.parent}: holds no dcp/.metadata, so it is not a whole checkpoint"
-        )
-    try:
-        with path.open("rb") as file:
-            metadata = _Unpickler(file).load()
-        pieces = list(metadata.storage_data.values())
-        needed = {piece.relative_path: 0 for piece in pieces}
-        for piece in pieces:
-            if "/" in piece.relative_path:
-                raise ValueError(f"{piece.relative_path} is not a file in the folder")
-            needed[piece.relative_path] = max(
-                needed[piece.relative_path], piece.offset + piece.length
-            )
-    except Exception as error:  # bytes at random make the unpickler raise anything
-        raise Damaged(f"{path}: is not the metadata of a checkpoint: {error}") from error
-    for name, size in needed.items():
-        file = folder / name
-        if (found := file.stat().st_size if file.is_file() else -1) < size:
-            raise Damaged(
-                f"{file}: is {'absent' if found < 0 else f'cut off after {found} bytes'}, and "
-                f"should have "
-                f"{size} bytes"
-            )
-    return metadata
-
-
-class _Reader(dcp.FileSystemReader):
-    """Of a folder whose metadata have been read."""
-
-    def __init__(self, folder: pathlib.Path, metadata: Metadata):
-        super().__init__(folder)
-        self.metadata = metadata
-
-    def read_metadata(self) -> Metadata:
-        return self.metadata
-
-
-class _Planner(dcp.DefaultLoadPlanner):
-    """DCP unpickles tensors by a list of types, but not numbers and names."""
-
-    def load_bytes(self, read_item: dcp.planner.ReadItem, value: Any) -> None:
-        torch.save(torch.load(value, weights_only=True), safe := io.BytesIO())
-        safe.seek(0)
-        super().load_bytes(read_item, safe)
 
 
 @contextlib.contextmanager
@@ -284,9 +61,6 @@ def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
             raise first from None
         reason = str(first).partition("\n")[0]
         raise kind(f"{what} (rank {rank}: {type(first).__name__}: {reason})") from first
-
-
-# ---- writing
 
 
 def _not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
@@ -311,17 +85,14 @@ class Saver:
     """
 
     def __init__(
-        self, output_dir: str, world: World, asynchronous: bool, last: pathlib.Path | None = None
+        self, output_dir: str, mesh: Mesh, asynchronous: bool, last: pathlib.Path | None = None
     ):
-        self.root, self.world, self.asynchronous = (
-            pathlib.Path(output_dir, "checkpoints"),
-            world,
-            asynchronous,
+        self.root, self.mesh = pathlib.Path(output_dir, "checkpoints"), mesh
+        self.last = last
+        self.pending: tuple[Future[None], pathlib.Path] | None = (
+            None  # published, and under what name
         )
-        self.last, self.pending = last, None
-        # The thread that writes communicates while training does: in one group their messages would
-        # be mixed up.
-        self.group = dist.new_group(backend="gloo") if asynchronous else None
+        self.group = checkpoint_group() if asynchronous else None
 
     def folder(self, step: int) -> pathlib.Path:
         return self.root / f"global_step_{step}"
@@ -335,58 +106,67 @@ class Saver:
         """
         self.finish()
         wrong = _not_finite(model, optimizer)
-        self.world.agree(
+        self.mesh.control.agree(
             wrong
             and ValueError(
-                f"step {step}: {wrong} or its moments are not finite, so that no "
-                f"checkpoint is written; {self.go_on()}"
+                f"step {step}: {wrong} or its moments are not finite, so that no checkpoint is "
+                f"written; {self.go_on()}"
             )
         )
         target, aside = self.folder(step), self.root / f".global_step_{step}.partial"
-        if self.world.main:
+        if self.mesh.main:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-        self.world.barrier()
+        self.mesh.control.barrier()
         weights, moments = get_state_dict(model, optimizer)
         tensors = {"model": weights, "optimizer": moments}
         random = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random["cuda"] = torch.cuda.get_rng_state()
-        save_file(random, aside / f"random_{self.world.rank}.safetensors")
-        if self.world.main:
+        save_file(random, aside / f"random_{self.mesh.rank}.safetensors")
+        if self.mesh.main:
             text = json.dumps({"step": step, "written": time.time(), **state}, indent=1)
             (aside / "state.json").write_text(text + "\n")
-        if self.asynchronous:
-            self.pending = (
-                dcp.async_save(tensors, checkpoint_id=aside / "dcp", process_group=self.group),
-                aside,
-                target,
-            )
+        if self.group is not None:
+            written = dcp.async_save(tensors, checkpoint_id=aside / "dcp", process_group=self.group)
+            self.pending = self._published_by_itself(written, aside, target), target
         else:
             with _first_failure(OSError, f"{aside}: cannot be written"):
                 dcp.save(tensors, checkpoint_id=aside / "dcp")
-            self._publish(aside, target)
+            self.mesh.control.barrier()
+            if self.mesh.main:
+                publish(aside, target)
+            self.mesh.control.barrier()
+            self.last = target
         return target
 
-    def poll(self) -> None:
-        """Gives a checkpoint under way its name if all ranks have written their parts."""
-        if self.pending is not None and self.world.sum(self.pending[0].done()) == [self.world.size]:
-            self.finish()
+    def _published_by_itself(
+        self, written: Future[None], aside: pathlib.Path, target: pathlib.Path
+    ) -> Future[None]:
+        """Once all ranks have written their parts, a thread gives the checkpoint its name."""
+        published: Future[None] = Future()
+
+        def wait_and_publish() -> None:
+            try:
+                written.result()
+                dist.barrier(group=self.group)
+                if self.mesh.main:
+                    publish(aside, target)
+            except BaseException as error:  # of whatever kind: it is raised where it is waited for
+                published.set_exception(error)
+            else:
+                published.set_result(None)
+
+        threading.Thread(target=wait_and_publish, daemon=True).start()
+        return published
 
     def finish(self) -> None:
-        """Waits for a checkpoint under way and gives it its name."""
+        """Waits for a checkpoint under way."""
         if self.pending is not None:
-            (future, aside, target), self.pending = self.pending, None
-            with _first_failure(OSError, f"{aside}: cannot be written"):
-                future.result()
-            self._publish(aside, target)
-
-    def _publish(self, aside: pathlib.Path, target: pathlib.Path) -> None:
-        self.world.barrier()
-        if self.world.main:
-            _give_name(aside, target)
-        self.world.barrier()
-        self.last = target
+            (published, target), self.pending = self.pending, None
+            with _first_failure(OSError, f"{target}: cannot be written"):
+                published.result()
+            self.last = target
 
     def go_on(self) -> str:
         """What a run that cannot go on says about how to."""
@@ -398,19 +178,18 @@ class Saver:
         return f"lower train.lr or look at the data, {last}"
 
     def interrupted(self) -> str:
-        """The newest whole checkpoint, for the last words of a run. Waits for one under way; to
-        interrupt that gives it
-        up. The other processes may be gone: no message is sent.
+        """The newest whole checkpoint, for the last words of a run.
+
+        Waits for one under way; to interrupt that gives it up. The other processes may be gone: no
+        message is sent.
         """
         lost = ""
         if self.pending is not None:
-            (future, aside, target), self.pending = self.pending, None
-            if self.world.main:
+            (published, target), self.pending = self.pending, None
+            if self.mesh.main:
                 log.info("waiting for %s to be written; interrupt again to give it up", target)
             try:
-                future.result()
-                if self.world.main:
-                    _give_name(aside, target)
+                published.result()
                 self.last = target
             except (Exception, CheckpointException, KeyboardInterrupt):
                 lost = f"; {target.name} was being written and is given up"
@@ -428,7 +207,7 @@ def resume(
     folders: list[pathlib.Path],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    world: World,
+    mesh: Mesh,
     *,
     run: dict[str, dict[str, Any]],
     ops: dict[str, str],
@@ -438,11 +217,11 @@ def resume(
     """
     for folder, following in zip(folders, [*folders[1:], None], strict=True):
         try:
-            return folder, restore(folder, model, optimizer, world, run=run, ops=ops)
+            return folder, restore(folder, model, optimizer, mesh, run=run, ops=ops)
         except Damaged as error:
             if following is None:
                 raise
-            if world.main:
+            if mesh.main:
                 log.warning("%s; going on from the one before it, %s", error, following)
     raise ValueError("there is no checkpoint to resume from")
 
@@ -451,7 +230,7 @@ def restore(
     folder: pathlib.Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    world: World,
+    mesh: Mesh,
     *,
     run: dict[str, dict[str, Any]],
     ops: dict[str, str],
@@ -468,15 +247,15 @@ def restore(
         state = read_state(folder)
         _check(folder, state, run)
         metadata = read_metadata(folder / "dcp")
-        file = folder / f"random_{world.rank}.safetensors"
+        file = folder / f"random_{mesh.rank}.safetensors"
         if file.is_file():  # a rank that did not exist then starts from its seed
             random = load_file(file)
     except SafetensorError as error:
         problem = Damaged(f"{file}: cannot be read as safetensors: {error}")
     except (OSError, ValueError) as error:
         problem = error
-    world.agree(problem)
-    if world.main and (
+    mesh.control.agree(problem)
+    if mesh.main and (
         changed := {k: (v, ops.get(k)) for k, v in state["ops"].items() if ops.get(k) != v}
     ):
         log.warning(
@@ -485,7 +264,7 @@ def restore(
     weights, moments = get_state_dict(model, optimizer)
     tensors = {"model": weights, "optimizer": moments}
     with _first_failure(Damaged, f"{folder}: cannot be read"):
-        dcp.load(tensors, storage_reader=_Reader(folder / "dcp", metadata), planner=_Planner())
+        dcp.load(tensors, storage_reader=Reader(folder / "dcp", metadata), planner=Planner())
     set_state_dict(
         model, optimizer, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"]
     )

@@ -1,12 +1,7 @@
-"""From files or the Hub to packed batches: load, tokenise, cache, split, pack, and hand out by
-rank.
+"""From files or the Hub to prepared samples: load, tokenize, cache, split.
 
-A sample has input_ids and labels (default: the same; -100 is not trained on). A batch is one packed
-row:
-    input_ids [1, T], labels [1, T] (shifted: labels[t] follows token t of the same document; the
-    last is -100), position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1].
-With context parallelism the first three are this rank's part of the row, and the ranks of one row
-read the same bins.
+A sample has input_ids and labels (default: the same; -100 is not trained on). `batches.py` packs
+samples into batches.
 """
 
 from __future__ import annotations
@@ -15,178 +10,20 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import pathlib
-import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
-from tilewright import platform
-from tilewright.ops.context_parallel import ContextParallel, shard
-from tilewright.registry import ImplementationUnavailable
-from tilewright.trainer import packing
 from tilewright.trainer.config import Config, Data, Dataset
+from tilewright.trainer.loss import IGNORE
+from tilewright.trainer.sources import check_sources, dummy, read_raw
 
 log = logging.getLogger("tilewright")
-IGNORE = -100
-FORMATS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
-COMPRESSED = (".gz", ".bz2", ".xz", ".zip", ".zst")
-# Scheme of an address -> the package that reads it, for those that the configuration names.
-READERS = {
-    **dict.fromkeys(("s3", "s3a"), "s3fs"),
-    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
-    **dict.fromkeys(("abfs", "abfss", "az"), "adlfs"),
-    **dict.fromkeys(("http", "https"), "aiohttp"),
-}
-DUMMY_SAMPLES = 512
-PREPARATION = (
-    1  # to be raised when the same settings prepare other data: a cache of before is then not used
-)
-
-
-# ---- loading
-
-
-def _files(path: pathlib.Path, kind: str | None) -> tuple[str, list[str]]:
-    """(format, files) of a local file or folder. kind: the configured format; of a folder, only
-    such files.
-    """
-    if path.is_file():
-        files, kinds = [path], {kind or FORMATS.get(path.suffix)}
-    else:
-        files = sorted(
-            p for p in path.rglob("*") if p.suffix in FORMATS and kind in (None, FORMATS[p.suffix])
-        )
-        kinds = {FORMATS[p.suffix] for p in files}
-    if len(kinds) != 1 or None in kinds:
-        raise ValueError(
-            f"{path}: needs files of one kind ({', '.join(FORMATS)}; or ds_type), "
-            f"found {sorted(kinds - {None}) or 'none of them'}"
-        )
-    return kinds.pop(), list(map(str, files))
-
-
-def _saved(path: pathlib.Path) -> bool:
-    """Written by the package datasets itself, as one set or as a mapping of splits."""
-    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
-
-
-def _only(found, entry: Dataset):
-    """One set out of a mapping of splits."""
-    if not isinstance(found, dict):
-        if entry.split is not None:
-            raise ValueError(f"{entry.path}: holds one data set without splits, not {entry.split}")
-        return found
-    names = sorted(found)
-    split = names[0] if entry.split is None and len(names) == 1 else entry.split
-    if split not in names:
-        raise ValueError(
-            f"{entry.path}: has the splits {', '.join(names)}; set split to one of them"
-        )
-    return found[split]
-
-
-def check_sources(entries: list[Dataset], *, cached: bool = False) -> None:
-    """Raises FileNotFoundError for a path that is neither here nor can be a Hub id (a data file's
-    name cannot), and ImplementationUnavailable for an address whose scheme needs a package that is
-    not installed. Reads nothing.
-
-    cached: an address may have been prepared before, which needs no package.
-    """
-    for entry in entries:
-        scheme, address, _ = entry.path.partition("://")
-        reader = READERS.get(scheme.rpartition("::")[2].lower())
-        path = pathlib.Path(entry.path)
-        if (
-            not address
-            and not path.exists()
-            and (
-                path.suffix in (*FORMATS, *COMPRESSED)
-                or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", entry.path)
-            )
-        ):
-            raise FileNotFoundError(f"{entry.path}: no such file or folder")
-        if address and reader and not cached and (reason := platform.no_module(reader)):
-            raise ImplementationUnavailable(f"{entry.path}: {reason}")
-
-
-def _raw(entry: Dataset, data: Data):
-    import datasets
-
-    path, kind, options = pathlib.Path(entry.path), entry.ds_type, {"token": data.hf_use_auth_token}
-    remote = "://" in entry.path
-    if entry.data_files is None and not remote and not path.exists():  # a Hub id
-        options |= {"name": entry.name, "revision": entry.revision, "split": entry.split}
-        try:
-            found = datasets.load_dataset(entry.path, **options)
-        except OSError as error:
-            raise FileNotFoundError(
-                f"{entry.path}: no file here, and the Hub does not give it: {error}"
-            ) from error
-        return found if entry.split is not None else _only(found, entry)
-    if entry.data_files is not None:
-        if path.is_file():
-            raise ValueError(f"{entry.path}: is a file, so data_files cannot be in it")
-        revision = f"@{entry.revision}" if entry.revision else ""
-        base = entry.path if remote or path.is_dir() else f"hf://datasets/{entry.path}{revision}"
-        names = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
-        files = [f"{base.rstrip('/')}/{name}" for name in names]
-    elif remote:
-        kind, files = kind or FORMATS.get(pathlib.PurePath(entry.path).suffix, "json"), [entry.path]
-    elif _saved(path):
-        if kind is not None:
-            raise ValueError(
-                f"{entry.path}: a saved data set knows its format; leave out ds_type = {kind}"
-            )
-        return _only(datasets.load_from_disk(entry.path), entry)
-    else:
-        kind, files = _files(path, kind)
-    if kind == "text":  # a file is a document; the library's default would make every line one
-        options["sample_by"] = "document"
-    try:
-        return datasets.load_dataset(
-            kind, data_files={"train": files}, split=entry.split or "train", **options
-        )
-    except (
-        datasets.exceptions.DatasetGenerationError,
-        StopIteration,
-    ) as error:  # the latter for empty files
-        reason = " ".join(str(error.__cause__ or error).split()) or "there is nothing in it"
-        raise ValueError(f"{entry.path}: cannot be read as {kind}: {reason}") from error
-    except (
-        Exception
-    ) as error:  # what reads addresses raises what its libraries do, which have no base in common
-        if "://" not in files[0]:
-            raise
-        reason = " ".join(str(error).split())[:300]
-        raise OSError(f"{entry.path}: cannot be read: {type(error).__name__}: {reason}") from error
-
-
-def _dummy(data: Data, vocab: int, seed: tuple[int, ...]):
-    """Random documents of random lengths."""
-    import datasets
-
-    rng = np.random.default_rng(seed)
-    longest = data.sample_packing_sequence_len
-    rows = [
-        rng.integers(0, vocab, rng.integers(max(2, longest // 8), longest + 1))
-        for _ in range(DUMMY_SAMPLES)
-    ]
-    return datasets.Dataset.from_dict({"input_ids": rows})
-
-
-# ---- preparation
+# Raise it when the same settings prepare other data: an earlier cache is then not used.
+PREPARATION = 1
 
 
 def _longest(entry: Dataset, data: Data) -> int:
@@ -196,7 +33,7 @@ def _longest(entry: Dataset, data: Data) -> int:
 
 
 def _columns():
-    """Of every prepared set, since those that are merged must agree."""
+    """The columns of every prepared set: sets that are merged must agree."""
     import datasets
 
     return datasets.Features(
@@ -212,7 +49,7 @@ def _check_range(path: str, ids: list[int], vocab: int, *also: int) -> None:
             raise ValueError(f"{path}: token {worst} is not in the model's vocabulary of {vocab}")
 
 
-def _tokenise(raw, entry: Dataset, data: Data, tokenizer, vocab: int) -> Any:
+def _tokenize(raw, entry: Dataset, data: Data, tokenizer, vocab: int) -> Any:
     """Text to pieces of at most max_seq_len (default: a bin), with the end token after each
     document.
     """
@@ -251,7 +88,7 @@ def _tokenise(raw, entry: Dataset, data: Data, tokenizer, vocab: int) -> Any:
     )
 
 
-def _tokenised(raw, entry: Dataset, data: Data, vocab: int) -> Any:
+def _check_tokenized(raw, entry: Dataset, data: Data, vocab: int) -> Any:
     """Checks and cuts samples that are tokens already."""
     if "input_ids" not in raw.column_names:
         other = "; for samples that are text set type to text" if "text" in raw.column_names else ""
@@ -314,9 +151,9 @@ def _build(
     for i, entry in enumerate(entries):
         # Not the same documents to train and to evaluate on.
         raw = (
-            _dummy(data, vocab, (seed, i, int(shuffle)))
+            dummy(data, vocab, (seed, i, int(shuffle)))
             if entry.path == "dummy"
-            else _raw(entry, data)
+            else read_raw(entry, data)
         )
         raw = _selected(raw, entry, data)
         if entry.shards is not None:
@@ -324,9 +161,9 @@ def _build(
         if data.dataset_shard_num is not None:
             raw = raw.shard(data.dataset_shard_num, data.dataset_shard_idx)
         make = (
-            functools.partial(_tokenise, tokenizer=tokenizer())
+            functools.partial(_tokenize, tokenizer=tokenizer())
             if entry.type == "text"
-            else _tokenised
+            else _check_tokenized
         )
         count = entry.preprocess_shards or 1
         made = [
@@ -392,7 +229,7 @@ def prepare(
     main: bool = True,
     barrier: Callable[[], None] = lambda: None,
 ):
-    """The merged, tokenised data set with columns input_ids and labels, from the cache if it is
+    """The merged, tokenized data set with columns input_ids and labels, from the cache if it is
     there.
 
     main: this process builds and saves (rank 0); the others wait at `barrier` and read what it
@@ -411,8 +248,7 @@ def prepare(
         ):
             raise ValueError(
                 f"data.dataset_prepared_path = {root}: lies in the data set {entry.path}, and "
-                f"would be "
-                "read as part of it"
+                "would be read as part of it"
             )
     if main:
         if not folder.is_dir():
@@ -445,15 +281,15 @@ def _as_it_is(root: pathlib.Path, folder: pathlib.Path, test: bool):
         return datasets.load_from_disk(str(folder))
     if test:
         raise ValueError(
-            f"data.skip_prepare_dataset: {root} is one data set, to train on; "
-            "for evaluation set data.val_set_size instead of data.test_datasets"
+            f"data.skip_prepare_dataset: {root} is one data set, to train on; for evaluation set "
+            "data.val_set_size instead of data.test_datasets"
         )
-    found = datasets.load_from_disk(str(root))
-    if absent := {"input_ids", "labels"} - {*found.column_names}:
+    prepared = datasets.load_from_disk(str(root))
+    if absent := {"input_ids", "labels"} - {*prepared.column_names}:
         raise ValueError(
             f"data.skip_prepare_dataset: {root} has no column {' or '.join(sorted(absent))}"
         )
-    return found
+    return prepared
 
 
 def split_validation(dataset, size: int | float | None, seed: int):
@@ -467,199 +303,3 @@ def split_validation(dataset, size: int | float | None, seed: int):
         raise ValueError(f"data.val_set_size = {size} leaves no training sample of {len(dataset)}")
     order = np.random.default_rng(seed).permutation(len(dataset))
     return dataset.select(np.sort(order[count:])), dataset.select(np.sort(order[:count]))
-
-
-# ---- batches
-
-
-class Bins(torch.utils.data.Dataset):
-    """A data set packed into bins. bins[i] is a list of (input_ids, labels)."""
-
-    def __init__(self, dataset, data: Data, *, packed: bool = True):
-        self.dataset = dataset.with_format("numpy")
-        self.lengths = lengths = np.array([len(x) for x in dataset["input_ids"]], dtype=np.int64)
-        self.tokens = int(lengths.sum())
-        if packed:
-            method = (
-                "sequential" if data.sample_packing_sequentially else data.sample_packing_method
-            )
-            self.bins = packing.pack(
-                lengths, data.sample_packing_sequence_len, method, data.sample_packing_group_size
-            )
-        else:
-            self.bins = [np.array([i]) for i in range(len(lengths))]
-        self.sizes = np.array([lengths[b].sum() for b in self.bins], dtype=np.int64)  # tokens
-
-    def fingerprint(self) -> str:
-        """Of the length of every sample, and of the contents of samples from all over the data: all
-        of them, or as many as make four million tokens.
-        """
-        few = max(2, min(len(self.lengths), (1 << 22) * len(self.lengths) // max(1, self.tokens)))
-        rows = self.dataset[np.unique(np.linspace(0, len(self.lengths) - 1, few).astype(np.int64))]
-        digest = hashlib.sha256(self.lengths.tobytes())
-        for name in ("input_ids", "labels"):
-            for sample in rows[name]:
-                digest.update(np.asarray(sample, dtype=np.int64).tobytes())
-        return digest.hexdigest()[:16]
-
-    def __len__(self) -> int:
-        return len(self.bins)
-
-    def __getitem__(self, i: int | None) -> list[tuple[np.ndarray, np.ndarray]]:
-        if i is None:  # filler, so that every rank has a batch
-            return [(np.zeros(2, np.int64), np.full(2, IGNORE, np.int64))]
-        rows = self.dataset[self.bins[i]]
-        return list(zip(rows["input_ids"], rows["labels"], strict=True))
-
-
-def padding(data: Data, cp: ContextParallel) -> int:
-    """What a micro-batch's tokens are padded to a multiple of."""
-    return math.lcm(data.pad_to_multiple_of, cp.multiple)
-
-
-def collate(
-    bins: list[list[tuple[np.ndarray, np.ndarray]]],
-    multiple: int,
-    cp: ContextParallel | None = None,
-) -> dict[str, torch.Tensor]:
-    """Bins into one packed row, or a rank's part of it. Padding is a document of its own, with
-    every label ignored.
-    """
-    documents = [d for b in bins for d in b]
-    lengths = [len(ids) for ids, _ in documents]
-    total = sum(lengths)
-    if pad := -total % multiple:
-        documents.append((np.zeros(pad, np.int64), np.full(pad, IGNORE, np.int64)))
-        lengths.append(pad)
-    ids = np.concatenate([ids for ids, _ in documents])
-    shifted = np.concatenate([np.append(labels[1:], IGNORE) for _, labels in documents])
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    row = {"input_ids": ids, "labels": shifted, "position_ids": positions}
-    return {
-        **{
-            name: shard(torch.from_numpy(t).long()[None], 1, cp or ContextParallel())
-            for name, t in row.items()
-        },
-        "cu_seqlens": torch.from_numpy(np.cumsum([0, *lengths])).int(),
-    }
-
-
-class Batches:
-    """Micro-batches of one rank, optimizer step by optimizer step, resumable anywhere.
-
-    rank, world_size: of data parallelism; ranks of one `cp` have the same. A step takes world_size
-    * micro_batch_size * accumulation bins. Where training stands is an epoch and the number of its
-    bins that are used up, whatever the number of ranks, so a run may go on with another one.
-    """
-
-    def __init__(
-        self,
-        bins: Bins,
-        config: Config,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        pin: bool = False,
-        cp: ContextParallel | None = None,
-    ):
-        train, self.data, self.cp = config.train, config.data, cp or ContextParallel()
-        self.bins, self.rank, self.world, self.pin = bins, rank, world_size, pin
-        self.micro, self.accumulation, self.seed = (
-            train.micro_batch_size,
-            train.gradient_accumulation_steps,
-            train.seed,
-        )
-        self.per_step = world_size * self.micro * self.accumulation
-        self.steps_per_epoch = self._steps_in(len(bins))
-        if self.steps_per_epoch == 0:
-            raise ValueError(
-                f"an optimizer step takes {self.per_step} bins (ranks x micro_batch_size x "
-                f"gradient_accumulation_steps) and the data fill {len(bins)}; use smaller bins or "
-                f"steps"
-            )
-        self.epoch, self.used, self.tokens = (
-            0,
-            0,
-            0,
-        )  # tokens: handed out so far, to all ranks together
-
-    def _steps_in(self, bins: int) -> int:
-        whole, rest = divmod(bins, self.per_step)
-        return whole + (rest > 0 and not self.data.dataloader_drop_last)
-
-    @property
-    def position(self) -> int:
-        """Optimizer steps of this size that would have come as far in the data."""
-        return (self.epoch + 1) * self.steps_per_epoch - self._steps_in(len(self.bins) - self.used)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "used": self.used}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.used = state["epoch"], state["used"]
-
-    def _order(self) -> np.ndarray:
-        if not self.data.shuffle_merged_datasets:
-            return np.arange(len(self.bins))
-        return np.random.default_rng((self.seed, self.epoch)).permutation(len(self.bins))
-
-    def _mine(self) -> Iterator[list[int | None]]:
-        """Indices of this rank's micro-batches from here to the end of the epoch."""
-        order = self._order()
-        for first in range(self.used, len(order), self.per_step):
-            step = list(map(int, order[first : first + self.per_step]))
-            if len(step) < self.per_step:
-                if self.data.dataloader_drop_last:
-                    return
-                step += [None] * (self.per_step - len(step))
-            for a in range(self.accumulation):
-                start = (a * self.world + self.rank) * self.micro
-                yield step[start : start + self.micro]
-
-    def steps(self) -> Iterator[list[dict[str, torch.Tensor]]]:
-        """The micro-batches of each following step, epoch after epoch, for ever."""
-        while True:
-            loader = _loader(self.bins, list(self._mine()), self.data, self.pin, self.cp)
-            step, sizes = [], self.bins.sizes[self._order()]
-            for batch in loader:
-                step.append(batch)
-                if len(step) == self.accumulation:
-                    # Where training stands once this step is done: set before it is handed out,
-                    # since a checkpoint is written after the step, before the next is asked for.
-                    self.tokens += int(sizes[self.used : self.used + self.per_step].sum())
-                    self.used = min(self.used + self.per_step, len(self.bins))
-                    yield step
-                    step = []
-            self.epoch, self.used = self.epoch + 1, 0
-
-
-def _loader(
-    bins: Bins, indices: list[list[int | None]], data: Data, pin: bool, cp: ContextParallel
-):
-    return torch.utils.data.DataLoader(
-        bins,
-        batch_sampler=indices,
-        collate_fn=functools.partial(collate, multiple=padding(data, cp), cp=cp.layout()),
-        num_workers=data.dataloader_num_workers,
-        prefetch_factor=data.dataloader_prefetch_factor,
-        pin_memory=pin and data.dataloader_pin_memory,
-    )
-
-
-def evaluation_batches(
-    bins: Bins,
-    config: Config,
-    rank: int,
-    world_size: int,
-    pin: bool = False,
-    cp: ContextParallel | None = None,
-):
-    """Every bin once over all ranks; each rank gets the same number of batches, filled up with
-    empty ones.
-    """
-    size = config.train.micro_batch_size
-    groups: list[list[int | None]] = [
-        list(range(i, min(i + size, len(bins)))) for i in range(0, len(bins), size)
-    ]
-    groups += [[None]] * (-len(groups) % world_size)
-    return _loader(bins, groups[rank::world_size], config.data, pin, cp or ContextParallel())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from tilewright.trainer.config import Config
+from tilewright.trainer.config import Train
 
 # Dense bf16 peak, FLOP/s, of NVIDIA's data sheets (without sparsity): what MFU is a fraction of.
 PEAK = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
@@ -38,21 +38,19 @@ class Metrics:
 
     def __init__(
         self,
-        config: Config,
+        train: Train,
+        *,
         main: bool,
-        total: int,
-        start: int,
+        steps: tuple[int, int],
         tokens: int,
-        flops_per_token: float,
-        world_size: int,
+        work: tuple[float, int],
+        settings: dict[str, Any],
     ):
-        """tokens: those that the run has taken in before step `start`."""
-        self.train, self.main, self.flops, self.world = (
-            config.train,
-            main,
-            flops_per_token,
-            world_size,
-        )
+        """steps: (done, in all).   tokens: of the steps done.   work: FLOPs per token, and devices.
+        settings: of the run, for Weights & Biases.
+        """
+        (start, total), (self.flops, self.devices) = steps, work
+        self.train, self.main = train, main
         self.last, self.tokens = time.perf_counter(), tokens
         if not main:
             return
@@ -80,7 +78,7 @@ class Metrics:
                 project=self.train.wandb_project,
                 name=self.train.wandb_name,
                 tags=self.train.wandb_tags,
-                config=config.model_dump(mode="json"),
+                config=settings,
             )
 
     def step(self, step: int, tokens: int, **values: float) -> None:
@@ -105,7 +103,7 @@ class Metrics:
                 (p for name, p in PEAK.items() if name in torch.cuda.get_device_name()), None
             )
             if peak:
-                row["mfu"] = tokens * self.flops / seconds / (peak * self.world)
+                row["mfu"] = tokens * self.flops / seconds / (peak * self.devices)
         self.write(row)
         if not self.bar.disable:
             self.bar.set_postfix(

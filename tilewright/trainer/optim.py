@@ -1,31 +1,41 @@
-"""Optimizers, parameter groups, and the learning rate as a function of the step."""
+"""Optimizers, parameter groups, and the schedule as a factor of each group's peak learning rate."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from tilewright.trainer.config import Train
 
+# How it is built from groups: an optimizer is a line here. Each group has a learning rate of its
+# own. States are float32, as the parameters are; AdamW is one fused kernel.
+OPTIMIZERS: dict[str, Callable[[list[dict]], torch.optim.Optimizer]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True),
+    "sgd": torch.optim.SGD,
+}
 
-def lr_at(step: int, total: int, train: Train) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `total`.
 
-    It rises linearly from lr_start, at step 0, to lr over the first lr_warmup_ratio of the steps;
-    then it stays, or falls to lr_min, linearly or along half a cosine, until lr_decay_ratio of the
-    steps, and stays there.
+def schedule(step: int, total: int, train: Train) -> float:
+    """The factor of the peak learning rate in optimizer step `step` (from 0) of `total`.
+
+    It rises linearly from lr_start / lr, at step 0, to 1 over the first lr_warmup_ratio of the
+    steps; then it stays, or falls to lr_min / lr, linearly or along half a cosine, until
+    lr_decay_ratio of the steps, and stays there.
     """
     warm = round(train.lr_warmup_ratio * total)
     if step < warm:
-        return train.lr_start + (train.lr - train.lr_start) * step / warm
+        start = train.lr_start / train.lr
+        return start + (1 - start) * step / warm
     if train.lr_decay_style == "constant":
-        return train.lr
+        return 1.0
     end = max(round(train.lr_decay_ratio * total), warm + 1)
     done = min(1.0, (step - warm) / max(1, end - warm - 1))
     share = 1 - done if train.lr_decay_style == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return train.lr_min + (train.lr - train.lr_min) * share
+    least = train.lr_min / train.lr
+    return least + (1 - least) * share
 
 
 def parameter_groups(model: nn.Module, train: Train) -> list[dict]:
@@ -49,21 +59,22 @@ def parameter_groups(model: nn.Module, train: Train) -> list[dict]:
         )
         (no_decay if exempt else decay).append(p)
     return [
-        {"params": decay, "weight_decay": train.weight_decay},
-        {"params": no_decay, "weight_decay": 0.0},
+        {"params": decay, "lr": train.lr, "weight_decay": train.weight_decay},
+        {"params": no_decay, "lr": train.lr, "weight_decay": 0.0},
     ]
 
 
 def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
-    """AdamW (betas 0.9, 0.95, eps 1e-8; one fused kernel) or plain SGD; states are float32, as
-    the parameters are.
-    """
+    """Each group begins with its peak learning rate."""
     groups = [g for g in parameter_groups(model, train) if g["params"]]
-    if train.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=train.lr)
-    return torch.optim.AdamW(groups, lr=train.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    return OPTIMIZERS[train.optimizer](groups)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def peaks(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The peaks of a new optimizer's groups. Checkpoints hold learning rates, not peaks."""
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def set_lr(optimizer: torch.optim.Optimizer, peaks: list[float], factor: float) -> None:
+    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+        group["lr"] = peak * factor

@@ -1,5 +1,4 @@
-"""YAML and `--section.field value` into a pydantic model, with every error reported at once; help
-and reference text.
+"""YAML and `--section.field value` into a pydantic model, with every error reported at once.
 
 Knows nothing of what the fields mean: `config.py` and `rules.py` do.
 """
@@ -7,147 +6,21 @@ Knows nothing of what the fields mean: `config.py` and `rules.py` do.
 from __future__ import annotations
 
 import copy
-import difflib
-import json
-import types
-import typing
 from collections.abc import Mapping
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticUndefined
 
-
-class ConfigError(ValueError):
-    """Everything that is wrong with a configuration; `problems` holds a line each."""
-
-    def __init__(self, lines: list[str]):
-        super().__init__("\n".join(lines))
-        self.problems = lines
-
-
-# ---- the tree of fields
-
-
-def submodel(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """(the model behind an annotation, whether it is a list of them)."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, False
-    inner = typing.get_args(annotation)
-    if (
-        typing.get_origin(annotation) is list
-        and isinstance(inner[0], type)
-        and issubclass(inner[0], BaseModel)
-    ):
-        return inner[0], True
-    return None, False
-
-
-def leaves(model: type[BaseModel], at: str = "") -> dict[str, Any]:
-    """Dotted path -> FieldInfo of every field that is not a section, in order. Entries of a
-    list have no index.
-    """
-    out = {}
-    for name, field in model.model_fields.items():
-        inner, listed = submodel(field.annotation)
-        if inner is None or listed:
-            out[at + name] = field
-        if inner is not None:
-            out |= leaves(inner, f"{at}{name}.")
-    return out
-
-
-def get(config: Any, path: str) -> Any:
-    for part in path.split("."):
-        config = config[int(part)] if isinstance(config, list) else getattr(config, part)
-    return config
-
-
-def default_of(model: type[BaseModel], path: str) -> Any:
-    return leaves(model)[path].default
-
-
-def show(value: Any) -> str:
-    text = value if isinstance(value, str) and value else json.dumps(value, default=str)
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def kind(annotation: Any) -> str:
-    """An annotation as a reader of YAML would say it."""
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Literal:
-        return " | ".join(map(show, inner))
-    if origin in (typing.Union, types.UnionType):
-        return " | ".join(map(kind, inner))
-    if origin is list:
-        return "list" if submodel(annotation)[0] else f"list of {kind(inner[0])}"
-    names = {
-        str: "string",
-        bool: "boolean",
-        int: "integer",
-        float: "number",
-        dict: "mapping",
-        list: "list",
-        type(None): "null",
-    }
-    return names.get(origin or annotation, str(annotation))
-
-
-# ---- unknown keys
-
-
-def _without_index(path: str) -> str:
-    return ".".join(p for p in path.split(".") if not p.isdigit())
-
-
-def _likeness(a: str, b: str) -> float:
-    """Of two names, from 0 to 1: the share of their words that agree, or of their letters if nearly
-    all do. Letters
-    alone agree too easily: learning_rate has half of log_format's, in their order.
-    """
-    letters = difflib.SequenceMatcher(None, a, b).ratio()
-    words, left, agree = a.split("_"), b.split("_"), 0.0
-    whole = len(words) + len(left)
-    for word in words:
-        alike = {other: difflib.SequenceMatcher(None, word, other).ratio() for other in left}
-        best = max(alike, key=alike.get, default=None)
-        if best is not None and alike[best] >= 0.75:
-            agree += 2 * alike[best]
-            left.remove(best)
-    return max(agree / whole, letters if letters >= 0.85 else 0.0)
-
-
-def unknown(model: type[BaseModel], path: str, elsewhere: Mapping[str, str]) -> str:
-    """What to say about a key that does not exist: where it belongs, what it is called here, or
-    what it resembles
-    anywhere in the tree. elsewhere: name in other libraries -> path here.
-    """
-    at, _, name = _without_index(path).rpartition(".")
-    known = leaves(model)
-    sections = [*model.model_fields]
-    if "." not in path:
-        known |= dict.fromkeys(sections)
-    by_name: dict[str, list[str]] = {}
-    for p in known:
-        by_name.setdefault(p.rpartition(".")[2], []).append(p)
-    if name in by_name:
-        return f"unknown key; {name} belongs under {' or '.join(p.rpartition('.')[0] for p in by_name[name])}"
-    # Of names that are alike, those of the section that was named.
-    likeness = {
-        p: _likeness(name, p.rpartition(".")[2]) + 0.1 * _likeness(at, p.rpartition(".")[0])
-        for p in known
-    }
-    best = [p for p in known if likeness[p] == max(likeness.values())]
-    found = best if likeness[best[0]] > 0.65 else []
-    if name in elsewhere and at not in {p.rpartition(".")[0] for p in found} - {
-        elsewhere[name].rpartition(".")[0]
-    }:
-        found = [elsewhere[name]]
-    return f"unknown key; did you mean {' or '.join(found)}?" if found else "unknown key"
-
-
-# ---- reading
+from tilewright.trainer.field_tree import (
+    ConfigError,
+    kind,
+    leaves,
+    show,
+    submodel,
+    unknown,
+    without_index,
+)
 
 MOST_VALUES, DEEPEST, LONGEST_NUMBER = 100_000, 50, 100
 
@@ -278,7 +151,7 @@ def apply(
                 errors.append(f"--{key}: no value given")
                 continue
             text = rest.pop(0)
-        if _without_index(path) not in leaves(model):
+        if without_index(path) not in leaves(model):
             whole = "a section; give its fields" if path in model.model_fields else None
             errors.append(f"--{key} = {text}: {whole or unknown(model, path, elsewhere)}")
             continue
@@ -337,16 +210,16 @@ def build(
     errors = apply(data, model, arguments, elsewhere)
     invalid: set[str] = set()
     while True:
-        found: list[Any] = []
+        broken: list[Any] = []
         try:
-            config = model.model_validate(data, context=found)
+            config = model.model_validate(data, context=broken)
             break
         except ValidationError as error:
             known = len(invalid)
             errors += _explain(model, data, error, invalid, elsewhere)
             if len(invalid) == known:  # what is wrong could not be taken out
                 raise ConfigError(list(dict.fromkeys(errors))) from error
-    errors += [p.line(config) for p in found if not invalid & set(p.paths)]
+    errors += [p.line(config) for p in broken if not invalid & set(p.paths)]
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)))
     return config
@@ -375,7 +248,7 @@ def _explain(
         elif reason == "extra_forbidden":
             lines.append(f"{path} = {show(value)}: {unknown(model, path, elsewhere)}")
         else:
-            field = leaves(model).get(_without_index(path))
+            field = leaves(model).get(without_index(path))
             wanted = f"; expected {kind(field.annotation)}" if field else ""
             text = message.removeprefix("Value error, ")
             if reason == "model_type":  # a section, or an entry of a list
@@ -407,7 +280,7 @@ def _take_out(data: Any, at: tuple) -> None:
     *parents, last = at
     for part in parents:
         data = data[part]
-    path = _without_index(".".join(map(str, at)))
+    path = without_index(".".join(map(str, at)))
     stand_in = _STAND_INS.get(path, _STAND_INS.get(str(last)) if path.startswith("data.") else None)
     if path == "data.datasets" and isinstance(last, int):  # the only entry, perhaps
         data[last] = {"path": "dummy"}
@@ -415,63 +288,3 @@ def _take_out(data: Any, at: tuple) -> None:
         data[last] = copy.deepcopy(stand_in)  # it may be taken out of in its turn
     elif isinstance(data, list) or last in data:
         del data[last]
-
-
-# ---- help and reference
-
-
-def _default(field: Any) -> str:
-    return "required" if field.default is PydanticUndefined else json.dumps(field.default)
-
-
-def help_text(model: type[BaseModel], refused: dict[str, tuple[str, str]]) -> str:
-    """refused: path -> (the values that are accepted, why)."""
-    lines = []
-    for path, field in leaves(model).items():
-        note = " [only {}: {}]".format(*refused[path]) if path in refused else ""
-        lines.append(
-            f"--{path} ({kind(field.annotation)}; {_default(field)})\n    {field.description}{note}"
-        )
-    return "\n".join(lines)
-
-
-def markdown(
-    model: type[BaseModel],
-    title: str,
-    refused: dict[str, tuple[str, str]],
-    differences: dict[str, tuple[str, str]],
-) -> str:
-    """The reference: a table for each section, and what differs from the documentation that it
-    follows.
-    """
-
-    def cell(text: str) -> str:
-        return text.replace("|", "\\|")
-
-    tables: dict[str, list[str]] = {}
-    for path, field in leaves(model).items():
-        section, _, name = path.rpartition(".")
-        note = " **Only {}:** {}.".format(*refused[path]) if path in refused else ""
-        tables.setdefault(section, []).append(
-            f"| `{name}` | {cell(kind(field.annotation))} | `{_default(field)}` | "
-            f"{cell(field.description + note)} |"
-        )
-    out = [title.strip()]
-    for section, rows in tables.items():
-        entries = (
-            " (each entry of it, and of `data.test_datasets`)" if section == "data.datasets" else ""
-        )
-        if section == "data.test_datasets":
-            continue  # the same fields
-        out += [
-            f"\n## {section}{entries}\n\n| field | type | default | meaning |\n|---|---|---|---|",
-            *rows,
-        ]
-    out.append(
-        "\n## Differences from xorl's documentation\n\n| field | there | here, and why "
-        "|\n|---|---|---|"
-    )
-    out += [
-        f"| `{path}` | {cell(there)} | {cell(why)} |" for path, (there, why) in differences.items()
-    ]
-    return "\n".join(out) + "\n"

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from tilewright import platform
 from tilewright.nn.quantized import wrong_group_size
 from tilewright.ops.expert_parallel import no_deepep
-from tilewright.trainer.overrides import default_of, get, show
+from tilewright.trainer.field_tree import default_of, get, show
+from tilewright.trainer.refused import ACCEPTED, FSDP2_ONLY, LORA_ONLY, REFUSED
 
 if TYPE_CHECKING:
     from tilewright.trainer.config import Config, Dataset
@@ -30,81 +31,6 @@ class Problem(NamedTuple):
         return f"{', '.join(f'{p} = {show(get(config, p))}' for p in self.paths)}: {self.message}"
 
 
-_TP, _PP, _MUON, _OFFLOAD = (
-    f"{what} not in this version"
-    for what in (
-        "tensor parallelism is",
-        "pipeline parallelism is",
-        "muon and anyprecision_adamw are",
-        "activation offload is",
-    )
-)
-# path -> why only the default, or what ACCEPTED lists, is accepted.
-REFUSED: dict[str, str] = {
-    "model.deepep_async_combine": "what combine returns is read at once, so there is nothing to "
-    "overlap it with",
-    "model.foundation": "only text models are in this version, configured by config.json alone",
-    "model.encoders": "only text models are in this version",
-    "data.sample_packing_mp_start_method": "packing runs in the main process, so nothing would "
-    "use it",
-    "train.tensor_parallel_size": _TP,
-    **{
-        f"train.{name}": _PP
-        for name in (
-            "pipeline_parallel_size",
-            "pipeline_parallel_schedule",
-            "pp_variable_seq_lengths",
-        )
-    },
-    **{
-        f"train.{name}": _MUON
-        for name in (
-            "optimizer",
-            "optimizer_dtype",
-            "muon_lr",
-            "muon_momentum",
-            "muon_nesterov",
-            "muon_ns_steps",
-            "muon_adjust_lr_fn",
-        )
-    },
-    "train.enable_activation_offload": _OFFLOAD,
-    "train.activation_gpu_limit": _OFFLOAD,
-    "train.init_device": "NPU devices are not supported",
-}
-ACCEPTED = {
-    "train.optimizer": ("adamw", "sgd"),
-    "train.init_device": ("auto", "cpu", "cuda", "meta"),
-}
-# Fields that only FSDP2 reads, with the values that ask for nothing.
-FSDP2_ONLY = {
-    "train.data_parallel_shard_size": (-1, 1),
-    "train.data_parallel_replicate_size": (-1, 1),
-    "train.reshard_after_forward": (None,),
-    "train.enable_full_shard": (True,),
-    "train.enable_forward_prefetch": (True,),
-    "model.basic_modules": ([],),
-    "train.expert_parallel_size": (1,),
-    "train.ep_outside": (False,),
-    "train.ulysses_parallel_size": (1,),
-    "train.ringattn_parallel_size": (1,),
-    "train.cp_fsdp_mode": ("all",),
-}
-
-
-# Fields of lora that only another one makes something read.
-LORA_ONLY = {
-    **dict.fromkeys(
-        ("lora_rank", "lora_alpha", "lora_target_modules", "save_lora_only", "merge_lora_interval"),
-        "enable_lora",
-    ),
-    **dict.fromkeys(
-        ("quant_format", "quant_group_size", "exclude_modules", "enable_aqn"), "enable_qlora"
-    ),
-    "aqn_alpha": "enable_aqn",
-}
-
-
 def problems(config: Config) -> Iterator[Problem]:
     for path, why in REFUSED.items():
         if get(config, path) not in ACCEPTED.get(path, (default_of(type(config), path),)):
@@ -115,15 +41,36 @@ def problems(config: Config) -> Iterator[Problem]:
     for kind in ("datasets", "test_datasets"):
         for i, entry in enumerate(getattr(config.data, kind)):
             yield from _dataset(f"data.{kind}.{i}.", entry)
-    for broken, paths, message in (
-        *_model_and_data(config),
-        *_numerics(config),
-        *_experts(config),
-        *_train(config),
-        *_lora(config),
-    ):
+    for broken, paths, message in _relations(config):
         if broken:
             yield Problem(tuple(paths.split()), message)
+
+
+def _relations(config: Config) -> Iterator[tuple[bool, str, str]]:
+    """(whether it is broken, the fields, the sentence) of every rule between fields."""
+    yield from _model_and_data(config)
+    yield from _numerics(config)
+    yield from _experts(config)
+    yield from _train(config)
+    yield from _lora(config)
+
+
+def needs(path: str, config: Config) -> Iterator[str]:
+    """What values of a field need. config: any valid one."""
+    if path in REFUSED:
+        accepted = ACCEPTED.get(path, (default_of(type(config), path),))
+        yield f"only {' or '.join(map(show, accepted))}: {REFUSED[path]}"
+    if path in FSDP2_ONLY:
+        neutral = " or ".join(map(show, FSDP2_ONLY[path]))
+        yield f"any value but {neutral} needs train.data_parallel_mode = fsdp2"
+    section, _, name = path.partition(".")
+    if section == "lora" and name in LORA_ONLY:
+        yield f"lora.{LORA_ONLY[name]} = true"
+    for _, paths, sentence in _relations(config):
+        # A sentence about this machine is None where there is nothing to say.
+        if path in paths.split() and sentence != "None":
+            others = [p for p in paths.split() if p != path]
+            yield f"with {', '.join(others)}: {sentence}" if others else sentence
 
 
 def _dataset(at: str, entry: Dataset) -> Iterator[Problem]:
@@ -373,7 +320,7 @@ def _lora(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield (
         lora.enable_lora and config.model.batch_invariant,
         "lora.enable_lora model.batch_invariant",
-        "the products of adapters and of quantised weights do not claim that",
+        "the products of adapters and of quantized weights do not claim that",
     )
     yield (
         lora.enable_aqn and t.enable_compile,
@@ -383,7 +330,7 @@ def _lora(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield (
         lora.enable_qlora and t.expert_parallel_size > 1,
         "lora.enable_qlora train.expert_parallel_size",
-        "quantised experts are not spread over processes",
+        "quantized experts are not spread over processes",
     )
     yield (
         lora.enable_lora and config.model.ep_dispatch == "deepep",

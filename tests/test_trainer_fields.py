@@ -1,0 +1,712 @@
+"""Every field of the trainer's configuration has the effect that it says, measured on runs.
+
+A row names a field, another value, and what must differ between two runs of the public command in
+this process that differ in nothing else. `python tests/test_trainer_fields.py` prints the table of
+docs/fields.md.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import hashlib
+import io
+import json
+import pathlib
+import re
+import sys
+import types
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("pydantic")
+pytest.importorskip("datasets")
+transformers = pytest.importorskip("transformers")
+
+import datasets  # noqa: E402
+
+from tilewright import ops as tw  # noqa: E402
+from tilewright.trainer import (  # noqa: E402
+    batches,
+    build,
+    checkpoint,
+    hf,
+    housekeeping,
+    recompute,
+    train,
+)
+from tilewright.trainer.config import Config, ConfigError, load  # noqa: E402
+from tilewright.trainer.field_tree import kind, leaves  # noqa: E402
+from tilewright.trainer.mesh import Mesh, layout_of  # noqa: E402
+from tilewright.trainer.moe import MoE  # noqa: E402
+from tilewright.trainer.refused import REFUSED  # noqa: E402
+
+DENSE = {
+    "model_type": "qwen3",
+    "vocab_size": 97,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+EXPERTS = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+WORDS = [f"w{i}" for i in range(40)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """field: with the index of a list's entry.   base: settings of both runs."""
+
+    field: str
+    value: object
+    differs: str
+    base: tuple = ()
+
+    @property
+    def path(self):
+        return re.sub(r"\.\d+", "", self.field)
+
+
+def row(field, value, differs, **base):
+    named = {key.replace("__", "."): v for key, v in base.items()}
+    return Row(field, value, differs, tuple(sorted(named.items(), key=str)))
+
+
+FSDP2 = {"train__data_parallel_mode": "fsdp2"}
+MOE = {"model__config_path": "@moe"}
+LORA = {"lora__enable_lora": True, "lora__lora_rank": 2}
+QLORA = {**LORA, "lora__enable_qlora": True, "lora__quant_format": "nf4"} | {
+    "lora__quant_group_size": 64
+}
+RECOMPUTE = {"train__enable_gradient_checkpointing": True}
+TEXT = {"data__datasets": "@text", "model__tokenizer_path": "@tokenizer"}
+EVAL = {"data__val_set_size": 4}
+DECAY = {"train__lr_decay_style": "linear"}
+WARM = {"train__lr_warmup_ratio": 0.6}
+WANDB = {"train__use_wandb": True}
+PROFILE = {
+    "train__enable_profiling": True,
+    "train__profile_trace_dir": "@trace",
+    "train__profile_start_step": 1,
+    "train__profile_end_step": 2,
+    "train__profile_with_stack": False,
+}
+TWO = {"data__datasets": "@two"}
+EIGHT = {"train__data_parallel_mode": "fsdp2"}
+
+# What must differ. Of these, only `plan` is not measured on a run, but computed for eight ranks.
+ROWS = [
+    row("model.model_path", "@weights", "losses"),
+    row("model.config_path", "@deep", "losses"),
+    row("model.tokenizer_path", "@tokenizer2", "losses", **TEXT),
+    row("model.attn_implementation", "eager", "ops", model__attn_implementation="sdpa"),
+    row("model.moe_implementation", "eager", "ops", **MOE, model__moe_implementation="native"),
+    row("model.ep_dispatch", "deepep", "sentence"),
+    row("model.deepep_buffer_size_gb", 3.0, "sentence"),
+    row("model.deepep_num_sms", 22, "sentence"),
+    row("model.merge_qkv", False, "names"),
+    row("model.router_fp32", False, "losses", **MOE, train__enable_mixed_precision=True),
+    row("model.lm_head_fp32", False, "losses", train__enable_mixed_precision=True),
+    row("model.rmsnorm_native", True, "losses", train__enable_mixed_precision=True),
+    row("model.activation_native", True, "losses", train__enable_mixed_precision=True),
+    row("model.rope_native", True, "operators"),
+    row("model.attention_cast_bf16", True, "losses"),
+    row("model.batch_invariant", True, "operators"),
+    row("model.basic_modules", ["mlp"], "units", **FSDP2),
+    row("data.datasets", "@two", "losses"),
+    row("data.datasets.0.path", "@other", "losses"),
+    row("data.datasets.0.type", "text", "losses", **TEXT | {"data__datasets": "@both"}),
+    row("data.datasets.0.split", "train[:50%]", "size"),
+    row("data.datasets.0.data_files", "b.jsonl", "losses", data__datasets="@files"),
+    row("data.datasets.0.ds_type", "text", "losses", **TEXT | {"data__datasets": "@mixed"}),
+    row("data.datasets.0.max_seq_len", 5, "size"),
+    row("data.datasets.0.shards", 3, "size", data__datasets="@shards"),
+    row("data.datasets.0.shards_idx", 1, "losses", data__datasets="@shards"),
+    row("data.datasets.0.preprocess_shards", 3, "prepared"),
+    row("data.test_datasets", "@tests", "evaluations"),
+    row("data.dataset_prepared_path", "@prepared", "folders"),
+    row("data.select_columns", ["input_ids"], "losses", data__datasets="@labels"),
+    row("data.sample_packing_method", "multipack", "losses"),
+    row("data.sample_packing_sequence_len", 48, "losses"),
+    row("data.sample_packing_group_size", 3, "losses", data__sample_packing_method="multipack"),
+    row(
+        "data.sample_packing_sequentially", True, "losses", data__sample_packing_method="multipack"
+    ),
+    row("data.eval_sample_packing", False, "loaders", **EVAL),
+    row("data.dataloader_num_workers", 1, "loaders"),
+    row("data.dataloader_prefetch_factor", 3, "loaders", data__dataloader_num_workers=1),
+    row("data.dataloader_pin_memory", False, "pinned"),
+    row(
+        "data.dataloader_drop_last",
+        False,
+        "steps",
+        train__max_steps=None,
+        train__micro_batch_size=4,
+    ),
+    row("data.pad_to_multiple_of", 40, "shapes"),
+    row("data.val_set_size", 4, "evaluations"),
+    row("data.shuffle_merged_datasets", False, "losses"),
+    row(
+        "data.shuffle_before_merging_datasets",
+        False,
+        "losses",
+        **TWO,
+        data__shuffle_merged_datasets=False,
+    ),
+    row("data.dataset_num_proc", 1, "prepared"),
+    row("data.dataset_shard_num", 3, "size", data__dataset_shard_num=2, data__dataset_shard_idx=0),
+    row(
+        "data.dataset_shard_idx", 1, "losses", data__dataset_shard_num=2, data__dataset_shard_idx=0
+    ),
+    row("data.num_dataset_shards_to_save", 3, "arrow"),
+    row("data.skip_prepare_dataset", True, "prepared"),
+    row("train.data_parallel_mode", "fsdp2", "units"),
+    row("train.data_parallel_shard_size", 4, "plan", **EIGHT),
+    row("train.data_parallel_replicate_size", 2, "plan", **EIGHT),
+    row("train.expert_parallel_size", 2, "plan", **EIGHT),
+    row("train.ulysses_parallel_size", 2, "plan", **EIGHT),
+    row("train.ringattn_parallel_size", 2, "plan", **EIGHT),
+    row("train.cp_fsdp_mode", "none", "plan", **EIGHT, train__ringattn_parallel_size=2),
+    row("train.ep_outside", True, "plan", **EIGHT, train__expert_parallel_size=2),
+    row("train.reshard_after_forward", False, "resharded", **FSDP2),
+    row("train.enable_full_shard", False, "resharded", **FSDP2),
+    row("train.enable_forward_prefetch", False, "prefetched", **FSDP2),
+    row("train.optimizer", "sgd", "weights"),
+    row("train.lr", 2e-2, "weights"),
+    row("train.lr_min", 5e-3, "weights", **DECAY),
+    row("train.lr_start", 5e-3, "weights", **WARM),
+    row("train.lr_warmup_ratio", 0.6, "weights"),
+    row("train.lr_decay_style", "cosine", "weights"),
+    row("train.lr_decay_ratio", 0.5, "weights", **DECAY),
+    row("train.weight_decay", 0.5, "weights"),
+    row("train.no_decay_modules", ["norm"], "weights", train__weight_decay=0.5),
+    row("train.no_decay_params", ["weight"], "weights", train__weight_decay=0.5),
+    row("train.max_grad_norm", 1e-3, "weights", train__optimizer="sgd"),
+    row("train.micro_batch_size", 2, "tokens"),
+    row("train.gradient_accumulation_steps", 2, "tokens"),
+    row("train.num_train_epochs", 2, "steps", train__max_steps=None, train__micro_batch_size=4),
+    row("train.max_steps", 2, "steps"),
+    row("train.enable_mixed_precision", True, "losses"),
+    row("train.enable_gradient_checkpointing", True, "attentions"),
+    row("train.enable_reentrant", True, "recomputed", **RECOMPUTE),
+    row("train.recompute_modules", ["mlp"], "recomputed", **RECOMPUTE),
+    row("train.moe_checkpoint_method", "moe_act", "routed", **RECOMPUTE, **MOE),
+    row("train.freeze_router", True, "gates", **MOE),
+    row("train.enable_compile", True, "compiled", model__attn_implementation="sdpa"),
+    row("train.load_weights_mode", "all_ranks", "read", model__model_path="@weights"),
+    row(
+        "train.enable_full_determinism",
+        True,
+        "deterministic",
+        train__allow_cuda_launch_blocking=True,
+    ),
+    row("train.empty_cache_steps", 1, "emptied"),
+    row("train.gc_steps", 1, "collected"),
+    row("train.output_dir", "@elsewhere", "folders"),
+    row("train.save_steps", 2, "checkpoints"),
+    row("train.save_epochs", 0.125, "checkpoints"),
+    row("train.save_async", True, "asynchronous"),
+    row("train.save_hf_weights", True, "exported"),
+    row("train.load_checkpoint_path", "@checkpoint", "logged_steps"),
+    row("train.log_format", "structured", "said", train__max_steps=60, train__micro_batch_size=1),
+    row("train.use_wandb", True, "wandb"),
+    row("train.wandb_project", "p", "wandb", **WANDB),
+    row("train.wandb_name", "n", "wandb", **WANDB),
+    row("train.wandb_tags", ["t"], "wandb", **WANDB),
+    row("train.wandb_log_interval", 2, "wandb", **WANDB),
+    row(
+        "train.enable_profiling",
+        True,
+        "traced",
+        **{k: v for k, v in PROFILE.items() if "enable" not in k},
+    ),
+    row("train.profile_start_step", 2, "traced_steps", **PROFILE | {"train__profile_end_step": 3}),
+    row("train.profile_end_step", 3, "traced_steps", **PROFILE),
+    row("train.profile_trace_dir", "@trace2", "folders", **PROFILE),
+    row("train.profile_record_shapes", False, "traced_shapes", **PROFILE),
+    row("train.profile_profile_memory", False, "traced_memory", **PROFILE),
+    row("train.profile_with_stack", True, "traced_stacks", **PROFILE),
+    row("train.profile_rank0_only", False, "second_rank_profiles", **PROFILE),
+    row("train.seed", 7, "losses"),
+    row("lora.enable_lora", True, "names"),
+    row("lora.lora_rank", 3, "parameters", **LORA),
+    row("lora.lora_alpha", 4.0, "weights", **LORA),
+    row("lora.lora_target_modules", ["o_proj"], "names", **LORA),
+    row(
+        "lora.save_lora_only",
+        True,
+        "exported",
+        **LORA,
+        model__model_path="@weights",
+        train__save_hf_weights=True,
+    ),
+    row("lora.enable_qlora", True, "losses", **LORA),
+    row(
+        "lora.quant_format",
+        "nvfp4",
+        "losses",
+        **{**QLORA, "lora__quant_format": "block_fp8", "lora__quant_group_size": 16},
+    ),
+    row("lora.quant_group_size", 32, "losses", **QLORA),
+    row("lora.exclude_modules", ["o_proj"], "losses", **QLORA),
+    row("lora.merge_lora_interval", 2, "weights", **LORA),
+    row("lora.reset_optimizer_on_merge", True, "weights", **LORA, lora__merge_lora_interval=2),
+    row("lora.enable_aqn", True, "losses", **QLORA),
+    row("lora.aqn_alpha", 2.0, "losses", **QLORA, lora__enable_aqn=True),
+]
+# Fields whose effect needs another machine or the network: the test that holds them.
+HELD = {
+    "data.datasets.name": "test_data.py::test_what_the_network_is_asked_for",
+    "data.datasets.revision": "test_data.py::test_what_the_network_is_asked_for",
+    "data.hf_use_auth_token": "test_data.py::test_what_the_network_is_asked_for",
+    "data.push_dataset_to_hub": "test_data.py::test_what_is_pushed",
+    "data.datasets.trust_remote_code": "test_config.py::test_rule",
+    "train.allow_cuda_launch_blocking": "test_config.py::test_rules_of_the_machine",
+    "train.init_device": "test_config.py::test_rules_of_the_machine",
+    "train.ckpt_manager": "test_config.py::test_every_field_of_the_reference_exists_and_no_other",
+}
+
+
+# ---- the world of the runs
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("fields"))
+
+
+def make_world(root):
+    """Files that values with @ name, and observations of runs that were made."""
+
+    def rows(name, *samples):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(s) + "\n" for s in samples))
+        return str(path)
+
+    def ids(seed, n=16):
+        draw = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(6, 28, (n,), generator=draw).tolist()
+        return [torch.randint(0, 97, (k,), generator=draw).tolist() for k in lengths]
+
+    def model(name, shape):
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(shape))
+        return str(root / name)
+
+    def tokenizer(name, words):
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["[UNK]", *words])}, "[UNK]"))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=made, unk_token="[UNK]"
+        ).save_pretrained(root / name)
+        return str(root / name)
+
+    main = rows("main.jsonl", *({"input_ids": x} for x in ids(0)))
+    other = rows("other.jsonl", *({"input_ids": x} for x in ids(1)))
+    texts = [" ".join(WORDS[(i * j) % 40] for j in range(1, 20)) for i in range(16)]
+    both = rows(
+        "both.jsonl",
+        *({"input_ids": x, "text": t} for x, t in zip(ids(2), texts, strict=True)),
+    )
+    masked = [{"input_ids": x, "labels": [-100] * 3 + x[3:]} for x in ids(3)]
+    rows("files/a.jsonl", *({"input_ids": x} for x in ids(4)))
+    rows("files/b.jsonl", *({"input_ids": x} for x in ids(5)))
+    rows("mixed/a.jsonl", *({"text": t} for t in texts))
+    for i, text in enumerate(reversed(texts)):
+        (root / f"mixed/{i}.txt").write_text(text)
+    names = {
+        "main": [{"path": main}],
+        "two": [{"path": main}, {"path": other}],
+        "tests": [{"path": other}],
+        "text": [{"path": both, "type": "text"}],
+        "both": [{"path": both}],
+        "labels": [{"path": rows("labels.jsonl", *masked)}],
+        "shards": [{"path": main, "shards": 2, "shards_idx": 0}],
+        "files": [{"path": str(root / "files"), "data_files": "a.jsonl", "ds_type": "json"}],
+        "mixed": [{"path": str(root / "mixed"), "ds_type": "json", "type": "text"}],
+        "other": other,
+        "dense": model("dense", DENSE),
+        "deep": model("deep", {**DENSE, "num_hidden_layers": 3}),
+        "moe": model("moe", EXPERTS),
+        "tokenizer": tokenizer("tokenizer", WORDS),
+        "tokenizer2": tokenizer("tokenizer2", WORDS[::-1]),
+    }
+    for name in ("prepared", "elsewhere", "trace", "trace2"):
+        names[name] = str(root / name)
+    (root / "wandb_here").mkdir()
+    (root / "wandb_here/wandb.py").write_text(
+        "calls = []\n"
+        "class Run:\n"
+        "    def log(self, values, step): calls.append((step, sorted(values)))\n"
+        "    def finish(self): calls.append('finish')\n"
+        "def init(config, **options):\n"
+        "    calls.append(options)\n"
+        "    return Run()\n"
+    )
+    world = types.SimpleNamespace(root=root, names=names, seen={}, count=0)
+    saved = observe(world, {"train.save_hf_weights": True})
+    world.names["checkpoint"] = str(saved["output"] / "checkpoints/global_step_4")
+    world.names["weights"] = str(saved["output"] / "checkpoints/global_step_4/hf")
+    return world
+
+
+def settings_of(world, changes):
+    world.count += 1
+    tree = {
+        "model": {"config_path": "@dense"},
+        "data": {
+            "datasets": "@main",
+            "sample_packing_sequence_len": 32,
+            "dataset_prepared_path": str(world.root / f"cache{world.count}"),
+            "pad_to_multiple_of": 4,
+        },
+        "train": {
+            "output_dir": str(world.root / f"out{world.count}"),
+            "data_parallel_mode": "none",
+            "lr": 1e-2,
+            "max_steps": 4,
+            "enable_mixed_precision": False,
+            "enable_gradient_checkpointing": False,
+            "save_epochs": 0,
+            "save_hf_weights": False,
+            "gc_steps": 0,
+        },
+        "lora": {},
+    }
+
+    def value(v):
+        if isinstance(v, str) and v.startswith("@"):
+            v = world.names[v[1:]]
+        return json.loads(json.dumps(v))
+
+    for section in tree.values():
+        for name in section:
+            section[name] = value(section[name])
+    for path, v in sorted(changes.items(), key=lambda item: item[0].count(".")):
+        *parents, last = path.split(".")
+        node = tree
+        for part in parents:
+            node = node[int(part)] if isinstance(node, list) else node[part]
+        node[last] = value(v)
+    if "model.model_path" in changes:
+        del tree["model"]["config_path"]
+    if changes.get("train.use_wandb"):
+        tree["data"]["val_set_size"] = 2
+    return tree
+
+
+# ---- what is seen of a run
+
+
+@contextlib.contextmanager
+def spies(seen):
+    """Counts and keeps what a run does that its files do not tell."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def spy(owner, name, note):
+            real = getattr(owner, name)
+
+            @functools.wraps(real)
+            def called(*args, **options):
+                note(*args, **options)
+                return real(*args, **options)
+
+            patch.setattr(owner, name, called)
+
+        def keep(key, pick):
+            seen[key] = []
+            return lambda *args, **options: seen[key].append(pick(*args, **options))
+
+        spy(torch.utils.data, "DataLoader", keep("loaders", loader_options))
+        spy(tw, "attention", keep("attentions", lambda *a, **k: 1))
+        spy(tw, "qk_norm_rope", keep("operators", lambda *a, **k: "qk_norm_rope"))
+        spy(tw, "linear_cross_entropy", lambda *a, **k: seen["operators"].append("fused head"))
+        spy(recompute, "checkpoint", keep("recomputed", recompute_options))
+        spy(tw, "route", keep("routed", lambda *a, **k: 1))
+        spy(
+            hf,
+            "load_weights",
+            keep("read", lambda *a, mode, **k: mode),
+        )
+        spy(checkpoint.dcp, "async_save", keep("asynchronous", lambda *a, **k: 1))
+        spy(
+            train.Engine,
+            "forward_backward",
+            keep("shapes", lambda self, given, loss: [b["input_ids"].shape[1] for b in given]),
+        )
+        spy(gc, "collect", keep("collected", lambda *a, **k: 1))
+        spy(datasets.Dataset, "map", keep("prepared", lambda *a, num_proc, **k: num_proc))
+        spy(
+            train.Engine,
+            "optim_step",
+            keep("deterministic", lambda *a, **k: torch.are_deterministic_algorithms_enabled()),
+        )
+        real_compile, real_prepare = torch.compile, train.prepare
+        seen["compiled"] = []
+
+        def eager(graph, inputs):
+            seen["compiled"].append(1)
+            return graph.forward
+
+        patch.setattr(torch, "compile", functools.partial(real_compile, backend=eager))
+
+        def prepare(*args):
+            seen["run"] = real_prepare(*args)
+            return seen["run"]
+
+        patch.setattr(train, "prepare", prepare)
+        yield
+
+
+def loader_options(bins, *, batch_sampler, num_workers, prefetch_factor, pin_memory, **_):
+    return num_workers, prefetch_factor, pin_memory, len(bins)
+
+
+def recompute_options(function, *args, use_reentrant):
+    function = getattr(function, "func", function)
+    return type(getattr(function, "__self__", None)).__name__, use_reentrant
+
+
+def observe(world, changes):
+    """Runs the command; what it did, by name. "sentence": what it said instead."""
+    tree, seen = settings_of(world, changes), {}
+    path = world.root / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(world.root / "wandb_here")
+        try:
+            config = load(str(path))
+        except ConfigError as error:
+            return {"sentence": str(error)}
+        with spies(seen), contextlib.redirect_stdout(said):
+            code = train.main([str(path)])
+    out = pathlib.Path(config.train.output_dir)
+    assert code == 0, f"{changes}: {said.getvalue()}"
+    return seen | outcome(seen.pop("run"), config, out, said.getvalue(), world)
+
+
+def outcome(run, config, out, said, world):
+    model = run.engine.model
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    logged = [r for r in rows if "loss" in r]
+    state = {n: p.detach() for n, p in model.named_parameters()}
+    checkpoints = out / "checkpoints"
+    units = [
+        (n, m) for n, m in model.named_modules() if isinstance(m, torch.distributed.fsdp.FSDPModule)
+    ]
+    groups = [m._get_fsdp_state()._fsdp_param_group for _, m in units]
+    wandb = sys.modules.pop("wandb", None)
+    prepared = pathlib.Path(config.data.dataset_prepared_path)
+    return {
+        "sentence": "",
+        "output": out,
+        "losses": [r["loss"] for r in logged],
+        "tokens": [r["tokens"] for r in logged],
+        "steps": run.plan.total,
+        "logged_steps": [r["step"] for r in logged],
+        "evaluations": [r["step"] for r in rows if "eval_loss" in r],
+        "weights": fingerprint(state),
+        "gates": torch.equal(*gates(model, config)),
+        "names": sorted(state),
+        "parameters": sum(p.numel() for p in state.values()),
+        "size": run.batches.bins.tokens,
+        "ops": next(line for line in said.splitlines() if line.startswith("ops:")),
+        "said": sum(line.startswith("step=") for line in said.splitlines()),
+        "units": [n for n, _ in units],
+        "resharded": [g.post_forward_mesh_info is not None for g in groups],
+        "prefetched": [len(m._get_fsdp_state()._states_to_forward_prefetch) for _, m in units],
+        "checkpoints": sorted(p.name for p in checkpoints.glob("global_step_*")),
+        "exported": sorted(p.name for p in checkpoints.glob("*/hf/*")),
+        "folders": [
+            pathlib.Path(p).is_dir()
+            for p in (world.root / "prepared", world.root / "elsewhere", world.root / "trace2")
+        ],
+        "arrow": len([*prepared.rglob("*.arrow")]),
+        "wandb": None if wandb is None else wandb.calls,
+        "pinned": pinned(run, config),
+        "emptied": emptied(config),
+        "second_rank_profiles": housekeeping.profiler(config.train, Mesh(rank=1)) is not None,
+        **traces(config),
+    }
+
+
+def fingerprint(state):
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        t = state[name]
+        digest.update(
+            name.encode() + (t.full_tensor() if hasattr(t, "full_tensor") else t).numpy().tobytes()
+        )
+    return digest.hexdigest()
+
+
+def gates(model, config):
+    """The routers' weights now and at the start."""
+    now = [m.gate.weight.detach() for m in model.modules() if isinstance(m, MoE)]
+    if not now:
+        return torch.zeros(1), torch.zeros(1)
+    fresh = build.Transformer(model.config, model.ops)
+    fresh.init_weights(config.train.seed)
+    then = [m.gate.weight.detach() for m in fresh.modules() if isinstance(m, MoE)]
+    return torch.stack(now), torch.stack(then)
+
+
+def pinned(run, config):
+    """Whether batches for a GPU are pinned."""
+    kept = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch.utils.data, "DataLoader", lambda *a, **k: kept.append(k["pin_memory"]) or [[]]
+        )
+        list(batches.evaluation_batches(run.batches.bins, 1, 0, 1, pin=True))
+    return kept
+
+
+def emptied(config):
+    """How often a GPU's cache is emptied in four steps."""
+    kept = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "empty_cache", lambda: kept.append(1))
+        quiet = config.train.model_copy(update={"enable_profiling": False, "gc_steps": 0})
+        keeper = housekeeping.Housekeeping(quiet, Mesh(device=torch.device("cuda")))
+        for done in range(1, 5):
+            keeper.after(done)
+    return kept
+
+
+def traces(config):
+    folder = pathlib.Path(config.train.profile_trace_dir)
+    found = sorted(folder.glob("*.json")) if config.train.enable_profiling else []
+    names = ("traced", "traced_steps", "traced_shapes", "traced_memory", "traced_stacks")
+    if not found:
+        return dict.fromkeys(names, 0)
+    text = found[-1].read_text()
+    for file in found:
+        file.unlink()
+    steps = sorted(set(re.findall(r"ProfilerStep#\d+", text)))
+    stacks = text.count('"python_function"') > 0
+    return dict(
+        zip(names, (1, steps, "Input Dims" in text, '"[memory]"' in text, stacks), strict=True)
+    )
+
+
+# ---- the tests
+
+
+def seen_by(world, changes, differs):
+    key = json.dumps(changes, sort_keys=True)
+    if key not in world.seen:
+        world.seen[key] = observe(world, changes)
+    return world.seen[key][differs]
+
+
+@pytest.mark.parametrize("one", ROWS, ids=lambda one: one.path)
+def test_a_field_has_its_effect(one, world):
+    base = dict(one.base)
+    changes = {**base, one.field: one.value}
+    if one.differs == "plan":
+        found = [plan(world, c) for c in (base, changes)]
+    elif one.path == "data.skip_prepare_dataset":  # what the run before has prepared
+        cache = str(world.root / "skip")
+        found = [
+            seen_by(world, {**c, "data.dataset_prepared_path": cache}, one.differs)
+            for c in (base, changes)
+        ]
+    else:
+        found = [seen_by(world, c, one.differs) for c in (base, changes)]
+    assert found[0] != found[1], f"{one.differs} stay {found[0]}"
+
+
+def plan(world, changes):
+    """Which of eight ranks do what."""
+    tree = settings_of(world, changes)
+    path = world.root / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    layout = layout_of(load(str(path)).train, 8)
+    return (
+        layout.sizes,
+        layout.parameter_ranks().tolist(),
+        layout.expert_ranks().tolist(),
+        [layout.batch_rank(r) for r in range(8)],
+    )
+
+
+def test_two_runs_alike_are_alike(world):
+    """What differs in the rows is the field's doing."""
+    first, again = observe(world, {}), observe(world, {})
+    for key in ("losses", "weights", "tokens", "checkpoints", "prepared", "loaders", "attentions"):
+        assert first[key] == again[key], key
+
+
+def test_every_field_is_in_the_table():
+    fields = {p for p in leaves(Config) if not p.startswith("data.test_datasets.")}
+    proven = {r.path for r in ROWS}
+    for path, test in HELD.items():
+        file, _, name = test.partition("::")
+        [found] = pathlib.Path(__file__).parents[1].rglob(f"tests/**/{file}")
+        assert f"def {name}(" in found.read_text(), f"{path}: there is no {test}"
+    assert not proven & HELD.keys() and not proven & REFUSED.keys() - {"train.optimizer"}
+    assert fields == proven | HELD.keys() | REFUSED.keys()
+
+
+@pytest.mark.parametrize("path", sorted(REFUSED.keys() - {"train.optimizer", "train.init_device"}))
+def test_what_is_refused_is_refused(path, world):
+    field = leaves(Config)[path]
+    other = {"boolean": not field.default, "integer": 2, "number": 0.5, "mapping": {"a": 1}}
+    value = other.get(kind(field.annotation).split(" | ")[0])
+    if value is None or value == field.default:
+        choices = re.findall(r"\w+", kind(field.annotation))
+        value = next(c for c in choices if c not in (str(field.default), "null"))
+        value = 3 if value == "integer" else value
+    said = observe(world, {path: value})["sentence"]
+    assert REFUSED[path] in said, said
+
+
+def table():
+    """docs/fields.md."""
+    lines = [
+        "# What each field of the configuration changes",
+        "",
+        "Written by `python tests/test_trainer_fields.py docs/fields.md`. The test of the same name",
+        "runs the trainer twice for each line, with nothing else changed, and sees the difference.",
+        "",
+        "| field | other value | what differs | in runs with |",
+        "|---|---|---|---|",
+    ]
+    for r in ROWS:
+        value = f"`{json.dumps(r.value)}`".replace("|", "\\|")
+        base = ", ".join(f"{k} = {json.dumps(v)}" for k, v in r.base)
+        lines.append(f"| `{r.path}` | {value} | {r.differs.replace('_', ' ')} | {base} |")
+    lines += [f"| `{path}` | | held by `{test}` | |" for path, test in HELD.items()]
+    lines += [
+        f"| `{path}` | | refused: {why} | |"
+        for path, why in REFUSED.items()
+        if path not in {r.path for r in ROWS} | HELD.keys()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_is_current():
+    page = pathlib.Path(__file__).resolve()
+    root = next(p for p in page.parents if (p / "pyproject.toml").is_file())
+    assert (root / "docs/fields.md").read_text() == table()
+
+
+if __name__ == "__main__":
+    pathlib.Path(sys.argv[1]).write_text(table())

@@ -1,0 +1,218 @@
+"""Packed bins into micro-batches, handed out by rank, resumable anywhere.
+
+A batch is one packed row:
+    input_ids [1, T], labels [1, T] (shifted: labels[t] follows token t of the same document; the
+    last is -100), position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1].
+With context parallelism the first three are this rank's part of the row, and the ranks of one row
+read the same bins.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from tilewright.ops.context_parallel import ContextParallel, shard
+from tilewright.trainer import packing
+from tilewright.trainer.config import Data, Train
+from tilewright.trainer.loss import IGNORE
+
+
+class Bins(torch.utils.data.Dataset):
+    """A data set packed into bins. bins[i] is a list of (input_ids, labels)."""
+
+    def __init__(self, dataset, data: Data, *, packed: bool = True):
+        self.dataset, self.data = dataset.with_format("numpy"), data
+        self.lengths = lengths = np.array([len(x) for x in dataset["input_ids"]], dtype=np.int64)
+        self.tokens = int(lengths.sum())
+        if packed:
+            method = (
+                "sequential" if data.sample_packing_sequentially else data.sample_packing_method
+            )
+            self.bins = packing.pack(
+                lengths, data.sample_packing_sequence_len, method, data.sample_packing_group_size
+            )
+        else:
+            self.bins = [np.array([i]) for i in range(len(lengths))]
+        self.sizes = np.array([lengths[b].sum() for b in self.bins], dtype=np.int64)  # tokens
+
+    def identity(self) -> dict[str, int | str]:
+        """What a position in these bins belongs to."""
+        return {"bins": len(self), "tokens": self.tokens, "contents": self.fingerprint()}
+
+    def fingerprint(self) -> str:
+        """A hash of every sample's length, and of the contents of samples from all over the data:
+        all of them, or as many as make four million tokens.
+        """
+        few = max(2, min(len(self.lengths), (1 << 22) * len(self.lengths) // max(1, self.tokens)))
+        rows = self.dataset[np.unique(np.linspace(0, len(self.lengths) - 1, few).astype(np.int64))]
+        digest = hashlib.sha256(self.lengths.tobytes())
+        for name in ("input_ids", "labels"):
+            for sample in rows[name]:
+                digest.update(np.asarray(sample, dtype=np.int64).tobytes())
+        return digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __getitem__(self, i: int | None) -> list[tuple[np.ndarray, np.ndarray]]:
+        if i is None:  # filler, so that every rank has a batch
+            return [(np.zeros(2, np.int64), np.full(2, IGNORE, np.int64))]
+        rows = self.dataset[self.bins[i]]
+        return list(zip(rows["input_ids"], rows["labels"], strict=True))
+
+
+def padding(multiple: int, cp: ContextParallel) -> int:
+    """The multiple to which a micro-batch is padded.   multiple: pad_to_multiple_of."""
+    return math.lcm(multiple, cp.multiple)
+
+
+def collate(
+    bins: list[list[tuple[np.ndarray, np.ndarray]]],
+    multiple: int,
+    cp: ContextParallel | None = None,
+) -> dict[str, torch.Tensor]:
+    """Bins into one packed row, or a rank's part of it. Padding is a document of its own, with
+    every label ignored.
+    """
+    documents = [d for b in bins for d in b]
+    lengths = [len(ids) for ids, _ in documents]
+    total = sum(lengths)
+    if pad := -total % multiple:
+        documents.append((np.zeros(pad, np.int64), np.full(pad, IGNORE, np.int64)))
+        lengths.append(pad)
+    ids = np.concatenate([ids for ids, _ in documents])
+    shifted = np.concatenate([np.append(labels[1:], IGNORE) for _, labels in documents])
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    row = {"input_ids": ids, "labels": shifted, "position_ids": positions}
+    return {
+        **{
+            name: shard(torch.from_numpy(t).long()[None], 1, cp or ContextParallel())
+            for name, t in row.items()
+        },
+        "cu_seqlens": torch.from_numpy(np.cumsum([0, *lengths])).int(),
+    }
+
+
+class Batches:
+    """Micro-batches of one rank, optimizer step by optimizer step, resumable anywhere.
+
+    rank, world_size: of data parallelism; ranks of one `cp` have the same. A step takes world_size
+    * micro_batch_size * accumulation bins. Where training stands is an epoch and the number of its
+    bins that are used up, whatever the number of ranks, so a run may go on with another one.
+    """
+
+    def __init__(
+        self,
+        bins: Bins,
+        data: Data,
+        train: Train,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        pin: bool = False,
+        cp: ContextParallel | None = None,
+    ):
+        self.data, self.cp = data, cp or ContextParallel()
+        self.bins, self.rank, self.world, self.pin = bins, rank, world_size, pin
+        self.micro, self.accumulation, self.seed = (
+            train.micro_batch_size,
+            train.gradient_accumulation_steps,
+            train.seed,
+        )
+        self.per_step = world_size * self.micro * self.accumulation
+        self.steps_per_epoch = self._steps_in(len(bins))
+        if self.steps_per_epoch == 0:
+            raise ValueError(
+                f"an optimizer step takes {self.per_step} bins (ranks x micro_batch_size x "
+                f"gradient_accumulation_steps) and the data fill {len(bins)}; use smaller bins or "
+                f"steps"
+            )
+        self.epoch = self.used = 0
+        self.tokens = 0  # handed out so far, to all ranks together
+
+    def _steps_in(self, bins: int) -> int:
+        whole, rest = divmod(bins, self.per_step)
+        return whole + (rest > 0 and not self.data.dataloader_drop_last)
+
+    @property
+    def position(self) -> int:
+        """Optimizer steps of this size that would have come as far in the data."""
+        return (self.epoch + 1) * self.steps_per_epoch - self._steps_in(len(self.bins) - self.used)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "used": self.used}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.used = state["epoch"], state["used"]
+
+    def _order(self) -> np.ndarray:
+        if not self.data.shuffle_merged_datasets:
+            return np.arange(len(self.bins))
+        return np.random.default_rng((self.seed, self.epoch)).permutation(len(self.bins))
+
+    def _mine(self) -> Iterator[list[int | None]]:
+        """Indices of this rank's micro-batches from here to the end of the epoch."""
+        order = self._order()
+        for first in range(self.used, len(order), self.per_step):
+            step = list(map(int, order[first : first + self.per_step]))
+            if len(step) < self.per_step:
+                if self.data.dataloader_drop_last:
+                    return
+                step += [None] * (self.per_step - len(step))
+            for a in range(self.accumulation):
+                start = (a * self.world + self.rank) * self.micro
+                yield step[start : start + self.micro]
+
+    def steps(self) -> Iterator[list[dict[str, torch.Tensor]]]:
+        """The micro-batches of each following step, epoch after epoch, for ever."""
+        while True:
+            loader = _loader(self.bins, list(self._mine()), self.pin, self.cp)
+            step, sizes = [], self.bins.sizes[self._order()]
+            for batch in loader:
+                step.append(batch)
+                if len(step) == self.accumulation:
+                    # Where training stands once this step is done: set before it is handed out,
+                    # since a checkpoint is written after the step, before the next is asked for.
+                    self.tokens += int(sizes[self.used : self.used + self.per_step].sum())
+                    self.used = min(self.used + self.per_step, len(self.bins))
+                    yield step
+                    step = []
+            self.epoch, self.used = self.epoch + 1, 0
+
+
+def _loader(bins: Bins, indices: list[list[int | None]], pin: bool, cp: ContextParallel):
+    data = bins.data
+    return torch.utils.data.DataLoader(
+        bins,
+        batch_sampler=indices,
+        collate_fn=functools.partial(
+            collate, multiple=padding(data.pad_to_multiple_of, cp), cp=cp.layout()
+        ),
+        num_workers=data.dataloader_num_workers,
+        prefetch_factor=data.dataloader_prefetch_factor,
+        pin_memory=pin and data.dataloader_pin_memory,
+    )
+
+
+def evaluation_batches(
+    bins: Bins,
+    size: int,
+    rank: int,
+    world_size: int,
+    pin: bool = False,
+    cp: ContextParallel | None = None,
+) -> torch.utils.data.DataLoader:
+    """Every bin once over all ranks, `size` in a micro-batch; each rank gets the same number of
+    batches, filled up with empty ones.
+    """
+    groups: list[list[int | None]] = [
+        list(range(i, min(i + size, len(bins)))) for i in range(0, len(bins), size)
+    ]
+    groups += [[None]] * (-len(groups) % world_size)
+    return _loader(bins, groups[rank::world_size], pin, cp or ContextParallel())

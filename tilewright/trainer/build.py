@@ -1,0 +1,150 @@
+"""What a configuration asks for, built: ops, model, data, and the engine that holds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import torch
+
+from tilewright import adapt
+from tilewright.ops.attention import Request
+from tilewright.trainer import adapters, hf
+from tilewright.trainer.batches import Batches, Bins
+from tilewright.trainer.config import Config, Model, Train
+from tilewright.trainer.data import prepare, split_validation
+from tilewright.trainer.engine import Engine
+from tilewright.trainer.mesh import Mesh
+from tilewright.trainer.model import Transformer
+from tilewright.trainer.model_config import ModelConfig
+from tilewright.trainer.ops_choice import Numerics, Ops
+from tilewright.trainer.optim import build_optimizer
+from tilewright.trainer.parallel import parallelize, wrap_ddp
+
+
+def compute_dtype(train: Train) -> torch.dtype:
+    return torch.bfloat16 if train.enable_mixed_precision else torch.float32
+
+
+def choose_ops(model: Model, shape: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Ops:
+    """dtype: of matrix products. Raises ValueError or ImplementationUnavailable before any weight
+    is allocated.
+    """
+    wanted = Request(
+        head_dim=shape.head_dim, packed=True, gradient=True, part=mesh.context.ring_size > 1
+    )
+    layers = [shape.is_moe(layer) for layer in range(shape.num_hidden_layers)]
+    if model.activation_native and all(layers):
+        raise ValueError(
+            "model.activation_native = True: every layer of the model has experts, whose "
+            "activation is fused into their products"
+        )
+    numerics = Numerics(**{f.name: getattr(model, f.name) for f in dataclasses.fields(Numerics)})
+    return Ops.resolve(
+        model.attn_implementation,
+        model.moe_implementation,
+        device_type=mesh.device.type,
+        dtype=dtype,
+        attention_request=wanted,
+        numerics=numerics,
+        experts=any(layers),
+    )
+
+
+def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> torch.nn.Module:
+    """The model with its weights and adapters, sharded over the mesh."""
+    m, t = config.model, config.train
+    # Quantized, it is never there in full precision: layers are filled one at a time.
+    meta = t.data_parallel_mode == "fsdp2" or config.lora.enable_qlora
+    with torch.device("meta" if meta else t.init_device):
+        model = Transformer(shape, ops, m.merge_qkv)
+    if t.freeze_router:
+        model.freeze_router()
+    if config.lora.enable_lora:
+        adapters.add(model, config.lora, m)
+    if not meta:
+        model.to(mesh.device)
+    model = parallelize(model, t, m, mesh)
+    if meta:
+        model.to_empty(device=mesh.device)
+        model.tie()
+    if m.model_path is None:
+        model.init_weights(t.seed)
+    else:
+        hf.load_weights(model, hf.local_folder(m.model_path), mode=t.load_weights_mode)
+    adapt.reset_adapters(model, adapters.generator(t.seed, 0))
+    return wrap_ddp(model, t.data_parallel_mode, mesh)
+
+
+def build_engine(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Engine:
+    model = build_model(config, shape, mesh, ops)
+    # FSDP2 casts by itself; the others keep float32 weights and run matrix products in bfloat16.
+    half = config.train.enable_mixed_precision and config.train.data_parallel_mode != "fsdp2"
+    optimizer = build_optimizer(getattr(model, "module", model), config.train)
+    return Engine(model, optimizer, mesh, autocast=torch.bfloat16 if half else None)
+
+
+def load_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = pathlib.Path(hf.local_folder(path))
+    # transformers would make an empty one.
+    if not any((folder / name).is_file() for name in hf.TOKENIZER_FILES):
+        raise FileNotFoundError(
+            f"model.tokenizer_path = {folder}: holds no tokenizer, that is none of "
+            f"{', '.join(hf.TOKENIZER_FILES)}"
+        )
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def build_data(config: Config, mesh: Mesh, vocab: int) -> tuple[Batches, Bins | None]:
+    """Training batches, and the evaluation bins if there is anything to evaluate on."""
+    d = config.data
+
+    def tokenizer():
+        return load_tokenizer(config.model.tokenizer_path)
+
+    options: dict[str, Any] = {"main": mesh.main, "barrier": mesh.control.barrier}
+    training, held = split_validation(
+        prepare(d.datasets, config, tokenizer, vocab, **options), d.val_set_size, config.train.seed
+    )
+    if d.test_datasets:
+        import datasets
+
+        test = prepare(d.test_datasets, config, tokenizer, vocab, shuffle=False, **options)
+        held = test if held is None else datasets.concatenate_datasets([held, test])
+    batches = Batches(
+        Bins(training, d),
+        d,
+        config.train,
+        rank=mesh.batch_rank,
+        world_size=mesh.layout.data,
+        pin=mesh.device.type == "cuda",
+        cp=mesh.context,
+    )
+    packed = d.eval_sample_packing is not False
+    return batches, None if held is None else Bins(held, d, packed=packed)
+
+
+def identity(config: Config, shape: ModelConfig, batches: Batches) -> dict[str, dict[str, Any]]:
+    """What a checkpoint belongs to, by kind: its position counts bins of these data, its moments
+    are of these parameter groups.
+    """
+    t = config.train
+    return {
+        "model": {
+            **dataclasses.asdict(shape),
+            "merge_qkv": config.model.merge_qkv,
+            "lora": adapters.identity(config.lora),
+        },
+        "optimizer": {
+            k: getattr(t, k)
+            for k in ("optimizer", "no_decay_modules", "no_decay_params", "freeze_router")
+        },
+        "data": {
+            **batches.bins.identity(),
+            "seed": t.seed,
+            "shuffle": config.data.shuffle_merged_datasets,
+        },
+    }

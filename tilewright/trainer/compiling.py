@@ -1,0 +1,122 @@
+"""torch.compile of layers: whole, or the parts around what cannot be in a graph."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilewright import _torch
+from tilewright.trainer.config import Train
+from tilewright.trainer.model import Transformer
+from tilewright.trainer.moe import MoE
+from tilewright.trainer.positions import Sequence
+from tilewright.trainer.recompute import inner
+
+log = logging.getLogger("tilewright")
+
+
+def compile_layers(model: Transformer, train: Train, basic_modules: list[str]) -> None:
+    """Compiles whole layers, each as one graph, or, where attention or experts cannot be part of
+    one, what surrounds them.
+
+    Call it before `recompute_activations`: a graph break within a checkpointed function would leave
+    all of it uncompiled.
+
+    Raises ValueError for a module that FSDP2 would gather in the midst of a graph.
+    """
+    names = {
+        name
+        for path, module in model.model.layers[0].named_modules()
+        if path
+        for name in (path.rpartition(".")[2], type(module).__name__)
+    }
+    if inside := names & {*basic_modules}:
+        raise ValueError(
+            f"model.basic_modules, train.enable_compile = True: {', '.join(sorted(inside))} would "
+            f"be gathered in the midst of a layer's compiled code; leave one of them out"
+        )
+    recomputes = train.enable_gradient_checkpointing
+    experts_alone = recomputes and train.moe_checkpoint_method == "moe_act"
+    in_parts = recomputes and train.recompute_modules is not None
+    compiled: dict[tuple[type, str], Compiled] = {}
+    for block in model.model.layers:
+        attention, mlp = block.self_attn, block.mlp
+        # Tokens that travel wait for other ranks, and experts that are recomputed alone have a
+        # checkpoint of their own.
+        apart = isinstance(mlp, MoE) and (train.expert_parallel_size > 1 or experts_alone)
+        if attention.breaks or apart or in_parts:
+            parts = [
+                (block.input_layernorm, "forward"),
+                (attention, "project"),
+                (attention, "output"),
+                (block.post_attention_layernorm, "forward"),
+                *([] if apart else [(mlp, "forward")]),
+            ]
+        else:
+            parts = [(block, "forward")]
+        for module, name in parts:
+            kind = (type(mlp if module is block else module), name)
+            if kind not in compiled:
+                compiled[kind] = Compiled(getattr(type(module), name))
+            setattr(module, name, functools.partial(compiled[kind], module))
+
+
+class Compiled:
+    """A method that is compiled for all modules of a kind together.
+
+    Dynamo keeps compiled code with the function's code object, up to a limit for all that share it:
+    this one has a copy of the code to itself.
+    """
+
+    def __init__(self, method: Callable):
+        self.name, code = method.__qualname__, method.__code__.replace()
+        self.plain = types.FunctionType(
+            code, method.__globals__, method.__name__, method.__defaults__, method.__closure__
+        )
+        self.run = torch.compile(self.plain, fullgraph=True)
+
+    def __call__(self, *args: Any) -> Any:
+        dynamo = _torch.dynamo()
+        # No two batches have the same length: a static size would recompile at once.
+        for t in _tensors(args):  # x [B, S, H], cos [S, D], attended [B, heads, S, D]; ids [B, S]
+            dynamo.maybe_mark_dynamic(t, t.dim() - (2 if t.is_floating_point() else 1))
+        try:
+            return self.run(*args)
+        except dynamo.exc.FailOnRecompileLimitHit as error:
+            log.warning(
+                "train.enable_compile: %s has been compiled %d times and runs uncompiled from "
+                "here on; TORCH_LOGS=recompiles says why",
+                self.name,
+                dynamo.config.recompile_limit,
+            )
+            log.debug("", exc_info=error)
+            self.run = self.plain
+        except dynamo.exc.Unsupported as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"train.enable_compile = True: {self.name} cannot be compiled: {reason}"
+            ) from error
+        return self.run(*args)
+
+
+def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    flat = [t for a in args for t in (a.tensors() if isinstance(a, Sequence) else [a])]
+    return [t for t in flat if torch.is_tensor(t)]
+
+
+def compiled_parts(model: Transformer) -> dict[str, int]:
+    """Which methods are compiled, and of how many modules."""
+    methods = (inner(v) for m in model.model.layers.modules() for v in vars(m).values())
+    return dict(
+        Counter(
+            method.func.name
+            for method in methods
+            if isinstance(method, functools.partial) and isinstance(method.func, Compiled)
+        )
+    )

@@ -1,0 +1,254 @@
+"""What can be asked of a model that is prepared for training: gradients, steps, evaluation,
+checkpoints, exports. The loop, the tests and whatever else trains call it alike.
+
+    sums = engine.forward_backward(batches, language_modeling)      # as often as needed
+    norm = engine.optim_step(lr_factor, max_norm)                   # divides by the denominators
+
+Backward passes are of sums. Gradients are divided once, at the step, by the denominators of all
+calls since the last: what a step's gradient is does not depend on how it was cut into calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright import adapt
+from tilewright.trainer import checkpoint, hf
+from tilewright.trainer.gradients import global_norm, scale
+from tilewright.trainer.loss import Loss
+from tilewright.trainer.mesh import Mesh
+from tilewright.trainer.model import Outcome, Transformer
+from tilewright.trainer.optim import peaks, set_lr
+from tilewright.trainer.parallel import synchronize, unwrap
+
+Batch = Mapping[str, torch.Tensor]
+
+
+class NotFinite(ValueError):
+    """A loss or a norm that is infinite or NaN."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """The sums of one call over all ranks. Reading a number waits for the device.
+
+    totals: [loss, denominator], float64.   per_token: of this rank, one entry per micro-batch.
+    reports: of the routers, summed over micro-batches and ranks, and how many those were.
+    """
+
+    totals: torch.Tensor
+    per_token: list[torch.Tensor | None]
+    reports: torch.Tensor | None = None
+    passes: int = 1
+
+    @property
+    def denominator(self) -> float:
+        return float(self.totals[1])
+
+    @property
+    def mean(self) -> float:
+        total, denominator = self.totals.tolist()
+        return total / max(1.0, denominator)
+
+    def router(self) -> dict[str, float]:
+        """{} without experts. How many times the mean the busiest expert's tokens are, for the mean
+        layer and the worst, and the two router losses, which are not trained on.
+
+        Padding counts as tokens here: experts compute it.
+        """
+        if self.reports is None:
+            return {}
+        report = self.reports / self.passes
+        load = report[:, :-2].amax(1) / report[:, :-2].mean(1)
+        balance, z = report[:, -2:].mean(0)
+        names = ("expert_load", "worst_expert_load", "load_balance_loss", "z_loss")
+        values = torch.stack((load.mean(), load.max(), balance, z)).tolist()
+        return dict(zip(names, values, strict=True))
+
+
+class Engine:
+    """A prepared model and its optimizer on a mesh. Every rank must make the same calls.
+
+    autocast: the dtype of matrix products where FSDP2 does not cast by itself, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        *,
+        autocast: torch.dtype | None = None,
+    ):
+        self.wrapped, self.optimizer, self.mesh, self.autocast = model, optimizer, mesh, autocast
+        self.parameters, self.peaks = list(model.parameters()), peaks(optimizer)
+        self._totals: torch.Tensor | None = None  # of all calls since the last step
+
+    @property
+    def model(self) -> Transformer:
+        """Without DDP's wrapper."""
+        return unwrap(self.wrapped)
+
+    # ---- forward and backward
+
+    def forward_backward(self, batches: Iterable[Batch], loss: Loss) -> Sums:
+        """Adds the gradients of a loss's sum over the micro-batches to those that are there."""
+        batches, outcomes = list(batches), []
+        for i, batch in enumerate(batches):
+            with synchronize(self.wrapped, last=i == len(batches) - 1):
+                outcome = self._outcome(batch, loss)
+                outcome.total.backward()
+                outcomes.append(outcome._replace(total=outcome.total.detach()))
+        sums = self._sums(outcomes)
+        self._totals = sums.totals if self._totals is None else self._totals + sums.totals
+        return sums
+
+    @torch.no_grad()
+    def forward(self, batches: Iterable[Batch], loss: Loss) -> Sums:
+        """The same without gradients and without noise."""
+        self.wrapped.eval()
+        try:
+            return self._sums([self._outcome(batch, loss) for batch in batches])
+        finally:
+            self.wrapped.train()
+
+    def evaluate(self, batches: Iterable[Batch], loss: Loss) -> float:
+        """The mean of a loss."""
+        return self.forward(batches, loss).mean
+
+    def _outcome(self, batch: Batch, loss: Loss) -> Outcome:
+        device = self.mesh.device
+        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in batch.items()}
+        # Read here, on the host: each layer would wait for the device otherwise.
+        moved["ends"] = tuple(batch["cu_seqlens"].tolist())
+        with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
+            return self.wrapped(**moved, loss=loss)
+
+    def _sums(self, outcomes: list[Outcome]) -> Sums:
+        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for outcome in outcomes:
+            totals += torch.stack((outcome.total.detach().double(), outcome.denominator.double()))
+        reports = [outcome.reports for outcome in outcomes if outcome.reports is not None]
+        router = torch.stack(reports).double().sum(0) if reports else None
+        return Sums(
+            self.mesh.loss.total(totals),
+            [outcome.per_token for outcome in outcomes],
+            None if router is None else self.mesh.loss.total(router),
+            len(reports) * self.mesh.size,
+        )
+
+    # ---- the optimizer
+
+    def divide(
+        self, denominator: float | torch.Tensor | None = None, max_norm: float = 0.0
+    ) -> torch.Tensor:
+        """Divides the gradients of sums by a number (default: the denominators of all calls since
+        the last step), and clips them to a global norm (0: does not).
+
+        Returns their norm before clipping, on the device.
+        """
+        if denominator is None:
+            if self._totals is None:
+                raise ValueError("there is no gradient: call forward_backward first")
+            denominator = self._totals[1]
+        divisor = torch.as_tensor(denominator, dtype=torch.float64, device=self.mesh.device)
+        # DDP and FSDP2 average over ranks.
+        factor = self.mesh.params.size / divisor.clamp_min(1.0)
+        norm = global_norm(self.parameters, self.mesh.params).to(factor.device) * factor
+        if max_norm > 0:
+            factor = factor * (max_norm / (norm + 1e-6)).clamp_max(1.0)
+        scale(self.parameters, factor)
+        return norm
+
+    def optim_step(
+        self,
+        factor: float = 1.0,
+        max_norm: float = 0.0,
+        denominator: float | torch.Tensor | None = None,
+    ) -> float:
+        """Divides gradients, clips them, and steps. Returns their norm before clipping.
+
+        Args:
+            factor: of each group's peak learning rate.
+            max_norm: gradients are clipped to this global norm; 0: not clipped.
+            denominator: default: the sum of those of all calls since the last step.
+
+        Raises:
+            NotFinite: the loss or the norm is infinite or NaN, on every rank; no weight has
+                changed.
+        """
+        norm = float(self.divide(denominator, max_norm))  # the one wait for the device in a step
+        if self._totals is not None and not math.isfinite(total := float(self._totals[0])):
+            raise NotFinite(f"loss is {total}")
+        if not math.isfinite(norm):
+            raise NotFinite(f"norm of the gradients is {norm}")
+        set_lr(self.optimizer, self.peaks, factor)
+        self.optimizer.step()
+        self.zero()
+        return norm
+
+    def zero(self) -> None:
+        """Forgets gradients, and the denominators that belong to them."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._totals = None
+
+    # ---- files
+
+    def save(self, saver: checkpoint.Saver, step: int, state: dict[str, Any]) -> pathlib.Path:
+        """See `Saver.save`."""
+        return saver.save(step, self.model, self.optimizer, state)
+
+    def load(
+        self,
+        folders: list[pathlib.Path],
+        identity: dict[str, dict[str, Any]],
+        ops: dict[str, str],
+    ) -> tuple[pathlib.Path, dict[str, Any]]:
+        """See `checkpoint.resume`."""
+        return checkpoint.resume(
+            folders, self.model, self.optimizer, self.mesh, run=identity, ops=ops
+        )
+
+    def export(
+        self,
+        target: pathlib.Path,
+        *,
+        dtype: torch.dtype | None = None,
+        tokenizer: str | None = None,
+        adapter_of: str | None = None,
+    ) -> None:
+        """Writes Hugging Face's files: dense weights, or, with adapter_of, the adapters alone."""
+        if adapter_of is not None:
+            files = hf.tokenizer_files(tokenizer) if tokenizer is not None else []
+            adapt.save_adapter(self.model, target, base_model=adapter_of, files=files)
+        else:
+            hf.save_weights(self.model, target, tokenizer_path=tokenizer, dtype=dtype)
+
+
+@contextlib.contextmanager
+def reproducible(seed: int, deterministic: bool) -> Iterator[None]:
+    """Seeds this rank; with `deterministic` lets only deterministic algorithms run, until the end
+    of the block.
+    """
+    torch.manual_seed(seed)
+    if not deterministic:
+        yield
+        return
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned)
+        torch.backends.cudnn.benchmark = benchmark

@@ -1,0 +1,136 @@
+"""The tree of a pydantic model's fields by dotted path, and what to say about a path that is not in
+it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration; `problems` holds a line each."""
+
+    def __init__(self, lines: list[str]):
+        super().__init__("\n".join(lines))
+        self.problems = lines
+
+
+def submodel(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """(the model behind an annotation, whether it is a list of them)."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    inner = typing.get_args(annotation)
+    if (
+        typing.get_origin(annotation) is list
+        and isinstance(inner[0], type)
+        and issubclass(inner[0], BaseModel)
+    ):
+        return inner[0], True
+    return None, False
+
+
+def leaves(model: type[BaseModel], at: str = "") -> dict[str, Any]:
+    """Dotted path -> FieldInfo of every field that is not a section, in order. Entries of a
+    list have no index.
+    """
+    out = {}
+    for name, field in model.model_fields.items():
+        inner, listed = submodel(field.annotation)
+        if inner is None or listed:
+            out[at + name] = field
+        if inner is not None:
+            out |= leaves(inner, f"{at}{name}.")
+    return out
+
+
+def get(config: Any, path: str) -> Any:
+    for part in path.split("."):
+        config = config[int(part)] if isinstance(config, list) else getattr(config, part)
+    return config
+
+
+def default_of(model: type[BaseModel], path: str) -> Any:
+    return leaves(model)[path].default
+
+
+def show(value: Any) -> str:
+    text = value if isinstance(value, str) and value else json.dumps(value, default=str)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def kind(annotation: Any) -> str:
+    """An annotation as a reader of YAML would say it."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return " | ".join(map(show, inner))
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(kind, inner))
+    if origin is list:
+        return "list" if submodel(annotation)[0] else f"list of {kind(inner[0])}"
+    names = {
+        str: "string",
+        bool: "boolean",
+        int: "integer",
+        float: "number",
+        dict: "mapping",
+        list: "list",
+        type(None): "null",
+    }
+    return names.get(origin or annotation, str(annotation))
+
+
+def without_index(path: str) -> str:
+    return ".".join(p for p in path.split(".") if not p.isdigit())
+
+
+def _likeness(a: str, b: str) -> float:
+    """Similarity of two names, from 0 to 1: the share of words that agree, or of letters if nearly
+    all do. Letters
+    alone agree too easily: learning_rate has half of log_format's, in their order.
+    """
+    letters = difflib.SequenceMatcher(None, a, b).ratio()
+    words, left, agree = a.split("_"), b.split("_"), 0.0
+    whole = len(words) + len(left)
+    for word in words:
+        alike = {other: difflib.SequenceMatcher(None, word, other).ratio() for other in left}
+        best = max(alike, key=alike.get, default=None)
+        if best is not None and alike[best] >= 0.75:
+            agree += 2 * alike[best]
+            left.remove(best)
+    return max(agree / whole, letters if letters >= 0.85 else 0.0)
+
+
+def unknown(model: type[BaseModel], path: str, elsewhere: Mapping[str, str]) -> str:
+    """What to say about a key that does not exist: where it belongs, what it is called here, or
+    what it resembles
+    anywhere in the tree. elsewhere: name in other libraries -> path here.
+    """
+    at, _, name = without_index(path).rpartition(".")
+    known = leaves(model)
+    sections = [*model.model_fields]
+    if "." not in path:
+        known |= dict.fromkeys(sections)
+    by_name: dict[str, list[str]] = {}
+    for p in known:
+        by_name.setdefault(p.rpartition(".")[2], []).append(p)
+    if name in by_name:
+        return f"unknown key; {name} belongs under {' or '.join(p.rpartition('.')[0] for p in by_name[name])}"
+    # Of names that are alike, those of the section that was named.
+    likeness = {
+        p: _likeness(name, p.rpartition(".")[2]) + 0.1 * _likeness(at, p.rpartition(".")[0])
+        for p in known
+    }
+    best = [p for p in known if likeness[p] == max(likeness.values())]
+    meant = best if likeness[best[0]] > 0.65 else []
+    if name in elsewhere and at not in {p.rpartition(".")[0] for p in meant} - {
+        elsewhere[name].rpartition(".")[0]
+    }:
+        meant = [elsewhere[name]]
+    return f"unknown key; did you mean {' or '.join(meant)}?" if meant else "unknown key"

@@ -1,0 +1,210 @@
+"""Filling a model from a Hugging Face folder. One parameter at a time is held in full, whatever the
+model's size, and sharded parameters (FSDP2's DTensors) are filled in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tilewright import adapt, lora
+from tilewright._torch import pytree
+from tilewright.ops.block_fp8 import BlockFP8
+from tilewright.ops.nf4_format import NF4
+from tilewright.ops.quantize import Quantized
+from tilewright.trainer.hf_folder import ACTIVATIONS, BESIDE, Folder
+from tilewright.trainer.hf_names import fuse, sources, split
+from tilewright.trainer.model import Transformer
+from tilewright.trainer.model_config import ModelConfig
+
+LOAD_MODES = ("broadcast", "all_ranks")
+
+
+def _check_fits(model: Transformer, folder: Folder) -> None:
+    problems, expected = [], set()
+    weights = list(adapt.base_weights(model))
+    quantized = any(adapt.quantized(p) for _, p in weights)
+    for name, p in weights:
+        names = sources(name, model.config)
+        expected |= {
+            n + beside
+            for n in names
+            for format in [folder.format(n)]
+            for beside in ("", *BESIDE.get(format, ()))
+        }
+        missing = [n for n in names if n not in folder]
+        problems += [f"missing {n}" for n in missing]
+        if missing:
+            continue
+        whole = torch.empty(adapt.shape_of(p), device="meta")
+        for n, part in zip(names, split(name, whole, model.config), strict=True):
+            if folder.shape(n) != list(part.shape):
+                problems.append(
+                    f"{n} has shape {folder.shape(n)}, the model's has {list(part.shape)}"
+                )
+        problems += [sentence for sentence in map(folder.refused, names) if sentence]
+        stored = [n for n in names if folder.format(n) is not None]
+        if stored and not quantized:
+            problems.append(
+                f"{stored[0]} is quantized: set lora.enable_qlora to true and lora.quant_format to "
+                f"{folder.format(stored[0])}"
+            )
+        elif like := adapt.quantized(p):
+            want = lora.format_of(like[0])
+            for n in stored:
+                have = (folder.format(n), folder.group(n))
+                if have != (want.name, want.group_size):
+                    problems.append(
+                        f"{n} is {have[0]} in groups of {have[1]}; lora.quant_format and "
+                        f"lora.quant_group_size say {want.name} and {want.group_size}"
+                    )
+    # A tied head may be stored all the same; older files hold the rotary frequencies.
+    spare = {
+        n
+        for n in folder.file_of
+        if n not in expected and not n.endswith(("rotary_emb.inv_freq", *ACTIVATIONS))
+    }
+    problems += [f"unexpected {n}" for n in sorted(spare - {"lm_head.weight"})]
+    if problems:
+        raise ValueError("the checkpoint does not fit the model:\n  " + "\n  ".join(problems))
+
+
+@torch.no_grad()
+def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "broadcast") -> None:
+    """Fills every parameter, in the parameter's dtype, and every quantized weight, in its format:
+    with what a quantized checkpoint holds, or by quantizing, one layer at a time. Adapters are left
+    alone.
+
+    mode: "broadcast": rank 0 reads and sends; "all_ranks": every rank reads.
+    Raises ValueError with every missing, unexpected and mis-shaped tensor at once.
+    """
+    if mode not in LOAD_MODES:
+        raise ValueError(f"mode must be one of {list(LOAD_MODES)}, got {mode!r}")
+    many = dist.is_initialized() and dist.get_world_size() > 1
+    reads = not many or mode == "all_ranks" or dist.get_rank() == 0
+    folder = problem = None
+    if reads:
+        try:
+            folder = Folder(path)
+            _check_fits(model, folder)
+        except (OSError, ValueError) as error:
+            problem = error
+    if many:  # all ranks fail together, or the others would wait for rank 0 forever
+        verdict = [None if problem is None else str(problem)]
+        dist.broadcast_object_list(verdict, src=0)
+        if verdict[0] is not None and problem is None:
+            problem = ValueError(verdict[0])
+    if problem is not None:
+        raise problem
+    for name, p in adapt.base_weights(model):
+        if adapt.quantized(p):
+            _fill(name, p, model.config, folder, many and mode == "broadcast")
+            continue
+        full = (
+            _read(name, model.config, folder).to(p.device, p.dtype)
+            if reads
+            else torch.empty(p.shape, dtype=p.dtype, device=p.device)
+        )
+        if isinstance(p, DTensor):
+            source = None if mode == "all_ranks" else 0
+            p.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=source))
+        else:
+            if many and mode == "broadcast":
+                dist.broadcast(full, src=0)
+            p.copy_(full)
+
+
+def _read(name: str, config: ModelConfig, folder: Folder) -> torch.Tensor:
+    """`fuse` of the tensors that make one parameter, never all of them and it at once."""
+    first, *rest = sources(name, config)
+    if not rest:
+        return folder.read(first)
+    whole = fuse(name, [torch.empty(folder.shape(n), device="meta") for n in (first, *rest)])
+    whole = torch.empty_like(whole, dtype=folder.read(first).dtype, device="cpu")
+    for n, part in zip((first, *rest), split(name, whole, config), strict=True):
+        part.copy_(folder.read(n))
+    return whole
+
+
+def _fill(
+    name: str, stored: adapt.Stored, config: ModelConfig, folder: Folder | None, broadcast: bool
+) -> None:
+    """folder: None on the ranks that do not read."""
+    like, error, weights = adapt.quantized(stored)[0], None, None
+    if folder is not None:
+        try:
+            weights = _quantized(name, like, config, folder)
+        except ValueError as problem:
+            error = problem
+    if broadcast:  # what the weights look like, or why there are none
+        meta = weights and _on(torch.device("meta"), weights)
+        told = [(meta, None if error is None else str(error))]
+        dist.broadcast_object_list(told, src=0)
+        [(meta, problem)] = told
+        error = error or (problem and ValueError(problem))
+        if not weights:
+            weights = pytree.tree_map(
+                lambda t: t if t is None else torch.empty_like(t, device=like.device), meta
+            )
+    if error:
+        raise error
+    adapt.fill(stored, weights)
+    if broadcast:
+        for buffer in stored.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+def _quantized(name: str, like: Quantized, config: ModelConfig, folder: Folder) -> list[Quantized]:
+    """What fills a weight. Projections that are stored quantized stay so, bit for bit; they become
+    one matrix if that is possible (`lora.join`). Dense ones that are fused are quantized as one.
+    Raises ValueError for experts that are stored quantized, and cannot become one tensor.
+    """
+    names = sources(name, config)
+    if all(folder.format(n) is None for n in names):
+        return [_quantize_dense(like, _read(name, config, folder))]
+    joined = lora.join(
+        [
+            _on(
+                like.device,
+                _quantize_dense(like, folder.read(n))
+                if folder.format(n) is None
+                else folder.quantized(n),
+            )
+            for n in names
+        ]
+    )
+    if len(like.shape) == 2:
+        return joined
+    [q, *more], E = joined, like.shape[0]
+    if more or (isinstance(q, BlockFP8) and like.shape[1] % q.block[0]):
+        raise ValueError(
+            f"{name}: the experts are stored in {folder.format(names[0])} in a way that does not "
+            "make one tensor of them (NVFP4 needs one global scale for all, NF4 scales that are "
+            "not quantized, block FP8 whole blocks); start from the weights before they were "
+            "quantized"
+        )
+    if isinstance(q, BlockFP8):
+        return [
+            dataclasses.replace(
+                q, data=q.data.view(like.shape), scale_inv=q.scale_inv.unflatten(0, (E, -1))
+            )
+        ]
+    parts = (
+        {}
+        if isinstance(q, NF4)
+        else {"data": q.data.unflatten(0, (E, -1)), "scale": q.scale.unflatten(0, (E, -1))}
+    )
+    return [dataclasses.replace(q, shape=tuple(like.shape), **parts)]
+
+
+def _quantize_dense(like: Quantized, weight: torch.Tensor) -> Quantized:
+    return dataclasses.replace(lora.quantize_as(like, weight.to(like.device)), dtype=weight.dtype)
+
+
+def _on(device: torch.device, q: Any) -> Any:
+    return pytree.tree_map(lambda t: t if t is None else t.to(device), q)

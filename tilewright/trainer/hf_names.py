@@ -1,0 +1,86 @@
+"""config.json, and the names of tensors in a Hugging Face folder.
+
+Fused parameters are put together on reading and taken apart on writing, bit for bit.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import torch
+
+from tilewright.files import read_json
+from tilewright.trainer.model_config import ModelConfig
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def load_config(path: str | pathlib.Path) -> ModelConfig:
+    """From a folder with config.json, or the file. Raises ValueError for a model that is not
+    supported.
+    """
+    return ModelConfig.from_hf(read_config(path))
+
+
+def local_folder(path: str) -> str:
+    """A folder as it is; a Hugging Face Hub id downloaded. Raises FileNotFoundError, naming it,
+    if it is neither.
+    """
+    if pathlib.Path(path).exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(
+            path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        )
+    except (OSError, ValueError) as error:  # no network, no such repository, not the form of an id
+        raise FileNotFoundError(
+            f"{path}: no such file or folder, and the Hub does not give it "
+            f"({' '.join(str(error).split())[:200]})"
+        ) from error
+
+
+def read_config(path: str | pathlib.Path) -> dict:
+    file = pathlib.Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise FileNotFoundError(f"{path}: no config.json there")
+    return read_json(file)
+
+
+def sources(name: str, config: ModelConfig) -> list[str]:
+    """The tensors on disk that make one parameter, in order."""
+    stem, _, last = name.rpartition(".experts.")
+    if stem:
+        parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+        return [
+            f"{stem}.experts.{e}.{part}.weight" for e in range(config.num_experts) for part in parts
+        ]
+    if name.endswith("qkv_proj.weight"):
+        return [name.replace("qkv_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
+    if name.endswith("gate_up_proj.weight"):
+        return [name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
+    return [name]
+
+
+def fuse(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    if name.endswith(".experts.gate_up_proj"):
+        return torch.stack(
+            [torch.cat(pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
+        )
+    if name.endswith(".experts.down_proj"):
+        return torch.stack(tensors)
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def split(name: str, full: torch.Tensor, config: ModelConfig) -> list[torch.Tensor]:
+    """The inverse of `fuse`."""
+    if name.endswith(".experts.gate_up_proj"):
+        return [half for expert in full for half in expert.chunk(2)]
+    if name.endswith(".experts.down_proj"):
+        return list(full)
+    if name.endswith("qkv_proj.weight"):
+        kv = config.num_key_value_heads * config.head_dim
+        return list(full.split((config.num_attention_heads * config.head_dim, kv, kv)))
+    return list(full.chunk(2)) if name.endswith("gate_up_proj.weight") else [full]

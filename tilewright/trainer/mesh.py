@@ -1,0 +1,310 @@
+"""One named mesh of all ranks: its sizes, checked once, and the groups of ranks by purpose.
+
+A rank's number counts through the axes in this order, the last one fastest:
+
+    pp, replicate, shard, ring, ulysses, tp
+
+So ranks that share a sequence (ring, Ulysses) are neighbors. Experts have a view of their own on
+the ranks that shard parameters. Pipeline and tensor parallelism have size 1 in this version.
+
+Purposes, and the ranks that each one joins:
+
+    batch     ranks with the same batch rank read the same bins (the parts of one sequence)
+    loss      ranks over whose tokens a loss is summed
+    params    ranks that shard or replicate one set of parameters; norms of gradients are summed
+    experts   the same ranks as (replicate, expert_shard, expert)
+    control   all ranks, on gloo: agreement, barriers; waits as long as preparing data may take
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tilewright import platform
+from tilewright.ops.context_parallel import ContextParallel
+from tilewright.trainer.config import ConfigError, Train
+
+AXES = ("pp", "replicate", "shard", "ring", "ulysses", "tp")
+# Collectives of a step wait for the slowest rank: a step and a checkpoint take minutes.
+STEP_TIMEOUT = datetime.timedelta(minutes=30)
+# Rank 0 downloads, tokenizes and packs while the others wait.
+CONTROL_TIMEOUT = datetime.timedelta(hours=24)
+# A checkpoint is written beside training, to file systems that may be slow.
+CHECKPOINT_TIMEOUT = datetime.timedelta(hours=2)
+# Axes of [replicate, shard, ring, ulysses] in the order (replicas ..., shards ...) of parameters.
+_PARAMETER_ORDER = {
+    "all": (0, 1, 2, 3),
+    "ulysses_only": (0, 2, 1, 3),
+    "ring_only": (0, 3, 1, 2),
+    "none": (0, 2, 3, 1),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes, and what of them shards parameters and experts."""
+
+    pp: int = 1
+    replicate: int = 1
+    shard: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tp: int = 1
+    expert: int = 1
+    cp_fsdp_mode: str = "all"
+    ep_outside: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def data(self) -> int:
+        """Ranks, or groups of ranks that share a sequence, that read batches of their own."""
+        return self.replicate * self.shard
+
+    @property
+    def context(self) -> int:
+        """Ranks that share a sequence."""
+        return self.ring * self.ulysses
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """(replicas, shards) of parameters: `cp_fsdp_mode` says which ring and Ulysses are."""
+        replicas, shards = self.replicate, self.shard
+        for mode, size in (("ulysses_only", self.ulysses), ("ring_only", self.ring)):
+            if self.cp_fsdp_mode in ("all", mode):
+                shards *= size
+            else:
+                replicas *= size
+        return replicas, shards
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        place = {}
+        for axis, size in reversed([*zip(AXES, self.sizes, strict=True)]):
+            rank, place[axis] = divmod(rank, size)
+        return place
+
+    def batch_rank(self, rank: int) -> int:
+        """Which of the `data` streams of batches a rank reads."""
+        place = self.coordinates(rank)
+        return place["replicate"] * self.shard + place["shard"]
+
+    def parameter_ranks(self, rank: int = 0) -> torch.Tensor:
+        """[replicas, shards]: the ranks that hold the same parameters as this one."""
+        place = self.coordinates(rank)
+        ranks = torch.arange(self.size).view(self.sizes)[place["pp"], ..., place["tp"]]
+        return ranks.permute(_PARAMETER_ORDER[self.cp_fsdp_mode]).reshape(self.parameters)
+
+    def expert_ranks(self, rank: int = 0) -> torch.Tensor:
+        """[replicas, shards of an expert, ranks that share a layer's experts].
+
+        With ep_outside the shards of an expert are neighbors.
+        """
+        replicas, shards = self.parameters
+        ranks, n = self.parameter_ranks(rank), self.expert
+        if self.ep_outside:
+            return ranks.view(replicas, n, shards // n).transpose(1, 2)
+        return ranks.view(replicas, shards // n, n)
+
+
+def layout_of(train: Train, world_size: int) -> Layout:
+    """Raises ConfigError for configured sizes that do not make up that many ranks."""
+    mode, ring, ulysses = (
+        train.data_parallel_mode,
+        train.ringattn_parallel_size,
+        train.ulysses_parallel_size,
+    )
+    if mode == "none" and world_size > 1:
+        raise ConfigError(
+            [f"train.data_parallel_mode = none: trains one process, but {world_size} were started"]
+        )
+    if mode != "fsdp2":
+        return Layout(replicate=world_size)
+    replicas, shards = train.data_parallel_replicate_size, train.data_parallel_shard_size
+    data, rest = divmod(world_size, ring * ulysses)
+    if rest:
+        raise ConfigError(
+            [
+                f"train.ringattn_parallel_size = {ring}, train.ulysses_parallel_size = {ulysses}: "
+                f"{world_size} processes do not divide by {ring * ulysses}"
+            ]
+        )
+    if shards == -1:
+        shards = data // max(1, replicas)
+    if replicas == -1:
+        replicas = data // max(1, shards)
+    if replicas * shards != data:
+        spread = f" of {ring * ulysses} for each sequence" if ring * ulysses > 1 else ""
+        raise ConfigError(
+            [
+                f"train.data_parallel_shard_size = {train.data_parallel_shard_size}, "
+                f"train.data_parallel_replicate_size = {train.data_parallel_replicate_size}: "
+                f"do not make {world_size} processes{spread}"
+            ]
+        )
+    layout = Layout(
+        replicate=replicas,
+        shard=shards,
+        ring=ring,
+        ulysses=ulysses,
+        expert=train.expert_parallel_size,
+        cp_fsdp_mode=train.cp_fsdp_mode,
+        ep_outside=train.ep_outside,
+    )
+    if layout.parameters[1] % layout.expert:
+        raise ConfigError(
+            [
+                f"train.expert_parallel_size = {layout.expert}: does not divide the "
+                f"{layout.parameters[1]} processes of a shard group"
+            ]
+        )
+    return layout
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate for one purpose. Without a process group it is one rank alone."""
+
+    group: dist.ProcessGroup | None = None
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def total(self, t: torch.Tensor) -> torch.Tensor:
+        """t, which becomes its sum over the ranks."""
+        if self.group is not None:
+            dist.all_reduce(t, group=self.group)
+        return t
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over the ranks, in float64."""
+        return self.total(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def agree(self, problem: BaseException | None) -> None:
+        """Raises, on every rank, the first problem that any of them has: the others would wait for
+        it for ever.
+        """
+        problems = [problem]
+        if self.group is not None:
+            problems = [None] * self.size
+            dist.all_gather_object(problems, problem, group=self.group)
+        for one in problems:
+            if one is not None:
+                raise one
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank in the mesh, and its groups by purpose. `Mesh()` is one process without a group."""
+
+    layout: Layout = field(default_factory=Layout)
+    rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    context: ContextParallel = field(default_factory=ContextParallel)
+    loss: Group = field(default_factory=Group)
+    params: Group = field(default_factory=Group)
+    control: Group = field(default_factory=Group)
+    shards: DeviceMesh | None = None  # of parameters: ([replicate,] shard)
+    experts: DeviceMesh | None = None  # ([replicate,] expert_shard, expert)
+
+    @property
+    def size(self) -> int:
+        return self.layout.size
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def batch_rank(self) -> int:
+        return self.layout.batch_rank(self.rank)
+
+
+def join(train: Train) -> Mesh:
+    """Joins the group that torchrun describes (NCCL on CUDA, gloo on CPU), or makes a group of one.
+
+    Raises ConfigError, before any communication, if the configured sizes do not make up that number
+    of processes.
+    """
+    launched = platform.launched()
+    rank, size, local = launched or (0, 1, 0)
+    layout_of(train, size)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(local)
+    # One process is a group too: FSDP2 and asynchronous checkpoints need one, and there is one path
+    # for all.
+    alone = {"store": dist.HashStore()} if launched is None else {}
+    # The CPU backend beside NCCL carries asynchronous checkpoints.
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        rank=rank,
+        world_size=size,
+        timeout=STEP_TIMEOUT,
+        **alone,
+    )
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    return build(train, rank, size, device)
+
+
+def build(
+    train: Train, rank: int, size: int, device: torch.device, control_backend: str = "gloo"
+) -> Mesh:
+    """The mesh of a process group that has been joined. Every rank must call it."""
+    layout = layout_of(train, size)
+    everyone = Group(dist.group.WORLD, size, device)
+    control = dist.new_group(backend=control_backend, timeout=CONTROL_TIMEOUT)
+    shards = experts = None
+    if train.data_parallel_mode == "fsdp2":
+        shards = _device_mesh(device, layout.parameter_ranks(rank), "shard")
+        if layout.expert > 1:
+            experts = _device_mesh(device, layout.expert_ranks(rank), "expert_shard", "expert")
+    return Mesh(
+        layout,
+        rank,
+        device,
+        context_parallel(layout, device),
+        # With tensor and pipeline parallelism of size 1 every rank has tokens and parameters.
+        loss=everyone,
+        params=everyone,
+        control=Group(control, size),
+        shards=shards,
+        experts=experts,
+    )
+
+
+def context_parallel(layout: Layout, device: torch.device) -> ContextParallel:
+    """The ranks with which this one shares sequences. Every rank must call it."""
+    if layout.context == 1:
+        return ContextParallel()
+    sizes = (layout.data, layout.ring, layout.ulysses)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "ring", "ulysses"))
+    return ContextParallel.of(mesh.get_group("ulysses"), mesh.get_group("ring"))
+
+
+def checkpoint_group() -> dist.ProcessGroup:
+    """A group for the thread that writes checkpoints: in one group with training, their messages
+    would be mixed up. Every rank must call it.
+    """
+    return dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT)
+
+
+def _device_mesh(device: torch.device, ranks: torch.Tensor, *names: str) -> DeviceMesh:
+    """A mesh of ranks [replicas, ...]; without that dimension where there is one replica."""
+    if len(ranks) == 1:
+        return DeviceMesh(device.type, ranks[0], mesh_dim_names=names)
+    return DeviceMesh(device.type, ranks, mesh_dim_names=("replicate", *names))

@@ -1,0 +1,123 @@
+"""Which implementation of each op a model calls, and the arithmetic that it is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from tilewright.ops.attention import Request
+from tilewright.registry import ImplementationUnavailable
+from tilewright.selection import operations
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Arithmetic of the model, chosen to agree with what serves it rather than to be fast."""
+
+    router_fp32: bool = True  # the router's logits are the product's float32 sums, not rounded
+    lm_head_fp32: bool = True  # the head's logits, too
+    rmsnorm_native: bool = False  # PyTorch's F.rms_norm, and x + residual by itself
+    activation_native: bool = False  # F.silu(gate) * up, rounded in between
+    rope_native: bool = False  # rotated by PyTorch's operators
+    attention_cast_bf16: bool = False  # queries and keys are rounded to bfloat16 after the rotation
+    batch_invariant: bool = False  # a token's logits have the same bits whatever the batch
+
+    def implementations(self) -> dict[str, str]:
+        """The implementations that the switches name, by op."""
+        asked = {"rmsnorm": "torch"} if self.rmsnorm_native else {}
+        return (
+            asked
+            | ({"silu_mul": "torch"} if self.activation_native else {})
+            | ({"rope": "eager"} if self.rope_native else {})
+        )
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The implementation of each op that a model calls, and its `Numerics`.
+
+    `resolve` checks each of them.
+    """
+
+    attention: str
+    rmsnorm: str
+    add_rmsnorm: str
+    silu_mul: str
+    rope: str
+    qk_norm_rope: str
+    linear_cross_entropy: str
+    cross_entropy: str
+    route: str
+    moe_mlp: str
+    numerics: Numerics = Numerics()
+
+    @classmethod
+    def resolve(
+        cls,
+        attn_implementation: str = "auto",
+        moe_implementation: str | None = None,
+        *,
+        device_type: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        attention_request: Request | None = None,
+        numerics: Numerics = Numerics(),
+        experts: bool = True,
+        **names: str,
+    ) -> Ops:
+        """attention_request: what calls of attention will ask for.   experts: whether the model has
+        any; only then must what routes and computes them be batch-invariant.
+
+        Raises ValueError for an unknown name and ImplementationUnavailable for one that cannot run
+        here, or that does not claim what `numerics.batch_invariant` asks for.
+        """
+        table, chosen = operations(), {}
+        asked = {
+            "attention": attn_implementation,
+            "moe_mlp": moe_implementation or "auto",
+            **numerics.implementations(),
+            **names,
+        }
+        for field in fields(cls)[:-1]:
+            op, name = table[field.name], asked.pop(field.name, "auto")
+            what = (device_type, dtype, attention_request if field.name == "attention" else None)
+            op.resolve(name, *what)
+            if (
+                numerics.batch_invariant
+                and field.name in INVARIANT
+                and (experts or field.name not in EXPERTS)
+            ):
+                chosen[field.name] = (
+                    op.choose_invariant(*what) if name == "auto" else op.implementation(name).name
+                )
+                if device_type not in op.implementation(chosen[field.name]).batch_invariant:
+                    raise ImplementationUnavailable(
+                        f"{op.name}[{name}]: does not claim that a row's bits do not "
+                        "depend on the batch"
+                    )
+            else:
+                chosen[field.name] = (
+                    op.choose(*what) if name == "auto" else op.implementation(name).name
+                )
+        if asked:
+            raise ValueError(
+                f"unknown ops {sorted(asked)}; have {[f.name for f in fields(cls)[:-1]]}"
+            )
+        return cls(**chosen, numerics=numerics)
+
+    def names(self) -> dict[str, str]:
+        return {f.name: getattr(self, f.name) for f in fields(self)[:-1]}
+
+
+EXPERTS = ("route", "moe_mlp")
+# What a token's logits go through; the fused loss is not called then.
+INVARIANT = (
+    "attention",
+    "rmsnorm",
+    "add_rmsnorm",
+    "silu_mul",
+    "rope",
+    "qk_norm_rope",
+    "cross_entropy",
+    *EXPERTS,
+)

@@ -1,0 +1,51 @@
+"""Activation checkpointing by wrapping: a method computes again in the backward pass what it would
+otherwise save for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Recomputed:
+    """A function whose activations are recomputed in the backward pass.
+
+    keeps: whether it takes, at the time of the call, a keyword `kept`: a list that its first call
+    fills and its repetition reads.
+    """
+
+    def __init__(
+        self,
+        forward: Callable,
+        reentrant: bool = False,
+        keeps: Callable[[], bool] | None = None,
+    ):
+        self.forward, self.reentrant, self.keeps = forward, reentrant, keeps
+
+    def __call__(self, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args)
+        call = (
+            functools.partial(self.forward, kept=[])
+            if self.keeps and self.keeps()
+            else self.forward
+        )
+        return checkpoint(call, *args, use_reentrant=self.reentrant)
+
+
+def recompute(
+    module: nn.Module, name: str, *, reentrant: bool, keeps: Callable[[], bool] | None = None
+) -> None:
+    """Wraps a method of one module; wrapping it again replaces the first wrapper."""
+    setattr(module, name, Recomputed(inner(getattr(module, name)), reentrant, keeps))
+
+
+def inner(function: Callable) -> Callable:
+    """The function within a wrapper, or the function itself."""
+    return function.forward if isinstance(function, Recomputed) else function

@@ -1,0 +1,88 @@
+"""The reference of a pydantic model's fields: help, a page, a JSON schema, one field explained."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from tilewright.trainer.field_tree import kind, leaves
+
+
+def _default(field: Any) -> str:
+    return "required" if field.default is PydanticUndefined else json.dumps(field.default)
+
+
+def help_text(model: type[BaseModel], refused: dict[str, tuple[str, str]]) -> str:
+    """refused: path -> (the values that are accepted, why)."""
+    lines = []
+    for path, field in leaves(model).items():
+        note = " [only {}: {}]".format(*refused[path]) if path in refused else ""
+        lines.append(
+            f"--{path} ({kind(field.annotation)}; {_default(field)})\n    {field.description}{note}"
+        )
+    return "\n".join(lines)
+
+
+def markdown(
+    model: type[BaseModel],
+    title: str,
+    refused: dict[str, tuple[str, str]],
+    differences: dict[str, tuple[str, str]],
+) -> str:
+    """The reference: a table for each section, and what differs from the documentation that it
+    follows.
+    """
+
+    def cell(text: str) -> str:
+        return text.replace("|", "\\|")
+
+    tables: dict[str, list[str]] = {}
+    for path, field in leaves(model).items():
+        section, _, name = path.rpartition(".")
+        note = " **Only {}:** {}.".format(*refused[path]) if path in refused else ""
+        tables.setdefault(section, []).append(
+            f"| `{name}` | {cell(kind(field.annotation))} | `{_default(field)}` | "
+            f"{cell(field.description + note)} |"
+        )
+    out = [title.strip()]
+    for section, rows in tables.items():
+        entries = (
+            " (each entry of it, and of `data.test_datasets`)" if section == "data.datasets" else ""
+        )
+        if section == "data.test_datasets":
+            continue  # the same fields
+        out += [
+            f"\n## {section}{entries}\n\n| field | type | default | meaning |\n|---|---|---|---|",
+            *rows,
+        ]
+    out.append(
+        "\n## Differences from xorl's documentation\n\n| field | there | here, and why "
+        "|\n|---|---|---|"
+    )
+    out += [
+        f"| `{path}` | {cell(there)} | {cell(why)} |" for path, (there, why) in differences.items()
+    ]
+    return "\n".join(out) + "\n"
+
+
+def schema(model: type[BaseModel]) -> str:
+    """JSON schema, for editors."""
+    return json.dumps(model.model_json_schema(), indent=1)
+
+
+def explain(model: type[BaseModel], path: str, needs: list[str]) -> str:
+    """Type, default and meaning of one field, and what its values need. Raises KeyError for a path
+    that is not there.
+    """
+    field = leaves(model)[path]
+    lines = [
+        path,
+        f"  type:    {kind(field.annotation)}",
+        f"  default: {_default(field)}",
+        f"  meaning: {field.description}",
+        *(f"  needs:   {sentence}" for sentence in needs),
+    ]
+    return "\n".join(lines)

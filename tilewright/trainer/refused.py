@@ -1,0 +1,77 @@
+"""What this version refuses, and fields that only another field makes something read."""
+
+from __future__ import annotations
+
+_TP, _PP, _MUON, _OFFLOAD = (
+    f"{what} not in this version"
+    for what in (
+        "tensor parallelism is",
+        "pipeline parallelism is",
+        "muon and anyprecision_adamw are",
+        "activation offload is",
+    )
+)
+# path -> why only the default, or what ACCEPTED lists, is accepted.
+REFUSED: dict[str, str] = {
+    "model.deepep_async_combine": "what combine returns is read at once, so there is nothing to "
+    "overlap it with",
+    "model.foundation": "only text models are in this version, configured by config.json alone",
+    "model.encoders": "only text models are in this version",
+    "data.sample_packing_mp_start_method": "packing runs in the main process, so nothing would "
+    "use it",
+    "train.tensor_parallel_size": _TP,
+    **{
+        f"train.{name}": _PP
+        for name in (
+            "pipeline_parallel_size",
+            "pipeline_parallel_schedule",
+            "pp_variable_seq_lengths",
+        )
+    },
+    **{
+        f"train.{name}": _MUON
+        for name in (
+            "optimizer",
+            "optimizer_dtype",
+            "muon_lr",
+            "muon_momentum",
+            "muon_nesterov",
+            "muon_ns_steps",
+            "muon_adjust_lr_fn",
+        )
+    },
+    "train.enable_activation_offload": _OFFLOAD,
+    "train.activation_gpu_limit": _OFFLOAD,
+    "train.init_device": "NPU devices are not supported",
+}
+ACCEPTED = {
+    "train.optimizer": ("adamw", "sgd"),
+    "train.init_device": ("auto", "cpu", "cuda", "meta"),
+}
+# Fields that only FSDP2 reads, with the values that ask for nothing.
+FSDP2_ONLY = {
+    "train.data_parallel_shard_size": (-1, 1),
+    "train.data_parallel_replicate_size": (-1, 1),
+    "train.reshard_after_forward": (None,),
+    "train.enable_full_shard": (True,),
+    "train.enable_forward_prefetch": (True,),
+    "model.basic_modules": ([],),
+    "train.expert_parallel_size": (1,),
+    "train.ep_outside": (False,),
+    "train.ulysses_parallel_size": (1,),
+    "train.ringattn_parallel_size": (1,),
+    "train.cp_fsdp_mode": ("all",),
+}
+
+
+# Fields of lora that only another one makes something read.
+LORA_ONLY = {
+    **dict.fromkeys(
+        ("lora_rank", "lora_alpha", "lora_target_modules", "save_lora_only", "merge_lora_interval"),
+        "enable_lora",
+    ),
+    **dict.fromkeys(
+        ("quant_format", "quant_group_size", "exclude_modules", "enable_aqn"), "enable_qlora"
+    ),
+    "aqn_alpha": "enable_aqn",
+}

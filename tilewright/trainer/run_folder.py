@@ -1,0 +1,142 @@
+"""The folder of a run: one live run in it, its checkpoints found, and what a killed run left put in
+order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+from tilewright.files import replace_folder
+from tilewright.trainer.checkpoint_files import Damaged, read_metadata, read_state
+from tilewright.trainer.mesh import Mesh
+
+log = logging.getLogger("tilewright")
+
+
+def find(output_dir: str, wanted: str | None) -> pathlib.Path | None:
+    """The first of `candidates`, if there is any."""
+    return next(iter(candidates(output_dir, wanted)), None)
+
+
+def candidates(output_dir: str, wanted: str | None) -> list[pathlib.Path]:
+    """The folders to resume from: the second only if the first is damaged, and so on. "auto": those
+    of output_dir, the one that was written last first.
+
+    Raises FileNotFoundError for a path without a checkpoint.
+    """
+    if not wanted:
+        return []
+    if wanted == "auto":
+        # Not the largest step: a run that was resumed from an earlier one leaves larger steps of
+        # the former run behind.
+        return sorted(complete(output_dir), key=_written, reverse=True)
+    folder = pathlib.Path(wanted)
+    if not (folder / "state.json").is_file():
+        raise FileNotFoundError(
+            f"train.load_checkpoint_path = {wanted}: no checkpoint there (no state.json)"
+        )
+    return [folder]
+
+
+def _written(folder: pathlib.Path) -> float:
+    """When, in seconds since 1970."""
+    try:
+        return read_state(folder)["written"]
+    except Damaged:  # `resume` says so when its turn comes
+        return (folder / "state.json").stat().st_mtime
+
+
+def complete(output_dir: str) -> list[pathlib.Path]:
+    """Checkpoints of a run's folder."""
+    folders = sorted(pathlib.Path(output_dir, "checkpoints").glob("global_step_*"))
+    return [p for p in folders if (p / "state.json").is_file()]
+
+
+@contextlib.contextmanager
+def claim(output_dir: str, mesh: Mesh) -> Iterator[None]:
+    """Makes the folder, and holds it for this run: a second live one is refused. What a run that
+    was killed left there is put in order. Every rank must call it. Raises ValueError or OSError on
+    all of them.
+    """
+    with contextlib.ExitStack() as stack:
+        problem = None
+        if mesh.main:
+            try:
+                folder = pathlib.Path(output_dir)
+                folder.mkdir(parents=True, exist_ok=True)  # fails before anything is computed
+                recover(output_dir, mesh, alone=_lock(folder, stack))
+            except (OSError, ValueError) as error:
+                problem = error
+        mesh.control.agree(problem)
+        yield
+
+
+def _lock(folder: pathlib.Path, stack: contextlib.ExitStack) -> bool:
+    """Whether no other process can be writing there, which some file systems do not tell. Raises
+    ValueError if one is.
+
+    The lock is the process's own, not its children's, and ends with it however it ends.
+    """
+    file = stack.enter_context((folder / ".lock").open("w"))
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise ValueError(
+            f"train.output_dir = {folder}: another run is writing there; choose another folder, "
+            "or wait for it to end"
+        ) from error
+    except OSError as error:
+        log.warning(
+            "%s: its file system has no locks (%s): nobody would notice two runs that write there",
+            folder,
+            error,
+        )
+        return False
+    return True
+
+
+def recover(output_dir: str, mesh: Mesh, *, alone: bool = True) -> None:
+    """Puts in order what a killed run left: gives whole checkpoints their name, and removes what
+    was not finished.
+
+    alone: no other run is writing here; otherwise what is not finished is only named.
+    """
+    if not mesh.main:
+        return
+    root = pathlib.Path(output_dir, "checkpoints")
+    for old in root.glob(".global_step_*.old"):  # killed while a new one was about to take its name
+        target = old.with_name(old.name[1 : -len(".old")])
+        if target.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(target)
+    for aside in sorted(
+        [*root.glob(".global_step_*.partial"), *root.glob("global_step_*/.*.partial")]
+    ):
+        try:
+            if not alone:
+                raise Damaged("another run may be writing it")
+            if aside.name != f".global_step_{(step := read_state(aside)['step'])}.partial":
+                raise Damaged(f"its state is of step {step}")
+            read_metadata(aside / "dcp")  # which is written when all else is
+        except (OSError, Damaged) as problem:
+            if alone:
+                shutil.rmtree(aside)
+            log.warning(
+                "%s: an unfinished checkpoint of an earlier run%s (%s)",
+                aside,
+                ", removed" if alone else "",
+                problem,
+            )
+        else:
+            publish(aside, aside.with_name(aside.name[1 : -len(".partial")]))
+
+
+def publish(aside: pathlib.Path, target: pathlib.Path) -> None:
+    replace_folder(aside, target)
+    log.info("checkpoint %s", target)

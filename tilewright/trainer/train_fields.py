@@ -1,0 +1,190 @@
+"""The fields of the section train."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import field_validator, model_validator
+
+from tilewright import platform
+from tilewright.trainer.section import Section, field
+
+
+class Train(Section):
+    # parallelism
+    data_parallel_mode: Literal["none", "ddp", "fsdp2"] = field(
+        "fsdp2", "none: one process; ddp: replicas; fsdp2: sharded parameters."
+    )
+    data_parallel_shard_size: int = field(
+        -1,
+        "Processes of a shard group that read batches of their own; -1: all that remain. All "
+        "processes are replicas x shards x ring x Ulysses.",
+    )
+    data_parallel_replicate_size: int = field(-1, "Replicas of shard groups (HSDP); -1: automatic.")
+    tensor_parallel_size: int = field(1, "Tensor parallelism.", ge=1)
+    pipeline_parallel_size: int = field(1, "Pipeline stages.", ge=1)
+    pipeline_parallel_schedule: Literal["1F1B", "GPipe"] = field("1F1B", "Pipeline schedule.")
+    pp_variable_seq_lengths: bool = field(True, "Agree on sequence lengths at each pipeline step.")
+    expert_parallel_size: int = field(
+        1,
+        "Processes over which the experts of a layer are spread; divides those of a shard group.",
+        ge=1,
+    )
+    ulysses_parallel_size: int = field(
+        1,
+        "Neighbouring processes that share each sequence and exchange tokens for heads in "
+        "attention; divides the query heads.",
+        ge=1,
+    )
+    ringattn_parallel_size: int = field(
+        1,
+        "Processes, or groups of those of Ulysses, that share each sequence and send keys and "
+        "values.",
+        ge=1,
+    )
+    cp_fsdp_mode: Literal["all", "ulysses_only", "ring_only", "none"] = field(
+        "all",
+        "Which processes that share a sequence also shard parameters; the others are replicas "
+        "(HSDP).",
+    )
+    reshard_after_forward: bool | None = field(
+        None, "Free gathered parameters after the forward pass; null: as enable_full_shard."
+    )
+    ep_outside: bool = field(
+        False,
+        "false: the processes that share a layer's experts are neighbors; true: those that shard "
+        "one expert.",
+    )
+    # optimizer
+    optimizer: Literal["adamw", "anyprecision_adamw", "sgd", "muon"] = field("adamw", "Optimizer.")
+    optimizer_dtype: Literal["fp32", "bf16"] = field(
+        "bf16",
+        "Dtype of the states of anyprecision_adamw and muon; adamw's are of the parameters' dtype.",
+    )
+    lr: float = field(5e-5, "Peak learning rate.", gt=0)
+    lr_min: float = field(1e-7, "Learning rate at the end of the decay.", ge=0)
+    lr_start: float = field(0.0, "Learning rate at the start of the warmup.", ge=0)
+    lr_warmup_ratio: float = field(0.0, "Fraction of all steps for the linear warmup.", ge=0, le=1)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = field("constant", "After the warmup.")
+    lr_decay_ratio: float = field(
+        1.0, "Fraction of all steps after which the decay has ended.", ge=0, le=1
+    )
+    weight_decay: float = field(0.0, "Decoupled weight decay (adamw), L2 term (sgd).", ge=0)
+    no_decay_modules: list[str] = field(
+        [], "No weight decay where a module's name contains one of these."
+    )
+    no_decay_params: list[str] = field(
+        [], "No weight decay where a parameter's name contains one of these."
+    )
+    max_grad_norm: float = field(
+        1.0, "Gradients are clipped to this global norm; 0: not clipped.", ge=0
+    )
+    muon_lr: float = field(0.02, "Muon: learning rate of matrices.", gt=0)
+    muon_momentum: float = field(0.95, "Muon: momentum.", ge=0, lt=1)
+    muon_nesterov: bool = field(True, "Muon: Nesterov momentum.")
+    muon_ns_steps: int = field(5, "Muon: Newton-Schulz iterations.", ge=1)
+    muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = field(
+        None, "Muon: scaling of lr."
+    )
+    # batches
+    micro_batch_size: int = field(
+        1, "Bins in a forward pass of a process, or of those that share a sequence.", ge=1
+    )
+    gradient_accumulation_steps: int = field(1, "Forward passes before an optimizer step.", ge=1)
+    num_train_epochs: int = field(1, "Passes over the data.", ge=1)
+    max_steps: int | None = field(None, "Optimizer steps in all; overrides epochs.", ge=1)
+    # memory and speed
+    enable_mixed_precision: bool = field(True, "Compute in bfloat16, keep parameters in float32.")
+    enable_gradient_checkpointing: bool = field(True, "Recompute activations in the backward pass.")
+    enable_reentrant: bool = field(False, "Reentrant checkpointing.")
+    recompute_modules: list[Literal["self_attn", "mlp"]] | None = field(
+        None, "Recompute only these in each layer; null: whole layers.", min_length=1
+    )
+    moe_checkpoint_method: Literal["moe_act"] | None = field(
+        None,
+        "null: experts are recomputed with their layer, communication too; moe_act: their "
+        "activations alone.",
+    )
+    freeze_router: bool = field(False, "Keep the weights that choose experts as they are.")
+    enable_full_shard: bool = field(True, "FSDP2: shard parameters too (ZeRO-3); false: ZeRO-2.")
+    enable_forward_prefetch: bool = field(
+        True, "FSDP2: gather the next unit during the forward pass."
+    )
+    enable_activation_offload: bool = field(False, "Keep activations in CPU memory.")
+    activation_gpu_limit: float = field(0.0, "GB of activations that stay on the GPU.", ge=0)
+    enable_compile: bool = field(False, "torch.compile the layers.")
+    init_device: Literal["auto", "cpu", "cuda", "meta", "npu"] = field(
+        "auto",
+        "Where the model is built; auto: meta for fsdp2, else cuda, or cpu where there is none. "
+        "With lora.enable_qlora always meta.",
+    )
+    load_weights_mode: Literal["broadcast", "all_ranks"] = field(
+        "broadcast", "broadcast: rank 0 reads the weights and sends them; all_ranks: each reads."
+    )
+    enable_full_determinism: bool = field(False, "Deterministic algorithms only; slow.")
+    allow_cuda_launch_blocking: bool = field(False, "Run although CUDA_LAUNCH_BLOCKING is set.")
+    empty_cache_steps: int = field(
+        500, "torch.cuda.empty_cache() every so many steps; 0: never.", ge=0
+    )
+    gc_steps: int = field(
+        500, "Collect garbage every so many steps only; 0: when Python likes.", ge=0
+    )
+    # checkpoints
+    output_dir: str = field(
+        ..., "Folder for checkpoints, logs and the resolved configuration.", min_length=1
+    )
+    ckpt_manager: Literal["dcp"] = field("dcp", "dcp: torch.distributed.checkpoint.")
+    save_steps: int = field(0, "Save every so many optimizer steps; 0: not by steps.", ge=0)
+    save_epochs: float = field(
+        1.0, "Save every so many epochs, fractions too; 0: not by epochs.", ge=0
+    )
+    save_async: bool = field(False, "Write checkpoints while training goes on.")
+    save_hf_weights: bool = field(True, "Write Hugging Face safetensors with the last checkpoint.")
+    load_checkpoint_path: str | None = field(
+        None, "Checkpoint to resume from; auto: the latest, if any."
+    )
+    # logging
+    log_format: Literal["progress_bar", "structured"] = field(
+        "progress_bar", "progress_bar, or structured: key=value lines."
+    )
+    use_wandb: bool = field(False, "Log to Weights & Biases.")
+    wandb_project: str = field("tilewright", "W&B project.")
+    wandb_name: str | None = field(None, "W&B run name.")
+    wandb_tags: list[str] | None = field(None, "W&B tags.")
+    wandb_log_interval: int = field(1, "Log to W&B every so many steps.", ge=1)
+    # profiling
+    enable_profiling: bool = field(False, "Run PyTorch's profiler.")
+    profile_start_step: int = field(1, "First step that is profiled.", ge=0)
+    profile_end_step: int = field(2, "Step at which profiling ends.", ge=1)
+    profile_trace_dir: str = field("./trace", "Folder for traces.")
+    profile_record_shapes: bool = field(True, "Record input shapes.")
+    profile_profile_memory: bool = field(True, "Record memory.")
+    profile_with_stack: bool = field(True, "Record Python stacks.")
+    profile_rank0_only: bool = field(True, "Profile rank 0 only; false: every rank.")
+    seed: int = field(42, "Seed of weights and shuffling.", ge=0, lt=2**32)
+
+    @field_validator("load_checkpoint_path")
+    @classmethod
+    def _empty_is_none(cls, value: str | None) -> str | None:
+        return value or None
+
+    @model_validator(mode="after")
+    def _device(self) -> Train:
+        if self.init_device == "auto":
+            here = "cpu" if platform.no_cuda() else "cuda"
+            self._fill(init_device="meta" if self.data_parallel_mode == "fsdp2" else here)
+        return self
+
+    @property
+    def reshard(self) -> bool:
+        """FSDP2's reshard_after_forward: ZeRO-3 if true, ZeRO-2 if false."""
+        return (
+            self.enable_full_shard
+            if self.reshard_after_forward is None
+            else self.reshard_after_forward
+        )
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Processes that share a sequence."""
+        return self.ringattn_parallel_size * self.ulysses_parallel_size
