@@ -36,16 +36,16 @@ from tilewright.bench import (
     launches,
     pieces,
     pretend,
-    report,
     run,
     runner,
     sources,
-    suite,
+    store,
     timing,
 )
 from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
+from tilewright.bench.stages import timed
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
 from tilewright.registry import Case, Implementation, Op, short
@@ -162,7 +162,7 @@ def unit(
 
         def write(trying=None):
             made = {**about, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-            report.write_json(
+            store.write_json(
                 out / f"{name}.json",
                 {
                     "schema": runner.SCHEMA,
@@ -333,7 +333,7 @@ def write_tables(
             launches[launch] = sorted(
                 [*kept, slim], key=lambda e: json.dumps(e["key"], sort_keys=True)
             )
-        report.write_json(
+        store.write_json(
             path,
             {
                 "schema": tuning.SCHEMA,
@@ -423,7 +423,7 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
         behind = {
             f"{op}.{case}.{short(dtype)}"
             for op in args.op
-            for case, dtype in suite.unmet(ops[op], args.device, args.goals)
+            for case, dtype in timed.unmet(ops[op], args.device, args.goals)
         }
         plan = [
             u
