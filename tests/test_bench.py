@@ -519,7 +519,7 @@ def test_overhead_calls_the_operator_with_what_the_op_passes():
     expected = RMSNORM.public(**kwargs, implementation="cpp")
     assert torch.equal(made["public"](), expected) and torch.equal(made["resolved"](), expected)
     assert torch.equal(made["operator"]()[0], expected) and made["operator"]()[0].requires_grad
-    assert made["pick"]() is RMSNORM.resolve("cpp", "cpu", torch.float32)
+    assert made["pick"]() is RMSNORM.pick("cpp", kwargs["x"])
 
 
 def test_the_roof_is_a_copy_of_as_many_bytes(monkeypatch):
