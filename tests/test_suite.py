@@ -28,6 +28,7 @@ from tilewright.bench import (
     suite,
     timing,
     tune,
+    tune_tables,
     variants,
 )
 from tilewright.bench.__main__ import main
@@ -1365,11 +1366,11 @@ def test_found_constants_reach_the_launchers(tables, tmp_path):
     tuning.table.cache_clear()
     older = {"meta": {**meta, "source": "0"}, "entries": [{**entry, "config": {"WAIT": 1}}]}
     store.write_json(work / "old.json", older)
-    assert tune.write_tables(work, tables, meta) == [tables / "a-cpu/fake.json"]
+    assert tune_tables.write_tables(work, tables, meta) == [tables / "a-cpu/fake.json"]
     t = tunable()
     assert t.config(CPU, 64, 4) == {"WAIT": 2} and t.config(CPU, 65, 4) == {"WAIT": 9}
     kept = tuning.read(tables / "a-cpu/fake.json")["launches"]["step"]
-    assert [e.get("commit") for e in kept] == ["c", None] and "2.00x" in tune.table([entry])
+    assert [e.get("commit") for e in kept] == ["c", None] and "2.00x" in tune_tables.table([entry])
 
 
 def test_a_search_that_ended_in_the_middle_goes_on_where_it_was(tmp_path, monkeypatch):
@@ -1550,7 +1551,7 @@ def test_searches_of_another_device_or_with_other_versions_are_none(tmp_path):
         store.write_json(
             tmp_path / f"{i}.json", {"meta": {**meta, field: "other"}, "entries": [entry]}
         )
-    assert [e["unit"] for e in tune._entries(tmp_path, meta)] == ["0"]
+    assert [e["unit"] for e in tune_tables.entries_in(tmp_path, meta)] == ["0"]
 
 
 def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, monkeypatch):

@@ -44,10 +44,10 @@ ELSEWHERE = {
 }
 BUDGETED = ("suite", "tune")  # their minutes count from the start of the process
 # What `run ARGS` stands for: `suite RUN ARGS`.
-RUN = (
-    "--stage time --minutes 1440 --rounds 15 --case-seconds 60 --baseline-slack 1 "
-    "--dtype float32,bfloat16"
-).split()
+RUN = [
+    *("--stage", "time", "--minutes", "1440", "--rounds", "15", "--case-seconds", "60"),
+    *("--baseline-slack", "1", "--dtype", "float32,bfloat16"),
+]
 DTYPES = {registry.short(d): d for d in (*registry.FLOATS, torch.float64)}
 
 

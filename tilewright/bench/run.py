@@ -18,7 +18,7 @@ import torch
 
 from tilewright import platform
 from tilewright.bench import contract, peers, pieces, report, sources, timing
-from tilewright.bench.peers import Unsupported
+from tilewright.bench.peer import Unsupported
 from tilewright.bench.providers import BASELINES, Provider, gate, providers
 from tilewright.registry import Case, ImplementationUnavailable, Op, short
 

@@ -7,6 +7,7 @@ folder that a killed call has left holds both; then the files, which are newer, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -20,7 +21,7 @@ SUMMARY = "suite"  # the name of the suite's own document
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes by renaming a temporary file, so that no half file remains if the process ends here."""
+    """Writes a temporary file and renames it: a reader, or an interrupt, never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -42,7 +43,7 @@ def write_json(path: pathlib.Path, document: Any) -> None:
 
 
 def _layout(value: Any, newline: str) -> str:
-    """JSON in which a list of objects takes a line for each, and so does a field that is above one."""
+    """JSON in which each object of a list has a line, and each field above such a list."""
     deeper = newline + " "
     if _is_table(value):
         inside = [json.dumps(row, allow_nan=False) for row in value]
@@ -128,10 +129,8 @@ def pack(folder: pathlib.Path, summary: Mapping[str, Any]) -> None:
     """Writes all units and the suite's own document into one file, and removes the units' files."""
     lines, packed = [_line(SUMMARY, summary)], []
     for name, path in sorted(files(folder).items()):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # half of a file: it is made again
             lines.append(_line(name, json.loads(path.read_text())))
-        except (OSError, ValueError):  # half of a file: it is made again
-            pass
         packed.append(path)
     write_text(folder / FILE, "".join(lines))
     for path in packed:

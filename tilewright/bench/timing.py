@@ -287,8 +287,8 @@ def interleave(
     """Times every task once a round, in an order drawn anew each round: drift of the machine hits
     all alike.
 
-    rounds: so many. After `max_seconds` no further round is begun, but three are always done (if so many are asked for), since quantiles of
-        fewer say nothing.
+    rounds: how many. None is begun after `max_seconds`, but three are always done (if so many are
+        asked for), since quantiles of fewer say nothing.
     apart: on CUDA also the kernels' own time, and that of a call on an idle device.
     Returns the timings, and the first line of the exception for each task that raised one.
     Raises ValueError if rounds < 1.

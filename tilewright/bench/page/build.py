@@ -1,13 +1,11 @@
-"""Writes docs/performance.md, docs/performance_ops.md and their pictures from committed raw results:
-nothing there is typed by hand.
+"""Writes docs/performance.md, docs/performance_ops.md and their pictures from raw results.
 
-    python -m tilewright.bench report [--results bench_results] [--out docs/performance.md] [--check]
+    python -m tilewright.bench report [--results DIR] [--out docs/performance.md] [--check]
 
-The pages depend on the raw results, on bench_results/reasons.toml, on the tables of tuned constants,
-on the counts of kernels and on the registry (which ops, cases and goals there are), and on nothing
-else: not on the day, the machine or the checkout. Of several results for the same device, op, case,
-dtype and provider the newest is shown. A ratio is of two rows of the same interleaved rounds, never
-of two runs.
+The pages depend on the raw results, bench_results/reasons.toml, the tables of tuned constants, the
+counts of kernels, and the registry (ops, cases, goals). They depend on nothing else: neither day,
+machine nor checkout. Of several results for the same device, op, case, dtype and provider the
+newest is shown. A ratio compares two rows of the same interleaved rounds, never of two runs.
 
 Exit code: 0; 1 with --check if a page or a picture is not what would be written, or a case in which
 `auto` is behind has no reason; 2 if a file cannot be read.
@@ -163,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
         type=pathlib.Path,
         default=pathlib.Path("docs/performance.md"),
         metavar="FILE",
-        help="the page; details go to <its name>_ops.md and pictures go to img/<its name> beside it (default %(default)s)",
+        help="the page; beside it go <its name>_ops.md and img/<its name> (default %(default)s)",
     )
     parser.add_argument(
         "--tuned",

@@ -1,4 +1,4 @@
-"""Says why `auto` is behind in a case: what the measurement shows, and bench_results/reasons.toml."""
+"""Says why `auto` is behind in a case: by the measurement and bench_results/reasons.toml."""
 
 from __future__ import annotations
 
