@@ -12,7 +12,8 @@ from helpers import DEVICE
 pytest.importorskip("pytest_benchmark")
 
 from tilewright.bench import contract, run
-from tilewright.bench.peers import PEERS, Unsupported
+from tilewright.bench.peer import Unsupported
+from tilewright.bench.peers import PEERS
 from tilewright.bench.providers import BASELINES, gate, providers
 from tilewright.ops import OPS
 from tilewright.registry import short

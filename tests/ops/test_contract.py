@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import DEVICE, skip_if_refused, skip_unless_usable
 
-from tilewright.bench import contract
+from tilewright.bench import contract, tensors
 from tilewright.ops import OPS
 from tilewright.registry import FLOATS, Implementation, Op, short
 
@@ -206,7 +206,7 @@ def test_error_is_the_same_in_pieces(monkeypatch):
     result = truth.float()
     result[5, 31] += 0.5
     whole = contract.error(result, truth)
-    monkeypatch.setattr(contract, "CHUNK", 10)
+    monkeypatch.setattr(tensors, "CHUNK", 10)
     assert contract.error(result, truth) == (pytest.approx(whole[0], rel=1e-12), (5, 31))
     result[6, 32] = float("nan")
     assert contract.error(result, truth) == (float("inf"), (6, 32))

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright.ops import expert_parallel as ep
 from tilewright.ops.moe import moe_mlp
-from tilewright.registry import ImplementationUnavailable, use
+from tilewright.registry import ImplementationUnavailable
+from tilewright.selection import use
 
 E, H, I = 8, 12, 10
 

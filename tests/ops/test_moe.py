@@ -12,7 +12,7 @@ from tilewright import platform
 from tilewright.bench import contract
 from tilewright.ops import OPS, Gate, _moe_fused, _weights, moe_mlp, permute, quantize_nf4, route
 from tilewright.ops.moe import MOE_MLP, saved_bytes
-from tilewright.registry import use
+from tilewright.selection import use
 
 NAMES = [i.name for i in MOE_MLP.implementations]
 FUSED = [n for n in NAMES if n != "eager"]

@@ -18,7 +18,7 @@ from tilewright.ops.moe_lora import ADAPTERS, MODES, MOE_LORA, saved_bytes
 from tilewright.ops.nf4 import quantize_nf4
 from tilewright.ops.nvfp4 import quantize_nvfp4
 from tilewright.ops.quantized_linear import dequantize
-from tilewright.registry import use
+from tilewright.selection import use
 
 NAMES = [i.name for i in MOE_LORA.implementations]
 FUSED = [n for n in NAMES if n != "eager"]

@@ -24,7 +24,7 @@ from tilewright.ops import (
 from tilewright.ops.aqn import AQN
 from tilewright.ops.fp8_linear import FP8_LINEAR
 from tilewright.ops.quantized_linear import QUANTIZED_LINEAR, dequantize
-from tilewright.registry import use
+from tilewright.selection import use
 
 MODULE = sys.modules["tilewright.ops.quantized_linear"]
 NAMES = [i.name for i in QUANTIZED_LINEAR.implementations]

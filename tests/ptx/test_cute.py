@@ -16,7 +16,7 @@ import torch
 
 import ptx
 from tilewright import platform
-from tilewright.bench import compile_gate, contract
+from tilewright.bench import compile_gate, contract, gate_compilers, gate_verdict
 from tilewright.kernels.spec import CuteSpec
 from tilewright.registry import ImplementationUnavailable
 from tilewright.selection import operations
@@ -274,11 +274,11 @@ def test_every_column_is_dealt_out_once():
     ],
 )
 def test_compiles_without_a_gpu(op, label, clusters):
-    specs = compile_gate.collect([operations()[op]], without=("triton",))
+    specs = gate_compilers.collect([operations()[op]], without=("triton",))
     chosen = {f"{op}/{label}": specs[f"{op}/{label}"]}
-    results = compile_gate.compile_all(chosen, compile_gate.launched(chosen, (90, 100, 120)), 1)
+    results = gate_compilers.compile_all(chosen, gate_compilers.launched(chosen, (90, 100, 120)), 1)
     assert [r.arch for r in results] == [90, 100]
-    assert compile_gate.judge(results, chosen, None, ()) == []
+    assert gate_verdict.judge(results, chosen, None, ()) == []
     for r in results:
         assert r.facts.local == 0 and r.facts.load == 128, r
         assert ("cluster" in r.facts.uses) == clusters
@@ -319,15 +319,15 @@ def test_says_why_it_cannot_run(monkeypatch):
 
 def test_the_gate_without_the_compiler(monkeypatch, capsys):
     """Its kernels are skipped, with the reason, unless it is required."""
-    cute = compile_gate.COMPILERS[CuteSpec]
+    cute = gate_compilers.COMPILERS[CuteSpec]
     monkeypatch.setitem(
-        compile_gate.COMPILERS, CuteSpec, dataclasses.replace(cute, missing=lambda: "not here")
+        gate_compilers.COMPILERS, CuteSpec, dataclasses.replace(cute, missing=lambda: "not here")
     )
     assert compile_gate.main(["--require", "cute"]) == 2
     assert "not here" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         compile_gate.main(["--require", "nvcc"])
-    specs = compile_gate.collect(operations().values(), without=("cute",))
+    specs = gate_compilers.collect(operations().values(), without=("cute",))
     assert specs and not any(isinstance(s, CuteSpec) for s in specs.values())
 
 
@@ -365,10 +365,10 @@ def test_rows_off_16_bytes(emulator):
 
 
 def test_every_kernel_has_a_budget():
-    cute = compile_gate.COMPILERS[CuteSpec]
+    cute = gate_compilers.COMPILERS[CuteSpec]
     if not cute.budget_file().exists():
         pytest.skip(f"no budgets for {cute.budget_file().stem}")
-    specs = compile_gate.collect(operations().values(), without=("triton",))
+    specs = gate_compilers.collect(operations().values(), without=("triton",))
     assert {s.function.__module__ for s in specs.values()} == {
         rmsnorm_cute.__name__,
         softmax_stats_cute.__name__,

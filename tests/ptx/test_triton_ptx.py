@@ -24,7 +24,8 @@ import pytest
 import torch
 
 from tilewright import platform
-from tilewright.bench import contract, performance
+from tilewright.bench import contract
+from tilewright.bench.page.files import counts_of
 from tilewright.ops import (
     BlockFP8,
     dequantize_block_fp8,
@@ -193,7 +194,7 @@ COUNTED = {
     },
     "attention": lambda: {"q": of(1, 2, 256, 64), "k": of(1, 1, 256, 64), "v": of(1, 1, 256, 64)},
 }
-COUNTS = performance.counts_of(triton.__version__)
+COUNTS = counts_of(triton.__version__)
 
 
 def count(driver, name):

@@ -1,6 +1,5 @@
 """The benchmark itself: statistics, the gate before the clock, files, comparison, commands."""
 
-import copy
 import importlib.util
 import json
 import math
@@ -11,7 +10,7 @@ import time
 import pytest
 import torch
 
-from tilewright.bench import contract, overhead, providers, report, run, timing
+from tilewright.bench import contract, overhead, providers, report, run, store, suite, timing
 from tilewright.bench.__main__ import main
 from tilewright.bench.peers import PEERS
 from tilewright.ops.rmsnorm import RMSNORM, rmsnorm_eager
@@ -135,8 +134,6 @@ def test_one_failure_loses_only_itself():
         ({"rounds": 50, "max_seconds": 0.0}, 3),
         ({"rounds": 50, "max_seconds": 10.0}, 10),
         ({"rounds": 2, "max_seconds": 0.0}, 2),
-        ({"rounds": 1, "min_seconds": 7.0}, 7),
-        ({"rounds": 9, "min_seconds": 7.0}, 9),
     ],
 )
 def test_limits_of_time(limits, rounds, pass_time):
@@ -286,110 +283,86 @@ def test_the_forward_records_no_graph_and_the_backward_starts_without_gradients(
 # ---- files
 
 
-def _run(tmp_path, op, **kw):
-    settings = run.Settings(rounds=1, sample_seconds=0.0)
-    return run.run(
-        [op],
-        "cpu",
-        [torch.float32],
-        settings,
-        only=["eager", "right", "wrong"],
-        out=tmp_path,
-        argv=["run"],
-        roofline=lambda *a: ROOF,
-        **kw,
-    )
-
-
-def test_results_survive_the_round_trip(tmp_path):
-    op = _op(_fake("right", rmsnorm_eager), _fake("wrong", wrong), cases=("one", "two"))
-    document, folder = _run(tmp_path, op)
-    path = folder / "results.json"
-    assert report.read_json(path) == json.loads(json.dumps(document)) and document["complete"]
-    assert sorted(p.name for p in folder.iterdir()) == ["results.json", "results.md", "speedup.png"]
-    assert (folder / "speedup.png").read_bytes().startswith(b"\x89PNG")
-    table = (folder / "results.md").read_text()
-    assert table.count("FAILED") == 2 and "| rmsnorm | one | float32 | right* | holds |" in table
-    meta = document["meta"]
+def test_metadata_say_what_was_measured_with():
+    meta = run.metadata("cpu", QUICK, ["run"])
     assert meta["versions"]["torch"] == torch.__version__ and meta["settings"]["seed"] == run.SEED
     assert meta["argv"] == ["run"] and meta["threads"] == torch.get_num_threads()
 
 
-def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
-    measure = run.measure
-
-    def interrupted(op, case, *rest):
-        if case.name == "two":
-            assert [r["case"] for r in report.read_json(tmp_path / "results.json")["rows"]] == [
-                "one"
-            ] * 2
-            raise KeyboardInterrupt
-        return measure(op, case, *rest)
-
-    monkeypatch.setattr(run, "measure", interrupted)
-    document, _ = _run(tmp_path, _op(_fake("right", rmsnorm_eager), cases=("one", "two")))
-    kept = report.read_json(tmp_path / "results.json")
-    assert (
-        not kept["complete"]
-        and {r["case"] for r in kept["rows"]} == {"one"}
-        and not document["complete"]
-    )
-    assert "interrupted" in (tmp_path / "results.md").read_text()
+def test_run_is_a_short_form_of_suite(monkeypatch):
+    """Its defaults come first, so that what is asked for overrides them."""
+    given = []
+    monkeypatch.setattr(suite, "main", lambda argv, begun: given.append(argv) or 3)
+    assert main(["run", "--op", "rmsnorm", "--rounds", "2"]) == 3
+    args = suite.parser().parse_args(given[0])
+    assert args.stage == ["time"] and args.op == ["rmsnorm"] and args.rounds == 2
+    assert args.baseline_slack == 1 and args.dtype == ["float32", "bfloat16"]
 
 
-def test_a_case_that_cannot_be_made_is_a_row(tmp_path):
-    op = _op(_fake("right", rmsnorm_eager), cases=("one",))
+def test_packed_units_are_one_line_each_and_come_back(tmp_path):
+    units = tmp_path / store.UNITS
+    documents = {"time/b": {"rows": [1.5, "x"]}, "time/a": {"rows": []}, "roofline": {"r": 1e-30}}
+    for name, document in documents.items():
+        store.write_json(units / f"{name}.json", document)
+    (units / "postponed.json").write_text("{}")  # is no unit, and stays
+    store.pack(tmp_path, {"complete": True})
+    text = (tmp_path / store.FILE).read_text()
+    lines = [json.loads(line)["unit"] for line in text.splitlines()]
+    assert lines == ["suite", "roofline", "time/a", "time/b"]
+    assert [p.name for p in units.rglob("*")] == ["postponed.json"]
+    store.unpack(tmp_path)
+    newer = {"rows": ["newer"]}
+    store.write_json(units / "time/a.json", newer)
+    store.unpack(tmp_path)  # after a call that was killed: what it has made counts
+    found = {name: document for name, _, document in store.read(tmp_path)}
+    assert found == {**documents, "time/a": newer, "suite": {"complete": True}}
+    store.pack(tmp_path, {"complete": True})
+    assert json.loads((tmp_path / store.FILE).read_text().splitlines()[2])["rows"] == ["newer"]
 
-    def make(*a):
-        raise MemoryError("too large")
 
-    op.cases = (Case("huge", make, tags=frozenset({"cpu"})), *op.cases)
-    document, _ = _run(tmp_path, op)
-    found = [(r["case"], r["status"]) for r in document["rows"]]
-    assert found == [("huge", "error"), ("one", "ok"), ("one", "ok")]
+def test_a_row_is_a_line(tmp_path):
+    path = tmp_path / "a.json"
+    document = {"meta": {"b": [1, 2]}, "rows": [{"x": 1}, {"x": [2, 3]}], "l": {"m": [{"k": 1}]}}
+    store.write_json(path, document)
+    assert json.loads(path.read_text()) == document
+    assert [line.strip() for line in path.read_text().splitlines()] == [
+        "{",
+        '"meta": {"b": [1, 2]},',
+        '"rows": [',
+        '{"x": 1},',
+        '{"x": [2, 3]}',
+        "],",
+        '"l": {',
+        '"m": [',
+        '{"k": 1}',
+        "]",
+        "}",
+        "}",
+    ]
 
 
 def test_the_old_file_stays_if_writing_fails(tmp_path):
     path = tmp_path / "results.json"
-    report.write_json(path, {"a": 1})
+    store.write_json(path, {"a": 1})
     with pytest.raises(ValueError):
-        report.write_json(path, {"a": math.nan})
+        store.write_json(path, {"a": math.nan})
     assert json.loads(path.read_text()) == {"a": 1} and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
     "spoil, message",
     [
-        (lambda d: d.update(schema=0), "schema must be 1, got 0"),
-        (lambda d: d.pop("rows"), "has no 'rows'"),
-        (lambda d: d["rows"][0].pop("status"), r"row 0 has no \['status'\]"),
-        (lambda d: d["rows"][0].update(status="fine"), "row 0: status must be one of"),
-        (lambda d: d["rows"][1].update(status="failed"), "row 1 has a time although"),
+        (lambda rows: rows[0].pop("status"), r"row 0 has no \['status'\]"),
+        (lambda rows: rows[0].update(status="fine"), "row 0: status must be one of"),
+        (lambda rows: rows[1].update(status="failed"), "row 1 has a time although"),
     ],
 )
 def test_schema_errors_name_the_fault(spoil, message):
-    document = _document()
-    report.check(document)
-    spoil(document)
+    rows = _timed()[1]
+    report.check(rows)
+    spoil(rows)
     with pytest.raises(ValueError, match=message):
-        report.check(document)
-
-
-def test_means_are_over_cases_first_and_ops_second():
-    rows = []
-    for op, case, fast in (("a", "1", 2.0), ("a", "2", 8.0), ("b", "1", 9.0), ("c", "1", None)):
-        case_rows = [
-            _row(op, case, "eager", 90.0),
-            _row(op, case, "compile", 30.0),
-            _row(op, case, "cpp", 90.0 / fast if fast else None, auto=True),
-        ]
-        report.compare_with_baselines(case_rows)
-        rows += case_rows
-    found = report.summary(rows)
-    assert found["over_eager"]["all"]["ops"] == {"a": pytest.approx(4.0), "b": pytest.approx(9.0)}
-    assert found["over_eager"]["float32"]["geomean"] == pytest.approx(6.0)
-    assert found["over_compile"]["all"]["geomean"] == pytest.approx(2.0)
-    assert found["left_out"] == ["c 1 float32 cpp: it broke"]
+        report.check(rows)
 
 
 # ---- two runs
@@ -406,60 +379,51 @@ def _row(op, case, provider, ms, *, spread=0.01, auto=False):
     return {**r, "contract": "holds"}
 
 
-def _document(ours=1.0, spread=0.01, baseline=2.0):
+def _timed(ours=1.0, spread=0.01, baseline=2.0):
     rows = [
         _row("a", "1", "eager", baseline),
         _row("a", "1", "cpp", ours, spread=spread, auto=True),
     ]
-    meta = {
-        "device": "d",
-        "device_type": "cpu",
-        "commit": None,
-        "dirty": None,
-        "threads": 1,
-        "date": "2026-01-01T00:00:00+00:00",
-        "versions": {"torch": "2"},
-    }
-    return {
-        "schema": 1,
-        "meta": meta,
-        "roofline": ROOF.asdict(),
-        "rows": rows,
-        "summary": report.summary(rows),
-        "complete": True,
-    }
+    meta = {"device": "d", "commit": None, "dirty": None, "date": "2026-01-01T00:00:00+00:00"}
+    return meta, rows
+
+
+def _write(folder, run):
+    meta, rows = run
+    store.write_json(folder / store.UNITS / "time/a.1.float32.json", {"rows": rows})
+    store.pack(folder, {"meta": meta})
+    return folder
 
 
 @pytest.mark.parametrize(
     "after, code, text",
     [
-        (_document(), 0, "not significant"),
-        (_document(ours=1.2), 1, "REGRESSION"),
-        (_document(ours=1.2, spread=0.5), 0, "not significant"),
-        (_document(ours=1.04), 0, "ratio 1.040"),
-        (_document(ours=0.5), 0, "faster"),
-        (_document(baseline=4.0), 0, "baseline slower"),
-        (_document(ours=None), 1, "ok before, failed after: it broke"),
+        (_timed(), 0, "not significant"),
+        (_timed(ours=1.2), 1, "REGRESSION"),
+        (_timed(ours=1.2, spread=0.5), 0, "not significant"),
+        (_timed(ours=1.04), 0, "ratio 1.040"),
+        (_timed(ours=0.5), 0, "faster"),
+        (_timed(baseline=4.0), 0, "baseline slower"),
+        (_timed(ours=None), 1, "ok before, failed after: it broke"),
     ],
 )
 def test_compare_exits_with_1_on_a_regression_only(after, code, text, tmp_path, capsys):
-    for name, document in (("a", _document()), ("b", after)):
-        report.write_json(tmp_path / f"{name}.json", document)
-    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == code
+    a, b = _write(tmp_path / "a", _timed()), _write(tmp_path / "b", after)
+    assert main(["compare", str(a), str(b / store.FILE)]) == code
     assert text in capsys.readouterr().out
 
 
 def test_compare_takes_the_threshold_and_refuses_what_is_no_result(tmp_path, capsys):
-    a, b, c = (tmp_path / f"{n}.json" for n in "abc")
-    report.write_json(a, _document())
-    report.write_json(b, _document(ours=1.2))
-    c.write_text("{")
+    a = _write(tmp_path / "a", _timed())
+    b = _write(tmp_path / "b", _timed(ours=1.2))
     assert main(["compare", str(a), str(b), "--threshold", "0.5"]) == 0
-    assert main(["compare", str(a), str(c)]) == 2
-    assert str(c) in capsys.readouterr().err
-    fewer = copy.deepcopy(_document())
-    del fewer["rows"][1]
-    text, regressions = report.compare(_document(), fewer)
+    assert main(["compare", str(a), str(tmp_path / "c")]) == 2
+    assert "c: holds no finished suite" in capsys.readouterr().err
+    (b / store.FILE).write_text("{")
+    assert main(["compare", str(a), str(b)]) == 2
+    assert str(b / store.FILE) in capsys.readouterr().err
+    meta, rows = _timed()
+    text, regressions = report.compare((meta, rows), (meta, rows[:1]))
     assert "a 1 float32 cpp: only before" in text and not regressions
 
 
@@ -485,10 +449,10 @@ def test_list_shows_the_registry_and_its_reasons(capsys):
             "argument --op: unknown 'rmsnrm'; did you mean 'rmsnorm'? have ['rmsnorm'",
         ),
         (["run", "--provider", "tensorrt"], "argument --provider: unknown 'tensorrt'; "),
-        (["run", "--case", "gpt-2"], "argument --case: unknown 'gpt-2'; have ['qwen3-8b'"),
+        (["run", "--case", "gpt-2"], "argument --case: unknown 'gpt-2'; have ["),
         (
             ["run", "--dtype", "float8"],
-            "argument --dtype: unknown 'float8'; did you mean 'float64'? have ['float32'",
+            "argument --dtype: unknown 'float8'; did you mean 'float64'? have [",
         ),
         (["run", "--rounds", "0"], "must be an integer of at least 1, got '0'"),
         (["compare", "a", "b", "--threshold", "-1"], "must be a number of at least 0, got '-1'"),
@@ -500,30 +464,16 @@ def test_bad_arguments_are_named_with_what_is_accepted(argv, message, capsys):
     assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_overhead_counts_down_the_layers(tmp_path, capsys):
-    argv = [
-        "overhead",
-        "--op",
-        "rmsnorm",
-        "--device",
-        "cpu",
-        "--rounds",
-        "2",
-        "--sample-ms",
-        "0.2",
-        "--out",
-        str(tmp_path),
-    ]
-    assert main(argv) == 0
-    written = json.loads((tmp_path / "overhead.json").read_text())
-    assert [r["grad"] for r in written["rows"]] == [False, True]
-    for r in written["rows"]:
+def test_overhead_counts_down_the_layers():
+    rows = overhead.overhead([RMSNORM], "cpu", torch.float32, rounds=2, sample_seconds=0.0)
+    assert [r["grad"] for r in rows] == [False, True]
+    for r in rows:
         assert not r["errors"]
         fused = r["implementation"] == "cpp"
         timed = {k for k, v in r["us"].items() if v}
         assert timed == {"public", "resolved", "pick", *(["operator"] if fused else [])}
         assert (r["overhead_us"] is not None) == fused
-    assert "public - operator" in capsys.readouterr().out
+    assert "public - operator" in overhead.table(rows)
 
 
 def test_overhead_is_of_calls_with_and_without_a_graph(monkeypatch):
@@ -569,7 +519,7 @@ def test_overhead_calls_the_operator_with_what_the_op_passes():
     expected = RMSNORM.public(**kwargs, implementation="cpp")
     assert torch.equal(made["public"](), expected) and torch.equal(made["resolved"](), expected)
     assert torch.equal(made["operator"]()[0], expected) and made["operator"]()[0].requires_grad
-    assert made["pick"]() is RMSNORM.resolve("cpp", "cpu", torch.float32)
+    assert made["pick"]() is RMSNORM.pick("cpp", kwargs["x"])
 
 
 def test_the_roof_is_a_copy_of_as_many_bytes(monkeypatch):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from tilewright.bench import compile_gate, machine_code, ptx_loops
+from tilewright.bench import gate_compilers, gate_verdict, machine_code, ptx_loops
 from tilewright.kernels.spec import KernelSpec
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -23,7 +23,7 @@ import contextlib, importlib.util, io, json, pathlib, sys
 import triton
 import triton.language as tl
 
-from tilewright.bench import compile_gate, kernel_digest
+from tilewright.bench import compile_gate, gate_compilers, kernel_digest
 from tilewright.kernels.spec import KernelSpec
 from tilewright.registry import Implementation, Op
 
@@ -88,8 +88,8 @@ COPY = spec(copy, "copy", 1024, divisible=("n",), elements=1024)
 ODD = spec(copy, "odd n", 1024)                # masked by an odd length: no two elements share a load
 SPILL = spec(hold, "spill", 8192, warps=1)     # 256 float32 a thread, of which a thread can hold 255
 BROKEN = spec(copy, "broken", 1000)            # not a power of two
-BUDGETS = compile_gate.BUDGETS = pathlib.Path(sys.argv[1])
-FILE = compile_gate.COMPILERS[KernelSpec].budget_file()
+BUDGETS = gate_compilers.BUDGETS = pathlib.Path(sys.argv[1])
+FILE = gate_compilers.COMPILERS[KernelSpec].budget_file()
 
 
 def gate(*specs, argv=(), budgets=None):
@@ -348,7 +348,7 @@ def facts(**changes):
         "store": 128,
         "uses": (),
     }
-    return compile_gate.Facts(**{**green, **changes})
+    return gate_compilers.Facts(**{**green, **changes})
 
 
 @pytest.mark.parametrize(
@@ -362,13 +362,13 @@ def facts(**changes):
     ],
 )
 def test_some_facts_need_no_budget_to_be_wrong(changes, sentence):
-    found = compile_gate.problems(compile_gate.Result("op/kernel", 120, facts(**changes)))
+    found = gate_verdict.problems(gate_compilers.Result("op/kernel", 120, facts(**changes)))
     assert (sentence in found[0]) if sentence else not found
 
 
 def test_a_need_is_looked_for_in_ptx_and_in_machine_code():
     def unmet(need, **changes):
-        return compile_gate.unmet(compile_gate.Result("op/kernel", 90, facts(**changes)), need)
+        return gate_verdict.unmet(gate_compilers.Result("op/kernel", 90, facts(**changes)), need)
 
     plain = KernelSpec(None, "kernel", {}, {})
     assert unmet(plain) == []  # machine code that was not read fails nothing
@@ -542,9 +542,9 @@ def test_spills_and_stack_are_read_from_what_ptxas_says():
         "    88 bytes stack frame, 120 bytes spill stores, 160 bytes spill loads\n"
         "ptxas info    : Used 128 registers, 88 bytes cumulative stack size, 16 bytes lmem\n"
     )
-    assert compile_gate.resources(log) == (128, 160, 104)
+    assert gate_compilers.resources(log) == (128, 160, 104)
     with pytest.raises(RuntimeError, match="no register count"):
-        compile_gate.resources("nothing of the kind")
+        gate_compilers.resources("nothing of the kind")
 
 
 def test_the_interpreter_is_refused_with_a_sentence():
@@ -555,13 +555,15 @@ def test_the_interpreter_is_refused_with_a_sentence():
 
 COLLECTED = """
 import json
-from tilewright.bench import compile_gate as gate
+from tilewright.bench import gate_compilers as gate
+from tilewright.bench.gate_verdict import budgeted
+from tilewright.selection import operations
 
-specs = gate.collect(gate.operations().values(), without=("cute",))
+specs = gate.collect(operations().values(), without=("cute",))
 print(json.dumps([gate.COMPILERS[gate.KernelSpec].budget_file().name,
                   sorted({s.kernel.fn.__module__ for s in specs.values()}),
                   [f"{n} sm_{a}" for n, s in specs.items() for a in gate.ARCHS
-                   if s.min_arch <= a <= s.max_arch and gate.budgeted(n)]]))
+                   if s.min_arch <= a <= s.max_arch and budgeted(n)]]))
 """
 
 
@@ -575,7 +577,7 @@ def test_every_triton_module_is_in_the_gate_and_every_kernel_has_a_budget():
         if p.stem != "instructions_triton"
     }  # functions for kernels, and no kernel
     assert set(modules) == written, "no op's gate= compiles these modules"
-    path = compile_gate.BUDGETS / name
+    path = gate_compilers.BUDGETS / name
     if not path.exists():
         pytest.skip(f"no budgets for {path.stem}")
     budgets = json.loads(path.read_text())
@@ -586,14 +588,16 @@ def test_every_triton_module_is_in_the_gate_and_every_kernel_has_a_budget():
 
 TUNED = """
 import json, pathlib, sys
-from tilewright.bench import compile_gate as gate
+from tilewright.bench import gate_compilers as gate
+from tilewright.bench.gate_verdict import budgeted, judge
 from tilewright.kernels import tuning
+from tilewright.selection import operations
 
 tuning.TABLES = pathlib.Path(sys.argv[1])
-specs = gate.collect(gate.operations().values(), without=("cute",))
-specs = {n: s for n, s in specs.items() if not gate.budgeted(n)}
+specs = gate.collect(operations().values(), without=("cute",))
+specs = {n: s for n, s in specs.items() if not budgeted(n)}
 results = gate.compile_all(specs, gate.launched(specs, gate.ARCHS), 2)
-print(json.dumps([sorted(r.key for r in results), gate.judge(results, specs, {}, ())]))
+print(json.dumps([sorted(r.key for r in results), judge(results, specs, {}, ())]))
 """
 
 
@@ -625,7 +629,7 @@ def test_every_entry_of_every_table_is_compiled_for_every_architecture(tmp_path)
 def test_candidates_of_searches_are_collected_for_the_gate():
     run = python(
         "-c",
-        "from tilewright.bench import compile_gate as g\n"
+        "from tilewright.bench import gate_compilers as g\n"
         "from tilewright.ops import OPS\n"
         "print('\\n'.join(g.collect([OPS['rope']], space=True)))",
     )

@@ -23,7 +23,7 @@ def measured(folder):
     """
     from triton import knobs
 
-    from tilewright.bench import compile_gate, gpu_cache, launches, pretend, variants
+    from tilewright.bench import gate_compilers, gpu_cache, launches, pretend, variants
     from tilewright.bench.gpu_cache import Call
     from tilewright.kernels import rmsnorm_triton
     from tilewright.ops import OPS
@@ -65,7 +65,7 @@ def measured(folder):
     spec = rmsnorm_triton.FORWARD.specs(
         {"D": 128, "itemsize": 2, "add": False}, config | {"BLOCK_D": 128}
     )[0]
-    facts, cubin = compile_gate._compile_triton(spec, COMPUTE_CAPABILITY)
+    facts, cubin = gate_compilers.compile_triton(spec, COMPUTE_CAPABILITY)
     with pretend.gpu(COMPUTE_CAPABILITY, compiles=False):
         plan = {what: gpu_cache.calls([what], OPS.values()) for what in gpu_cache.WHAT}
         asked = {}

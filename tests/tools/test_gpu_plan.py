@@ -46,7 +46,7 @@ measure_roofline = functools.partial(measure_roofline, copy_bytes=2**22, matmul=
 clock.__defaults__ = (0.0,)
 """
 RUN = """
-Settings.__init__.__defaults__ = (3, 0.0, 1.0, 0.0, 1.0)
+Settings.__init__.__defaults__ = (3, 1.0, 0.0, 1.0)
 """
 OVERHEAD = """
 import functools

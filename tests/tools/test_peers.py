@@ -10,8 +10,10 @@ import sys
 import pytest
 import torch
 
-from tilewright.bench import contract, peers, providers, run, timing
-from tilewright.bench.peers import PEERS, Peer, Unsupported
+from tilewright.bench import contract, peers, peers_attention, providers, run, timing
+from tilewright.bench import peer as peer_module
+from tilewright.bench.peer import Peer, Unsupported
+from tilewright.bench.peers import PEERS
 from tilewright.ops import OPS
 
 ROOF = timing.Roofline(1e10, {"float32": 1e11})
@@ -99,7 +101,7 @@ def test_no_peer_is_imported_before_it_is_called():
 
 def test_versions_name_the_distribution_that_is_installed(monkeypatch):
     have = {"flash-attn": "2.8.3", "liger-kernel": "0.8.5"}
-    monkeypatch.setattr(peers, "_version", have.get)
+    monkeypatch.setattr(peer_module, "version_of", have.get)
     assert peers.versions() == {
         "liger-kernel": "0.8.5",
         "quack-kernels": "not installed",
@@ -108,9 +110,9 @@ def test_versions_name_the_distribution_that_is_installed(monkeypatch):
         "bitsandbytes": "not installed",
         "torchao": "not installed",
     }
-    assert peers._no_flash("cpu") is not None
+    assert peers_attention.no_flash("cpu") is not None
     have.clear()
-    assert peers._no_flash("cuda") == (
+    assert peers_attention.no_flash("cuda") == (
         "none of the packages flash-attn-4, flash-attn-3, flash-attn is installed "
         "(pip install --pre flash-attn-4)"
     )
@@ -122,7 +124,7 @@ def test_a_peer_on_cuda_says_so(monkeypatch):
     monkeypatch.setattr(peers.platform, "no_module", lambda name: None)
     assert PEERS["liger"].why_not("rmsnorm", "cpu") == "liger-kernel takes CUDA tensors, not cpu"
     assert PEERS["quack"].why_not("rmsnorm", "cpu") == "quack-kernels takes CUDA tensors, not cpu"
-    monkeypatch.setattr(peers, "_version", {"flash-attn-4": "4.0"}.get)
+    monkeypatch.setattr(peer_module, "version_of", {"flash-attn-4": "4.0"}.get)
     assert (
         PEERS["flash-attn"].why_not("attention", "cpu")
         == "flash-attn-4 takes CUDA tensors, not cpu"
@@ -424,7 +426,7 @@ def test_flash_attention_is_laid_out_as_the_op_is(version, packed, monkeypatch):
         out = out.squeeze(0) if packed else out
         return (out, None) if version == "flash-attn-4" else out
 
-    monkeypatch.setattr(peers, "_version", {version: "1"}.get)
+    monkeypatch.setattr(peer_module, "version_of", {version: "1"}.get)
     module = type(
         "flash",
         (),
@@ -434,7 +436,9 @@ def test_flash_attention_is_laid_out_as_the_op_is(version, packed, monkeypatch):
         },
     )
     names = []
-    monkeypatch.setattr(peers.importlib, "import_module", lambda name: names.append(name) or module)
+    monkeypatch.setattr(
+        peers_attention.importlib, "import_module", lambda name: names.append(name) or module
+    )
     g = torch.Generator().manual_seed(0)
     kwargs = {
         n: torch.randn(t.shape, generator=g).bfloat16().requires_grad_()
@@ -447,7 +451,7 @@ def test_flash_attention_is_laid_out_as_the_op_is(version, packed, monkeypatch):
     assert (
         providers.gate(op, provider, kwargs, contract.reference(op, kwargs, torch.bfloat16)) == []
     )
-    assert names == [next(m for d, m, _ in peers._FLASH if d == version)]
+    assert names == [next(m for d, m, _ in peers_attention.FLASH if d == version)]
 
 
 def hollow(monkeypatch):
@@ -476,7 +480,7 @@ def hollow(monkeypatch):
     ):
         monkeypatch.setitem(sys.modules, module, type(sys)(module))
         vars(sys.modules[module]).update(dict.fromkeys(names))
-    monkeypatch.setattr(peers, "_version", lambda name: "1")
+    monkeypatch.setattr(peer_module, "version_of", lambda name: "1")
 
 
 @pytest.mark.parametrize(

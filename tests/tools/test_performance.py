@@ -10,8 +10,10 @@ import sys
 import pytest
 
 from tilewright import selection
-from tilewright.bench import performance, report
-from tilewright.bench.performance import NO_REASON, number
+from tilewright.bench import report, store
+from tilewright.bench.page import build as page_of
+from tilewright.bench.page.reasons import NO_REASON
+from tilewright.bench.page.text import COMMAND, number
 from tilewright.ops import OPS
 from tilewright.ops.rmsnorm import RMSNORM
 from tilewright.registry import Goal
@@ -83,11 +85,22 @@ def write(path, document):
     return path
 
 
-def results(root, rows, folder="run", about=None):
-    return write(
-        root / folder / "results.json",
-        {"meta": about or meta(), "roofline": ROOF, "rows": rows, "summary": {}, "complete": True},
-    )
+def jsonl(path, documents):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"schema": 1, **d}) + "\n" for d in documents))
+    return path
+
+
+def results(root, rows, folder="run", about=None, roof=ROOF):
+    about = about or meta()
+    groups = {}
+    for r in rows:
+        groups.setdefault(f"time/{r['op']}.{r['case']}.{r['dtype']}", []).append(r)
+    units = [
+        {"unit": n, "meta": about, "roofline": roof, "rows": group} for n, group in groups.items()
+    ]
+    whole = {"unit": "suite", "meta": about, "complete": True, "units": {}}
+    return jsonl(root / folder / "suite.jsonl", [*units, whole])
 
 
 AHEAD = [row("eager", 9.0), row("compile", 4.0), row("triton", 2.0)]
@@ -101,7 +114,7 @@ def root(tmp_path):
 
 
 def build(root):
-    return performance.build(root, root.parent / "docs" / "performance.md", root.parent / "tuned")
+    return page_of.build(root, root.parent / "docs" / "performance.md", root.parent / "tuned")
 
 
 def section(text, title):
@@ -116,7 +129,7 @@ def line(text, *words):
 
 
 def run(root, *more):
-    return performance.main(
+    return page_of.main(
         [
             "--results",
             str(root),
@@ -272,7 +285,7 @@ def test_an_older_result_that_says_otherwise_is_shown(root):
     results(root, BEHIND, "older", meta(date="2026-11-19"))
     results(root, AHEAD, "newer")
     page = build(root).text
-    said = line(section(page, "#### Older results in which it was not ahead"), "compile")
+    said = line(section(page, "### Older results in which it was not ahead"), "compile")
     assert "0.500" in said and "2.00" in said
     assert "In 1 of these comparisons an older result" in page
 
@@ -428,16 +441,7 @@ def test_a_goal_of_a_class_is_judged_by_what_its_device_has_measured(
         monkeypatch.setattr(op, "goals", (goal,) if op is RMSNORM else ())
     about = {**meta("cuda" if capability else "cpu"), "device": name, "capability": capability}
     roof = {**ROOF, "flops_per_second": {"bfloat16": 50e12}}  # and the rows say 2 TFLOP/s: 4 %
-    write(
-        root / "run" / "results.json",
-        {
-            "meta": about,
-            "roofline": roof,
-            "rows": [row("triton", 2.0)],
-            "summary": {},
-            "complete": True,
-        },
-    )
+    results(root, [row("triton", 2.0)], about=about, roof=roof)
     found = line(section(build(root).text, "## Goals"), "`rmsnorm`")
     assert (
         f"| {said}" in found and (name if "met" in said.split()[:2] else "sm_90 or sm_100") in found
@@ -516,11 +520,10 @@ def suite(root, name="suite"):
         "time/rope.a.bfloat16": {**unit, "status": "not reached"},
     }
     given = {**about, "argv": ["suite", "--minutes", "9"]}
+    whole = {"unit": "suite", "kind": "suite", "meta": given, "complete": False, "units": units}
+    jsonl(folder / "suite.jsonl", [whole])
     write(
-        folder / "suite.json", {"kind": "suite", "meta": given, "complete": False, "units": units}
-    )
-    write(
-        folder / "roofline.json",
+        folder / "units/roofline.json",
         {"meta": {**about, "clocks": {"sm_mhz": 1980.0, "power_w": None}}, "roofline": ROOF},
     )
     about = {**about, "load_average": [1.5, 0, 0], "load_average_at_end": [3.5, 0, 0]}
@@ -538,7 +541,7 @@ def suite(root, name="suite"):
 
     for case, error in (("ragged", 0.002), ("zero-rows", 0.003)):
         write(
-            folder / f"parity/rmsnorm.{case}.json",
+            folder / f"units/parity/rmsnorm.{case}.json",
             {
                 "meta": about,
                 "op": "rmsnorm",
@@ -555,15 +558,15 @@ def suite(root, name="suite"):
         for r in (("triton",), ("cute", "error", "no capture"))
     ]
     write(
-        folder / "graph/rmsnorm.ragged.json",
+        folder / "units/graph/rmsnorm.ragged.json",
         {"meta": about, "op": "rmsnorm", "case": "ragged", "results": captured},
     )
     write(
-        folder / "time/rmsnorm.qwen3-8b.bfloat16.json",
+        folder / "units/time/rmsnorm.qwen3-8b.bfloat16.json",
         {"meta": about, "roofline": ROOF, "rows": AHEAD},
     )
     write(
-        folder / "time/rope.a.bfloat16.json",
+        folder / "units/time/rope.a.bfloat16.json",
         {"meta": about, "roofline": None, "rows": [], "error": "its process died: SIGSEGV"},
     )
     us = {
@@ -571,7 +574,7 @@ def suite(root, name="suite"):
         for level in ("public", "resolved", "operator", "pick")
     }
     write(
-        folder / "overhead/rmsnorm.json",
+        folder / "units/overhead/rmsnorm.json",
         {
             "meta": about,
             "rows": [
@@ -591,8 +594,13 @@ def suite(root, name="suite"):
     return folder
 
 
-def test_a_suite_is_read_whole(root):
-    suite(root)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_suite_is_read_whole(root, packed):
+    folder = suite(root)
+    if packed:
+        [(_, _, whole)] = [found for found in store.read(folder) if found[0] == "suite"]
+        store.pack(folder, whole)
+        assert [p.name for p in folder.iterdir()] == ["suite.jsonl"]
     page = build(root).text
     assert "sources 0123456789, 2026-11-20" in page
     parity = section(page, "### Numerics")
@@ -608,14 +616,14 @@ def test_a_suite_is_read_whole(root):
         said.endswith("| unknown | 3.50 |")
         and "| `python -m tilewright.bench suite --minutes 9` |" in said
     )
-    assert "4000 | 800 | 50.0 | 1980 MHz SM" in section(page, "### Measured roofs")
+    assert "4000 | 50.0 | 800 | 1980 MHz SM" in section(page, "### Measured roofs")
     assert "no: 1 of 2 units not reached" in section(page, "## Raw files")
     assert "time/rope.a.bfloat16" in line(page, "SIGSEGV")
     assert "#### `rmsnorm`" in page and "| torch.compile | 2.00 (1 op, 1 case)" in page
 
 
 def test_a_suite_that_was_ended_before_its_summary_counts(root):
-    (suite(root) / "suite.json").unlink()
+    (suite(root) / "suite.jsonl").unlink()
     page = build(root).text
     assert "#### `rmsnorm`" in page
     said = line(page, "| [suite]")
@@ -625,7 +633,7 @@ def test_a_suite_that_was_ended_before_its_summary_counts(root):
 def test_overhead_and_training_folders_are_listed(root):
     us = dict.fromkeys(("public", "resolved", "operator", "pick"))
     write(
-        root / "overhead-x" / "overhead.json",
+        root / "overhead-x/units/overhead/rope.json",
         {
             "meta": meta("cpu"),
             "rows": [
@@ -658,53 +666,55 @@ def test_overhead_and_training_folders_are_listed(root):
 
 
 def _broken(path, change):
-    document = json.loads(path.read_text())
+    """Changes a unit's document, or the first of a packed file."""
+    first, *rest = path.read_text().splitlines()
+    document = json.loads(first)
     change(document)
-    path.write_text(json.dumps(document))
+    path.write_text("\n".join([json.dumps(document), *rest]) + "\n")
 
 
 @pytest.mark.parametrize(
     "file, change, said",
     [
-        ("suite.json", lambda d: d.pop("units"), "has no 'units'"),
-        ("suite.json", lambda d: d.update(schema=2), "schema must be 1, got 2"),
+        ("suite.jsonl", lambda d: d.pop("units"), "has no 'units'"),
+        ("suite.jsonl", lambda d: d.update(schema=2), "schema must be 1, got 2"),
         (
-            "roofline.json",
+            "units/roofline.json",
             lambda d: d["roofline"].pop("flops_per_second"),
             "has no 'flops_per_second'",
         ),
         (
-            "parity/rmsnorm.ragged.json",
+            "units/parity/rmsnorm.ragged.json",
             lambda d: d["results"][0].update(status="fine"),
             "status must be one of",
         ),
         (
-            "parity/rmsnorm.ragged.json",
+            "units/parity/rmsnorm.ragged.json",
             lambda d: d["results"][0]["tensors"][0].pop("budget"),
             "has no 'budget'",
         ),
-        ("graph/rmsnorm.ragged.json", lambda d: d["meta"].pop("date"), "meta has no 'date'"),
+        ("units/graph/rmsnorm.ragged.json", lambda d: d["meta"].pop("date"), "meta has no 'date'"),
         (
-            "time/rmsnorm.qwen3-8b.bfloat16.json",
+            "units/time/rmsnorm.qwen3-8b.bfloat16.json",
             lambda d: d["meta"].update(date="yesterday"),
             "yesterday",
         ),
         (
-            "time/rmsnorm.qwen3-8b.bfloat16.json",
+            "units/time/rmsnorm.qwen3-8b.bfloat16.json",
             lambda d: d["rows"][0].pop("provider"),
             "row 0 has no",
         ),
         (
-            "time/rmsnorm.qwen3-8b.bfloat16.json",
+            "units/time/rmsnorm.qwen3-8b.bfloat16.json",
             lambda d: d["rows"][0]["forward"].pop("p20_ms"),
             "has no 'p20_ms'",
         ),
         (
-            "time/rmsnorm.qwen3-8b.bfloat16.json",
+            "units/time/rmsnorm.qwen3-8b.bfloat16.json",
             lambda d: d["rows"][0]["forward"].update(median_ms=0),
             "must be positive",
         ),
-        ("overhead/rmsnorm.json", lambda d: d.update(rows=[3]), "not subscriptable"),
+        ("units/overhead/rmsnorm.json", lambda d: d.update(rows=[3]), "not subscriptable"),
     ],
 )
 def test_a_broken_file_is_one_clear_error_that_names_it(root, capsys, file, change, said):
@@ -749,7 +759,8 @@ def test_check_fails_where_the_page_or_a_picture_is_not_what_it_would_be(root, c
 
     # Other numbers, the page right: the pictures are now of the old ones.
     _broken(path, lambda d: d["rows"][2]["forward_backward"].update(median_ms=1.0))
-    out.write_text(build(root).text)
+    for file, text in build(root).texts.items():
+        file.write_text(text)
     assert run(root, "--check") == 1 and "shows other numbers" in capsys.readouterr().out
     assert run(root) == 0 and run(root, "--check") == 0
 
@@ -775,7 +786,7 @@ def test_without_matplotlib_the_text_is_the_same_and_it_says_what_is_missing(
         in capsys.readouterr().err
     )
     out = root.parent / "docs/performance.md"
-    assert out.read_text() == build(root).text and not (out.parent / "img").exists()
+    assert out.read_text() == build(root).texts[out] and not (out.parent / "img").exists()
 
 
 def test_a_picture_that_is_no_longer_shown_is_removed_and_others_are_left(root):
@@ -858,7 +869,7 @@ def test_pictures_hold_what_they_say(root):
 def test_the_same_inputs_make_the_same_bytes(root, monkeypatch):
     single = [row("eager", 9.0, dtype="float32"), row("triton", 3.0, dtype="float32")]
     write(
-        suite(root) / "time/rmsnorm.qwen3-8b.float32.json",
+        suite(root) / "units/time/rmsnorm.qwen3-8b.float32.json",
         {"meta": meta(), "roofline": ROOF, "rows": single},
     )
     results(root, BEHIND, "run", meta("cpu"))
@@ -879,10 +890,12 @@ def test_the_same_inputs_make_the_same_bytes(root, monkeypatch):
 def test_the_committed_page_is_what_the_committed_results_make(monkeypatch):
     monkeypatch.chdir(ROOT)  # the links of the page are relative
     out = pathlib.Path("docs/performance.md")
-    page = performance.build(
+    page = page_of.build(
         pathlib.Path("bench_results"), out, pathlib.Path("tilewright/kernels/tuned")
     )
-    assert out.read_text() == page.text, f"run `{performance.COMMAND}`"
+    for path, text in page.texts.items():
+        assert path.read_text() == text, f"run `{COMMAND}`"
+    assert len(page.texts[out].splitlines()) < 350
     assert not page.unexplained
 
 
@@ -900,3 +913,10 @@ def test_implementations_without_a_time_are_named(root):
         and "`rmsnorm`" in by_name["cpp"]
         and "only where it is faster" in said
     )
+
+
+def test_columns_have_a_fixed_order(root):
+    """Whatever dtype was measured first."""
+    rows = [row(p, 2.0, dtype=d) for d in ("bfloat16", "float32") for p in ("eager", "triton")]
+    results(root, rows)
+    assert "| over | float32 | bfloat16 | all |" in build(root).text

@@ -8,16 +8,16 @@ import pytest
 import torch
 from footprint import counting
 
-from tilewright.bench import contract, pieces
+from tilewright.bench import contract, piece, pieces, pieces_losses, tensors
 from tilewright.ops import OPS
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Pieces for cases of a few thousand elements."""
-    monkeypatch.setattr(pieces, "WORK", 2**9)
-    monkeypatch.setattr(pieces, "KEPT", 2**7)
-    monkeypatch.setattr(pieces, "HEAD", 2**5)
+    monkeypatch.setattr(piece, "WORK", 2**9)
+    monkeypatch.setattr(piece, "KEPT", 2**7)
+    monkeypatch.setattr(pieces_losses, "HEAD", 2**5)
 
 
 @pytest.mark.parametrize("name", list(pieces.TABLE))
@@ -34,7 +34,7 @@ def test_pieces_make_the_whole(name, small):
             found = parts.truth[name_]
             pairs = [(t, truth["()"][1][at], at) for at, t in found.values()]
             assert pairs and parts.dtypes[name_] == whole.dtypes[name_]
-            assert contract._error(pairs)[0] < 1e-10, (case.name, name_)
+            assert tensors.error_of_parts(pairs)[0] < 1e-10, (case.name, name_)
             assert (
                 cut.sample is not None
                 or sum(t.numel() for t, *_ in pairs) == truth["()"][1].numel()
@@ -76,7 +76,7 @@ def bytes_of_check(op, case, dtype):
         kept = 0
         if cut is not None and len(cut.parts) > 3:
             some = [cut.parts[i] for i in (0, 1, -1)]
-            cut, kept = replace(cut, parts=some, sample=None), pieces.KEPT * (8 + dtype.itemsize)
+            cut, kept = replace(cut, parts=some, sample=None), piece.KEPT * (8 + dtype.itemsize)
         contract.reference(op, kwargs, dtype, cut=cut)
         return held.peak - before + kept
 
@@ -84,8 +84,8 @@ def bytes_of_check(op, case, dtype):
 @pytest.fixture
 def one_chunk(monkeypatch):
     """Chunks that are compared one after another hold the same memory: one is enough."""
-    chunks = contract._chunks
-    monkeypatch.setattr(contract, "_chunks", lambda t: chunks(t)[:1])
+    chunks = tensors.chunks
+    monkeypatch.setattr(tensors, "chunks", lambda t: chunks(t)[:1])
 
 
 # Experts in a quantised format are dequantised whole, in float64: a slice of what they are made of
@@ -103,7 +103,7 @@ def test_the_check_of_every_timed_case_fits(name, one_chunk):
         if "cuda" in c.tags and any(dtype in i.dtypes for i in op.implementations)
     ):
         needed = bytes_of_check(op, case, dtype)
-        assert needed <= QUANTIZED.get(case.name, pieces.MEMORY), (
+        assert needed <= QUANTIZED.get(case.name, piece.MEMORY), (
             f"{case.name}: {needed / 2**30:.1f} GiB"
         )
 
@@ -112,4 +112,4 @@ def test_scores_of_all_pairs_do_not_fit(one_chunk, monkeypatch):
     op = OPS["attention"]
     monkeypatch.delitem(pieces.TABLE, "attention")
     case = next(c for c in op.cases if c.name == "qwen3-30b-a3b_8k")
-    assert bytes_of_check(op, case, torch.float32) > 32 * 2**30 > pieces.MEMORY
+    assert bytes_of_check(op, case, torch.float32) > 32 * 2**30 > piece.MEMORY

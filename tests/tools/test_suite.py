@@ -18,10 +18,24 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from tilewright.bench import contract, launches, report, run, runner, sources, suite, timing, tune
+from tilewright.bench import (
+    contract,
+    launches,
+    run,
+    runner,
+    sources,
+    store,
+    suite,
+    timing,
+    tune,
+    tune_tables,
+    variants,
+)
 from tilewright.bench.__main__ import main
 from tilewright.bench.providers import Provider
+from tilewright.bench.report import PASSES
 from tilewright.bench.runner import Unit
+from tilewright.bench.stages import checks, common, timed
 from tilewright.bench.variants import Variant
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Tunable
@@ -313,7 +327,7 @@ def test_the_device_is_asked_after_an_exception(monkeypatch):
     with pytest.raises(timing.DeviceLost, match="broken float32: RuntimeError: an illegal address"):
         plan(fake_op(broken=raises), "parity")[0].make()
     op = fake_op(right=rmsnorm_eager)
-    unit = suite.check_unit("big", op, RAGGED, "cpu", [torch.float32], raises, lambda *_: None)
+    unit = checks.check_unit("big", op, RAGGED, "cpu", [torch.float32], raises, lambda *_: None)
     with pytest.raises(timing.DeviceLost, match="right float32: RuntimeError: an illegal address"):
         unit.make()
     with pytest.raises(timing.DeviceLost, match="broken: RuntimeError"):
@@ -379,7 +393,7 @@ def test_a_hang_with_a_file_of_its_own_does_not_stop_the_rest(tmp_path):
     units = """[unit("first", {FIRST}), unit("second", lambda: {"rows": [2]})]"""
     out = tmp_path / "out"
     part = {"meta": META, "unfinished": True, "rows": [1]}
-    report.write_json(out / "first.json", part)
+    store.write_json(out / "first.json", part)
     watch(tmp_path, units.replace("{FIRST}", "stuck"), late=at("first"))
     assert not (out / "second.json").exists() and list(value(out, "postponed")) == ["first"]
     watch(tmp_path, units.replace("{FIRST}", "stuck"), late=at("first"))
@@ -496,7 +510,7 @@ def test_parity_tells_what_holds_what_is_broken_and_what_raised():
         {**document, "results": [found["right"], found["wrong"]]}
     )
     assert "exceeds" in found["wrong"]["reason"] and "illegal address" in found["broken"]["reason"]
-    assert len(suite.failures(document)) == 2
+    assert len(checks.failures(document)) == 2
     json.dumps(document, allow_nan=False)
 
 
@@ -556,15 +570,15 @@ def test_pytorchs_own_failures_are_no_fault_of_this_library():
             ("cpp", "unavailable"),
         )
     ]
-    assert suite.failures(
+    assert checks.failures(
         {"results": [{**result, "implementation": n} for n in ("torch", "cpp")]}
     ) == ["cpp float32: exceeds"]
-    assert suite.failures({"rows": rows}) == ["triton: r"]
+    assert checks.failures({"rows": rows}) == ["triton: r"]
 
 
 def test_numbers_that_json_does_not_have_are_none():
     f = contract.Finding("out 0", float("inf"), float("nan"), float("nan"), ())
-    assert suite._tensor(f) == {"name": "out 0", "error": None, "eager": None, "budget": None}
+    assert checks.tensor_entry(f) == {"name": "out 0", "error": None, "eager": None, "budget": None}
 
 
 def test_a_failed_capture_says_what_it_failed_of():
@@ -574,7 +588,7 @@ def test_a_failed_capture_says_what_it_failed_of():
         finally:
             raise RuntimeError("capture ended")
 
-    unit = suite.check_unit(
+    unit = checks.check_unit(
         "graph",
         fake_op(right=rmsnorm_eager),
         RAGGED,
@@ -596,7 +610,7 @@ def test_what_cannot_run_here_says_why():
     assert [(r["status"], r["reason"]) for r in document["results"]] == [
         ("unavailable", "no cpu here")
     ]
-    assert not suite.failures(document)
+    assert not checks.failures(document)
     assert plan(OPS["silu_mul"], "graph") == [] and plan(OPS["silu_mul"], "big") == []
 
 
@@ -652,7 +666,7 @@ def test_every_registered_case_is_in_the_plan():
             if "big" in case.tags:
                 assert f"big/{op.name}.{case.name}" in names("big", "cuda")
             for device in {"cpu", "cuda"} & case.tags:
-                for dtype in suite.TIMED:
+                for dtype in common.TIMED:
                     if any(dtype in i.dtypes for i in others):
                         assert f"time/{op.name}.{case.name}.{suite.short(dtype)}" in names(
                             "time", device
@@ -669,8 +683,8 @@ def test_float8_is_checked_where_an_op_takes_it():
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            suite,
-            "_parity",
+            checks,
+            "parity_results",
             lambda op, case, device, dtype, names: seen.append((dtype, names)) or [],
         )
         plan(op, "parity")[0].make()
@@ -705,35 +719,37 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
     assert suite.STAGES.index("goals") < min(
         suite.STAGES.index(s) for s in ("parity", "graph", "big", "time")
     )
-    assert suite.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}, (
+    assert timed.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}, (
         "what was not measured is not met"
     )
-    report.write_json(
-        tmp_path / "roofline.json",
+    units = tmp_path / store.UNITS
+    (unit,) = plan(op, "goals", units)
+    store.write_json(
+        units / "roofline.json",
         {"roofline": {"copy_bytes_per_second": 1e10, "flops_per_second": {}}},
     )
     runner.work(
         [unit, counting("bad", [], ValueError("no"))],
-        tmp_path,
+        units,
         time.time() + 120,
         META,
         stream=tmp_path / "lines.jsonl",
     )
-    rows = {r["provider"]: r for r in value(tmp_path, unit.name)["rows"]}
+    rows = {r["provider"]: r for r in value(units, unit.name)["rows"]}
     assert (
         rows["right"]["status"] == "ok"
         and rows["right"]["auto"]
         and not {"eager", "compile"} & set(rows)
     )
-    assert suite.unmet(op, "cpu", tmp_path) == set()
+    assert timed.unmet(op, "cpu", tmp_path) == set()
     op.goals = (replace(here, at_least=1e9), here)
-    assert suite.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}
+    assert timed.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}
     lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert [(d["unit"], d.get("error")) for d in lines] == [
         (unit.name, None),
         ("bad", "ValueError: no"),
     ]
-    assert lines[0]["rows"] == value(tmp_path, unit.name)["rows"]
+    assert lines[0]["rows"] == value(units, unit.name)["rows"]
 
 
 @pytest.mark.parametrize(
@@ -741,21 +757,21 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
 )
 def test_the_sanitizers_say_what_they_found(code, status, monkeypatch):
     monkeypatch.setattr(
-        suite.shutil, "which", lambda name: None if code is None else f"/bin/{name}"
+        checks.shutil, "which", lambda name: None if code is None else f"/bin/{name}"
     )
     monkeypatch.setattr(
-        suite.subprocess,
+        checks.subprocess,
         "run",
         lambda command, **_: subprocess.CompletedProcess(
             command, code, "========= Race reported", ""
         ),
     )
-    unit = suite.sanitize_unit(OPS["rmsnorm"], RAGGED, "cuda", torch.bfloat16)
+    unit = checks.sanitize_unit(OPS["rmsnorm"], RAGGED, "cuda", torch.bfloat16)
     document = unit.make()
     assert [(r["implementation"], r["status"]) for r in document["results"]] == [
         (tool, status) for tool in ("memcheck", "racecheck")
     ]
-    assert bool(suite.failures(document)) == (status in ("broken", "error"))
+    assert bool(checks.failures(document)) == (status in ("broken", "error"))
     assert code in (0, None) or "Race reported" in document["results"][0]["reason"]
 
 
@@ -838,40 +854,45 @@ def suite_command(tmp_path, *more):
     )
 
 
+def stored(out):
+    """The documents of a packed suite, by name."""
+    assert [p.name for p in sorted(out.iterdir())] == [".lock", store.FILE]
+    return {name: document for name, _, document in store.read(out)}
+
+
 def test_the_command_end_to_end_and_resumed(tmp_path, capfd):
     assert suite_command(tmp_path, "--case", "ragged,gemma") == 0
-    document = value(tmp_path, "suite")
-    assert set(document["units"]) > {
+    first = stored(tmp_path)
+    whole = first.pop("suite")
+    assert set(whole["units"]) > {
         "parity/rmsnorm.ragged",
         "time/rope.qwen3-8b.bfloat16",
         "roofline",
     }
-    assert not document["complete"], "a part does not stand for the whole"
-    assert document["meta"]["source"] and document["meta"]["argv"][0] == "suite"
-    stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "parity").iterdir()}
-    document = value(tmp_path, "parity/rmsnorm.ragged")
+    assert not whole["complete"], "a part does not stand for the whole"
+    assert whole["meta"]["source"] and whole["meta"]["argv"][0] == "suite"
+    assert set(first) == {"parity/rmsnorm.ragged", "parity/rmsnorm.gemma"}
     capfd.readouterr()
     assert suite_command(tmp_path, "--case", "ragged,gemma,one_row") == 0
-    assert {p: p.stat().st_mtime_ns for p in stamps} == stamps
-    assert (
-        tmp_path / "parity/rmsnorm.one_row.json"
-    ).exists() and "parity/rmsnorm.ragged" not in capfd.readouterr().out
-    old = {**document, "meta": {**document["meta"], "source": "of another commit"}}
-    report.write_json(tmp_path / "parity/rmsnorm.ragged.json", old)
-    (
-        tmp_path / "parity/rmsnorm.one_row.json"
-    ).unlink()  # so that a worker is needed, which must keep the other too
-    assert suite_command(tmp_path, "--case", "ragged,gemma,one_row", "--keep") == 0
-    assert (
-        value(tmp_path, "parity/rmsnorm.ragged") == old
-        and (tmp_path / "parity/rmsnorm.one_row.json").exists()
+    second = stored(tmp_path)
+    assert {n: second[n] for n in first} == first and "parity/rmsnorm.one_row" in second
+    assert "parity/rmsnorm.ragged" not in capfd.readouterr().out
+    # A worker is needed for the one that is gone; it must keep that of another commit too.
+    old = {**first["parity/rmsnorm.ragged"]}
+    old["meta"] = {**old["meta"], "source": "of another commit"}
+    store.write_json(tmp_path / store.UNITS / "parity/rmsnorm.ragged.json", old)
+    store.pack(tmp_path, second.pop("suite"))
+    lines = (tmp_path / store.FILE).read_text().splitlines(keepends=True)
+    (tmp_path / store.FILE).write_text(
+        "".join(line for line in lines if "one_row" not in line[:50])
     )
+    assert suite_command(tmp_path, "--case", "ragged,gemma,one_row", "--keep") == 0
+    third = stored(tmp_path)
+    assert third["parity/rmsnorm.ragged"] == old and "parity/rmsnorm.one_row" in third
     # Other options are another question.
     assert suite_command(tmp_path, "--case", "ragged", "--dtype", "bfloat16,float32", "--keep") == 0
-    assert {r["dtype"] for r in value(tmp_path, "parity/rmsnorm.ragged")["results"]} == {
-        "bfloat16",
-        "float32",
-    }
+    results = stored(tmp_path)["parity/rmsnorm.ragged"]["results"]
+    assert {r["dtype"] for r in results} == {"bfloat16", "float32"}
 
 
 def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
@@ -890,8 +911,8 @@ def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
             "status": "broken",
             "reason": "grad x",
         }
-        report.write_json(
-            tmp_path / f"{name}.json",
+        store.write_json(
+            tmp_path / store.UNITS / f"{name}.json",
             {
                 "schema": 1,
                 "meta": meta,
@@ -902,7 +923,7 @@ def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
             },
         )
     assert suite_command(tmp_path, "--case", "gemma") == 3
-    units = value(tmp_path, "suite")["units"]
+    units = stored(tmp_path)["suite"]["units"]
     assert units["parity/rmsnorm.ragged"]["status"] == "error" and "overhead/rope" in units
 
 
@@ -911,7 +932,7 @@ def test_only_what_times_nothing_runs_side_by_side(tmp_path, monkeypatch):
     monkeypatch.setattr(
         suite.runner, "supervise", lambda commands, *_: started.append(commands) or True
     )
-    monkeypatch.setattr(suite, "_failed", lambda path: False)
+    monkeypatch.setattr(runner, "has_failed", lambda path: False)
     assert (
         main(
             [
@@ -1012,7 +1033,7 @@ def test_what_a_result_depends_on(tables, monkeypatch):
     folder = tables / tuning.platform.slug(tuning.platform.cpu_name())
 
     def write(name, config):
-        report.write_json(
+        store.write_json(
             folder / f"{name}.json",
             {
                 "schema": 1,
@@ -1090,7 +1111,7 @@ def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
         (("tilewright/ops/rmsnorm.py", "near_copy(92", "near_copy(91"), set()),
         (("csrc/cpu/rope.cpp", "", "// another\n/* and more */\n"), set()),
         (("tilewright/trainer/config.py", "", "another = 1\n"), set()),
-        (("tilewright/bench/performance.py", "", "another = 1\n"), set()),
+        (("tilewright/bench/page/goals.py", "", "another = 1\n"), set()),
         (("tilewright/bench/suite.py", "", "another = 1\n"), set()),
         (("tilewright/kernels/tuned/h200/rmsnorm.json", "", "{}"), set()),
         (("tilewright/kernels/route_triton.py", "", "another = 1\n"), {"route"}),
@@ -1140,10 +1161,9 @@ def test_every_source_belongs_to_an_op():
 
 def test_a_broken_result_is_exit_code_1_and_a_missing_one_3(tmp_path):
     assert suite_command(tmp_path, "--case", "ragged") == 0
-    path = tmp_path / "parity/rmsnorm.ragged.json"
-    document = json.loads(path.read_text())
+    document = stored(tmp_path)["parity/rmsnorm.ragged"]
     document["results"][0].update(status="broken", reason="grad x: error 1")
-    path.write_text(json.dumps(document))
+    store.write_json(tmp_path / store.UNITS / "parity/rmsnorm.ragged.json", document)
     assert suite_command(tmp_path, "--case", "ragged") == 1
     assert (
         main(
@@ -1205,7 +1225,7 @@ CPU = torch.device("cpu")
 
 def write_table(root, config, key=None, device="a-cpu"):
     entry = {"key": key or {"D": 64, "itemsize": 4}, "config": config}
-    report.write_json(
+    store.write_json(
         root / device / "fake.json", {"schema": 1, "device": device, "launches": {"step": [entry]}}
     )
 
@@ -1268,7 +1288,7 @@ def test_the_committed_tables_can_be_used():
 def test_every_candidate_names_what_the_heuristic_does(op):
     for impl in op.implementations:
         for t in impl.tunables():
-            assert {t.op, op.name} <= set(OPS) and t.which in report.PASSES
+            assert {t.op, op.name} <= set(OPS) and t.which in PASSES
             for key in t.keys:
                 assert t.candidates(**t.named(key))[0] == t.heuristic(**t.named(key))
             assert not t.keys or any(len(t.candidates(**t.named(key))) > 1 for key in t.keys), (
@@ -1342,16 +1362,16 @@ def test_found_constants_reach_the_launchers(tables, tmp_path):
         "tried": [],
         "rejected": [],
     }
-    report.write_json(work / "x.json", {"meta": meta, "entries": [entry]})
+    store.write_json(work / "x.json", {"meta": meta, "entries": [entry]})
     write_table(tables, {"WAIT": 9}, key={"D": 65, "itemsize": 4})
     tuning.table.cache_clear()
     older = {"meta": {**meta, "source": "0"}, "entries": [{**entry, "config": {"WAIT": 1}}]}
-    report.write_json(work / "old.json", older)
-    assert tune.write_tables(work, tables, meta) == [tables / "a-cpu/fake.json"]
+    store.write_json(work / "old.json", older)
+    assert tune_tables.write_tables(work, tables, meta) == [tables / "a-cpu/fake.json"]
     t = tunable()
     assert t.config(CPU, 64, 4) == {"WAIT": 2} and t.config(CPU, 65, 4) == {"WAIT": 9}
     kept = tuning.read(tables / "a-cpu/fake.json")["launches"]["step"]
-    assert [e.get("commit") for e in kept] == ["c", None] and "2.00x" in tune.table([entry])
+    assert [e.get("commit") for e in kept] == ["c", None] and "2.00x" in tune_tables.table([entry])
 
 
 def test_a_search_that_ended_in_the_middle_goes_on_where_it_was(tmp_path, monkeypatch):
@@ -1529,10 +1549,10 @@ def test_searches_of_another_device_or_with_other_versions_are_none(tmp_path):
     meta = {**META, "date": "2026-01-01", "device_type": "cpu"}
     entry = {"launch": "fake/step", "key": {"D": 1}}
     for i, field in enumerate(("none", "device", "versions", "source")):
-        report.write_json(
+        store.write_json(
             tmp_path / f"{i}.json", {"meta": {**meta, field: "other"}, "entries": [entry]}
         )
-    assert [e["unit"] for e in tune._entries(tmp_path, meta)] == ["0"]
+    assert [e["unit"] for e in tune_tables.entries_in(tmp_path, meta)] == ["0"]
 
 
 def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, monkeypatch):
@@ -1557,7 +1577,7 @@ def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, mo
         unit.make()
     document = value(tmp_path, unit.name)
     assert document["trying"][2] == {"WAIT": 2} and document["unfinished"]
-    report.write_json(
+    store.write_json(
         tmp_path / f"{unit.name}.json", {**document, "error": "an illegal memory access"}
     )
     (entry,) = unit.make()["entries"]
@@ -1643,7 +1663,7 @@ def test_which_of_two_ways_is_faster(tables, monkeypatch, other, spoil, status, 
     """
     _, op = waiting(spoil, torch.bfloat16)
     monkeypatch.setattr(
-        suite.variants,
+        variants,
         "VARIANTS",
         (
             Variant("a shorter wait", "rmsnorm", "tiny", "fake/step", {"WAIT": other}),
@@ -1661,7 +1681,7 @@ def test_which_of_two_ways_is_faster(tables, monkeypatch, other, spoil, status, 
         assert v["pass"] == "forward" and (v["faster_percent"] > 0) == (better == "other")
         assert v["now"]["p20"] <= v["now"]["median"] <= v["now"]["p80"]
         assert f"{better} is faster" in suite.describe(document)
-    assert not suite.failures(document)
+    assert not checks.failures(document)
     json.dumps(document, allow_nan=False)
 
 
@@ -1698,28 +1718,32 @@ def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(tmp_p
         "gemma-3-4b",
         "--rounds",
         "1",
+        "--sample-ms",
+        "0",
+        "--provider",
+        "eager,cpp",
     ]
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # a compiler's minute tells nothing here
     meta = run.metadata("cpu", run.Settings(), [])
     failed = {
         "meta": meta,
-        "options": dict(suite.roofline_unit("cpu").options),
+        "options": dict(timed.roofline_unit("cpu").options),
         "roofline": None,
         "error": "out of memory",
     }
-    report.write_json(tmp_path / "roofline.json", failed)
+    roof = tmp_path / store.UNITS / "roofline.json"
+    store.write_json(roof, failed)
     with monkeypatch.context() as patch:
         patch.setattr(
             runner,
             "supervise",
-            lambda *a, **k: report.write_json(tmp_path / "roofline.json", failed) or True,
+            lambda *a, **k: store.write_json(roof, failed) or True,
         )
         assert main(argv) == 1
-    assert not (tmp_path / "time").exists()
+    assert set(stored(tmp_path)) == {"suite", "roofline"}
     assert main(argv) == 0
-    rows = value(tmp_path, "time/rmsnorm.gemma-3-4b.float32")["rows"]
-    assert next(r for r in rows if r["auto"])["status"] == "ok"
-    document = value(tmp_path, "time/rmsnorm.gemma-3-4b.float32")
+    document = stored(tmp_path)["time/rmsnorm.gemma-3-4b.float32"]
+    assert next(r for r in document["rows"] if r["auto"])["status"] == "ok"
+    assert {r["provider"] for r in document["rows"]} == {"eager", "cpp"}
     assert "--task" not in document["meta"]["argv"] and document["meta"]["argv"][0] == "suite"
 
 
@@ -1736,7 +1760,7 @@ def test_a_variant_that_is_refused_is_no_failure(monkeypatch):
     monkeypatch.setattr(contract, "judge", refusing)
     found = {
         r["implementation"]: r
-        for r in suite._parity(op, case, "cpu", torch.float32, ["torch", "eager"])
+        for r in checks.parity_results(op, case, "cpu", torch.float32, ["torch", "eager"])
     }
     assert (
         found["torch"]["status"] == "unavailable" and "no such variant" in found["torch"]["reason"]

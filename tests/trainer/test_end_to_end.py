@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 
-from tilewright.bench import performance, report
+from tilewright.bench import report, store
+from tilewright.bench.page.build import build
+from tilewright.bench.page.text import number
 from tilewright.trainer import end_to_end
 
 pytest.importorskip("transformers")
@@ -73,10 +75,10 @@ def test_the_page_shows_it(rows, tmp_path):
         "argv": ["end-to-end", "--rounds", "3"],
     }
     old = [{**r, "median_ms": 1.0, "p20_ms": 1.0, "p80_ms": 1.0} for r in rows]
-    report.write_json(
+    store.write_json(
         folder / "end_to_end.json", {"schema": report.SCHEMA, "meta": meta, "rows": rows}
     )
-    report.write_json(
+    store.write_json(
         folder.parent / "older" / "end_to_end.json",
         {
             "schema": report.SCHEMA,
@@ -84,21 +86,18 @@ def test_the_page_shows_it(rows, tmp_path):
             "rows": old,
         },
     )
-    text = performance.build(folder.parent, tmp_path / "docs" / "performance.md").text
+    text = build(folder.parent, tmp_path / "docs" / "performance.md").text
     said = text.split("### A training step", 1)[1].split("###", 1)[0]
     theirs, ours = rows[2:]
     line = next(found for found in said.splitlines() if "| bfloat16 | trainer |" in found)
-    assert (
-        f"| {performance.number(theirs['median_ms'] / ours['median_ms'])} |" in line
-        and "| 0.955 |" in line
-    )
+    assert f"| {number(theirs['median_ms'] / ours['median_ms'])} |" in line and "| 0.955 |" in line
     rows_shown = [found for found in said.splitlines() if found.startswith("| llama-32")]
     assert len(rows_shown) == 4
     broken = json.loads((folder / "end_to_end.json").read_text())
     broken["rows"][0]["median_ms"] = 0
-    report.write_json(folder / "end_to_end.json", broken)
+    store.write_json(folder / "end_to_end.json", broken)
     with pytest.raises(ValueError, match=r"end_to_end.json.*must be positive"):
-        performance.build(folder.parent, tmp_path / "docs" / "performance.md")
+        build(folder.parent, tmp_path / "docs" / "performance.md")
 
 
 def test_arguments_are_checked(capsys):

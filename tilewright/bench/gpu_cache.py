@@ -37,8 +37,9 @@ from unittest import mock
 import torch
 
 from tilewright import platform, registry, selection
-from tilewright.bench import contract, launches, pretend, suite, variants
+from tilewright.bench import contract, launches, pretend, variants
 from tilewright.bench.options import names
+from tilewright.bench.stages import common, questions, timed
 from tilewright.kernels.tuning import Config, Tunable
 
 WHAT = ("goals", "ab", "search")
@@ -65,7 +66,7 @@ class Call:
         op = selection.operations()[self.op]
         impl = op.implementation(self.implementation)
         case = next(c for c in op.cases if c.name == self.case and self.tag in c.tags)
-        kwargs = case.make("cuda", suite.BY_NAME[self.dtype], 0)
+        kwargs = case.make("cuda", common.BY_NAME[self.dtype], 0)
         with contextlib.ExitStack() as stack:
             if self.launch:
                 tunable = next(t for t in impl.tunables() if t.name == self.launch)
@@ -94,8 +95,8 @@ def calls(
     ] = {}  # the launches behind goals, each of the first case that asks
 
     for op in ops:
-        aims = {(case.name, dtype): case for _, case, dtype in suite.goals_here(op, "cuda")}
-        unmet = aims if goals is None else suite.unmet(op, "cuda", goals)
+        aims = {(case.name, dtype): case for _, case, dtype in timed.goals_here(op, "cuda")}
+        unmet = aims if goals is None else timed.unmet(op, "cuda", goals)
         if "goals" in what and aims:
             small = next((c for c in op.cases if "contract" in c.tags), None)
             with contextlib.suppress(registry.ImplementationUnavailable):
@@ -131,7 +132,7 @@ def calls(
                 if case.name != v.case or "cuda" not in case.tags:
                     continue
                 for way in v.ways.values():
-                    impl = suite.implementation(v, op, way, "cuda")
+                    impl = questions.implementation(v, op, way, "cuda")
                     if impl.name == "cute":  # another compiler's
                         continue
                     call = Call(op.name, impl.name, case.name, "cuda", registry.short(DTYPE))

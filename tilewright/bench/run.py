@@ -5,12 +5,11 @@ held.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
 import pathlib
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 
 from tilewright import platform
 from tilewright.bench import contract, peers, pieces, report, sources, timing
-from tilewright.bench.peers import Unsupported
+from tilewright.bench.peer import Unsupported
 from tilewright.bench.providers import BASELINES, Provider, gate, providers
 from tilewright.registry import Case, ImplementationUnavailable, Op, short
 
@@ -31,14 +30,13 @@ COPY = "copy of as many bytes"  # timed beside the providers; no provider is cal
 class Settings:
     """How to measure.
 
-    rounds, min_seconds, max_seconds: of one case (see timing.interleave).
+    rounds, max_seconds: of one case (see timing.interleave).
     sample_seconds: shortest sample on a CPU.
     baseline_slack: a baseline within so many times the contract's budget is timed, and marked. At 1
         the contract is the same for all. Never applied to tilewright's own implementations.
     """
 
     rounds: int = 15
-    min_seconds: float = 0.0
     max_seconds: float = 60.0
     sample_seconds: float = 0.008
     baseline_slack: float = 1.0
@@ -155,7 +153,6 @@ def measure(
         tasks,
         clock,
         rounds=settings.rounds,
-        min_seconds=settings.min_seconds,
         max_seconds=settings.max_seconds,
         seed=SEED,
         apart=True,
@@ -313,90 +310,11 @@ def metadata(
     }
 
 
-def default_folder(meta: dict[str, Any]) -> pathlib.Path:
-    return pathlib.Path("bench_results") / f"{platform.slug(meta['device'])}-{meta['date'][:10]}"
-
-
-# ---- the whole
+# ---- what there is to time
 
 
 def timed(op: Op, device: str, names: Iterable[str] | None = None) -> list[Case]:
     return [c for c in op.cases if device in c.tags and (names is None or c.name in names)]
-
-
-def run(
-    ops: Iterable[Op],
-    device: str,
-    dtypes: list[torch.dtype],
-    settings: Settings,
-    *,
-    cases: Iterable[str] | None = None,
-    only: Iterable[str] | None = None,
-    out: pathlib.Path | None = None,
-    argv: Sequence[str] = (),
-    roofline: Callable[..., timing.Roofline] = timing.measure_roofline,
-) -> tuple[dict, pathlib.Path]:
-    """Measures, writing the results after each case, so that an interrupt loses only the case it
-    hits.
-
-    Returns the document (see report.check) and its folder. KeyboardInterrupt ends the run early:
-    the document then says that it is not complete.
-    """
-    say = functools.partial(print, flush=True)
-    meta = metadata(device, settings, list(argv))
-    out = default_folder(meta) if out is None else out
-    roof = roofline(device, dtypes)
-    document = {
-        "schema": report.SCHEMA,
-        "meta": meta,
-        "roofline": roof.asdict(),
-        "rows": [],
-        "summary": None,
-        "complete": False,
-    }
-    say(f"{meta['device']}, {meta['threads']} threads, commit {report.commit(meta)}")
-    say(f"measured: {report.roofline_text(roof.asdict())}")
-    path = out / "results.json"
-    clock = timing.clock(device, settings.sample_seconds)
-    try:
-        for op in ops:
-            for case in timed(op, device, cases):
-                for dtype in dtypes:
-                    say(f"\n{op.name} {case.name} {short(dtype)}")
-                    try:
-                        rows = measure(op, case, device, dtype, roof, clock, settings, only)
-                    except (
-                        Exception
-                    ) as error:  # inputs that do not fit in memory: the others are kept
-                        rows = [
-                            report.row(
-                                op.name,
-                                case.name,
-                                short(dtype),
-                                "eager",
-                                status="error",
-                                reason=timing.first_line(error),
-                            )
-                        ]
-                    for row in rows:
-                        say("  " + report.line(row))
-                    document["rows"] += rows
-                    document["summary"] = report.summary(document["rows"])
-                    report.write_json(path, document)
-                    free(device)
-        document["complete"] = True
-    except KeyboardInterrupt:
-        say("\ninterrupted: what was measured is kept")
-    document["summary"] = report.summary(document["rows"])
-    if hasattr(os, "getloadavg"):
-        meta["load_average_at_end"] = list(os.getloadavg())
-    report.write_json(path, document)
-    (out / "results.md").write_text(report.markdown(document))
-    if reason := platform.no_module("matplotlib"):
-        say(f"no picture: {reason}")
-    elif report.plotted(document["rows"]):
-        report.plot(document, out / "speedup.png")
-    return document, out
 
 
 def listing(ops: Iterable[Op], device: str, dtypes: list[torch.dtype]) -> str:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.bench import timing
-from tilewright.bench.report import write_json
+from tilewright.bench.store import write_json
 
 SCHEMA = 1
 FINISH = 5.0  # seconds at the end of a budget that are kept for writing what was found
@@ -384,6 +384,16 @@ def _read(path: pathlib.Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+def has_failed(path: pathlib.Path) -> bool:
+    """Whether a unit's file says that it could not be made."""
+    try:
+        return bool(json.loads(path.read_text()).get("error"))
+    except OSError:
+        return False
+    except ValueError:
+        return True
 
 
 def done() -> None:

@@ -23,8 +23,18 @@ CSRC = PACKAGE.parent / "csrc"
 # What decides a number beside the op itself, and not what it imports: that is an op's, or runs
 # units, tells of them or searches constants.
 CORE = [
-    PACKAGE / "bench" / f"{n}.py"
-    for n in ("contract", "pieces", "providers", "peers", "timing", "run", "overhead")
+    path
+    for name in (
+        "contract",
+        "tensors",
+        "piece*",
+        "providers",
+        "peer*",
+        "timing",
+        "run",
+        "overhead",
+    )
+    for path in sorted((PACKAGE / "bench").glob(f"{name}.py"))
 ]
 OPERATOR = re.compile(r"\w*_cpp\w*")
 

@@ -280,7 +280,6 @@ def interleave(
     clock: CpuClock | CudaClock,
     *,
     rounds: int,
-    min_seconds: float = 0.0,
     max_seconds: float = math.inf,
     seed: int = 0,
     apart: bool = False,
@@ -288,9 +287,8 @@ def interleave(
     """Times every task once a round, in an order drawn anew each round: drift of the machine hits
     all alike.
 
-    rounds: at least so many, and until `min_seconds` have passed. After `max_seconds` no further
-        round is begun, but three are always done (if so many are asked for), since quantiles of
-        fewer say nothing.
+    rounds: how many. None is begun after `max_seconds`, but three are always done (if so many are
+        asked for), since quantiles of fewer say nothing.
     apart: on CUDA also the kernels' own time, and that of a call on an idle device.
     Returns the timings, and the first line of the exception for each task that raised one.
     Raises ValueError if rounds < 1.
@@ -327,7 +325,7 @@ def interleave(
                     samples[key].append(value)
             done += 1
             passed = time.perf_counter() - begun
-            if done >= rounds and passed >= min_seconds:
+            if done >= rounds:
                 break
             if done >= min(3, rounds) and passed >= max_seconds:
                 break

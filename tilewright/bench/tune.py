@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import os
 import pathlib
 import subprocess
@@ -36,16 +35,17 @@ from tilewright.bench import (
     launches,
     pieces,
     pretend,
-    report,
     run,
     runner,
     sources,
-    suite,
+    store,
     timing,
+    tune_tables,
 )
 from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
+from tilewright.bench.stages import timed
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
 from tilewright.registry import Case, Implementation, Op, short
@@ -154,15 +154,15 @@ def unit(
     name = f"{op.name}.{impl.name}.{case.name}.{short(dtype)}"
 
     def make():
-        found = _entries(out, meta)
+        found = tune_tables.entries_in(out, meta)
         entries = [{n: e[n] for n in e["own"]} for e in found if e["unit"] == name]
-        done = {_key(e) for e in found}
+        done = {tune_tables.key_of(e) for e in found}
         about = {**meta, "source": sources.digest(op)}
-        crashed = _crashed(out / f"{name}.json", about)
+        crashed = tune_tables.crashed(out / f"{name}.json", about)
 
         def write(trying=None):
             made = {**about, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-            report.write_json(
+            store.write_json(
                 out / f"{name}.json",
                 {
                     "schema": runner.SCHEMA,
@@ -175,7 +175,7 @@ def unit(
             )
 
         for tunable, key in launches.asked_for(op, impl, case.make(device, dtype, run.SEED)):
-            of = _key({"launch": tunable.name, "key": tunable.named(key)})
+            of = tune_tables.key_of({"launch": tunable.name, "key": tunable.named(key)})
             if of not in done:
                 entries.append(
                     {
@@ -241,25 +241,6 @@ def compile_beforehand(ops: Sequence[str], goals: pathlib.Path | None, until: fl
         runner.kill(process)
 
 
-def _crashed(path: pathlib.Path, meta: dict[str, Any]) -> list[list]:
-    """[launch, key, constants] of those that an earlier attempt with these sources did not
-    survive.
-    """
-    try:
-        before = json.loads(path.read_text())
-        if not runner.same(before, meta):
-            return []
-        return before["crashed"] + (
-            [before["trying"]] if before.get("error") and before["trying"] else []
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
-def _key(entry: dict[str, Any]) -> tuple[str, str]:
-    return entry["launch"], json.dumps(entry["key"], sort_keys=True)
-
-
 def units(
     ops: Sequence[Op],
     device: str,
@@ -275,89 +256,6 @@ def units(
         for impl in launches.usable(op, device, dtype)
         for case in run.timed(op, device, cases)
     ]
-
-
-def _entries(out: pathlib.Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every entry found on this device with these sources and versions, oldest first, with when
-    and in which unit.
-    """
-    found, ops = [], selection.operations()
-    for path in out.glob("*.json"):
-        try:
-            document = json.loads(path.read_text())
-            op = ops.get(path.name.split(".")[0])
-            ours = runner.same(
-                document, meta if op is None else {**meta, "source": sources.digest(op)}
-            )
-        except (OSError, ValueError, KeyError, TypeError):  # postponed.json, or half of a file
-            continue
-        if ours:
-            made = document["meta"]
-            found += [
-                {
-                    **e,
-                    "unit": path.stem,
-                    "own": list(e),
-                    "date": made["date"],
-                    "commit": made.get("commit"),
-                    "dirty": made.get("dirty"),
-                    "versions": made["versions"],
-                }
-                for e in document.get("entries", ())
-            ]
-    return sorted(found, key=lambda e: e["date"])
-
-
-def write_tables(
-    out: pathlib.Path, tables: pathlib.Path, meta: dict[str, Any]
-) -> list[pathlib.Path]:
-    """Puts what was found into tables/<device>/<op>.json, beside entries for other keys that
-    are there.
-    """
-    device = meta["device"]
-    by_op: dict[str, dict[tuple[str, str], dict]] = {}
-    for entry in _entries(out, meta):
-        op, launch = entry["launch"].split("/")
-        by_op.setdefault(op, {})[launch, _key(entry)[1]] = entry
-    written = []
-    for op, entries in by_op.items():
-        path = tables / platform.slug(device) / f"{op}.json"
-        launches = tuning.read(path)["launches"] if path.exists() else {}
-        for (launch, _), entry in entries.items():
-            kept = [e for e in launches.get(launch, ()) if e["key"] != entry["key"]]
-            slim = {
-                k: v
-                for k, v in entry.items()
-                if k not in ("launch", "tried", "rejected", "unit", "own")
-            }
-            launches[launch] = sorted(
-                [*kept, slim], key=lambda e: json.dumps(e["key"], sort_keys=True)
-            )
-        report.write_json(
-            path,
-            {
-                "schema": tuning.SCHEMA,
-                "device": device,
-                "device_type": meta["device_type"],
-                "launches": dict(sorted(launches.items())),
-            },
-        )
-        written.append(path)
-    return written
-
-
-def table(entries: Sequence[dict[str, Any]]) -> str:
-    """What was found, a line a key: the gain over the heuristic, and the constants."""
-    lines = []
-    for e in entries:
-        key = " ".join(f"{k}={v}" for k, v in e["key"].items())
-        new = {k: v for k, v in e["config"].items() if v != e["heuristic"][k]}
-        gain = e["heuristic_us"] / e["median_us"] if e["median_us"] and e["heuristic_us"] else 1.0
-        lines.append(
-            f"{e['launch']:<32} {key:<44} {e['median_us'] or 0:10.1f} us  {gain:5.2f}x the heuristic  "
-            + (", ".join(f"{k}={v}" for k, v in new.items()) or "(the heuristic)")
-        )
-    return "\n".join(lines)
 
 
 def main(argv: Sequence[str], begun: float | None = None) -> int:
@@ -423,7 +321,7 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
         behind = {
             f"{op}.{case}.{short(dtype)}"
             for op in args.op
-            for case, dtype in suite.unmet(ops[op], args.device, args.goals)
+            for case, dtype in timed.unmet(ops[op], args.device, args.goals)
         }
         plan = [
             u
@@ -440,7 +338,7 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
             since=task["since"],
             say=functools.partial(print, flush=True),
             describe=lambda d: (
-                "\n" + table(d["entries"]) if d["entries"] else "nothing new to search"
+                "\n" + tune_tables.table(d["entries"]) if d["entries"] else "nothing new to search"
             ),
             now=functools.partial(run.moment, args.device),
         )
@@ -461,7 +359,7 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
                 going = runner.supervise(
                     [runner.again(["tune", *argv], until=until, since=begun)], out, until
                 )
-            for path in write_tables(out, args.tables, meta):
+            for path in tune_tables.write_tables(out, args.tables, meta):
                 print(f"wrote {path}")
     except (runner.Unusable, OSError) as error:
         p.error(f"argument --work: {error}")

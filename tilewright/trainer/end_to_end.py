@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from tilewright import platform
-from tilewright.bench import report, run, timing
+from tilewright.bench import report, run, store, timing
 from tilewright.bench.options import at_least, chosen, names
 
 PROVIDERS = ("transformers", "trainer")
@@ -323,7 +323,7 @@ def main(argv: Sequence[str]) -> int:
     rows = measure(shape, dtypes, args.rounds)
     print(table(rows))
     if args.out:
-        report.write_json(
+        store.write_json(
             args.out / "end_to_end.json", {"schema": report.SCHEMA, "meta": meta, "rows": rows}
         )
     return 0

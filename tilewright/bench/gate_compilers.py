@@ -1,0 +1,378 @@
+"""Compiles kernels for GPUs that are not there, and reads what the compilers made of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import multiprocessing
+import pathlib
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tilewright import platform
+from tilewright.bench import gate_cute, kernel_digest, machine_code, ptx_loops
+from tilewright.kernels import tuning
+from tilewright.kernels.spec import CuteSpec, KernelSpec
+from tilewright.kernels.tuning import Tunable
+from tilewright.registry import Op
+
+BUDGETS = pathlib.Path(__file__).parent / "budgets"
+# Shared memory that one block may ask for, bytes (CUDA C++ programming guide, technical
+# specifications per compute capability). The compiler does not check it; a launch would.
+SHARED_LIMIT = {90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+ARCHS = tuple(SHARED_LIMIT)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one compilation gave.
+
+    registers: a thread.   spill, local: bytes a thread spills, and bytes of stack and local memory
+    it has.
+    shared: bytes a block.   load, store, uses: as `machine_code.ptx_facts` reads them from PTX.
+    The rest: as `machine_code.sass_facts` reads it from machine code; None where nothing can
+    disassemble it.
+    per_element: instructions a thread divided by its elements, of specs that say how many elements
+    a program takes.
+    loop_divisions: divisions in loops, as `ptx_loops.divisions` counts them in PTX, of specs that
+    may have none.
+    """
+
+    registers: int
+    spill: int
+    local: int
+    shared: int
+    load: int
+    store: int
+    uses: tuple[str, ...]
+    sass_load: int | None = None
+    sass_store: int | None = None
+    wide_loads: int | None = None
+    wide_stores: int | None = None
+    local_instructions: int | None = None
+    sass_uses: tuple[str, ...] | None = None
+    instructions: int | None = None
+    per_element: float | None = None
+    loop_divisions: int | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One kernel for one architecture: its facts, or why it did not compile."""
+
+    name: str
+    arch: int
+    facts: Facts | None
+    error: str = ""
+
+    @property
+    def key(self) -> str:
+        return key_of(self.name, self.arch)
+
+
+def key_of(name: str, arch: int) -> str:
+    return f"{name} sm_{arch}"
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """What compiles one type of spec. Another type (CuTe DSL, CUDA C++) is one more entry of
+    COMPILERS.
+
+    missing: None, or the sentence that says why this compiler cannot run.   version: names its
+    budget file.
+    compile: (spec, arch) -> the facts without those of the machine code, and the cubin, which is
+    disassembled later, many at once; raises what the compiler raises.
+    identity: what makes two specs the same compilation and the same needs.   source: the digest of
+    what is compiled.
+    archs: compute capabilities that its kernels are launched on. Its name is also that of the
+    implementations whose kernels it compiles. A spec, of whatever type, has label, min_arch,
+    max_arch, and the needs that KernelSpec describes: load, store, uses.
+    """
+
+    name: str
+    missing: Callable[[], str | None]
+    version: Callable[[], str]
+    compile: Callable[[Any, int], tuple[Facts, bytes]]
+    identity: Callable[[Any], str]
+    source: Callable[[Any], str]
+    archs: tuple[int, ...] = ARCHS
+
+    def budget_file(self) -> pathlib.Path:
+        return BUDGETS / f"{self.name}-{self.version()}.json"
+
+    def digest(self, spec: Any) -> str:
+        """Of all that decides about facts and verdict but the compiler: the kernel, its constants
+        and needs, and what reads machine code.
+        """
+        text = (
+            f"{self.identity(spec)} {getattr(spec, 'elements', 0)} {self.source(spec)} {_reader()}"
+        )
+        if getattr(spec, "undivided", False):
+            text += f" undivided {_loop_reader()}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _reader() -> str:
+    return kernel_digest.of_files([pathlib.Path(machine_code.__file__)])
+
+
+@functools.cache
+def _loop_reader() -> str:
+    return kernel_digest.of_files([pathlib.Path(ptx_loops.__file__)])
+
+
+def _triton_missing() -> str | None:
+    if platform.interpreting():
+        return "TRITON_INTERPRET is set: kernels are then Python functions, which nothing compiles; unset it"
+    return platform.no_module("triton")
+
+
+def _triton_version() -> str:
+    import triton
+
+    return triton.__version__.split("+")[0]
+
+
+def _triton_identity(spec: KernelSpec) -> str:
+    return repr(
+        (
+            spec.kernel.fn.__module__,
+            spec.kernel.fn.__qualname__,
+            sorted(spec.signature.items()),
+            sorted((n, repr(v)) for n, v in spec.constexprs.items()),
+            spec.num_warps,
+            spec.num_stages,
+            sorted(spec.divisible),
+            sorted(spec.options.items()),
+            spec.min_arch,
+            spec.max_arch,
+            spec.load,
+            spec.store,
+            sorted(spec.uses.items()),
+        )
+    )
+
+
+def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = spec.kernel.arg_names
+    if wrong := set(names) ^ (set(spec.signature) | set(spec.constexprs)):
+        raise ValueError(
+            f"signature and constexprs must name {names}; missing or unknown: {sorted(wrong)}"
+        )
+    signature = {name: spec.signature.get(name, "constexpr") for name in names}
+    aligned = [
+        i for i, n in enumerate(names) if signature[n].startswith("*") or n in spec.divisible
+    ]
+    source = ASTSource(
+        spec.kernel,
+        signature,
+        dict(spec.constexprs),
+        {(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
+    # Triton runs `ptxas -v` and prints what it said only if asked, and only when it does compile.
+    # That is preferred to cuobjdump, which not every Triton has and which does not tell spills from
+    # local arrays.
+    knobs.nvidia.dump_ptxas_log = True
+    knobs.compilation.always_compile = True
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), warnings.catch_warnings():
+        # 3.9 announces another default of fp fusion; the launchers use the default, so the gate
+        # does.
+        warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    return (
+        Facts(
+            *resources(said.getvalue()),
+            compiled.metadata.shared,
+            **machine_code.ptx_facts(ptx),
+            loop_divisions=ptx_loops.divisions(ptx) if spec.undivided else None,
+        ),
+        compiled.asm["cubin"],
+    )
+
+
+def resources(log: str) -> tuple[int, int, int]:
+    """(registers, spilled bytes, bytes of stack and local memory) a thread, from what `ptxas
+    -v` says.
+    """
+    registers = re.findall(r"Used (\d+) registers", log)
+    if not registers:
+        raise RuntimeError(f"ptxas named no register count: {log.strip()[:300]!r}")
+
+    def most(pattern):
+        return max(map(int, re.findall(pattern, log)), default=0)
+
+    return (
+        max(map(int, registers)),
+        most(r"(\d+) bytes spill (?:stores|loads)"),
+        most(r"(\d+) bytes (?:stack frame|cumulative stack size)") + most(r"(\d+) bytes lmem"),
+    )
+
+
+_of_kernel = functools.cache(kernel_digest.of_kernel)
+
+
+def _compile_cute(spec: CuteSpec, arch: int) -> tuple[Facts, bytes]:
+    facts, cubin = gate_cute.compile(spec, arch)
+    return Facts(spill=0, **facts), cubin
+
+
+COMPILERS: dict[type, Compiler] = {
+    KernelSpec: Compiler(
+        "triton",
+        _triton_missing,
+        _triton_version,
+        compile_triton,
+        _triton_identity,
+        lambda spec: _of_kernel(spec.kernel),
+    ),
+    CuteSpec: Compiler(
+        "cute",
+        gate_cute.missing,
+        gate_cute.version,
+        _compile_cute,
+        gate_cute.identity,
+        lambda spec: gate_cute.source(),
+        gate_cute.ARCHS,
+    ),
+}
+
+
+def collect(ops: Iterable[Op], space: bool = False, without: Iterable[str] = ()) -> dict[str, Any]:
+    """Specs by name, "op/label". What two ops share is compiled once, under the first one's name.
+    without: implementations that are left out.
+
+    Of a launch that can be tuned: its heuristic's constants for the keys that stand for all, and
+    whatever constants are in a committed table; with `space`, all candidates of a search instead.
+    """
+    found, seen = {}, set()
+    for op in ops:
+        for impl in op.implementations:
+            if impl.name in without:
+                continue
+            for spec in (*([] if space else impl.gate()), *_tunable_specs(impl.tunables(), space)):
+                if type(spec) not in COMPILERS:
+                    raise TypeError(
+                        f"{op.name}[{impl.name}]: gate() must return one of "
+                        f"{[t.__name__ for t in COMPILERS]}, got {type(spec).__name__}"
+                    )
+                identity = COMPILERS[type(spec)].identity(spec)
+                if identity in seen:
+                    continue
+                seen.add(identity)
+                name = f"{op.name}/{spec.label}"
+                if name in found:
+                    raise ValueError(
+                        f"{op.name}[{impl.name}]: two specs have the label {spec.label!r}"
+                    )
+                found[name] = spec
+    return found
+
+
+def _tunable_specs(tunables: Iterable[Tunable], space: bool) -> Iterator[Any]:
+    for tunable in tunables:
+        for key in map(tunable.named, tunable.keys):
+            if space:
+                for config in tunable.candidates(**key):
+                    yield from _labelled(tunable, key, config, "")
+            else:
+                yield from tunable.specs(key, tunable.heuristic(**key))
+        for folder, key, config in () if space else tuning.tuned(tunable):
+            yield from _labelled(tunable, key, config, f"{folder}: ")
+
+
+def _labelled(
+    tunable: Tunable, key: dict[str, Any], config: dict[str, Any], where: str
+) -> Iterator[Any]:
+    constants = " ".join(f"{name}={value}" for name, value in config.items())
+    for spec in tunable.specs(key, config):
+        yield replace(spec, label=f"{spec.label} [{where}{_key_text(key)}; {constants}]")
+
+
+def _key_text(key: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in key.items())
+
+
+_specs: dict[str, Any] = {}  # for the workers, which inherit it: kernels cannot be pickled
+
+
+def _work(task: tuple[str, int]) -> tuple[Result, bytes]:
+    name, arch = task
+    spec = _specs[name]
+    try:
+        facts, cubin = COMPILERS[type(spec)].compile(spec, arch)
+        return Result(name, arch, facts), cubin
+    except Exception as error:  # compilers' failures have no common base class; each is a verdict
+        said = str(error).strip()
+        if len(said) > 1000:  # Triton puts the reason last, ptxas first
+            said = f"{said[:500]} [...] {said[-500:]}"
+        return Result(name, arch, None, f"{type(error).__name__}: {said}"), b""
+
+
+def _read(task: tuple[int, list[bytes]]) -> list[dict[str, Any]]:
+    arch, cubins = task
+    return [machine_code.sass_facts(text) for text in machine_code.disassemble(cubins, arch)]
+
+
+def _per_element(spec: Any, instructions: int) -> float | None:
+    elements = getattr(spec, "elements", 0)
+    return round(instructions * 32 * spec.num_warps / elements, 1) if elements else None
+
+
+def launched(specs: dict[str, Any], archs: Sequence[int]) -> list[tuple[str, int]]:
+    """Names of specs, and architectures that launch them."""
+    return [
+        (name, arch)
+        for name, spec in specs.items()
+        for arch in archs
+        if spec.min_arch <= arch <= spec.max_arch and arch in COMPILERS[type(spec)].archs
+    ]
+
+
+def compile_all(specs: dict[str, Any], tasks: Sequence[tuple[str, int]], jobs: int) -> list[Result]:
+    """Compiles these specs for these architectures, in `jobs` processes."""
+    archs = sorted({arch for _, arch in tasks})
+    _specs.clear()
+    _specs.update(specs)
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork"))
+    try:
+        with pool:
+            compiled = list(pool.map(_work, tasks))
+            # One disassembly for each architecture: see machine_code.
+            by_arch = {
+                a: [i for i, (r, _) in enumerate(compiled) if r.arch == a and r.facts]
+                for a in archs
+                if machine_code.cannot_disassemble(a) is None
+            }
+            listings = pool.map(
+                _read, [(a, [compiled[i][1] for i in mine]) for a, mine in by_arch.items()]
+            )
+            results = [r for r, _ in compiled]
+            for mine, read in zip(by_arch.values(), listings, strict=True):
+                for i, sass in zip(mine, read, strict=True):
+                    count = _per_element(specs[results[i].name], sass["instructions"])
+                    results[i] = replace(
+                        results[i], facts=replace(results[i].facts, **sass, per_element=count)
+                    )
+            return results
+    except BrokenProcessPool:
+        raise SystemExit(
+            "compile-gate: a compiler crashed and took its process with it; "
+            "run again with --jobs 1 and --op to find the kernel"
+        ) from None

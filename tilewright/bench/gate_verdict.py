@@ -1,0 +1,201 @@
+"""Judges compiled kernels: by the rules, by their needs, and by their budgets."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tilewright.bench.gate_compilers import SHARED_LIMIT, Facts, Result
+
+BUDGETED = (
+    "registers",
+    "shared",
+    "load",
+    "store",
+    "uses",
+    "sass_load",
+    "sass_store",
+    "wide_loads",
+    "wide_stores",
+    "sass_uses",
+    "per_element",
+)
+
+
+def budgeted(name: str) -> bool:
+    """Whether a kernel has budgets: searched constants change with every search, and answer to
+    the rules alone.
+    """
+    return "[" not in name
+
+
+def problems(result: Result) -> list[str]:
+    """What is wrong with a kernel whatever its budget."""
+    f = result.facts
+    if f is None:
+        return [f"does not compile: {result.error}"]
+    found = []
+    if f.spill or f.local:
+        found.append(
+            f"spills {f.spill} bytes a thread, has {f.local} bytes of stack and local memory; "
+            "accepted: 0"
+        )
+    if f.local_instructions:
+        found.append(
+            f"has {f.local_instructions} loads and stores of local memory (LDL, STL); accepted: 0"
+        )
+    limit = SHARED_LIMIT[result.arch]
+    if f.shared > limit:
+        found.append(f"needs {f.shared} bytes of shared memory, sm_{result.arch} has {limit}")
+    return found
+
+
+def unmet(result: Result, spec: Any) -> list[str]:
+    """What the spec needs and the kernel does not have, whatever its budget."""
+    f = result.facts
+    if f is None:
+        return []
+    found = []
+    if f.loop_divisions:
+        found.append(f"has {f.loop_divisions} divisions in loops; accepted: 0")
+    for kind in ("load", "store"):
+        need, have = (
+            getattr(spec, kind),
+            {"PTX": getattr(f, kind), "SASS": getattr(f, f"sass_{kind}")},
+        )
+        if any(bits is not None and bits < need for bits in have.values()):
+            found.append(
+                f"needs a global {kind} of {need} bits, the widest has "
+                + " and ".join(
+                    f"{bits} in {where}" for where, bits in have.items() if bits is not None
+                )
+            )
+    for name in spec.uses.get(result.arch, ()):
+        have = {"PTX": f.uses, "SASS": f.sass_uses}
+        if any(uses is not None and name not in uses for uses in have.values()):
+            found.append(
+                f"needs {name}, uses "
+                + " and ".join(
+                    f"{'+'.join(uses) or 'none such'} in {where}"
+                    for where, uses in have.items()
+                    if uses is not None
+                )
+            )
+    return found
+
+
+def over_budget(result: Result, budget: dict[str, Any] | None) -> list[str]:
+    """What is worse than the budget."""
+    f = result.facts
+    if f is None:
+        return []
+    if budget is None:
+        return ["has no budget; --update writes one"]
+    found = [
+        f"{what}: {getattr(f, key)}, budget {budget[key]}"
+        for key, what in (("registers", "registers a thread"), ("shared", "bytes of shared memory"))
+        if getattr(f, key) > budget[key]
+    ]
+    if _known(f, budget, "per_element") and f.per_element > budget["per_element"]:
+        found.append(f"instructions an element: {f.per_element}, budget {budget['per_element']}")
+    least = (
+        ("load", "widest global load", " bits"),
+        ("store", "widest global store", " bits"),
+        ("sass_load", "widest global load in SASS", " bits"),
+        ("sass_store", "widest global store in SASS", " bits"),
+        ("wide_loads", "loaded by 128 bits or more", "%"),
+        ("wide_stores", "stored by 128 bits or more", "%"),
+    )
+    found += [
+        f"{what}: {getattr(f, key)}{unit}, budget {budget[key]}"
+        for key, what, unit in least
+        if _known(f, budget, key) and getattr(f, key) < budget[key]
+    ]
+    return found + [
+        f"no longer uses {name}{where}"
+        for key, where in (("uses", ""), ("sass_uses", " in SASS"))
+        if _known(f, budget, key)
+        for name in budget[key]
+        if name not in getattr(f, key)
+    ]
+
+
+def _known(facts: Facts, budget: dict[str, Any], key: str) -> bool:
+    """False for machine code that could not be read here, or where the budget was written."""
+    return getattr(facts, key) is not None and key in budget
+
+
+def judge(
+    results: Sequence[Result],
+    specs: dict[str, Any],
+    budgets: dict[str, Any] | None,
+    stale: Iterable[str],
+) -> list[str]:
+    """One sentence a failure. budgets None: there are none for this compiler, and nothing is
+    compared.   stale: keys of budgets whose kernels are gone.
+    """
+    found = [
+        f"{r.key}: {p}"
+        for r in results
+        for p in [
+            *problems(r),
+            *unmet(r, specs[r.name]),
+            *(
+                []
+                if budgets is None or not budgeted(r.name)
+                else over_budget(r, budgets.get(r.key))
+            ),
+        ]
+    ]
+    return found + [f"{key}: has a budget but no kernel; --update removes it" for key in stale]
+
+
+def write_budgets(path: pathlib.Path, budgets: dict[str, Any]) -> None:
+    lines = [f"  {json.dumps(key)}: {json.dumps(budgets[key])}" for key in sorted(budgets)]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")  # a line a kernel, for a readable diff
+
+
+def table(results: Sequence[Result], archs: Sequence[int]) -> str:
+    """A line a kernel. Numbers for the architectures in turn, or one number if they agree."""
+    by_name: dict[str, list[Result]] = {}
+    for r in results:
+        by_name.setdefault(r.name, []).append(r)
+    width = max(map(len, by_name))
+    row = f"{{:<{width}}}  {{:<12}}{{:<13}}{{:<20}}{{:<17}}{{:<13}}{{:<22}}{{:<18}}{{}}"
+    heads = "for " + ", ".join(f"sm_{a}" for a in archs)
+    lines = [
+        row.format(
+            heads,
+            "registers",
+            "spill+local",
+            "shared",
+            "load/store bits",
+            "in SASS",
+            "wide bytes, %",
+            "an element",
+            "uses",
+        )
+    ]
+    for name, found in by_name.items():
+
+        def each(show, found=found):
+            values = [show(r.facts) if r.facts else "-" for r in found]
+            return values[0] if len(set(values)) == 1 else " ".join(values)
+
+        lines.append(
+            row.format(
+                name,
+                each(lambda f: str(f.registers)),
+                each(lambda f: str(f.spill + f.local)),
+                each(lambda f: str(f.shared)),
+                each(lambda f: f"{f.load}/{f.store}"),
+                each(lambda f: "-" if f.sass_load is None else f"{f.sass_load}/{f.sass_store}"),
+                each(lambda f: "-" if f.sass_load is None else f"{f.wide_loads}/{f.wide_stores}"),
+                each(lambda f: "-" if f.per_element is None else str(f.per_element)),
+                each(lambda f: "+".join(f.uses) or "-"),
+            )
+        )
+    return "\n".join(lines)

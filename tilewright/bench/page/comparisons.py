@@ -1,0 +1,174 @@
+"""Chooses the row to show for each case, and compares it with the other providers' rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewright import selection
+from tilewright.bench import report
+from tilewright.bench.page.raw import Group, newest
+from tilewright.bench.page.text import in_order
+from tilewright.bench.providers import BASELINES
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`auto` and another provider in the same rounds; `which` is the pass: forward + backward,
+    else forward.
+    """
+
+    group: Group
+    other: dict[str, Any]
+    which: str
+
+    @property
+    def auto(self) -> dict[str, Any]:
+        return self.group.auto
+
+    @property
+    def ratio(self) -> float:
+        """The other's time over that of `auto`: above 1, `auto` is ahead."""
+        return self.other[self.which]["median_ms"] / self.auto[self.which]["median_ms"]
+
+    @property
+    def overlap(self) -> bool:
+        a, b = self.auto[self.which], self.other[self.which]
+        return b["p80_ms"] >= a["p20_ms"] and a["p80_ms"] >= b["p20_ms"]
+
+
+def pair(group: Group, provider: str) -> Pair | None:
+    """None unless both have a time."""
+    auto, other = group.auto, group.rows[provider]
+    if auto["status"] != "ok" or other["status"] != "ok":
+        return None
+    for which in ("forward_backward", "forward"):
+        if auto[which] and other[which]:
+            return Pair(group, other, which)
+    return None
+
+
+def is_tried(row: dict[str, Any] | None) -> bool:
+    return row is not None and row["status"] != "unavailable"
+
+
+@dataclass
+class Device:
+    """What one device has measured: the newest of each, and how `auto` compares.
+
+    auto: the newest row of `auto` for each (op, case, dtype), with its group, whatever came of it.
+    pairs: against each provider, in the newest rounds that had both, with `auto` the same
+        implementation as in its newest row; none where that has no time.
+    """
+
+    kind: str
+    name: str
+    groups: list[Group]
+    auto: dict[tuple[str, str, str], Group] = field(init=False)
+    pairs: dict[tuple[str, str, str], dict[str, Pair]] = field(init=False)
+
+    def __post_init__(self):
+        self.groups = sorted(self.groups, key=_registry_order)
+        tried = [g for g in self.groups if is_tried(g.auto)]
+        self.auto = newest(tried, lambda g: (g.op, g.case, g.dtype))
+        self.pairs = {
+            name: self._pairs(name, tried)
+            for name, g in self.auto.items()
+            if g.auto["status"] == "ok"
+        }
+
+    def _pairs(self, name: tuple[str, str, str], tried: list[Group]) -> dict[str, Pair]:
+        taken = self.auto[name].auto["provider"]
+        same = [g for g in tried if (g.op, g.case, g.dtype) == name and g.auto["provider"] == taken]
+        known = dict.fromkeys(p for g in same for p in g.rows)
+        chosen = {
+            p: newest(
+                [g for g in same if is_tried(g.rows.get(p)) and not g.rows[p]["auto"]], lambda g: 0
+            )
+            for p in known
+        }
+        found = {p: pair(g[0], p) for p, g in chosen.items() if g}
+        return {p: found[p] for p in sorted(found, key=provider_order) if found[p]}
+
+    @property
+    def timed(self) -> dict[tuple[str, str, str], Group]:
+        return {n: g for n, g in self.auto.items() if g.auto["status"] == "ok"}
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} ({self.kind})"
+
+    @property
+    def capability(self) -> str | None:
+        """The compute capability, as its results say."""
+        return next(
+            (g.source.meta["capability"] for g in self.groups if g.source.meta.get("capability")),
+            None,
+        )
+
+    def best_peer(self, name: tuple[str, str, str]) -> Pair | None:
+        """The fastest provider that is neither eager, nor its compilation, nor one of
+        tilewright's own.
+        """
+        found = [
+            p for provider, p in self.pairs.get(name, {}).items() if _is_peer(name[0], provider)
+        ]
+        return min(found, key=lambda p: p.ratio, default=None)
+
+    def dtypes(self) -> list[str]:
+        return in_order(dtype for _, _, dtype in self.auto)
+
+
+def _is_peer(op: str, provider: str) -> bool:
+    if provider in ("eager", "compile"):
+        return False
+    table = selection.operations()
+    return provider in BASELINES or op not in table or provider not in table[op].names()
+
+
+def provider_order(name: str) -> tuple[int, str]:
+    return (BASELINES.index(name) if name in BASELINES else len(BASELINES)), name
+
+
+def _registry_order(group: Group) -> tuple:
+    """The registry's order of ops and cases; what it no longer has comes last, by name."""
+    ops = selection.operations()
+    op = ops.get(group.op)
+    cases = [c.name for c in op.cases] if op else []
+    return (
+        list(ops).index(group.op) if op else len(ops),
+        group.op,
+        cases.index(group.case) if group.case in cases else len(cases),
+        group.case,
+    )
+
+
+def behind(device: Device) -> list[Pair]:
+    """Every provider that is faster than `auto`, the furthest ahead first."""
+    found = [p for pairs in device.pairs.values() for p in pairs.values() if p.ratio < 1]
+    return sorted(found, key=lambda p: (p.ratio, report.key(p.other)))
+
+
+def taken_back(device: Device) -> list[Pair]:
+    """Older rounds in which `auto` was behind where the newest have it ahead: the newest may be
+    the lucky ones.
+    """
+    found = []
+    for group in device.groups:
+        for provider, now in device.pairs.get((group.op, group.case, group.dtype), {}).items():
+            same = group.auto is not None and group.auto["provider"] == now.auto["provider"]
+            then = pair(group, provider) if same and provider in group.rows else None
+            if then and now.ratio >= 1 > then.ratio:
+                found.append(then)
+    return found
+
+
+def newest_rows(device: Device) -> dict[tuple[str, str, str, str], Group]:
+    """The group of the newest row that was tried, for each (op, case, dtype, provider)."""
+    chosen: dict[tuple[str, str, str, str], Group] = {}
+    for group in device.groups:
+        for provider, row in group.rows.items():
+            key = (group.op, group.case, group.dtype, provider)
+            if is_tried(row) and (key not in chosen or group.source.age > chosen[key].source.age):
+                chosen[key] = group
+    return chosen

@@ -1,0 +1,200 @@
+"""Lists what stands behind the pages: counts, tuned constants, training runs, raw files."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from tilewright.bench.page import raw
+from tilewright.bench.page.raw import Entry, Raw, Source
+from tilewright.bench.page.text import cell, command, count, number, table
+from tilewright.bench.timing import geomean
+
+BUDGETS = pathlib.Path(__file__).parents[1] / "budgets"
+
+
+def counts_of(triton: str) -> pathlib.Path:
+    """The file of counts of the kernels as this version of Triton compiles them."""
+    return BUDGETS / f"counts-triton-{triton}.json"
+
+
+def counted() -> list[str]:
+    """What kernels ask of a GPU, as their PTX was run on a CPU."""
+
+    def times(counts, kind):
+        asked, least = counts["requested"][kind], counts["least"][kind]
+        return f"{asked:,} ({asked / least:.2f})" if least else "0"
+
+    latest = max(
+        BUDGETS.glob(counts_of("*").name),
+        key=lambda p: [int(n) for n in re.findall(r"\d+", p.stem)],
+    )
+    head = [
+        "op",
+        "kernel",
+        "sectors read",
+        "written",
+        "passes over shared memory",
+        "bank conflicts",
+        "instructions",
+        "multiply-adds",
+    ]
+    rows = [
+        [
+            f"`{name}`",
+            f"`{kernel}`",
+            times(counts, "read"),
+            times(counts, "written"),
+            f"{counts['wavefronts']:,}",
+            f"{counts['conflicts']:,}",
+            f"{sum(counts['issued'].values()):,}",
+            f"{counts['products']:,}",
+        ]
+        for name, kernels in json.loads(latest.read_text()).items()
+        for kernel, counts in kernels.items()
+    ]
+    return [
+        "## Counts",
+        "",
+        "What the Triton kernels ask of a GPU on aligned inputs in bfloat16, counted where their "
+        "PTX for sm_90 is "
+        "run on a CPU (tests/test_triton_ptx.py); these are no times. A sector is 32 bytes of "
+        "global memory, "
+        "counted once for each instruction of a warp that touches it; in parentheses, over the "
+        "sectors that the "
+        "programs touch, each program's once. Above 1, several instructions of a program touch "
+        "one sector, which "
+        "its L1 serves: scales and tables that many threads read, and wide rows of which a thread "
+        "takes more than "
+        "16 bytes. Instructions are those of PTX, one for a warp.",
+        "",
+        f"| {' | '.join(head)} |",
+        f"|{'---|' * len(head)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+    ]
+
+
+def tuned(found: Raw) -> list[str]:
+    out = ["## Tuned constants", ""]
+    launches: dict[tuple, list[Entry]] = {}
+    for e in found.of("tuned"):
+        launches.setdefault((e.source.device[1], e.op, e.case), []).append(e)
+    rows = []
+    for (device, op, launch), entries in sorted(launches.items()):
+        gains = [
+            e.data["heuristic_us"] / e.data["median_us"]
+            for e in entries
+            if e.data["median_us"] and e.data["heuristic_us"]
+        ]
+        other = sum(e.data["config"] != e.data["heuristic"] for e in entries)
+        rows.append(
+            (
+                [
+                    device,
+                    f"`{op}`",
+                    launch,
+                    len(entries),
+                    other,
+                    *map(
+                        number, (geomean(gains), min(gains, default=None), max(gains, default=None))
+                    ),
+                ],
+                [e.source for e in entries],
+            )
+        )
+    if not rows:
+        return [*out, "None are committed: every launch uses its heuristic.", ""]
+    return [
+        *out,
+        "How many times as fast as with the heuristic's constants a launch is with the tuned ones.",
+        "",
+        *table(
+            ["device", "op", "launch", "keys", "not the heuristic's", "mean", "least", "most"], rows
+        ),
+    ]
+
+
+def training(found: Raw, results: str) -> list[str]:
+    lines = []
+    for folder in found.folders:
+        if folder.kind == "training":
+            kept = ", ".join(f"[{f}]({results}/{folder.name}/{f})" for f in folder.files)
+            lines.append(f"- {folder.name}: {kept}")
+    if not lines:
+        return []
+    return [
+        "## Training runs",
+        "",
+        "Whole runs, not single ops; commands, commits and dates are in their README.",
+        "",
+        *lines,
+        "",
+    ]
+
+
+def files(found: Raw, results: str) -> list[str]:
+    out = [
+        "## Raw files",
+        "",
+        "Every result, shown above or not. Where several cover the same row, the newest is shown. "
+        "Load is the "
+        "machine's, the highest average over a minute at a start or an end; what measures counts "
+        "too.",
+        "",
+        "| folder | kind | device | command | date | commit | complete | local changes | load |",
+        "|" + "---|" * 9,
+    ]
+    for folder in sorted(found.folders, key=_folder_order, reverse=True):
+        if folder.kind == "training":
+            continue
+        sources = sorted(folder.sources, key=lambda s: s.age)
+        dates = list(dict.fromkeys(s.meta["date"] for s in sources))
+        cells = [
+            f"[{folder.name}]({results}/{folder.name})",
+            folder.kind if sources else "not read",
+            _each(s.meta["device"] for s in sources),
+            _each(f"`{c}`" for s in _starts(sources) if (c := command(s.meta))),
+            dates[0] + (f" to {dates[-1]}" if len(dates) > 1 else "") if dates else "",
+            _each(s.commit.removesuffix(" + local changes") for s in sources),
+            _complete(folder),
+            _each({True: "yes", False: "no"}.get(s.meta.get("dirty"), "unknown") for s in sources),
+            number(
+                max((load for s in sources if (load := _load(s.meta)) is not None), default=None)
+            ),
+        ]
+        out.append("| " + " | ".join(map(cell, cells)) + " |")
+    return [*out, ""]
+
+
+def _starts(sources: list[Source]) -> list[Source]:
+    """Those whose command is the one that was given: of a suite the summary's, for its files
+    are its workers'.
+    """
+    return [s for s in sources if s.path.endswith("/suite")] or sources
+
+
+def _load(meta: dict[str, Any]) -> float | None:
+    found = [
+        averages[0] for n in ("load_average", "load_average_at_end") if (averages := meta.get(n))
+    ]
+    return max(found, default=None)
+
+
+def _folder_order(folder: raw.Folder) -> tuple:
+    return max((s.when.isoformat() for s in folder.sources), default=""), folder.name
+
+
+def _each(texts: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _complete(folder: raw.Folder) -> str:
+    left = [n for n, u in folder.units.items() if u["status"] == "not reached"]
+    said = {True: "yes", False: "no", None: ""}[folder.complete]
+    return (
+        f"{said}: {len(left)} of {count(len(folder.units), 'unit')} not reached" if left else said
+    )

@@ -1,0 +1,120 @@
+"""Chooses what the pictures show: rooflines, and ratios to the other providers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tilewright import platform
+from tilewright.bench.page.comparisons import Device
+from tilewright.bench.page.pictures import Picture
+from tilewright.bench.page.raw import Raw
+from tilewright.bench.page.text import origins
+
+
+def pictures_of(plots: Iterable[Picture], kind: str) -> list[str]:
+    return [
+        line
+        for p in plots
+        if p.kind == kind
+        for line in (f"![{p.alt}]({p.link})", "", p.caption, "")
+    ]
+
+
+def plots_of(device: Device, found: Raw, folder: str) -> list[Picture]:
+    """The pictures of a device, as data."""
+    made = [*_roofline_picture(device, found, folder), *_ratio_pictures(device, folder)]
+    return [p for p in made if p.data["panels"]]
+
+
+def _slug(device: Device) -> str:
+    return platform.slug(device.name)
+
+
+def _roofline_picture(device: Device, found: Raw, folder: str) -> list[Picture]:
+    panels, used, left = [], [], []
+    entries = sorted(
+        found.of("roofline", (device.kind, device.name)), key=lambda e: e.source.age, reverse=True
+    )
+    for dtype in device.dtypes():
+        roof = next((e for e in entries if dtype in e.data["flops"]), None)
+        points = []
+        for (op, _, d), group in device.timed.items():
+            f = group.auto["forward_backward"] or group.auto["forward"]
+            if d == dtype and f.get("gb_per_s") and f.get("tflop_per_s"):
+                points.append([op, f["tflop_per_s"] * 1e3 / f["gb_per_s"], f["tflop_per_s"] * 1e12])
+                used.append(group.source)
+            elif d == dtype:
+                left.append(op)
+        if roof and points:
+            panels.append(
+                {
+                    "dtype": dtype,
+                    "copy": roof.data["copy"],
+                    "flops": roof.data["flops"][dtype],
+                    "points": points,
+                }
+            )
+    if not panels:
+        return []
+    caption = (
+        "Arithmetic intensity and achieved rate of `auto`, by the least bytes and operations that "
+        "a case needs; "
+        f"the lines are the measured copy and matmul. Measured at {'; '.join(origins(used))}."
+    )
+    if left:
+        caption += f" Not shown, for their cases count no operations or no bytes: {', '.join(dict.fromkeys(left))}."
+    return [
+        Picture(
+            "roofline",
+            f"{folder}/{_slug(device)}-roofline.png",
+            f"Roofline of {device.name}",
+            caption,
+            {"title": device.title, "from": origins(used), "panels": panels},
+        )
+    ]
+
+
+ROWS_A_PICTURE = 45  # more are not legible at the width of a page
+
+
+def _ratio_pictures(device: Device, folder: str) -> list[Picture]:
+    over = {
+        name: {"compile": pairs.get("compile"), "peer": device.best_peer(name)}
+        for name, pairs in device.pairs.items()
+    }
+    rows = dict.fromkeys((op, case) for (op, case, _), pairs in over.items() if any(pairs.values()))
+    bare = dict.fromkeys(op for op, case, _ in over if (op, case) not in rows)
+    pages: list[list[tuple[str, str]]] = [[]]
+    for op in dict.fromkeys(op for op, _ in rows):
+        mine = [r for r in rows if r[0] == op]
+        if pages[-1] and len(pages[-1]) + len(mine) > ROWS_A_PICTURE:
+            pages.append([])
+        pages[-1] += mine
+    made = []
+    for i, page in enumerate(pages, 1):
+        panels, used = [], []
+        for dtype in device.dtypes():
+            points = []
+            for y, (op, case) in enumerate(page):
+                for p in filter(None, over.get((op, case, dtype), {}).values()):
+                    points.append([y, p.other["provider"], p.ratio])
+                    used.append(p.group.source)
+            if points:
+                panels.append({"dtype": dtype, "points": points})
+        number_ = f"-{i}" if len(pages) > 1 else ""
+        caption = (
+            f"How many times as fast as each `auto` is; left of 1 it is slower. "
+            f"Measured at {'; '.join(origins(used))}."
+        )
+        if bare and i == len(pages):
+            caption += f" Not shown, for neither has a time there, are cases of: {', '.join(bare)}."
+        made.append(
+            Picture(
+                "ratios",
+                f"{folder}/{_slug(device)}-ratios{number_}.png",
+                f"How many times as fast as others auto is, {device.name}",
+                caption,
+                {"title": device.title, "from": origins(used), "rows": page, "panels": panels},
+            )
+        )
+    return made

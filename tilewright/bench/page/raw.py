@@ -1,0 +1,353 @@
+"""Reads committed raw results: every folder of bench_results, and the tables of tuned constants.
+
+What a number means nothing without, its device, date and commit, stays with it as its `Source`.
+Nothing is dropped
+here: which of several results is the one to show is for the reader of `Raw` to say, with `newest`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pathlib
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from tilewright.bench import report, store
+from tilewright.kernels import tuning
+
+CHECKS = ("parity", "graph", "big", "sanitize")  # stages whose documents hold results, not rows
+FIELDS = {
+    **dict.fromkeys(CHECKS, ("op", "case", "results")),
+    **dict.fromkeys(("time", "goals"), ("rows", "roofline")),
+    "overhead": ("rows",),
+    "roofline": ("roofline",),
+    store.SUMMARY: ("complete", "units"),
+}
+END_TO_END = "end_to_end.json"
+CHECK_STATUSES = ("holds", "broken", "unavailable", "error")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a number comes from.   folder: below the results.   path: of the file, for errors
+    and for ties.
+    """
+
+    folder: str
+    path: str
+    meta: dict[str, Any] = field(compare=False, hash=False)
+
+    @property
+    def device(self) -> tuple[str, str]:
+        return self.meta["device_type"], self.meta["device"]
+
+    @property
+    def when(self) -> datetime:
+        found = datetime.fromisoformat(self.meta["date"])
+        return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+    @property
+    def age(self) -> tuple[datetime, str]:
+        """Sorts the newest last; equal dates by path, so that the order never depends on the
+        file system.
+        """
+        return self.when, self.path
+
+    @property
+    def day(self) -> str:
+        return self.when.astimezone(UTC).date().isoformat()
+
+    @property
+    def commit(self) -> str:
+        """The commit, short; where there was no git, the digest of the sources."""
+        if self.meta.get("commit"):
+            return self.meta["commit"][:10] + (" + local changes" if self.meta.get("dirty") else "")
+        return f"sources {self.meta['source'][:10]}" if self.meta.get("source") else "unknown"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows of one (op, case, dtype) that were timed in the same interleaved rounds, by
+    provider.
+    """
+
+    source: Source
+    op: str
+    case: str
+    dtype: str
+    rows: dict[str, dict[str, Any]]
+    roofline: dict[str, Any]
+
+    @property
+    def auto(self) -> dict[str, Any] | None:
+        return next((r for r in self.rows.values() if r["auto"]), None)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One record of another kind: a check's result, a row of overhead, a model's step, a measured
+    roof, a table of constants.
+    """
+
+    source: Source
+    kind: str
+    op: str
+    case: str
+    data: dict[str, Any]
+
+
+@dataclass
+class Folder:
+    """A folder of results.   complete: None where its files do not say.   units: of a suite, by
+    name.
+    """
+
+    name: str
+    kind: str
+    sources: list[Source] = field(default_factory=list)
+    complete: bool | None = None
+    units: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Raw:
+    """Everything that was found."""
+
+    groups: list[Group] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    folders: list[Folder] = field(default_factory=list)
+
+    def of(self, kind: str, device: tuple[str, str] | None = None) -> list[Entry]:
+        return [e for e in self.entries if e.kind == kind and device in (None, e.source.device)]
+
+    def devices(self) -> list[tuple[str, str]]:
+        """(device type, name), that with the newest result first. Tables of constants are not
+        results.
+        """
+        found: dict[tuple[str, str], tuple] = {}
+        for source in [s for f in self.folders for s in f.sources]:
+            found[source.device] = max(found.get(source.device, source.age), source.age)
+        return sorted(found, key=lambda d: (found[d], d), reverse=True)
+
+
+T = TypeVar("T", Group, Entry)
+
+
+def newest(found: Iterable[T], key: Callable[[T], Hashable]) -> dict[Hashable, T]:
+    """By key the one with the newest date, in the order in which the keys are first met."""
+    chosen: dict[Hashable, T] = {}
+    for each in found:
+        k = key(each)
+        if k not in chosen or each.source.age > chosen[k].source.age:
+            chosen[k] = each
+    return chosen
+
+
+# ---- one file
+
+
+def _check(document: Any, *fields: str) -> None:
+    """Raises ValueError unless it is an object of this schema with these fields."""
+    if not isinstance(document, dict) or document.get("schema") != report.SCHEMA:
+        found = document.get("schema") if isinstance(document, dict) else type(document).__name__
+        raise ValueError(f"schema must be {report.SCHEMA}, got {found!r}")
+    for name in fields:
+        if name not in document:
+            raise ValueError(f"has no {name!r}")
+
+
+def _source(meta: dict[str, Any], path: str, folder: str) -> Source:
+    source = Source(folder, path, meta)
+    for name in ("device_type", "device", "date"):
+        if not isinstance(meta.get(name), str):
+            raise ValueError(f"meta has no {name!r}")
+    _ = source.when  # a date that is none is this file's fault, not the page's
+    return source
+
+
+def _groups(document: dict[str, Any], source: Source) -> Iterator[Group]:
+    report.check(document["rows"])
+    found: dict[tuple[str, str, str], dict[str, dict]] = {}
+    for r in document["rows"]:
+        for figures in filter(None, (r[p] for p in report.PASSES)):
+            if not all(figures[f"{q}_ms"] > 0 for q in ("median", "p20", "p80")):
+                raise ValueError(f"{' '.join(report.key(r))}: a time must be positive")
+        found.setdefault((r["op"], r["case"], r["dtype"]), {})[r["provider"]] = r
+    for name, rows in found.items():
+        yield Group(source, *name, rows, document["roofline"])
+
+
+def _check_result(result: dict[str, Any]) -> dict[str, Any]:
+    """A result of a check with every field. Raises KeyError or ValueError."""
+    if result["status"] not in CHECK_STATUSES:
+        raise ValueError(f"status must be one of {CHECK_STATUSES}, got {result['status']!r}")
+    tensors = [
+        {"name": t["name"], "share": _share(t["error"], t["budget"])}
+        for t in result.get("tensors", ())
+    ]
+    return {
+        "implementation": result["implementation"],
+        "dtype": result["dtype"],
+        "status": result["status"],
+        "reason": result.get("reason"),
+        "tensors": tensors,
+    }
+
+
+def _share(error: float | None, budget: float) -> float:
+    """Error over its budget. JSON has no infinity: an infinite error is written as null."""
+    if error is None:
+        return math.inf
+    return error / budget if budget else (math.inf if error else 0.0)
+
+
+def _overhead(document: dict[str, Any], source: Source) -> Iterator[Entry]:
+    for r in document["rows"]:
+        data = {
+            "implementation": r["implementation"],
+            "dtype": r["dtype"],
+            "grad": bool(r["grad"]),
+            "us": {level: t and float(t["median"]) for level, t in r["us"].items()},
+            "overhead_us": r["overhead_us"],
+            "errors": dict(r["errors"]),
+        }
+        yield Entry(source, "overhead", r["op"], r["case"], data)
+
+
+TIMES = ("median_ms", "p20_ms", "p80_ms")
+ERRORS = ("loss_error", "gradient_error", "worst_gradient_error")
+
+
+def _end_to_end(document: dict[str, Any], source: Source) -> Iterator[Entry]:
+    for r in document["rows"]:
+        data = {
+            "dtype": r["dtype"],
+            "provider": r["provider"],
+            **{n: float(r[n]) for n in (*TIMES, *ERRORS)},
+            "peak_mib": None if r["peak_mib"] is None else float(r["peak_mib"]),
+        }
+        if not all(data[n] > 0 for n in TIMES):
+            raise ValueError(f"{r['case']} {r['dtype']} {r['provider']}: a time must be positive")
+        yield Entry(source, "end_to_end", "", r["case"], data)
+
+
+# ---- one folder
+
+
+def _read_folder(raw: Raw, path: pathlib.Path) -> None:
+    folder = Folder(path.name, "other")
+    raw.folders.append(folder)
+    folder.files = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+    documents = list(store.read(path))
+    for name, file, document in documents:
+        with _naming(file, name):
+            folder.sources.append(_read_document(raw, folder, name, document))
+    if documents:
+        # A suite that was killed before it could sum up has no document of its own.
+        folder.kind = next(
+            (
+                a
+                for n, _, d in documents
+                if n == store.SUMMARY
+                for a in d["meta"].get("argv", ())[:1]
+            ),
+            "suite",
+        )
+        folder.complete = folder.complete if documents[0][0] == store.SUMMARY else False
+    elif (file := path / END_TO_END).exists():
+        folder.kind = "end to end"
+        with _naming(file):
+            document = store.parse(file.read_text())
+            _check(document, "meta", "rows")
+            source = _source(document["meta"], f"{path.name}/{END_TO_END}", path.name)
+            raw.entries += _end_to_end(document, source)
+            folder.sources.append(source)
+    elif path.name.startswith("training-"):
+        folder.kind = "training"
+
+
+@contextlib.contextmanager
+def _naming(file: pathlib.Path, unit: str | None = None) -> Iterator[None]:
+    """Names the file, and the unit, in what its content raises."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        said = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        where = f"{file}: {unit}" if unit else str(file)
+        raise ValueError(f"{where}: {said}") from error
+
+
+def _read_document(raw: Raw, folder: Folder, name: str, document: Any) -> Source:
+    """Takes one document of a suite into `raw`; returns where it comes from."""
+    stage = name.partition("/")[0]
+    _check(document, "meta", *FIELDS.get(stage, ()))
+    source = _source(document["meta"], f"{folder.name}/{name}", folder.name)
+    if name == store.SUMMARY:
+        complete, units = document["complete"], document["units"]
+        folder.complete = complete if complete is None else bool(complete)
+        folder.units = {
+            n: {"status": u["status"], "reason": u.get("reason")} for n, u in units.items()
+        }
+        return source
+    # A unit that could not be made says why; a newer one that could be made takes that back.
+    raw.entries.append(Entry(source, "unit", "", name, {"error": document.get("error")}))
+    if stage in ("time", "goals"):
+        raw.groups += _groups(document, source)
+    elif stage == "overhead":
+        raw.entries += _overhead(document, source)
+    elif stage in CHECKS:
+        op, case = document["op"], document["case"]
+        raw.entries += [
+            Entry(source, stage, op, case, _check_result(r)) for r in document["results"]
+        ]
+    if roof := document.get("roofline"):
+        data = {
+            "copy": float(roof["copy_bytes_per_second"]),
+            "flops": {d: float(f) for d, f in roof["flops_per_second"].items()},
+        }
+        raw.entries.append(Entry(source, "roofline", "", "", data))
+    return source
+
+
+def _read_tuned(raw: Raw, path: pathlib.Path) -> None:
+    document = tuning.read(path)
+    with _naming(path):
+        for launch, entries in document["launches"].items():
+            for e in (
+                entries
+            ):  # a table is written to again and again: each entry says when and from what
+                meta = {
+                    "threads": None,
+                    "argv": [],
+                    **e,
+                    "device": document["device"],
+                    "device_type": document["device_type"],
+                }
+                data = {n: e[n] for n in ("config", "heuristic", "median_us", "heuristic_us")}
+                raw.entries.append(
+                    Entry(
+                        _source(meta, f"{path.parent.name}/{path.name}", path.parent.name),
+                        "tuned",
+                        path.stem,
+                        launch,
+                        data,
+                    )
+                )
+
+
+def read(results: pathlib.Path, tuned: pathlib.Path | None = None) -> Raw:
+    """Every folder of `results`, and every table of `tuned`. Raises ValueError, naming the
+    file, for a broken one.
+    """
+    if not results.is_dir():
+        raise ValueError(f"{results}: no such folder")
+    raw = Raw()
+    for folder in sorted(p for p in results.iterdir() if p.is_dir()):
+        _read_folder(raw, folder)
+    for path in sorted(tuned.glob("*/*.json")) if tuned else ():
+        _read_tuned(raw, path)
+    return raw

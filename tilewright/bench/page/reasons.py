@@ -1,0 +1,76 @@
+"""Says why `auto` is behind in a case: by the measurement and bench_results/reasons.toml."""
+
+from __future__ import annotations
+
+import fnmatch
+import pathlib
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.bench import report
+from tilewright.bench.page.comparisons import Pair
+from tilewright.bench.page.text import number
+
+NO_REASON = "no reason known yet"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One entry of reasons.toml: glob patterns, and the sentence. A pattern that is not given
+    fits all.
+    """
+
+    reason: str
+    op: str = "*"
+    case: str = "*"
+    dtype: str = "*"
+    against: str = "*"
+    device: str = "*"
+
+    def fits(self, p: Pair) -> bool:
+        named = {
+            "op": p.group.op,
+            "case": p.group.case,
+            "dtype": p.group.dtype,
+            "against": p.other["provider"],
+            "device": p.group.source.device[1],
+        }
+        return all(fnmatch.fnmatchcase(value, getattr(self, name)) for name, value in named.items())
+
+
+def read_reasons(path: pathlib.Path) -> list[Reason]:
+    """The entries, the first that fits counts; [] without a file. Raises ValueError for a
+    malformed one.
+    """
+    if not path.exists():
+        return []
+    try:
+        document = tomllib.loads(path.read_text())
+        if unknown := set(document) - {"reason"}:
+            raise ValueError(f"unknown {sorted(unknown)}; it holds [[reason]] entries")
+        found = [Reason(**entry) for entry in document.get("reason", [])]
+        for entry in found:
+            if not all(isinstance(v, str) and v.strip() for v in vars(entry).values()):
+                raise ValueError(f"every value must be a string, got {vars(entry)}")
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return found
+
+
+def why(p: Pair, reasons: Sequence[Reason]) -> str:
+    """What was measured to be so, then what is known."""
+    said = []
+    if p.overlap:
+        ranges = " and ".join(_range(r[p.which]) for r in (p.auto, p.other))
+        said.append(f"Within spread: p20 to p80 overlap ({ranges} ms).")
+    if report.beyond(p.other):
+        said.append("It breaks the numerics contract, and is timed within the slack for baselines.")
+    if found := next((r.reason for r in reasons if r.fits(p)), None):
+        said.append(found)
+    return " ".join(said) if said and (p.overlap or found) else " ".join([*said, NO_REASON])
+
+
+def _range(figures: dict[str, Any]) -> str:
+    return f"{number(figures['p20_ms'])} to {number(figures['p80_ms'])}"

@@ -1,0 +1,95 @@
+"""What a peer is, and what its adapters share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from tilewright import platform
+from tilewright.ops.activation import Gate
+
+
+class Unsupported(Exception):
+    """The peer has no such variant of the op; the message says what it lacks."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library that has some of the ops.
+
+    distribution: its name at the package index, whose version goes into a result.
+    missing: device type -> None, or the sentence that says why it cannot run on that device type
+    here.
+    ops: op name -> a function with the arguments of the op's public function, or fewer that it
+    raises Unsupported for.
+    consumes: names of the ops whose inputs it overwrites; it is then given its own.
+    elsewhere: other distributions that are the same peer, taken if `distribution` is not installed.
+    """
+
+    distribution: str
+    missing: Callable[[str], str | None]
+    ops: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    consumes: frozenset[str] = frozenset()
+    elsewhere: tuple[str, ...] = ()
+
+    def why_not(self, op_name: str, device: str) -> str | None:
+        """None if the peer can run the op on such a device here, else the reason."""
+        if op_name not in self.ops:
+            return f"{self.distribution} has no such op, or none with this meaning"
+        return self.missing(device)
+
+    def installed(self) -> tuple[str, str] | None:
+        """The distribution that is installed, and its version."""
+        for name in (self.distribution, *self.elsewhere):
+            if found := version_of(name):
+                return name, found
+        return None
+
+
+def version_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def on_cuda(peer: str, module: str, capability: int) -> Callable[[str], str | None]:
+    def missing(device):
+        if reason := platform.no_module(module):
+            return reason
+        if device != "cuda":
+            return f"{peer} takes CUDA tensors, not {device}"
+        return platform.no_cuda(capability)
+
+    return missing
+
+
+def only(peer: str, given: dict[str, Any], **defaults) -> None:
+    """Raises Unsupported if an option is set to something else than the only value that the
+    peer has.
+    """
+    for name, value in given.items():
+        tensor = isinstance(value, torch.Tensor)
+        if tensor or name not in defaults or value != defaults[name]:
+            raise Unsupported(f"{peer} does not take {name}" + ("" if tensor else f"={value!r}"))
+
+
+PLAIN_LOSS = {
+    "token_weight": None,
+    "num_tokens": None,
+    "return_lse": False,
+    "return_entropy": False,
+    "return_argmax": False,
+    "group": None,
+    "fp32_logits": False,
+}
+
+
+def dense(peer: str, weight: Any, more: dict[str, Any]) -> None:
+    if not isinstance(weight, torch.Tensor):
+        raise Unsupported(f"{peer} does not take quantised experts")
+    only(peer, more, noise=None, gate_up_bias=None, down_bias=None, gate=Gate())

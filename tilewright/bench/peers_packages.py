@@ -1,0 +1,102 @@
+"""Experts of transformers, NF4 of bitsandbytes and NVFP4 of torchao, called with the arguments of
+tilewright's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from types import SimpleNamespace
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tilewright import platform
+from tilewright.bench.peer import Unsupported, dense, only
+
+
+def experts_of_transformers(name):
+    def moe_mlp(x, gate_up_proj, down_proj, expert_index, expert_weight, **more):
+        dense("transformers", gate_up_proj, more)
+        qwen = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+        # What its functions read of a module; to make one would draw weights.
+        experts = SimpleNamespace(
+            gate_up_proj=gate_up_proj,
+            down_proj=down_proj,
+            num_experts=gate_up_proj.shape[0],
+            act_fn=torch.nn.functional.silu,
+            config=SimpleNamespace(_experts_implementation=name),
+            has_gate=True,
+            has_bias=False,
+            has_post_expert_norm=False,
+            is_transposed=False,
+            is_concatenated=True,
+            _is_expert_parallel=False,
+        )
+        experts._apply_gate = functools.partial(qwen.Qwen3MoeExperts._apply_gate, experts)
+        return qwen.Qwen3MoeExperts.forward(experts, x, expert_index, expert_weight)
+
+    return moe_mlp
+
+
+def no_transformers(device: str) -> str | None:
+    return platform.no_module("transformers")
+
+
+_states: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def bitsandbytes_quantize_nf4(x, *, double_quant=False, block_size=64):
+    from bitsandbytes.functional import quantize_4bit
+
+    data, state = quantize_4bit(
+        x, blocksize=block_size, quant_type="nf4", compress_statistics=double_quant
+    )
+    return (
+        data.view(-1),
+        state.absmax,
+        *((state.state2.absmax, state.offset) if double_quant else ()),
+    )
+
+
+def bitsandbytes_dequantize_nf4(q, *, dtype=None, **more):
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    only("bitsandbytes", more, noise=None)
+    if q.data not in _states:  # a layer keeps it
+        stored = q.to_safetensors("w")
+        _states[q.data] = QuantState.from_dict(
+            {k.removeprefix("w."): t for k, t in stored.items() if k != "w"}, device=q.data.device
+        )
+        # As one row: where a row is no multiple of a block, its kernel for AVX-512 takes the wrong
+        # blocks' scales.
+        _states[q.data].shape = torch.Size([math.prod(q.shape)])
+    state = _states[q.data]
+    state.dtype = q.dtype if dtype is None else dtype
+    return dequantize_4bit(q.data[:, None], state).view(q.shape)
+
+
+def _torchao_nvfp4(rows):
+    if rows.dim() != 2 or rows.shape[1] % 16:
+        raise Unsupported(
+            f"torchao takes matrices whose width is a multiple of 16, not {list(rows.shape)}"
+        )
+    return importlib.import_module("torchao.prototype.mx_formats.nvfp4_tensor")
+
+
+def torchao_quantize_nvfp4(x, *, square=False, global_scale=None, **more):
+    only("torchao", {"square": square, **more}, square=False, seed=None, hadamard=None)
+    module = _torchao_nvfp4(x)
+    if global_scale is None:
+        global_scale = module.per_tensor_amax_to_scale(x.abs().max())
+    scale, data = module.nvfp4_quantize(x, 16, global_scale)
+    return data, scale, global_scale
+
+
+def torchao_dequantize_nvfp4(q, *, dtype=None, **more):
+    only("torchao", more, noise=None)
+    module = _torchao_nvfp4(torch.empty(q.shape, device="meta"))
+    return module.NVFP4Tensor(
+        q.data, q.scale, 16, q.dtype if dtype is None else dtype, q.global_scale
+    ).dequantize()

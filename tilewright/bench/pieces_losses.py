@@ -1,0 +1,160 @@
+"""Pieces of losses: blocks of rows; the mean is over the rows of all."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.bench import piece
+from tilewright.bench.piece import Piece, Pieces, blocks, sample_of
+
+
+def _counted(kwargs, target):
+    """num_tokens of the whole call, which a piece does not know by itself."""
+    if kwargs.get("reduction", "mean") != "mean" or kwargs.get("num_tokens") is not None:
+        return {}
+    return {"num_tokens": max(1, int((target != kwargs.get("ignore_index", -100)).sum()))}
+
+
+def _per_row(kwargs):
+    return [n for n in ("token_weight",) if kwargs.get(n) is not None]
+
+
+def _loss_rows(kwargs, argument, V, eager=None, outputs=1):
+    """One row of logits after another; what is summed over rows is a loss, unless it is not
+    reduced.
+    """
+    target = kwargs["target"]
+    if (
+        kwargs.get("class_weight") is not None
+        or target.dim() != 1
+        or any(kwargs.get(n) for n in ("return_lse", "return_entropy", "return_argmax"))
+    ):
+        return None
+    rows = target.shape[0]
+    if rows * V <= piece.KEPT // 2:
+        return None
+    whole = outputs == 2 or kwargs.get("reduction", "mean") == "none"
+    other = {} if outputs == 2 else _counted(kwargs, target)
+    if kwargs.get("inplace"):
+        other = {**other, "inplace": False}
+    parts = [
+        Piece(
+            dict.fromkeys((argument, "target", *_per_row(kwargs)), (b,)),
+            dict.fromkeys(range(outputs), (b,)) if whole else {},
+            other=other,
+        )
+        for b in blocks(rows, max(1, piece.WORK // (2 * V)))
+    ]
+    shapes = dict.fromkeys(range(outputs), target.shape) if whole else {}
+    return Pieces(
+        shapes, parts, "blocks of rows", sample_of(parts, kwargs[argument].numel()), eager
+    )
+
+
+def cross_entropy(kwargs):
+    return _loss_rows(kwargs, "logits", kwargs["logits"].shape[-1])
+
+
+class _Head(torch.autograd.Function):
+    """x @ weight.t() in x's dtype with a weight that stays in its own, by blocks of the vocabulary;
+    the weight's gradient in x's dtype, of some of its rows.
+    """
+
+    @staticmethod
+    def forward(ctx, x, some, weight, rows):
+        ctx.save_for_backward(x, weight)
+        ctx.rows = rows
+        if weight.dtype == x.dtype:
+            return x @ weight.t()
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        for b in blocks(weight.shape[0], HEAD):
+            torch.mm(x, weight[b].to(x.dtype).t(), out=out[:, b])
+        return out
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        if weight.dtype == x.dtype:
+            dx = g @ weight
+        else:
+            dx = torch.zeros_like(x)
+            for b in blocks(weight.shape[0], HEAD):
+                dx.addmm_(g[:, b], weight[b].to(x.dtype))
+        return dx, g[:, ctx.rows].t() @ x, None, None
+
+
+HEAD = 2**14  # rows of the weight that are widened at a time
+
+
+def _of_rows(V):
+    """Which rows of a head's weight are looked at for their gradient: the last, where a tail is."""
+    return slice(max(0, V - HEAD // 4), V)
+
+
+def linear(loss):
+    """The loss of rows after rows, with one sample of the weight's rows for its gradient."""
+
+    def cut(kwargs):
+        weight = kwargs["weight"]
+        V = weight.shape[0]
+        plain = {
+            "x",
+            "weight",
+            "target",
+            "softcap",
+            "temperature",
+            "reduction",
+            "num_tokens",
+            "ignore_index",
+            "chunk_size",
+            "label_smoothing",
+            "z_loss",
+            "token_weight",
+        }
+        if kwargs.keys() - plain or not weight.requires_grad or kwargs["x"].dim() != 2:
+            return None
+        found = _loss_rows(kwargs, "x", V, loss, 2 if loss is logprob else 1)
+        if found is None:
+            return None
+        some = _of_rows(V)
+        parts = [
+            Piece(
+                {**p.inputs, "weight": (some,)},
+                p.outputs,
+                other={**p.other, "whole": weight.detach(), "some": some},
+            )
+            for p in found.parts
+        ]
+        what = f"blocks of rows, and the weight's gradient for its rows from {some.start} on"
+        return Pieces(found.shapes, parts, what, found.sample or frozenset(range(len(parts))), loss)
+
+    return cut
+
+
+def linear_cross_entropy(x, weight, target, *, whole, some, chunk_size=None, **options):
+    from tilewright.ops.cross_entropy import cross_entropy
+
+    return cross_entropy(
+        _Head.apply(x, weight, whole, some), target, **options, implementation="eager"
+    )
+
+
+def logprob(
+    x,
+    weight,
+    target,
+    *,
+    whole,
+    some,
+    chunk_size=None,
+    softcap=None,
+    temperature=1.0,
+    ignore_index=-100,
+):
+    z = _Head.apply(x, weight, whole, some)
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
+    log_p = z.log_softmax(-1)
+    kept = target != ignore_index
+    logprob = log_p.gather(1, target.where(kept, 0)[:, None])[:, 0]
+    return logprob.where(kept, 0.0), -(log_p.exp() * log_p).sum(-1).where(kept, 0.0)

@@ -1,0 +1,245 @@
+"""Stages that judge: the contract, CUDA graphs, large tensors, compute-sanitizer."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tilewright import registry
+from tilewright.bench import contract, run, sources, timing
+from tilewright.bench.providers import BASELINES
+from tilewright.bench.runner import Unit
+from tilewright.bench.stages.common import constants
+from tilewright.registry import Op, short
+
+
+def checks(
+    kind: str,
+    op: Op,
+    case: registry.Case,
+    device: str,
+    dtypes: Sequence[torch.dtype],
+    make,
+    limit: float = 180.0,
+) -> Unit:
+    """A unit whose document has "results": a status for each implementation and dtype."""
+    return Unit(
+        f"{kind}/{op.name}.{case.name}",
+        make,
+        {"op": op.name, "case": case.name, "results": []},
+        limit,
+        {"dtypes": [short(d) for d in dtypes], "constants": constants(op, device)},
+        raised,
+        sources.digest(op),
+    )
+
+
+def parity_unit(op: Op, case: registry.Case, device: str, dtypes: Sequence[torch.dtype]) -> Unit:
+    def make():
+        results = []
+        for dtype in dtypes:
+            mine = [i for i in op.implementations if i.name != "eager" and dtype in i.dtypes]
+            usable = [i for i in mine if i.why_not(device, dtype) is None]
+            results += [
+                result(i.name, dtype, "unavailable", i.why_not(device, dtype))
+                for i in mine
+                if i not in usable
+            ]
+            if usable:
+                results += parity_results(op, case, device, dtype, [i.name for i in usable])
+        return {"op": op.name, "case": case.name, "results": results}
+
+    return checks("parity", op, case, device, dtypes, make)
+
+
+def result(implementation, dtype, status, reason=None, tensors=()):
+    return {
+        "implementation": implementation,
+        "dtype": short(dtype),
+        "status": status,
+        "reason": reason,
+        "tensors": list(tensors),
+    }
+
+
+def parity_results(op, case, device, dtype, names) -> list[dict[str, Any]]:
+    """A result for each implementation: of each tensor the layout of upstream gradients with
+    the worst error.
+    """
+    worst: dict[str, dict[str, contract.Finding]] = {n: {} for n in names}
+    raised: dict[str, str] = {}
+    refused: dict[str, str] = {}  # variants that an implementation does not have, and says so
+    with contract.poisoned():
+        for seed, layout in enumerate(contract.LAYOUTS):
+            kwargs = case.make(device, dtype, seed)
+            by = contract.reference(op, kwargs, dtype, layout)
+            for name in names:
+                try:
+                    found = contract.judge(op, name, kwargs, by)
+                except registry.ImplementationUnavailable as error:
+                    refused[name] = str(error)
+                    continue
+                except Exception as error:
+                    timing.still_there(error, f"{name} {short(dtype)}")
+                    raised[name] = f"{layout} gradients: {timing.first_line(error)}"
+                    continue
+                for f in found:
+                    before = worst[name].get(f.name)
+                    if before is None or _share(f) > _share(before):
+                        worst[name][f.name] = f
+    results = []
+    for name in names:
+        broken = contract.broken(worst[name].values())
+        status = (
+            "error"
+            if name in raised
+            else "unavailable"
+            if name in refused
+            else "broken"
+            if broken
+            else "holds"
+        )
+        reason = raised.get(name) or refused.get(name) or "; ".join(map(str, broken)) or None
+        results.append(result(name, dtype, status, reason, map(tensor_entry, worst[name].values())))
+    return results
+
+
+def _share(f: contract.Finding) -> float:
+    return f.error / f.budget
+
+
+def tensor_entry(f: contract.Finding) -> dict[str, Any]:
+    # JSON has no infinity; a tensor that is missing or NaN is None.
+    def finite(x):
+        return x if math.isfinite(x) else None
+
+    return {
+        "name": f.name,
+        "error": finite(f.error),
+        "eager": finite(f.eager),
+        "budget": finite(f.budget),
+    }
+
+
+def check_unit(
+    kind: str,
+    op: Op,
+    case: registry.Case,
+    device: str,
+    dtypes: Sequence[torch.dtype],
+    check,
+    skip,
+    limit: float = 180.0,
+) -> Unit:
+    """A unit of findings without a reference: check(op, implementation, case, dtype) -> what is
+    beyond.
+
+    skip: (op, implementation, case) -> None, or why this one is not checked.
+    """
+
+    def make():
+        results = []
+        for impl in op.implementations:
+            for dtype in dtypes:
+                if dtype not in impl.dtypes or (impl.name == "eager" and kind == "big"):
+                    continue
+                if reason := skip(op, impl.name, case) or impl.why_not(device, dtype):
+                    results.append(result(impl.name, dtype, "unavailable", reason))
+                    continue
+                try:
+                    broken = check(op, impl.name, case, dtype)
+                except (
+                    registry.ImplementationUnavailable
+                ) as error:  # a variant that it does not have
+                    results.append(result(impl.name, dtype, "unavailable", str(error)))
+                    continue
+                except Exception as error:
+                    timing.still_there(
+                        error, f"{impl.name} {short(dtype)}"
+                    )  # must not be blamed on the next
+                    reason = timing.first_line(error)
+                    if (
+                        error.__context__ is not None
+                    ):  # a capture that fails ends with an error about its end
+                        reason += f" (after {timing.first_line(error.__context__)})"
+                    results.append(result(impl.name, dtype, "error", reason))
+                    continue
+                results.append(
+                    result(
+                        impl.name,
+                        dtype,
+                        "broken" if broken else "holds",
+                        "; ".join(map(str, broken)) or None,
+                    )
+                )
+                run.free(device, compiled=False)
+        return {"op": op.name, "case": case.name, "results": results}
+
+    return checks(kind, op, case, device, dtypes, make, limit)
+
+
+SANITIZERS = ("memcheck", "racecheck")
+
+
+def sanitize_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype) -> Unit:
+    """A call and its backward in a process of their own, under each of compute-sanitizer's
+    tools.
+    """
+    code = (
+        f"import torch; from tilewright.bench import contract; from tilewright.ops import OPS; "
+        f"op = OPS[{op.name!r}]; "
+        f"case = next(c for c in op.cases if c.name == {case.name!r} and 'contract' in c.tags); "
+        f"contract.run(op, 'auto', case.make({device!r}, torch.{short(dtype)}, 0)); "
+        f"torch.cuda.synchronize()"
+    )
+
+    def make():
+        program, results = shutil.which("compute-sanitizer"), []
+        for tool in SANITIZERS:
+            if program is None:
+                results.append(
+                    result(tool, dtype, "unavailable", "compute-sanitizer is not installed")
+                )
+                continue
+            said = subprocess.run(
+                [program, "--tool", tool, "--error-exitcode", "77", sys.executable, "-c", code],
+                capture_output=True,
+                text=True,
+            )
+            text = (said.stdout + said.stderr).strip()
+            status = {0: "holds", 77: "broken"}.get(said.returncode, "error")
+            results.append(result(tool, dtype, status, text[-2000:] if said.returncode else None))
+        return {"op": op.name, "case": case.name, "results": results}
+
+    return checks("sanitize", op, case, device, [dtype], make, limit=120.0)
+
+
+def _ours(document: dict[str, Any], kinds: Sequence[str]) -> Iterator[str]:
+    """What became of this library's implementations: not a peer that fails, nor what cannot run
+    here.
+    """
+    for r in document.get("results", ()):
+        if r["status"] in kinds and r["implementation"] not in BASELINES:
+            yield f"{r['implementation']} {r['dtype']}: {r['reason']}"
+    for r in document.get("rows", ()):
+        if r.get("status") in kinds and r["provider"] not in BASELINES:
+            yield f"{r['provider']}: {r['reason']}"
+
+
+def failures(document: dict[str, Any]) -> list[str]:
+    """What is this library's fault."""
+    return (
+        [document["error"]]
+        if document.get("error")
+        else list(_ours(document, ("broken", "failed", "error")))
+    )
+
+
+def raised(document: dict[str, Any]) -> bool:
+    return bool(document.get("error")) or any(_ours(document, ("error",)))

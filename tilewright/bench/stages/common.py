@@ -1,0 +1,43 @@
+"""What the stages of a suite share: dtypes, clocks, and what a result depends on."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from tilewright import platform
+from tilewright.bench import timing
+from tilewright.kernels import tuning
+from tilewright.registry import Op, short
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
+TIMED = (torch.bfloat16, torch.float32)
+BY_NAME = {short(d): d for d in (*DTYPES, torch.float64)}
+
+
+def threads(device: str) -> dict[str, Any]:
+    return {"threads": torch.get_num_threads()} if device == "cpu" else {}
+
+
+def constants(op: Op, device: str) -> list[list[Any]]:
+    """The tuned constants that this op's launches may be given on this device in place of the
+    heuristic's.
+    """
+    found = []
+    for t in dict.fromkeys(
+        t for i in op.implementations if i.why_not(device) is None for t in i.tunables()
+    ):
+        folder = platform.slug(platform.device_name(device))
+        found += [
+            [t.name, e["key"], e["config"]]
+            for e in tuning.table(folder, t.op).get(t.launch, ())
+            if set(e["key"]) == set(t.fields) and e["config"] != t.heuristic(**e["key"])
+        ]
+    return found
+
+
+@functools.cache  # a CUDA clock measures its own flush first
+def clock(device: str, sample_seconds: float) -> timing.CpuClock | timing.CudaClock:
+    return timing.clock(device, sample_seconds)

@@ -1,0 +1,156 @@
+"""The stage `ab`: open questions that two ways each can answer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tilewright import registry
+from tilewright.bench import contract, launches, pieces, report, run, timing
+from tilewright.bench.providers import Provider
+from tilewright.bench.runner import Unit
+from tilewright.bench.stages.checks import checks, result
+from tilewright.bench.stages.common import clock, threads
+from tilewright.bench.variants import Variant
+from tilewright.registry import Op
+
+
+def ab_unit(
+    asked: Sequence[Variant], op: Op, case: registry.Case, device: str, settings: run.Settings
+) -> Unit:
+    """The variants that this case decides, all interleaved: of both ways, each only if its contract
+    holds, the times, and which is faster beyond the spread.
+    """
+    dtype = torch.bfloat16
+
+    def make():
+        kwargs = case.make(device, dtype, run.SEED)
+        reference = contract.reference(op, kwargs, dtype, cut=pieces.of(op, kwargs))
+        results, tasks = [], {}
+        for variant in asked:
+            shared = {}
+            for way, what in variant.ways.items():
+                impl = implementation(variant, op, what, device)
+                status, reason, timed = _judged(variant, op, impl, kwargs, what, shared, reference)
+                if way == "other" and status in (
+                    "broken",
+                    "error",
+                ):  # an answer, and no fault: nothing goes this way
+                    status = "rejected"
+                results.append(
+                    result(impl.name, dtype, status, reason and f"{variant.name}: {way}: {reason}")
+                )
+                tasks |= {(variant.name, way, which): fn for which, fn in timed.items()}
+        del reference
+        run.free(device, compiled=False)
+        timings, errors = timing.interleave(
+            tasks,
+            clock(device, settings.sample_seconds),
+            rounds=settings.rounds,
+            max_seconds=settings.max_seconds,
+            seed=run.SEED,
+        )
+        tasks.clear()
+        run.free(device)
+        return {
+            "op": op.name,
+            "case": case.name,
+            "results": results,
+            "timed": [found for variant in asked for found in _verdicts(variant, timings)],
+            "not_timed": [f"{' '.join(key)}: {reason}" for key, reason in errors.items()],
+        }
+
+    unit = checks("ab", op, case, device, [dtype], make, 300.0)
+    options = {
+        **unit.options,
+        "ways": {v.name: v.ways for v in asked},
+        "settings": vars(settings),
+        **threads(device),
+    }
+    return replace(unit, options=options, blank={**unit.blank, "timed": []})
+
+
+def _judged(
+    variant: Variant,
+    op: Op,
+    impl: registry.Implementation,
+    kwargs: dict[str, Any],
+    what: Mapping[str, Any] | str,
+    shared: dict,
+    reference: contract.Reference,
+) -> tuple[str, str | None, dict[str, Any]]:
+    """A way's status, the reason, and what is timed of it, by pass."""
+    device, dtype = contract.leaves(kwargs)[0].device, torch.bfloat16
+    if reason := impl.why_not(device.type, dtype):
+        return "unavailable", reason, {}
+    try:
+        passes = run.passes(
+            Provider(impl.name, functools.partial(op.public, implementation=impl.name)),
+            contract.convert(kwargs, None) if kwargs.get("inplace") else kwargs,
+        )
+        goes: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if not isinstance(what, str):
+            tunable, key = next(
+                (t, k) for t, k in launches.asked_for(op, impl, kwargs) if t.name == variant.launch
+            )
+            config = {**tunable.heuristic(**tunable.named(key)), **what}
+            goes = tunable.override(device, key, config)
+            passes = {
+                tunable.which: launches.timed(tunable, key, config, device, passes, shared=shared)
+            }
+        with goes:
+            broken = contract.broken(contract.judge(op, impl.name, kwargs, reference))
+    except registry.ImplementationUnavailable as error:
+        return "unavailable", str(error), {}
+    except Exception as error:
+        timing.still_there(error, variant.name)
+        return "error", timing.first_line(error), {}
+    return ("broken", "; ".join(map(str, broken)), {}) if broken else ("holds", None, passes)
+
+
+def implementation(
+    variant: Variant, op: Op, what: Mapping[str, Any] | str, device: str
+) -> registry.Implementation:
+    """The one that a way names; or of those that have the launch the first that is usable here."""
+    if isinstance(what, str):
+        return op.implementation(what)
+    having = [i for i in op.implementations if any(t.name == variant.launch for t in i.tunables())]
+    return min(having, key=lambda i: i.why_not(device, torch.bfloat16) is not None)
+
+
+def _verdicts(
+    variant: Variant, timings: Mapping[tuple[str, ...], timing.Timing]
+) -> list[dict[str, Any]]:
+    """Of each pass that was timed both ways: microseconds, by how much the other way is faster (in
+    percent of its time), and which is faster by more than the spread: None if neither is.
+    """
+    found = []
+    for which in report.PASSES:
+        now, other = (timings.get((variant.name, way, which)) for way in variant.ways)
+        if now and other:
+            better = (
+                "other"
+                if timing.faster(other, now)
+                else "now"
+                if timing.faster(now, other)
+                else None
+            )
+            us = {
+                way: {n: getattr(t, n) * 1e6 for n in ("median", "p20", "p80")}
+                for way, t in zip(variant.ways, (now, other), strict=True)
+            }
+            found.append(
+                {
+                    "question": variant.name,
+                    "pass": which,
+                    **us,
+                    "faster_percent": 100 * (now.median / other.median - 1),
+                    "better": better,
+                }
+            )
+    return found

@@ -1,0 +1,114 @@
+"""Reads searches, and writes the tables of tuned constants from them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from tilewright import platform, selection
+from tilewright.bench import runner, sources, store
+from tilewright.kernels import tuning
+
+
+def crashed(path: pathlib.Path, meta: dict[str, Any]) -> list[list]:
+    """[launch, key, constants] of those that an earlier attempt with these sources did not
+    survive.
+    """
+    try:
+        before = json.loads(path.read_text())
+        if not runner.same(before, meta):
+            return []
+        return before["crashed"] + (
+            [before["trying"]] if before.get("error") and before["trying"] else []
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def key_of(entry: dict[str, Any]) -> tuple[str, str]:
+    return entry["launch"], json.dumps(entry["key"], sort_keys=True)
+
+
+def entries_in(out: pathlib.Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every entry found on this device with these sources and versions, oldest first, with when
+    and in which unit.
+    """
+    found, ops = [], selection.operations()
+    for path in out.glob("*.json"):
+        try:
+            document = json.loads(path.read_text())
+            op = ops.get(path.name.split(".")[0])
+            ours = runner.same(
+                document, meta if op is None else {**meta, "source": sources.digest(op)}
+            )
+        except (OSError, ValueError, KeyError, TypeError):  # postponed.json, or half of a file
+            continue
+        if ours:
+            made = document["meta"]
+            found += [
+                {
+                    **e,
+                    "unit": path.stem,
+                    "own": list(e),
+                    "date": made["date"],
+                    "commit": made.get("commit"),
+                    "dirty": made.get("dirty"),
+                    "versions": made["versions"],
+                }
+                for e in document.get("entries", ())
+            ]
+    return sorted(found, key=lambda e: e["date"])
+
+
+def write_tables(
+    out: pathlib.Path, tables: pathlib.Path, meta: dict[str, Any]
+) -> list[pathlib.Path]:
+    """Puts what was found into tables/<device>/<op>.json, beside entries for other keys that
+    are there.
+    """
+    device = meta["device"]
+    by_op: dict[str, dict[tuple[str, str], dict]] = {}
+    for entry in entries_in(out, meta):
+        op, launch = entry["launch"].split("/")
+        by_op.setdefault(op, {})[launch, key_of(entry)[1]] = entry
+    written = []
+    for op, entries in by_op.items():
+        path = tables / platform.slug(device) / f"{op}.json"
+        launches = tuning.read(path)["launches"] if path.exists() else {}
+        for (launch, _), entry in entries.items():
+            kept = [e for e in launches.get(launch, ()) if e["key"] != entry["key"]]
+            slim = {
+                k: v
+                for k, v in entry.items()
+                if k not in ("launch", "tried", "rejected", "unit", "own")
+            }
+            launches[launch] = sorted(
+                [*kept, slim], key=lambda e: json.dumps(e["key"], sort_keys=True)
+            )
+        store.write_json(
+            path,
+            {
+                "schema": tuning.SCHEMA,
+                "device": device,
+                "device_type": meta["device_type"],
+                "launches": dict(sorted(launches.items())),
+            },
+        )
+        written.append(path)
+    return written
+
+
+def table(entries: Sequence[dict[str, Any]]) -> str:
+    """What was found, a line a key: the gain over the heuristic, and the constants."""
+    lines = []
+    for e in entries:
+        key = " ".join(f"{k}={v}" for k, v in e["key"].items())
+        new = {k: v for k, v in e["config"].items() if v != e["heuristic"][k]}
+        gain = e["heuristic_us"] / e["median_us"] if e["median_us"] and e["heuristic_us"] else 1.0
+        lines.append(
+            f"{e['launch']:<32} {key:<44} {e['median_us'] or 0:10.1f} us  {gain:5.2f}x the heuristic  "
+            + (", ".join(f"{k}={v}" for k, v in new.items()) or "(the heuristic)")
+        )
+    return "\n".join(lines)
