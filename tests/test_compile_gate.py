@@ -611,10 +611,11 @@ def test_every_entry_of_every_table_is_compiled_for_every_architecture(tmp_path)
         return json.loads(run.stdout.splitlines()[-1])
 
     keys, failures = verdict({"BLOCK_D": 128, "BLOCK_T": 8, "num_warps": 8})
-    # Without noise and with it.
-    assert failures == [] and sorted(k.rsplit(" ", 1)[1] for k in keys) == sorted(
-        ["sm_100", "sm_120", "sm_90"] * 2
-    )
+    assert failures == [] and sorted(k.rsplit(" ", 1)[1] for k in keys) == [
+        "sm_100",
+        "sm_120",
+        "sm_90",
+    ]
     assert all(
         "some-gpu: D=128 itemsize=4 add=False; BLOCK_D=128 BLOCK_T=8 num_warps=8" in k for k in keys
     )
