@@ -143,6 +143,8 @@ class Compiler:
         )
         if getattr(spec, "undivided", False):
             text += f" undivided {_loop_reader()}"
+        if stack := getattr(spec, "stack", {}):
+            text += f" stack {sorted(stack.items())}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -437,18 +439,20 @@ BUDGETED = (
 )
 
 
-def problems(result: Result) -> list[str]:
-    """What is wrong with a kernel whatever its budget."""
+def problems(result: Result, spec: Any = None) -> list[str]:
+    """What is wrong with a kernel whatever its budget. spec: may accept bytes of stack."""
     f = result.facts
     if f is None:
         return [f"does not compile: {result.error}"]
     found = []
-    if f.spill or f.local:
+    stack = getattr(spec, "stack", {}).get(result.arch, 0)
+    accepted = not f.spill and f.local <= stack
+    if not accepted:
         found.append(
             f"spills {f.spill} bytes a thread, has {f.local} bytes of stack and local memory; "
             "accepted: 0"
         )
-    if f.local_instructions:
+    if f.local_instructions and not (accepted and f.local):
         found.append(
             f"has {f.local_instructions} loads and stores of local memory (LDL, STL); accepted: 0"
         )
@@ -546,7 +550,7 @@ def judge(
         f"{r.key}: {p}"
         for r in results
         for p in [
-            *problems(r),
+            *problems(r, specs[r.name]),
             *unmet(r, specs[r.name]),
             *(
                 []
@@ -723,7 +727,7 @@ def main(argv: list[str] | None = None) -> int:
             budgets = {key: b for key, b in (budgets or {}).items() if key not in stale}
             for r in mine:
                 if r.facts and budgeted(r.name):  # what fails is compiled again next time
-                    fails = problems(r) or unmet(r, specs[r.name])
+                    fails = problems(r, specs[r.name]) or unmet(r, specs[r.name])
                     facts = {
                         k: v for k, v in asdict(r.facts).items() if k in BUDGETED and v is not None
                     }

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels import activation_triton, launchers, rmsnorm_triton
+from tilewright.kernels.device import conversions
 from tilewright.kernels.hadamard_triton import TILE, butterflies, sign_mask, signed
 from tilewright.kernels.instructions_triton import (
     largest_magnitude,
@@ -27,7 +28,6 @@ from tilewright.kernels.quantize_triton import (
     E2M1,
     E4M3,
     block_fp8_quantize,
-    conversions,
     fp8_tile,
     nvfp4_tile,
     random_bits,
@@ -189,11 +189,12 @@ def _nvfp4_both(
 HIGH, WIDE = 64, 64
 
 
-def _nvfp4_warps(random: bool) -> int:
-    """16 elements a thread, and 8 where each has random bits: with 16, ptxas spills 4 bytes for
-    sm_120.
+def _nvfp4_tile(itemsize: int, random: bool) -> tuple[int, int]:
+    """Columns of a tile and warps. Rows of 128 bytes are read: of 64 float32 columns ptxas 12.9
+    spills 4 bytes for sm_100. 16 elements a thread, and 8 where each has random bits: with 16,
+    ptxas spills 4 bytes for sm_120.
     """
-    return 16 if random else 8
+    return 2 * WIDE // itemsize, (16 if random else 8) * 2 // itemsize
 
 
 def nvfp4_quantize_both(
@@ -206,8 +207,9 @@ def nvfp4_quantize_both(
     turned = x.new_empty((B, C, (R + 1) // 2), dtype=torch.uint8)
     turned_scale = x.new_empty((B, C, cdiv(R, 16)), dtype=torch.uint8)
     if x.numel():
+        most, warps = _nvfp4_tile(x.element_size(), seed is not None)
         high = min(HIGH, max(16, next_power_of_2(R)))
-        wide = min(WIDE, max(16, next_power_of_2(C)))
+        wide = min(most, max(16, next_power_of_2(C)))
         bands, tiles = cdiv(R, high), cdiv(C, wide)
         launch(
             _nvfp4_both,
@@ -230,7 +232,7 @@ def nvfp4_quantize_both(
             WIDE=wide,
             RANDOM=random_kind(seed, R, C),
             HARDWARE=conversions(x.device),
-            num_warps=_nvfp4_warps(seed is not None),
+            num_warps=warps,
         )
     return data, scale, turned, turned_scale
 
@@ -937,6 +939,7 @@ def nvfp4_gate() -> list[KernelSpec]:
         }
         for tall in (1, 16):
             for random in (False, True):
+                wide, warps = _nvfp4_tile(2 if d == "bf16" else 4, random)
                 label = f"nvfp4 quantize both {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
                 for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
                     found.append(
@@ -947,14 +950,14 @@ def nvfp4_gate() -> list[KernelSpec]:
                             {
                                 "TALL": tall,
                                 "HIGH": HIGH,
-                                "WIDE": WIDE,
+                                "WIDE": wide,
                                 "RANDOM": 2 * random,
                                 "HARDWARE": hardware,
                             },
-                            _nvfp4_warps(random),
+                            warps,
                             store=0,
                             divisible=("R", "C", "width", "turned_width"),
-                            elements=2 * HIGH * WIDE,
+                            elements=2 * HIGH * wide,
                             **archs,
                         )
                     )

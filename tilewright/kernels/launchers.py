@@ -157,8 +157,24 @@ def inverse(softcap: float) -> float:
     return 1.0 / softcap if softcap else 0.0
 
 
+class StatsGradient(NamedTuple):
+    """What the gradient of logits is made of: the statistics' inputs, results and gradients."""
+
+    target: torch.Tensor
+    class_weight: torch.Tensor | None
+    softcap: float
+    peak: torch.Tensor
+    log_sum: torch.Tensor
+    mean: torch.Tensor | None
+    g_log_sum: torch.Tensor
+    g_target: torch.Tensor
+    g_weighted: torch.Tensor | None
+    g_mean: torch.Tensor | None
+    scale: torch.Tensor | None
+
+
 def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
-    """backward, and backward_ in place, from launch(dlogits to write, logits, target, ...)."""
+    """backward, and backward_ in place, from launch(dlogits to write, logits, StatsGradient)."""
 
     def backward(
         logits: torch.Tensor,
@@ -175,9 +191,7 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
         scale: torch.Tensor | None,
     ) -> torch.Tensor:
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        launch(
-            dlogits,
-            logits,
+        given = StatsGradient(
             target,
             class_weight,
             softcap,
@@ -190,6 +204,7 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
             g_mean,
             scale,
         )
+        launch(dlogits, logits, given)
         return dlogits
 
     def backward_(
@@ -206,9 +221,7 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
         g_mean: torch.Tensor | None,
         scale: torch.Tensor | None,
     ) -> None:
-        launch(
-            logits,
-            logits,
+        given = StatsGradient(
             target,
             class_weight,
             softcap,
@@ -221,5 +234,6 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
             g_mean,
             scale,
         )
+        launch(logits, logits, given)
 
     return backward, backward_

@@ -21,13 +21,12 @@ magnitudes (a NaN is the largest), rounds and packs.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
 from tilewright.kernels import aqn_triton
+from tilewright.kernels.device import conversions
 from tilewright.kernels.hadamard_triton import butterflies, sign_mask, signed
 from tilewright.kernels.instructions_triton import largest_magnitude, widened
 from tilewright.kernels.launch import launch
@@ -210,17 +209,6 @@ def from_e2m1(both, HARDWARE: tl.constexpr):
         code = both.to(tl.int32)
         low, high = _from_e2m1(code & 15), _from_e2m1(code >> 4)
     return low, high
-
-
-@functools.cache
-def conversions(device: torch.device) -> int:
-    """What the GPU converts to and from by an instruction: 0 nothing, 1 e4m3, 2 e4m3 and e2m1. The
-    interpreter runs no PTX.
-    """
-    if device.type != "cuda":
-        return 0
-    capability = torch.cuda.get_device_capability(device)
-    return 2 if capability >= (10, 0) else 1 if capability >= (8, 9) else 0
 
 
 @triton.jit

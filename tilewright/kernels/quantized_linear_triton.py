@@ -18,9 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.device import conversions, dot_precision, large_shared_memory
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
-from tilewright.kernels.quantize_triton import E2M1, E4M3, conversions, from_e2m1, from_e4m3
+from tilewright.kernels.quantize_triton import E2M1, E4M3, from_e2m1, from_e4m3
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -274,7 +275,7 @@ def few_rows(
         ROWS=rows,
         GROUP=min(span, c["BLOCK_K"]),
         SPAN=span,
-        PRECISION=_precision(x),
+        PRECISION=dot_precision(x),
         BLOCK_T=tall,
         **c,
     )
@@ -300,10 +301,6 @@ _SUM_BLOCK = 1024
 
 def _block_t(T: int) -> int:
     return max(16, min(MOST_ROWS, next_power_of_2(T)))
-
-
-def _precision(t: torch.Tensor) -> str | None:
-    return "ieee" if t.dtype == torch.float32 else None  # tf32 would keep 10 bits
 
 
 _NAMES = ("fused", "BLOCK_N", "BLOCK_K", "SPLIT", "num_warps", "num_stages")
@@ -487,7 +484,7 @@ def fp8(
     out = torch.empty((T, N), dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    c = FP8.config(x.device, N, K, min(4096, next_power_of_2(T)), _large(x.device))
+    c = FP8.config(x.device, N, K, min(4096, next_power_of_2(T)), large_shared_memory(x.device))
     grid = cdiv(T, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"])
     launch(
         _fp8,
@@ -506,14 +503,6 @@ def fp8(
         **c,
     )
     return out
-
-
-@functools.cache
-def _large(device: torch.device) -> bool:
-    """Whether tensor cores read their factors from shared memory, of which a block may have 227
-    KiB.
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 _FP8_NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages")

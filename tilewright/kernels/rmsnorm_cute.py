@@ -21,6 +21,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from tilewright.kernels import cute as tw
 from tilewright.kernels import launchers
+from tilewright.kernels.device import multiprocessors
 from tilewright.kernels.spec import CuteSpec
 
 # Widest row of one block. Forward: 512 threads with 32 elements of x each. Backward also holds dy,
@@ -408,10 +409,7 @@ def _clusters(x: torch.Tensor, p: Plan, T: int) -> int:
     multiprocessor about 512 threads, with 128 registers each. Each also costs a row of dw to write
     and to add.
     """
-    multiprocessors = (
-        torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
-    )
-    blocks = multiprocessors * max(1, 512 // p.block)
+    blocks = multiprocessors(x.device) * max(1, 512 // p.block)
     return max(1, min(-(-T // p.rows), blocks // (p.cluster * p.H)))
 
 

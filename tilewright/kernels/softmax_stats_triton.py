@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels import launchers
+from tilewright.kernels.device import multiprocessors
 from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -47,10 +48,10 @@ def _forward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
 
 
 def _backward_heuristic(V: int, itemsize: int, plain: bool) -> dict:
-    """No sums are kept: 32 elements a thread, so 64 bytes of bf16 in flight, 53 registers. (8 warps
-    make ptxas spill 32 bytes in fp32 for sm_120.)
+    """No sums are kept. 16-bit logits: 16 elements a thread, as in the forward; with 32, ptxas 12.9
+    spills 4 bytes for sm_120. float32: 32 elements a thread; with 16, it spills 32 bytes there.
     """
-    return {"BLOCK": 4096, "num_warps": 4}
+    return {"BLOCK": 4096, "num_warps": 8 if itemsize == 2 else 4}
 
 
 def _backward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
@@ -711,11 +712,7 @@ def scale_(out: torch.Tensor, factor: torch.Tensor) -> None:
     n = out.numel()
     if n:
         # Four programs of eight warps fill a multiprocessor's bandwidth.
-        most = (
-            4 * torch.cuda.get_device_properties(out.device).multi_processor_count
-            if out.is_cuda
-            else 2
-        )
+        most = 4 * multiprocessors(out.device) if out.is_cuda else 2
         launch(
             _scale, (min(most, launchers.cdiv(n, SCALE_BLOCK.value)),), out, factor, n, num_warps=8
         )
@@ -795,23 +792,13 @@ def forward(
 
 
 def _launch_backward(
-    out,
-    logits,
-    target,
-    class_weight,
-    softcap,
-    peak,
-    log_sum,
-    mean,
-    g_log_sum,
-    g_target,
-    g_weighted,
-    g_mean,
-    scale,
-):
+    out: torch.Tensor, logits: torch.Tensor, given: launchers.StatsGradient
+) -> None:
     T, V = logits.shape
     if T == 0:
         return
+    target, class_weight, softcap, peak, log_sum, mean, *gradients, scale = given
+    g_log_sum, g_target, g_weighted, g_mean = gradients
     peel = peels(V, logits, out)
     plain = not (softcap or g_weighted is not None or g_mean is not None)
     c = BACKWARD.config(logits.device, V, logits.element_size(), plain)
