@@ -16,14 +16,14 @@ import triton.language as tl
 from tilewright.kernels import activation_triton, launchers, rmsnorm_triton
 from tilewright.kernels.device import conversions
 from tilewright.kernels.hadamard_triton import TILE, butterflies, sign_mask, signed
-from tilewright.kernels.instructions_triton import (
+from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
+from tilewright.kernels.math_triton import (
     largest_magnitude,
     reciprocal,
     rounded_to,
     widened,
 )
-from tilewright.kernels.launch import launch
-from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
 from tilewright.kernels.quantize_triton import (
     E2M1,
     E4M3,

@@ -28,9 +28,9 @@ import triton.language as tl
 from tilewright.kernels import aqn_triton
 from tilewright.kernels.device import conversions
 from tilewright.kernels.hadamard_triton import butterflies, sign_mask, signed
-from tilewright.kernels.instructions_triton import largest_magnitude, widened
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.math_triton import largest_magnitude, widened
 from tilewright.kernels.spec import KernelSpec
 
 TILE = 2048  # elements of a program that quantises

@@ -25,6 +25,7 @@ import triton.language as tl
 from tilewright.kernels import launchers
 from tilewright.kernels.device import multiprocessors
 from tilewright.kernels.launch import launch
+from tilewright.kernels.math_triton import tanh_and_derivative
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -69,29 +70,9 @@ FLOOR = tl.constexpr(-1024.0)
 
 
 @triton.jit
-def _tanh(x):
-    """tanh to 2 ulp, and its derivative 1 - tanh^2, which would cancel where tanh is near 1. Below
-    0.625 an odd polynomial (least maximum relative error, 4e-9, fitted to tanh(x) / x): 1 - 2q / (1
-    + q), q = exp(-2 |x|), would lose the low bits of a small x.
-    """
-    u = x * x
-    p = -5.704986862838268e-3
-    p = p * u + 2.063908614218235e-2
-    p = p * u - 5.373971536755762e-2
-    p = p * u + 1.3331441581249237e-1
-    p = p * u - 3.333328068256378e-1
-    near = x + x * u * p
-    size = tl.abs(x)
-    q = tl.exp2(-2.0 * 1.4426950408889634 * size)
-    h = q / (1.0 + q)
-    far = 1.0 - 2.0 * h
-    return tl.where(size < 0.625, near, tl.where(x < 0.0, -far, far)), 4.0 * h * (1.0 - h)
-
-
-@triton.jit
 def _capped(x, softcap, inverse, CAPPED: tl.constexpr):
     if CAPPED:
-        t, _ = _tanh(x * inverse)
+        t, _ = tanh_and_derivative(x * inverse)
         x = softcap * t
     return x
 
@@ -462,7 +443,7 @@ def _gradient(
 ):
     slope = x
     if CAPPED:
-        t, slope = _tanh(x * inverse)
+        t, slope = tanh_and_derivative(x * inverse)
         x = softcap * t
     below = x - peak
     p = tl.exp2(below * LOG2E - log_sum * LOG2E)  # one FMA an element, and log_sum is small
