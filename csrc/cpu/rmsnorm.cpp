@@ -123,7 +123,7 @@ std::tuple<Tensor, Tensor, Tensor> add_rmsnorm_forward(Tensor x, Tensor residual
   return forward(x, residual, weight, bias, eps, offset, round_xhat);
 }
 
-// x: what was normalised (for add + RMSNorm, the sum). dsum: gradient that arrives at the sum directly.
+// x: what was normalized (for add + RMSNorm, the sum). dsum: gradient that arrives at the sum directly.
 std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Tensor> dsum, Tensor x, Tensor rstd,
                                                     Tensor weight, double offset, bool round_xhat, bool has_bias) {
   const Norm n = describe(x, weight, 0, round_xhat);

@@ -1,4 +1,4 @@
-// The rows of RMSNorm, for the op and for the quantisation behind it. The definition is tilewright/ops/rmsnorm.py.
+// The rows of RMSNorm, for the op and for the quantization behind it. The definition is tilewright/ops/rmsnorm.py.
 #pragma once
 
 #include <algorithm>
@@ -10,10 +10,10 @@ namespace tw {
 struct Norm {
   int64_t D, H;
   double eps;
-  bool round_xhat;  // llama: the normalised row is rounded to x's dtype before the weight is applied
+  bool round_xhat;  // llama: the normalized row is rounded to x's dtype before the weight is applied
 };
 
-// One function for all that call it: inlined, or cloned for some arguments, it may be vectorised in another way, and its
+// One function for all that call it: inlined, or cloned for some arguments, it may be vectorized in another way, and its
 // sums would be others in the last bit.
 template <class T, class R>
 __attribute__((noinline, noclone)) void forward_rows(int64_t begin, int64_t end, const T* x, const R* residual, const float* w,

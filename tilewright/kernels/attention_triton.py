@@ -775,7 +775,7 @@ def _tiles(cu_seqlens, batch, rows, block):
 
 
 def empty_rows(t: torch.Tensor) -> torch.Tensor:
-    """Uninitialised [B, H, S, D], in memory [B, S, H, D]: what a projection reads."""
+    """Uninitialized [B, H, S, D], in memory [B, S, H, D]: what a projection reads."""
     B, H, S, D = t.shape
     return t.new_empty(B, S, H, D).transpose(1, 2)
 

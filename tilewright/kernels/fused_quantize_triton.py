@@ -1,9 +1,9 @@
-"""Quantisation in Triton with something else in the same pass over memory: the transpose, the
+"""Quantization in Triton with something else in the same pass over memory: the transpose, the
 largest magnitude of a Hadamard transform, silu(gate) * up, RMSNorm, add + RMSNorm. The definitions
 are tilewright/ops/{nvfp4,block_fp8,mxfp8,fused_quantize}.py. A kernel tells MXFP8 by its scales,
 which are bytes.
 
-What is quantised is first rounded to the inputs' dtype, where the op by itself would round it: the
+What is quantized is first rounded to the inputs' dtype, where the op by itself would round it: the
 bytes are those of the two ops one after the other.
 """
 
@@ -91,7 +91,7 @@ def _nvfp4_put(
     RANDOM: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Quantises the tile x at (row0, column0) of a matrix whose first row is number `first` of
+    """Quantizes the tile x at (row0, column0) of a matrix whose first row is number `first` of
     all.
     """
     if RANDOM:
@@ -258,7 +258,7 @@ def _block_fp8_put(
     RANDOM: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Quantises the tile x at (row0, column0) of a matrix whose first row of blocks is number
+    """Quantizes the tile x at (row0, column0) of a matrix whose first row of blocks is number
     `first` of all.
     """
     if RANDOM:
@@ -644,7 +644,7 @@ def silu_mul_quantize(
 
 
 @triton.jit
-def _quantise_rows(
+def _quantize_rows(
     y,
     at,
     mask,
@@ -689,7 +689,7 @@ def _columns(ptr, c, D, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _normalised(
+def _normalized(
     x,
     rstd,
     w_ptr,
@@ -723,7 +723,7 @@ def _normalised(
 
 @triton.jit
 def _summed(x_ptr, residual_ptr, sum_ptr, at, mask, STORE: tl.constexpr):
-    """What is normalised, float32: x, or its sum with the residual, rounded to the residual's
+    """What is normalized, float32: x, or its sum with the residual, rounded to the residual's
     dtype.
     """
     x = widened(tl.load(x_ptr + at, mask=mask, other=0.0))
@@ -764,7 +764,7 @@ def _rmsnorm_quantize(
     HARDWARE: tl.constexpr,
 ):
     """rmsnorm_triton._forward, whose sums and order of operations it keeps, and the
-    quantisation of its rows.
+    quantization of its rows.
     """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = tl.program_id(1)
@@ -777,7 +777,7 @@ def _rmsnorm_quantize(
         at = row[:, None] * D + cols[None, :]
         x = _summed(x_ptr, residual_ptr, sum_ptr, at, mask, True)
         rstd = reciprocal(tl.sqrt(tl.sum(x * x, axis=1) / D + eps))
-        y = _normalised(
+        y = _normalized(
             x,
             rstd,
             w_ptr,
@@ -794,7 +794,7 @@ def _rmsnorm_quantize(
             ROUND_XHAT,
             KEEP,
         )
-        _quantise_rows(
+        _quantize_rows(
             y, at, mask, data_ptr, inverse_ptr, row, in_t, 0, D, key, BLOCK, RANDOM, HARDWARE
         )
     else:
@@ -810,7 +810,7 @@ def _rmsnorm_quantize(
             mask = in_t[:, None] & (c < D)[None, :]
             at = row[:, None] * D + c[None, :]
             x = _summed(x_ptr, residual_ptr, sum_ptr, at, mask, False)
-            y = _normalised(
+            y = _normalized(
                 x,
                 rstd,
                 w_ptr,
@@ -827,7 +827,7 @@ def _rmsnorm_quantize(
                 ROUND_XHAT,
                 KEEP,
             )
-            _quantise_rows(
+            _quantize_rows(
                 y,
                 at,
                 mask,
@@ -865,7 +865,7 @@ def rmsnorm_quantize(
     mx: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [.., D] -> bytes of codes [rows, D], inverse scales [rows, ceil(D / 128)] (mx: bytes of
-    scales [rows, ceil(D / 32)]), what was quantised [rows, D], or [0, D] unless it is to be kept,
+    scales [rows, ceil(D / 32)]), what was quantized [rows, D], or [0, D] unless it is to be kept,
     and the sum with the residual [rows, D], or [0, D] without one. With the constants of rmsnorm's
     launch, or of add_rmsnorm's, which decide the order of its sums.
     """
@@ -1113,7 +1113,7 @@ _WIDTHS = (
     16384,
     65536,
 )  # of which a program has several rows, one, and a part of one
-# x and weight, whether there is a bias, whether the normalised row is rounded, random rounding,
+# x and weight, whether there is a bias, whether the normalized row is rounded, random rounding,
 # whether it is kept.
 _NORMS = (
     ("bf16", "bf16", False, True, False, False),
@@ -1131,7 +1131,7 @@ def rmsnorm_gate() -> list[KernelSpec]:
 
 
 def add_rmsnorm_gate() -> list[KernelSpec]:
-    """The residual in x's dtype, and in float32 where the normalised row is not rounded then;
+    """The residual in x's dtype, and in float32 where the normalized row is not rounded then;
     MXFP8.
     """
     return [

@@ -43,8 +43,8 @@ def sizes(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:
     return (x.numel() // (D * H) if x.numel() else 0), H, D
 
 
-def normalised(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Uninitialised y, x + residual (None without one) and rstd."""
+def normalized(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Uninitialized y, x + residual (None without one) and rstd."""
     total = None if residual is None else torch.empty_like(residual)
     return (
         torch.empty_like(x),
@@ -55,7 +55,7 @@ def normalised(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Te
 
 def rmsnorm_forwards(launch: Callable) -> tuple[Callable, Callable]:
     """forward and add_forward from launch(x, residual or None, weight, ...) -> what
-    `normalised` returns, filled.
+    `normalized` returns, filled.
     """
 
     def forward(
@@ -142,7 +142,7 @@ class Found(NamedTuple):
 def statistics(
     logits: torch.Tensor, smooth: bool, entropy: bool, argmax: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Uninitialised peak, log_sum, target, weighted, mean and argmax, [T] each. Those that were not
+    """Uninitialized peak, log_sum, target, weighted, mean and argmax, [T] each. Those that were not
     asked for are empty.
     """
 

@@ -3,7 +3,7 @@ k, and rotary embedding. The definition is tilewright/ops/qk_norm_rope.py.
 
 qkv is [B, S, (HQ + 2 HK) D]: a token's heads lie next to each other. A program takes a token: some
 heads of q at a time, then of k, so that the table row is read once; each head is in registers from
-its load to its store, as the two halves (or neighbours) that are rotated into each other and what
+its load to its store, as the two halves (or neighbors) that are rotated into each other and what
 is not rotated. Sums are fp32. The weights' gradients are kept by each program over the tokens that
 it walks through, and added in fixed order: no atomics, the same bits every run on one kind of
 device.

@@ -1,4 +1,4 @@
-"""Products with quantised weights in Triton. The definitions are in
+"""Products with quantized weights in Triton. The definitions are in
 tilewright/ops/quantized_linear.py.
 
     _few_rows    y = x w^T for few rows of x: codes become numbers in registers, on their way to the
@@ -201,7 +201,7 @@ def _sum_pieces(
 
 
 def constants(x: torch.Tensor, format: str, N: int, block: list[int]) -> dict | None:
-    """What `few_rows` is launched with, or None where the weight should be dequantised: many rows,
+    """What `few_rows` is launched with, or None where the weight should be dequantized: many rows,
     or scales that change within what the kernel takes at a time.
     """
     T, K = x.shape
@@ -233,9 +233,9 @@ def few_rows(
     """y [T, N] = x w^T + bias from x [T, K] and the codes and scales of w [N, K]. T, N and K are
     not 0.
 
-    data, scale: bytes; of NF4 and block FP8 without double quantisation, scale is float32.
+    data, scale: bytes; of NF4 and block FP8 without double quantization, scale is float32.
         nested, table, extra: nested_absmax, the 256 values of the codes of scales, and the offset,
-        of double quantisation; extra is also NVFP4's global scale.   values: of NF4's 16 codes.
+        of double quantization; extra is also NVFP4's global scale.   values: of NF4's 16 codes.
         config: from `constants`.
     """
     T, K = x.shape
@@ -308,7 +308,7 @@ _BLOCKS = 264  # two for each of an H200's multiprocessors
 
 
 def _heuristic(format: int, N: int, K: int, itemsize: int, rows: int) -> dict:
-    """Not measured on a GPU; `bench tune` searches it. Dequantising writes and reads two bytes an
+    """Not measured on a GPU; `bench tune` searches it. Dequantizing writes and reads two bytes an
     element beside the half byte (NF4, NVFP4) that both ways read: eight times the traffic, and
     three kernels. In registers the numbers are made once more for each 64 rows. So one tile of rows
     is the least where it must pay; float32 has no tensor cores and so is bound by arithmetic
@@ -440,7 +440,7 @@ def _fp8(
     n_tiles, m_tiles = tl.cdiv(N, BLOCK_N), tl.cdiv(T, BLOCK_M)
     first = (
         tl.program_id(0) // (GROUP * n_tiles) * GROUP
-    )  # neighbours share rows and columns, which L2 then holds
+    )  # neighbors share rows and columns, which L2 then holds
     height = tl.minimum(m_tiles - first, GROUP)
     inside = tl.program_id(0) - first * n_tiles
     t = (first + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -63,8 +63,8 @@ class Plan:
         return max(1, self.threads // 32)
 
     def column(self, rank, thread, k):
-        """First column of chunk k of a thread of block `rank`: neighbours in a warp read
-        neighbouring chunks.
+        """First column of chunk k of a thread of block `rank`: neighbors in a warp read
+        neighboring chunks.
         """
         return ((k * self.cluster + rank) * self.threads + thread) * self.vec
 
@@ -378,7 +378,7 @@ def _launch_backward(
 
 def _run_forward(x, residual, weight, bias, eps, offset, round_xhat):
     T, H, D = launchers.sizes(x, weight)
-    y, total, rstd = launchers.normalised(x, residual)
+    y, total, rstd = launchers.normalized(x, residual)
     if T:
         p = plan(D, H, tw.vector(D, x, residual, weight, bias, y, total))
         tw.launch(

@@ -444,7 +444,7 @@ def _sharing(
 
 def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat):
     T, H, D = launchers.sizes(x, weight)
-    y, total, rstd = launchers.normalised(x, residual)
+    y, total, rstd = launchers.normalized(x, residual)
     if T:
         c = FORWARD.config(x.device, D, x.element_size(), residual is not None)
         launch(
@@ -546,7 +546,7 @@ def backward(
 
 
 # The usual training step; float32 weights, which cost most registers in forward; and all in
-# float32: x, weight, whether there is a bias, whether the normalised row is rounded.
+# float32: x, weight, whether there is a bias, whether the normalized row is rounded.
 _TYPES = {
     2: (("bf16", "bf16", False, True), ("bf16", "fp32", True, True)),
     4: (("fp32", "fp32", True, False),),

@@ -1,4 +1,4 @@
-"""Adaptive quantisation noise (AQN): normal values that are a function of (seed, step, layer,
+"""Adaptive quantization noise (AQN): normal values that are a function of (seed, step, layer,
 element) alone.
 
 Counter-based, so that nothing is stored: forward, recompute and backward make the same values
@@ -11,6 +11,7 @@ their weight before the kernel reads it (QeRL, arXiv 2510.11696).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 
 from tilewright import platform
 from tilewright.ops import _checks, cases, quantize
-from tilewright.ops._library import adopt, define
+from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.registry import Case, Cost, Implementation, On, Op
 
 
@@ -27,7 +28,7 @@ from tilewright.registry import Case, Cost, Implementation, On, Op
 class AQN:
     """Which noise, and how much of it.
 
-    alpha: its scale, >= 0. On a quantised weight, in units of the local quantisation step; on the
+    alpha: its scale, >= 0. On a quantized weight, in units of the local quantization step; on the
         weight of a norm, its standard deviation. 0 is no noise, bit for bit.
     seed: 0 to 2^63 - 1.   step: of training, 0 to 2^31 - 1.   layer: which weight, 0 to 2^32 - 1;
         two weights with one number get the same noise.
@@ -60,20 +61,33 @@ def aqn_noise(
 ) -> torch.Tensor:
     """The normal values of a noise, mean 0 and variance 1: what others add alpha times.
 
-    size: of the result, an int or several.   noise: its alpha is not used.
-    device: of the result; torch's default device by default.   dtype: fp32 | bf16 | fp16 (fp64 with
-    eager).
-    implementation: "auto", or one of triton, cpp, eager.
-
     Element i (row-major) is of block i // 4 of Philox4x32-10 (Salmon et al., SC 2011) with key seed
     and the counter words (block, block >> 32, layer, 2^31 + step): of its words w come u = ((w >>
     8) + 1/2) / 2^24, and of those sqrt(-2 ln u0) times cos and sin of 2 pi u1, and sqrt(-2 ln u2)
     times cos and sin of 2 pi u3 (Box and Muller, 1958). So no value is beyond 5.89. Computed in
-    float32 (the eager twin: float64) and rounded once.
-    Not differentiable. Deterministic: equal bits from equal arguments, in one implementation on one
-    kind of device; others agree to some units in the last place. Raises TypeError or ValueError for
-    arguments that do not fit, ImplementationUnavailable for a named implementation that cannot run
-    here.
+    float32 (the eager twin: float64) and rounded once. Not differentiable. Deterministic: equal
+    bits from equal arguments, in one implementation on one kind of device; others agree to some
+    units in the last place.
+
+    Args:
+        size: of the result, an int or several.
+        noise: its alpha is not used.
+        device: of the result; torch's default device by default.
+        dtype: fp32 | bf16 | fp16 (fp64 with eager).
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        A contiguous tensor of that size and dtype.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import AQN, aqn_noise
+        >>> noise = AQN(0.1, seed=3)
+        >>> torch.equal(aqn_noise(5, noise, device="cpu"), aqn_noise((5,), noise, device="cpu"))
+        True
     """
     shape = (size,) if isinstance(size, (int, torch.SymInt)) else tuple(size)
     for n in shape:
@@ -93,12 +107,24 @@ def aqn_schedule(step: int, total_steps: int, *, start: float, end: float, stage
     """QeRL's standard deviation for a step of training: none in the first of the stages, then from
     `start` in the second to `end` in the last by equal factors.
 
-    step: from 0; those from total_steps on have the last stage's.   total_steps: >= 1, divided into
-    `stages` equal
-        stages (to within a step).   start, end: > 0 and finite.   stages: >= 2; two have noise
-        `start` in the second.
-    Raises TypeError or ValueError for arguments that do not fit.
-    Source: arXiv 2510.11696, section 3.3 (adaptive quantisation noise).
+    Args:
+        step: from 0; those from total_steps on have the last stage's.
+        total_steps: >= 1, divided into `stages` equal stages (to within a step).
+        start, end: > 0 and finite.
+        stages: >= 2; two have noise `start` in the second.
+
+    Returns:
+        The alpha of that step's noise.
+
+    Raises:
+        TypeError, ValueError: Arguments that do not fit.
+
+    Example:
+        >>> from tilewright.ops import aqn_schedule
+        >>> [aqn_schedule(step, 3, start=0.5, end=0.125, stages=3) for step in range(3)]
+        [0.0, 0.5, 0.125]
+
+    Source: arXiv 2510.11696, section 3.3 (adaptive quantization noise).
     """
     for name, value, least in (
         ("step", step, 0),
@@ -190,33 +216,27 @@ noise_eager = define("aqn_eager_noise", _noise_eager, _fake)
 
 # ---- fused implementations
 
-_loaded: dict[str, object] = {}
 
-
+@functools.cache
 def _triton():
-    if "triton" not in _loaded:
-        from tilewright.kernels import aqn_triton
-
-        _loaded["triton"] = define("aqn_triton_noise", aqn_triton.noise, _fake)
-    return _loaded["triton"]
-
-
-def _cpp():
-    if "cpp" not in _loaded:
-        low = adopt(
-            "aqn_cpp_noise",
-            lambda *arguments: _fake(
-                *arguments[:-1], torch.bfloat16 if arguments[-1] else torch.float32
-            ),
-        )
-        _loaded["cpp"] = lambda *arguments: low(*arguments[:-1], arguments[-1] == torch.bfloat16)
-    return _loaded["cpp"]
-
-
-def _gate():
     from tilewright.kernels import aqn_triton
 
-    return aqn_triton.gate()
+    return define("aqn_triton_noise", aqn_triton.noise, _fake)
+
+
+@functools.cache
+def _cpp():
+    low = adopt(
+        "aqn_cpp_noise",
+        lambda *arguments: _fake(
+            *arguments[:-1], torch.bfloat16 if arguments[-1] else torch.float32
+        ),
+    )
+
+    def noise_cpp(*arguments):
+        return low(*arguments[:-1], arguments[-1] == torch.bfloat16)
+
+    return noise_cpp
 
 
 # ---- cases
@@ -251,7 +271,9 @@ AQN_NOISE = Op(
     aqn_noise,
     noise_eager,
     (
-        Implementation("triton", _triton, platform.no_triton, gate=_gate),
+        Implementation(
+            "triton", _triton, platform.no_triton, gate=from_kernels("aqn_triton", "gate")
+        ),
         Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
     ),
     (

@@ -19,9 +19,7 @@ from tilewright.ops import _checks, activation, block_fp8, cases, mxfp8, quantiz
 from tilewright.ops._library import adopt, define
 from tilewright.ops.block_fp8 import BlockFP8
 from tilewright.ops.mxfp8 import MXFP8
-from tilewright.ops.rmsnorm import _case as rmsnorm_case
-from tilewright.ops.rmsnorm import _validate as check_rmsnorm
-from tilewright.ops.rmsnorm import check_residual, rmsnorm_eager, sum_eager
+from tilewright.ops.rmsnorm import check_norm, check_residual, norm_case, rmsnorm_eager, sum_eager
 from tilewright.registry import Case, Cost, Implementation, Op
 
 BLOCK = (1, 128)
@@ -122,7 +120,7 @@ def rmsnorm_quantize(
     device, such a block's scale is not finite), ImplementationUnavailable for a named
     implementation that cannot run here.
     """
-    check_rmsnorm(x, weight, bias, eps, offset, cast)
+    check_norm(x, weight, bias, eps, offset, cast)
     _check_options(x, seed, return_normalised, format)
     x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
     run = RMSNORM_QUANTIZE.pick(implementation, x)
@@ -158,7 +156,7 @@ def add_rmsnorm_quantize(
     dtype, sum [..., D]), and with return_normalised the normalised rows in x's dtype as a third.
     Not differentiable, the sum neither. Deterministic. Raises as `rmsnorm_quantize`.
     """
-    check_rmsnorm(x, weight, bias, eps, offset, cast)
+    check_norm(x, weight, bias, eps, offset, cast)
     check_residual(x, residual)
     _check_options(x, seed, return_normalised, format)
     x, residual, weight = x.detach(), residual.detach(), weight.detach()
@@ -343,7 +341,7 @@ def _norm_case(name, shape, *, add=False, tags=cases.CONTRACT, options=(), **par
         math.prod(shape),
         1 + dict(options).get("return_normalised", False) + 2 * add,
     )  # x, residual, sum
-    case = rmsnorm_case(name, shape, add=add, **parameters)
+    case = norm_case(name, shape, add=add, **parameters)
     return Case(
         name,
         lambda *a: {**_without_gradients(case.make(*a)), **dict(options)},

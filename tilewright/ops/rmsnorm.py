@@ -3,7 +3,7 @@
     y = x / sqrt(mean(x^2) + eps) * (offset + w) + b
 
 Shapes: D = columns, the last dimension; H = heads. Sums accumulate in float32 or wider, and the
-result is rounded once, on store (`cast="llama"` rounds the normalised row too, as Llama and Qwen
+result is rounded once, on store (`cast="llama"` also rounds the normalized row, as Llama and Qwen
 do).
 """
 
@@ -36,28 +36,43 @@ def rmsnorm(
     noise: AQN | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """Normalise each row of x by its root mean square and scale it.
+    """Normalizes each row of x by its root mean square and scales it.
 
-    x: [..., D] fp32 | bf16 | fp16 (fp64 with eager and torch), any strides, D <= 65,536.
-    weight: [D], or [H, D] for x of shape [..., H, D] (per-head QK norm). Any float dtype.
-    eps: >= 0, added to the mean of squares.   bias: [D] in weight's dtype, or None.
-    offset: added to the weight; 1.0 for Gemma, whose checkpoints store w - 1.
-    cast: "llama" rounds the normalised row to x's dtype before the weight; "gemma" stays in fp32 to
-        the end; "none" lets the eager twin compute in x's dtype throughout (the fused kernels then
-        compute as for "gemma").
-    noise: alpha times the `aqn_noise` of weight's shape is added to offset + weight for this call,
-        in fp32, which is what its backward reads too (QeRL); weight does not change. None, or an
-        alpha of 0, adds nothing. It comes from `aqn_noise`'s implementation of this name, if there
-        is one, else from its "auto".
-    Returns [..., D] in x's dtype; under torch.autocast in float32 (not on a CPU), as F.rms_norm
-    does. Differentiable once in x, weight and bias (eager and torch: any number of times, and in
-    forward mode); weight and bias gradients accumulate in fp32, on a CPU over 64 rows and in fp64
-    beyond (fixed order, no atomics). Raises TypeError or ValueError for arguments that do not fit,
-    ImplementationUnavailable for a named implementation that cannot run here.
+    Differentiable once in x, weight and bias (eager and torch: any number of times, and in forward
+    mode). Gradients of weight and bias accumulate in float32, on a CPU over 64 rows and in float64
+    beyond (fixed order, no atomics).
+
+    Args:
+        x: [..., D], float32 | bfloat16 | float16 (float64 with eager and torch), any strides,
+            D <= 65,536.
+        weight: [D], or [H, D] for x of shape [..., H, D] (per-head QK norm). Any float dtype.
+        eps: >= 0, added to the mean of squares.
+        bias: [D] in weight's dtype, or None.
+        offset: added to the weight; 1.0 for Gemma, whose checkpoints store w - 1.
+        cast: "llama" rounds the normalized row to x's dtype before the weight; "gemma" stays in
+            float32 to the end; "none" lets the eager twin compute in x's dtype throughout (the
+            fused kernels then compute as for "gemma").
+        noise: alpha times the `aqn_noise` of weight's shape is added to offset + weight for this
+            call, in float32, and the gradient reads the same sum (QeRL); weight does not change.
+            None, or an alpha of 0, adds nothing. It comes from `aqn_noise`'s implementation of the
+            same name, if there is one, else from its "auto".
+        implementation: "auto", or a name that `tilewright explain` lists.
+
+    Returns:
+        [..., D] in x's dtype; under torch.autocast in float32 (not on a CPU), as F.rms_norm does.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit.
+        ImplementationUnavailable: for a named implementation that cannot run here.
+
+    Example:
+        >>> rmsnorm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
+        tensor([[0.8485, 1.1314]])
+
     Source: arXiv:1910.07467; cast policies as in transformers' LlamaRMSNorm and GemmaRMSNorm;
     noise: arXiv:2510.11696.
     """
-    _validate(x, weight, bias, eps, offset, cast)
+    check_norm(x, weight, bias, eps, offset, cast)
     if noise is not None:
         weight, bias, offset = _with_noise(weight, bias, offset, noise, x.dtype, implementation)
     return RMSNORM.pick(implementation, x)(x, weight, bias, eps, offset, cast)
@@ -76,14 +91,31 @@ def add_rmsnorm(
     noise: AQN | None = None,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rmsnorm(x + residual), x + residual) in one pass over memory: the pre-norm transformer's
-    residual step.
+    """Adds x to the residual stream and normalizes the sum, in one pass over memory: the residual
+    step of a pre-norm transformer.
 
-    residual: shape of x, x's dtype or float32; the sum is rounded to residual's dtype and returned
-        in it. Under torch.autocast both are cast to float32 (not on a CPU).
-    Everything else as in `rmsnorm`. Differentiable once in x, residual, weight and bias.
+    Differentiable once in x, residual, weight and bias.
+
+    Args:
+        x: as in `rmsnorm`.
+        residual: shape of x, x's dtype or float32; the sum is rounded to residual's dtype. Under
+            torch.autocast both are cast to float32 (not on a CPU).
+        weight, eps, bias, offset, cast, noise, implementation: as in `rmsnorm`.
+
+    Returns:
+        (rmsnorm(x + residual) in x's dtype, x + residual in residual's).
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit.
+        ImplementationUnavailable: for a named implementation that cannot run here.
+
+    Example:
+        >>> y, total = add_rmsnorm(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 3.0]]),
+        ...                        torch.ones(2), eps=0.0)
+        >>> y, total
+        (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
-    _validate(x, weight, bias, eps, offset, cast)
+    check_norm(x, weight, bias, eps, offset, cast)
     check_residual(x, residual)
     if noise is not None:
         weight, bias, offset = _with_noise(weight, bias, offset, noise, x.dtype, implementation)
@@ -113,7 +145,7 @@ def check_residual(x, residual):
     _checks.same_device(x=x, residual=residual)
 
 
-def _validate(x, weight, bias, eps, offset, cast):
+def check_norm(x, weight, bias, eps, offset, cast):
     _checks.floating("x", x)
     _checks.floating("weight", weight)
     if x.dim() == 0:
@@ -131,13 +163,12 @@ def _validate(x, weight, bias, eps, offset, cast):
         if bias.dtype != weight.dtype:
             raise TypeError(f"bias must have weight's dtype {weight.dtype}, got {bias.dtype}")
     check_options(eps, offset, cast)
-    if bias is not None or weight.device != x.device:
-        _checks.same_device(x=x, weight=weight, bias=bias)
+    _checks.same_device(x=x, weight=weight, bias=bias)
 
 
 def _with_noise(weight, bias, offset, noise, dtype, implementation):
-    """weight, bias and offset of a norm of x in `dtype` whose weight has noise: in float32 or
-    wider, so that a 16-bit weight is not rounded again.
+    """Weight with noise, bias and offset for x of `dtype`. The weight becomes float32 or wider: 16
+    bits would round the noise away.
     """
     if not aqn.arguments(noise)[0]:
         return weight, bias, offset
@@ -244,10 +275,10 @@ def _add_backward(ctx, dy, dsum, drstd):
 
 
 class _Fused:
-    """The calls of one implementation: its three operators, and what they take.
+    """The operators of one implementation, and the functions that call them.
 
-    dtypes: what the kernels read weight and bias in; others come to them as float32, in which they
-    compute.
+    dtypes: those of weight and bias that the kernels read; others are cast to float32, in which
+    the kernels compute.
     """
 
     def __init__(self, forward, add_forward, backward, dtypes=_checks.ACCEPTED):
@@ -309,7 +340,7 @@ def _cpp():
 # ---- cases
 
 
-def _case(
+def norm_case(
     name,
     shape,
     *,
@@ -353,29 +384,31 @@ def _case(
 
 def _all_cases(add):
     small = [
-        _case("ragged", (3, 7, 100), add=add),
-        _case("one_row", (1, 5), add=add),
-        _case("no_rows", (0, 64), add=add),
-        _case("gemma", (5, 257), add=add, offset=1.0, cast="gemma"),
-        _case("bias_none_cast", (2, 3, 64), add=add, bias=True, cast="none"),
-        _case("strided_parameters", (3, 40), add=add, bias=True, strided=True),
-        _case("qk_norm", (2, 5, 4, 128), add=add, weight_shape=(4, 128)),
-        _case("fp32_weight", (6, 96), add=add, mixed=True),
-        _case("wide", (2, 16512), add=add),
-        _case("noise", (9, 52), add=add, noise=aqn.SOME),
-        _case("noise_qk_norm", (2, 3, 3, 33), add=add, weight_shape=(3, 33), noise=aqn.SOME),
-        _case("noise_wide", (2, 16512), add=add, noise=aqn.SOME),
+        norm_case("ragged", (3, 7, 100), add=add),
+        norm_case("one_row", (1, 5), add=add),
+        norm_case("no_rows", (0, 64), add=add),
+        norm_case("gemma", (5, 257), add=add, offset=1.0, cast="gemma"),
+        norm_case("bias_none_cast", (2, 3, 64), add=add, bias=True, cast="none"),
+        norm_case("strided_parameters", (3, 40), add=add, bias=True, strided=True),
+        norm_case("qk_norm", (2, 5, 4, 128), add=add, weight_shape=(4, 128)),
+        norm_case("fp32_weight", (6, 96), add=add, mixed=True),
+        norm_case("wide", (2, 16512), add=add),
+        norm_case("noise", (9, 52), add=add, noise=aqn.SOME),
+        norm_case("noise_qk_norm", (2, 3, 3, 33), add=add, weight_shape=(3, 33), noise=aqn.SOME),
+        norm_case("noise_wide", (2, 16512), add=add, noise=aqn.SOME),
     ]
     timed = []
     for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU)):
         T = cases.TOKENS[device]
         for name in ("qwen3-8b", "qwen3-30b-a3b", "gemma-3-4b", "deepseek-v3"):
             gemma = {"offset": 1.0, "cast": "gemma"} if name.startswith("gemma") else {}
-            timed.append(_case(name, (T, cases.MODELS[name].hidden), add=add, tags=tags, **gemma))
+            timed.append(
+                norm_case(name, (T, cases.MODELS[name].hidden), add=add, tags=tags, **gemma)
+            )
         if not add:
             m = cases.MODELS["qwen3-8b"]
-            timed.append(_case("qwen3-8b-q-norm", (T, m.heads, m.head_dim), tags=tags))
-    return (*small, *timed, _case("big", (2**18 + 1, 8192), add=add, tags=cases.BIG))
+            timed.append(norm_case("qwen3-8b-q-norm", (T, m.heads, m.head_dim), tags=tags))
+    return (*small, *timed, norm_case("big", (2**18 + 1, 8192), add=add, tags=cases.BIG))
 
 
 RMSNORM = Op(
