@@ -366,6 +366,19 @@ def test_some_facts_need_no_budget_to_be_wrong(changes, sentence):
     assert (sentence in found[0]) if sentence else not found
 
 
+def test_only_the_accepted_stack_of_a_kernel_without_spills_passes():
+    spec = KernelSpec(None, "kernel", {}, {}, stack={120: 8})
+
+    def problems(arch, **changes):
+        return compile_gate.problems(compile_gate.Result("op/kernel", arch, facts(**changes)), spec)
+
+    assert problems(120, local=8, local_instructions=6) == []
+    assert problems(90, local=8, local_instructions=6)
+    assert problems(120, local=16)
+    assert problems(120, spill=4, local=8)
+    assert problems(120, local_instructions=2)
+
+
 def test_a_need_is_looked_for_in_ptx_and_in_machine_code():
     def unmet(need, **changes):
         return compile_gate.unmet(compile_gate.Result("op/kernel", 90, facts(**changes)), need)
