@@ -51,7 +51,7 @@ lint: $(STAMP)
 test: $(STAMP) build lint .cache/smollm2/config.json
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 	$(MAKE) gate
-	$(MAKE) gate TRITON=$(GPU_TRITON) GATE_ARGS="--arch 90"
+	$(MAKE) gate TRITON=$(GPU_TRITON)
 
 # Every Triton kernel, compiled for sm_90, sm_100 and sm_120 without a GPU, against the committed budgets; and every
 # kernel in CuTe DSL, for sm_90 and sm_100. What did not change since its budget was written is compiled by a draw of one

@@ -1,4 +1,4 @@
-// Adaptive quantisation noise on the CPU: normal values, for other kernels to add. The definition is
+// Adaptive quantization noise on the CPU: normal values, for other kernels to add. The definition is
 // tilewright/ops/aqn.py; the arithmetic is that of tilewright/kernels/aqn_triton.py, where it is explained.
 #pragma once
 

@@ -1,7 +1,7 @@
-// What every CPU kernel shares: element types, a vectorisable exp, argument checks.
+// What every CPU kernel shares: element types, a vectorizable exp, argument checks.
 //
-// Kernels are plain loops that the compiler vectorises; setup.py compiles them once per instruction set.
-// Helpers are TW_INLINE: a loop with a call in it is not vectorised.
+// Kernels are plain loops that the compiler vectorizes; setup.py compiles them once per instruction set.
+// Helpers are TW_INLINE: a loop with a call in it is not vectorized.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -66,7 +66,7 @@ TW_INLINE float round_to(float x, const bf16*) {
 
 // exp(x) for float: x = n ln2 + r with |r| <= ln2 / 2, a degree-6 polynomial for exp(r), then a scale by 2^n
 // in two halves so that results down to the smallest subnormal are right. About 1 ulp; exp(-inf) = 0, and NaN
-// stays NaN. Branch-free, so that it vectorises.
+// stays NaN. Branch-free, so that it vectorizes.
 TW_INLINE float exp_(float x) {
   float c = x > 88.8f ? 88.8f : x;  // written so that NaN passes through
   c = c < -104.0f ? -104.0f : c;

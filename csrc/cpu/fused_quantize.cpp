@@ -1,5 +1,5 @@
 // silu(gate) * up, RMSNorm and add + RMSNorm with their results in FP8 on the CPU, in blocks of 1 x 128, or in MXFP8. The
-// definitions are tilewright/ops/fused_quantize.py. What is quantised is rounded to the inputs' dtype first, in a buffer that stays in
+// definitions are tilewright/ops/fused_quantize.py. What is quantized is rounded to the inputs' dtype first, in a buffer that stays in
 // cache: the bytes are those of the two ops one after the other.
 #include <algorithm>
 
@@ -126,7 +126,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> silu_mul_mxfp8_both(Tensor gate, Tens
   return {data, scale, turned, turned_scale};
 }
 
-// keep: also returns what was quantised; otherwise nothing in its place. The last is the sum with the residual, or
+// keep: also returns what was quantized; otherwise nothing in its place. The last is the sum with the residual, or
 // nothing.
 std::tuple<Tensor, Tensor, Tensor, Tensor> rmsnorm_quantize(Tensor x, std::optional<Tensor> residual, Tensor weight,
                                                             std::optional<Tensor> bias, double eps, double offset,

@@ -345,7 +345,7 @@ void outer_x(const Tensor& dy, const Tensor& w, const std::vector<Group>& expert
         continue;
       }
       int64_t apart = stride;
-      if (!whole) {  // the last element of a row is multiplied together with a 0, not with its neighbour in memory
+      if (!whole) {  // the last element of a row is multiplied together with a 0, not with its neighbor in memory
         apart = N + 1;
         even.assign(size_t(g.rows() * apart), T{});
         for (int64_t r = 0; r < g.rows(); ++r)

@@ -1,4 +1,4 @@
-// The block Hadamard transform of a row, for the op and for the quantisation behind it. The definition is
+// The block Hadamard transform of a row, for the op and for the quantization behind it. The definition is
 // tilewright/ops/hadamard.py.
 //
 // Sums are in the definition's order, and products are by +-1 or one rounded product at the end: the same bits.

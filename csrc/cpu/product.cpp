@@ -50,7 +50,7 @@ void multiply(Factor a, Factor b, int64_t M, int64_t S, int64_t N, float* out, i
     std::vector<uint32_t> panels(size_t(width * length)), rows(direct ? 0 : size_t(height * length));
     std::vector<float> sums(all > length ? size_t(height * width) : 0);
     for (int64_t task = lo; task < hi; ++task) {
-      // Tasks of the same columns are neighbours where there are many columns, else those of the same rows.
+      // Tasks of the same columns are neighbors where there are many columns, else those of the same rows.
       const int64_t i = N > M ? task % down : task / across, j = N > M ? task / down : task % across;
       const int64_t m0 = i * height, m1 = std::min(M, m0 + height), n0 = j * width, n = std::min(width, N - n0);
       for (int64_t s = 0; s < all; s += length) {

@@ -1,7 +1,7 @@
 // NF4, NVFP4, block-scaled FP8 and MXFP8 on the CPU. The definitions are tilewright/ops/{nf4,nvfp4,block_fp8,mxfp8}.py, and
-// tilewright/ops/quantize.py for the rounding; what is quantised has the same bytes there and here.
+// tilewright/ops/quantize.py for the rounding; what is quantized has the same bytes there and here.
 //
-// Quantising is plain loops that the compiler vectorises. Looking codes up is written for the byte shuffles and
+// Quantizing is plain loops that the compiler vectorizes. Looking codes up is written for the byte shuffles and
 // permutations of each instruction set, since a loop over a table becomes one scalar load an element.
 #include <algorithm>
 
@@ -202,7 +202,7 @@ Tensor nf4_dequantize(Tensor data, Tensor absmax, std::optional<Tensor> nested_a
 constexpr int64_t GROUP = 16;
 
 // Codes of a row, packed. inverse: of each element's scale. The loop is as long as the row: one of 16 elements is not
-// vectorised.
+// vectorized.
 template <bool RANDOM, class T>
 void nvfp4_codes(const T* x, int64_t n, const float* inverse, const uint32_t* random, uint8_t* code, uint8_t* to) {
   TW_SIMD

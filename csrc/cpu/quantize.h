@@ -1,4 +1,4 @@
-// What the CPU kernels that quantise share: rounding to few bits, random bits, checks. The definitions are in
+// What the CPU kernels that quantize share: rounding to few bits, random bits, checks. The definitions are in
 // tilewright/ops/quantize.py.
 #pragma once
 

@@ -1,4 +1,4 @@
-// y = x w^T of few rows x and a quantised matrix w, on the CPU. The definition is tilewright/ops/quantized_linear.py.
+// y = x w^T of few rows x and a quantized matrix w, on the CPU. The definition is tilewright/ops/quantized_linear.py.
 //
 // T = rows of x, N = rows of w, K = columns. A few rows of w are made into numbers, a piece of columns at a time, in
 // the first-level cache, and multiplied by all rows of x while they are there: memory gives a weight's codes once, and
@@ -124,8 +124,8 @@ struct Weight {
   Format format;
   const uint8_t* data;
   const float* scales;        // or
-  const uint8_t* codes;       // of scales: double quantisation and NVFP4
-  const float *map, *nested;  // what those codes stand for, and their scales in double quantisation
+  const uint8_t* codes;       // of scales: double quantization and NVFP4
+  const float *map, *nested;  // what those codes stand for, and their scales in double quantization
   float offset;
   int64_t columns, rows, span;  // rows, span: that share a scale
 
@@ -292,7 +292,7 @@ Tensor few_rows(Tensor x, std::optional<Tensor> bias, Tensor data, Tensor scale,
   const int64_t K = x.size(1);
   STD_TORCH_CHECK(format >= NF4 && format <= FP8 && N >= 1 && rows >= 1 && span >= STEP && span % STEP == 0 &&
                       K >= STEP && K % STEP == 0 && (format != NF4 || K % span == 0) && (format == FP8 || rows == 1),
-                  "tilewright: no fused product for a quantised matrix of these sizes");
+                  "tilewright: no fused product for a quantized matrix of these sizes");
   const int64_t scales = ceil_div(N, rows) * ceil_div(K, span);
   const bool coded = nested.has_value() || format == NVFP4;
   check_bytes("data", data, format == FP8 ? N * K : N * K / 2);

@@ -76,7 +76,7 @@ void check_wider(const char* name, const Tensor& wide, const Tensor& narrow) {
 
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<Tensor>& residual,
                                            const Tensor& weight, const std::optional<Tensor>& bias, double eps,
-                                           double offset, bool round_xhat, const Noise& noise) {
+                                           double offset, bool round_xhat) {
   const Norm n = describe(x, weight, eps, round_xhat);
   if (bias.has_value()) {
     check_row_major("bias", *bias);
@@ -88,7 +88,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<
     check_wider("residual", *residual, x);
   }
   const int64_t rows = n.D > 0 ? x.numel() / n.D : 0;
-  const auto w = as_float(weight, float(offset), noise);
+  const auto w = as_float(weight, float(offset));
   const auto b = bias.has_value() ? as_float(*bias, 0) : std::vector<float>();
   Tensor y = huge(torch::stable::empty_like(x));
   Tensor sum = residual.has_value() ? huge(torch::stable::empty_like(*residual)) : y;
@@ -112,24 +112,20 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<
 }
 
 std::tuple<Tensor, Tensor> rmsnorm_forward(Tensor x, Tensor weight, std::optional<Tensor> bias, double eps,
-                                           double offset, bool round_xhat, double alpha, int64_t seed, int64_t step,
-                                           int64_t layer) {
-  auto [y, sum, rstd] =
-      forward(x, std::nullopt, weight, bias, eps, offset, round_xhat, noise_of(alpha, seed, step, layer));
+                                           double offset, bool round_xhat) {
+  auto [y, sum, rstd] = forward(x, std::nullopt, weight, bias, eps, offset, round_xhat);
   return {y, rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_rmsnorm_forward(Tensor x, Tensor residual, Tensor weight,
                                                        std::optional<Tensor> bias, double eps, double offset,
-                                                       bool round_xhat, double alpha, int64_t seed, int64_t step,
-                                                       int64_t layer) {
-  return forward(x, residual, weight, bias, eps, offset, round_xhat, noise_of(alpha, seed, step, layer));
+                                                       bool round_xhat) {
+  return forward(x, residual, weight, bias, eps, offset, round_xhat);
 }
 
-// x: what was normalised (for add + RMSNorm, the sum). dsum: gradient that arrives at the sum directly.
+// x: what was normalized (for add + RMSNorm, the sum). dsum: gradient that arrives at the sum directly.
 std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Tensor> dsum, Tensor x, Tensor rstd,
-                                                    Tensor weight, double offset, bool round_xhat, bool has_bias,
-                                                    double alpha, int64_t seed, int64_t step, int64_t layer) {
+                                                    Tensor weight, double offset, bool round_xhat, bool has_bias) {
   const Norm n = describe(x, weight, 0, round_xhat);
   const int64_t rows = n.D > 0 ? x.numel() / n.D : 0;
   check_like_x("dy", dy, x, false);
@@ -138,7 +134,7 @@ std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Ten
   check_row_major("rstd", rstd);
   STD_TORCH_CHECK(rstd.scalar_type() == ScalarType::Float && rstd.numel() == rows,
                   "tilewright: rstd must be float32 with one element for each row of x");
-  const auto w = as_float(weight, float(offset), noise_of(alpha, seed, step, layer));
+  const auto w = as_float(weight, float(offset));
   const int64_t chunks = row_chunks(rows), per = (rows + chunks - 1) / chunks, HD = n.H * n.D;
   std::vector<double> dw(chunks * HD, 0.0), db(has_bias ? chunks * n.D : 0, 0.0);
   Tensor dx = huge(torch::stable::empty_like(x));
@@ -172,15 +168,13 @@ std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Ten
 }  // namespace
 }  // namespace tw
 
-// SymInt for numbers of the noise: they may change from step to step without a new graph in compiled code.
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
-  m.def("rmsnorm_cpp_forward(Tensor x, Tensor weight, Tensor? bias, float eps, float offset, bool round_xhat,"
-        " float alpha=0., SymInt seed=0, SymInt step=0, SymInt layer=0) -> (Tensor, Tensor)");
+  m.def("rmsnorm_cpp_forward(Tensor x, Tensor weight, Tensor? bias, float eps, float offset, bool round_xhat)"
+        " -> (Tensor, Tensor)");
   m.def("add_rmsnorm_cpp_forward(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps, float offset,"
-        " bool round_xhat, float alpha=0., SymInt seed=0, SymInt step=0, SymInt layer=0) -> (Tensor, Tensor, Tensor)");
+        " bool round_xhat) -> (Tensor, Tensor, Tensor)");
   m.def("rmsnorm_cpp_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor rstd, Tensor weight, float offset,"
-        " bool round_xhat, bool has_bias, float alpha=0., SymInt seed=0, SymInt step=0, SymInt layer=0)"
-        " -> (Tensor, Tensor, Tensor)");
+        " bool round_xhat, bool has_bias) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {

@@ -1,41 +1,19 @@
-// The rows of RMSNorm, for the op and for the quantisation behind it. The definition is tilewright/ops/rmsnorm.py.
+// The rows of RMSNorm, for the op and for the quantization behind it. The definition is tilewright/ops/rmsnorm.py.
 #pragma once
 
 #include <algorithm>
 
-#include "cpu/aqn.h"
+#include "cpu/column_sums.h"
 
 namespace tw {
-
-// Column sums over many rows: float for ROWS_A_SUM rows of each head, then added in double. A float sum over the rows
-// of a chunk would lose more than the twin's own error from a few thousand rows on.
-constexpr int64_t ROWS_A_SUM = 64;
-
-inline void flush(std::vector<float>& part, double* total) {
-  for (size_t i = 0; i < part.size(); ++i) total[i] += double(part[i]);
-  std::fill(part.begin(), part.end(), 0.0f);
-}
-
-// The chunks' sums [chunks, elements of result], added in their order.
-inline void add_chunks(const std::vector<double>& partial, const Tensor& result) {
-  const size_t width = size_t(result.numel());
-  dispatch(result, [&](auto e) {
-    auto* p = out<decltype(e)>(result);
-    for (size_t i = 0; i < width; ++i) {
-      double total = 0;
-      for (size_t k = i; k < partial.size(); k += width) total += partial[k];
-      store(p + i, float(total));
-    }
-  });
-}
 
 struct Norm {
   int64_t D, H;
   double eps;
-  bool round_xhat;  // llama: the normalised row is rounded to x's dtype before the weight is applied
+  bool round_xhat;  // llama: the normalized row is rounded to x's dtype before the weight is applied
 };
 
-// One function for all that call it: inlined, or cloned for some arguments, it may be vectorised in another way, and its
+// One function for all that call it: inlined, or cloned for some arguments, it may be vectorized in another way, and its
 // sums would be others in the last bit.
 template <class T, class R>
 __attribute__((noinline, noclone)) void forward_rows(int64_t begin, int64_t end, const T* x, const R* residual, const float* w,
@@ -81,20 +59,6 @@ __attribute__((noinline, noclone)) void forward_rows(int64_t begin, int64_t end,
       }
     }
   }
-}
-
-inline std::vector<float> as_float(const Tensor& t, float offset, const Noise& noise = {}) {
-  std::vector<float> v(t.numel());
-  dispatch(t, [&](auto e) {
-    const auto* p = in<decltype(e)>(t);
-    for (size_t i = 0; i < v.size(); ++i) v[i] = load(p[i]) + offset;
-  });
-  if (noise) {
-    std::vector<float> room(noise_room(v.size()));
-    const float* const normal = normals(noise, 0, v.size(), room.data());
-    for (size_t i = 0; i < v.size(); ++i) v[i] = std::fmaf(normal[i], noise.alpha, v[i]);
-  }
-  return v;
 }
 
 inline Norm describe(const Tensor& x, const Tensor& weight, double eps, bool round_xhat) {

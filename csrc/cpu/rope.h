@@ -1,4 +1,4 @@
-// The rotation of one head, and the checks of its tables, for the op and for what normalises heads first. The
+// The rotation of one head, and the checks of its tables, for the op and for what normalizes heads first. The
 // definition is tilewright/ops/rope.py.
 #pragma once
 

@@ -1,7 +1,7 @@
 // Choosing experts for tokens on the CPU. The definition, and the formulas, are in tilewright/ops/route.py.
 //
 // T = tokens, E = experts, K = experts a token. A row of logits is a few hundred elements and stays in the first-level
-// cache; each step over it is a loop that vectorises. Choices compare integers in the order of their floats, so that
+// cache; each step over it is a loop that vectorizes. Choices compare integers in the order of their floats, so that
 // ties are exact and NaN has a place. Sums over tokens are taken in chunks that depend on T alone, and added in order.
 #include <algorithm>
 #include <limits>

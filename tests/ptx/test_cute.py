@@ -85,10 +85,7 @@ def emulator(request, monkeypatch):
 
 
 CASES = [
-    (op, case)
-    for op in OPS
-    for case in operations()[op].cases
-    if "contract" in case.tags and "noise" not in case.name
+    (op, case) for op in OPS for case in operations()[op].cases if "contract" in case.tags
 ]  # which these kernels do not add
 
 

@@ -735,8 +735,8 @@ def started():
     driver = Driver()
     triton_driver.set_active(driver)
     # Tensors are of the CPU here, so the launchers are told what the device has.
-    grouped_gemm_triton._has_tma = lambda device: driver.arch >= 90
-    grouped_gemm_triton._large = lambda device: driver.arch // 10 in (9, 10)
+    grouped_gemm_triton.has_tma = lambda device: driver.arch >= 90
+    grouped_gemm_triton.large_shared_memory = lambda device: driver.arch // 10 in (9, 10)
     for module in (
         quantize_triton,
         fused_quantize_triton,

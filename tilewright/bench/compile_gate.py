@@ -174,7 +174,7 @@ def _judge(
         budgets = {key: b for key, b in (budgets or {}).items() if key not in stale}
         for r in mine:
             if r.facts and budgeted(r.name):  # what fails is compiled again next time
-                fails = problems(r) or unmet(r, plan.specs[r.name])
+                fails = problems(r, plan.specs[r.name]) or unmet(r, plan.specs[r.name])
                 facts = {
                     k: v for k, v in asdict(r.facts).items() if k in BUDGETED and v is not None
                 }

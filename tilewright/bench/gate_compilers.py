@@ -117,6 +117,8 @@ class Compiler:
         )
         if getattr(spec, "undivided", False):
             text += f" undivided {_loop_reader()}"
+        if stack := getattr(spec, "stack", {}):
+            text += f" stack {sorted(stack.items())}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

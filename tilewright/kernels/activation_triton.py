@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels.instructions_triton import exp_or_zero, reciprocal, sigmoid
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
+from tilewright.kernels.math_triton import normal_distribution, sigmoid, sigmoid_pair
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -39,45 +39,6 @@ def _space(columns: int, itemsize: int) -> list[dict]:
 
 
 @triton.jit
-def _sigmoid_pair(x):
-    """sigmoid(x) and sigmoid(-x), each to a few ulp: 1 - sigmoid(x) would cancel for large x."""
-    e = exp_or_zero(-tl.abs(x))
-    near = reciprocal(1.0 + e)
-    far = e * near
-    return tl.where(x < 0, far, near), tl.where(x < 0, near, far)
-
-
-@triton.jit
-def _normal(x):
-    """The normal distribution function and density; csrc/cpu/activation.cpp explains the fit and
-    its error.
-
-    tl.exp multiplies by log2 e in one rounding, which for exp(-z^2 / 2) would cost up to 70
-    roundings of relative error. So the power of two is taken of the rounded product, and what both
-    products lost (fma has it, and the third term is log2(e) / 2 less its float32 value) is put back
-    to first order.
-    """
-    z = tl.abs(x)
-    z = tl.where(z > 15.0, 15.0, z)  # both are 0 there; and the square of a larger z could overflow
-    square = z * z
-    power = square * 0.7213475108146667
-    lost = tl.fma(square, 0.7213475108146667, -power) + 0.7213475108146667 * tl.fma(z, z, -square)
-    lost += square * 9.629815e-09
-    e = tl.exp2(-power) * (1.0 - 0.6931471805599453 * lost)
-    t = reciprocal(1.0 + 0.345 * z)
-    q = 0.144233868 - 0.0281518623 * t
-    q = q * t - 0.269154072
-    q = q * t + 0.185055152
-    q = q * t - 0.0362382308
-    q = q * t + 0.111267827
-    q = q * t + 0.11736197
-    q = q * t + 0.138005242
-    q = q * t + 0.137620106
-    tail = e * t * q
-    return tl.where(x < 0, tail, 1.0 - tail), 0.3989422804014327 * e
-
-
-@triton.jit
 def activation(g, KIND: tl.constexpr):
     """act(g)."""
     if KIND == 0:
@@ -91,18 +52,18 @@ def activation(g, KIND: tl.constexpr):
 def _activate(g, KIND: tl.constexpr):
     """act(g) and its derivative."""
     if KIND == 0:
-        s, q = _sigmoid_pair(g)
+        s, q = sigmoid_pair(g)
         a = g * s
         da = s * (1.0 + g * q)
     elif KIND == 1:
         # (1 + tanh u) / 2 = sigmoid(2 u): no libdevice, and no digits lost in the negative tail.
         # s or q is 0 from 12 on, and 0 times an overflowing cube would be NaN.
         z = tl.where(g > 20.0, 20.0, tl.where(g < -20.0, -20.0, g))
-        s, q = _sigmoid_pair(1.5957691216057308 * (z + 0.044715 * z * z * z))
+        s, q = sigmoid_pair(1.5957691216057308 * (z + 0.044715 * z * z * z))
         a = g * s
         da = s * (1.0 + z * q * 1.5957691216057308 * (1.0 + 0.134145 * z * z))
     else:
-        cdf, density = _normal(g)
+        cdf, density = normal_distribution(g)
         a = g * cdf
         da = cdf + g * density
     return a, da

@@ -1,4 +1,4 @@
-"""Adaptive quantisation noise in Triton: normal values in registers, for other kernels to add. The
+"""Adaptive quantization noise in Triton: normal values in registers, for other kernels to add. The
 definition is tilewright/ops/aqn.py.
 
 Every sum of a product is an explicit fma, so that no compiler has a choice: one element has the

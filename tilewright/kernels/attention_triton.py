@@ -24,7 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels.grouped_gemm_triton import _large, _precision, tile_map
+from tilewright.kernels.device import dot_precision, large_shared_memory
+from tilewright.kernels.grouped_gemm_triton import tile_map
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
@@ -774,13 +775,18 @@ def _tiles(cu_seqlens, batch, rows, block):
 
 
 def empty_rows(t: torch.Tensor) -> torch.Tensor:
-    """Uninitialised [B, H, S, D], in memory [B, S, H, D]: what a projection reads."""
+    """Uninitialized [B, H, S, D], in memory [B, S, H, D]: what a projection reads."""
     B, H, S, D = t.shape
     return t.new_empty(B, S, H, D).transpose(1, 2)
 
 
 def _key(t, softcap):
-    return next_power_of_2(max(16, t.shape[-1])), t.element_size(), _large(t.device), softcap > 0
+    return (
+        next_power_of_2(max(16, t.shape[-1])),
+        t.element_size(),
+        large_shared_memory(t.device),
+        softcap > 0,
+    )
 
 
 def _reach(window, q, k, offset):
@@ -797,7 +803,7 @@ def _options(q, k, cu_seqlens, causal, window, softcap):
         "CAUSAL": causal,
         "WINDOW": window > 0,
         "SOFTCAP": softcap > 0,
-        "PRECISION": _precision(q),
+        "PRECISION": dot_precision(q),
     }
 
 

@@ -1,9 +1,9 @@
-"""Quantisation in Triton with something else in the same pass over memory: the transpose, the
+"""Quantization in Triton with something else in the same pass over memory: the transpose, the
 largest magnitude of a Hadamard transform, silu(gate) * up, RMSNorm, add + RMSNorm. The definitions
 are tilewright/ops/{nvfp4,block_fp8,mxfp8,fused_quantize}.py. A kernel tells MXFP8 by its scales,
 which are bytes.
 
-What is quantised is first rounded to the inputs' dtype, where the op by itself would round it: the
+What is quantized is first rounded to the inputs' dtype, where the op by itself would round it: the
 bytes are those of the two ops one after the other.
 """
 
@@ -14,20 +14,20 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels import activation_triton, launchers, rmsnorm_triton
+from tilewright.kernels.device import conversions
 from tilewright.kernels.hadamard_triton import TILE, butterflies, sign_mask, signed
-from tilewright.kernels.instructions_triton import (
+from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
+from tilewright.kernels.math_triton import (
     largest_magnitude,
     reciprocal,
     rounded_to,
     widened,
 )
-from tilewright.kernels.launch import launch
-from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
 from tilewright.kernels.quantize_triton import (
     E2M1,
     E4M3,
     block_fp8_quantize,
-    conversions,
     fp8_tile,
     nvfp4_tile,
     random_bits,
@@ -91,7 +91,7 @@ def _nvfp4_put(
     RANDOM: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Quantises the tile x at (row0, column0) of a matrix whose first row is number `first` of
+    """Quantizes the tile x at (row0, column0) of a matrix whose first row is number `first` of
     all.
     """
     if RANDOM:
@@ -189,11 +189,12 @@ def _nvfp4_both(
 HIGH, WIDE = 64, 64
 
 
-def _nvfp4_warps(random: bool) -> int:
-    """16 elements a thread, and 8 where each has random bits: with 16, ptxas spills 4 bytes for
-    sm_120.
+def _nvfp4_tile(itemsize: int, random: bool) -> tuple[int, int]:
+    """Columns of a tile and warps. Rows of 128 bytes are read: of 64 float32 columns ptxas 12.9
+    spills 4 bytes for sm_100. 16 elements a thread, and 8 where each has random bits: with 16,
+    ptxas spills 4 bytes for sm_120.
     """
-    return 16 if random else 8
+    return 2 * WIDE // itemsize, (16 if random else 8) * 2 // itemsize
 
 
 def nvfp4_quantize_both(
@@ -206,8 +207,9 @@ def nvfp4_quantize_both(
     turned = x.new_empty((B, C, (R + 1) // 2), dtype=torch.uint8)
     turned_scale = x.new_empty((B, C, cdiv(R, 16)), dtype=torch.uint8)
     if x.numel():
+        most, warps = _nvfp4_tile(x.element_size(), seed is not None)
         high = min(HIGH, max(16, next_power_of_2(R)))
-        wide = min(WIDE, max(16, next_power_of_2(C)))
+        wide = min(most, max(16, next_power_of_2(C)))
         bands, tiles = cdiv(R, high), cdiv(C, wide)
         launch(
             _nvfp4_both,
@@ -230,7 +232,7 @@ def nvfp4_quantize_both(
             WIDE=wide,
             RANDOM=random_kind(seed, R, C),
             HARDWARE=conversions(x.device),
-            num_warps=_nvfp4_warps(seed is not None),
+            num_warps=warps,
         )
     return data, scale, turned, turned_scale
 
@@ -256,7 +258,7 @@ def _block_fp8_put(
     RANDOM: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Quantises the tile x at (row0, column0) of a matrix whose first row of blocks is number
+    """Quantizes the tile x at (row0, column0) of a matrix whose first row of blocks is number
     `first` of all.
     """
     if RANDOM:
@@ -642,7 +644,7 @@ def silu_mul_quantize(
 
 
 @triton.jit
-def _quantise_rows(
+def _quantize_rows(
     y,
     at,
     mask,
@@ -687,7 +689,7 @@ def _columns(ptr, c, D, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _normalised(
+def _normalized(
     x,
     rstd,
     w_ptr,
@@ -721,7 +723,7 @@ def _normalised(
 
 @triton.jit
 def _summed(x_ptr, residual_ptr, sum_ptr, at, mask, STORE: tl.constexpr):
-    """What is normalised, float32: x, or its sum with the residual, rounded to the residual's
+    """What is normalized, float32: x, or its sum with the residual, rounded to the residual's
     dtype.
     """
     x = widened(tl.load(x_ptr + at, mask=mask, other=0.0))
@@ -762,7 +764,7 @@ def _rmsnorm_quantize(
     HARDWARE: tl.constexpr,
 ):
     """rmsnorm_triton._forward, whose sums and order of operations it keeps, and the
-    quantisation of its rows.
+    quantization of its rows.
     """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = tl.program_id(1)
@@ -775,7 +777,7 @@ def _rmsnorm_quantize(
         at = row[:, None] * D + cols[None, :]
         x = _summed(x_ptr, residual_ptr, sum_ptr, at, mask, True)
         rstd = reciprocal(tl.sqrt(tl.sum(x * x, axis=1) / D + eps))
-        y = _normalised(
+        y = _normalized(
             x,
             rstd,
             w_ptr,
@@ -792,7 +794,7 @@ def _rmsnorm_quantize(
             ROUND_XHAT,
             KEEP,
         )
-        _quantise_rows(
+        _quantize_rows(
             y, at, mask, data_ptr, inverse_ptr, row, in_t, 0, D, key, BLOCK, RANDOM, HARDWARE
         )
     else:
@@ -808,7 +810,7 @@ def _rmsnorm_quantize(
             mask = in_t[:, None] & (c < D)[None, :]
             at = row[:, None] * D + c[None, :]
             x = _summed(x_ptr, residual_ptr, sum_ptr, at, mask, False)
-            y = _normalised(
+            y = _normalized(
                 x,
                 rstd,
                 w_ptr,
@@ -825,7 +827,7 @@ def _rmsnorm_quantize(
                 ROUND_XHAT,
                 KEEP,
             )
-            _quantise_rows(
+            _quantize_rows(
                 y,
                 at,
                 mask,
@@ -863,7 +865,7 @@ def rmsnorm_quantize(
     mx: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [.., D] -> bytes of codes [rows, D], inverse scales [rows, ceil(D / 128)] (mx: bytes of
-    scales [rows, ceil(D / 32)]), what was quantised [rows, D], or [0, D] unless it is to be kept,
+    scales [rows, ceil(D / 32)]), what was quantized [rows, D], or [0, D] unless it is to be kept,
     and the sum with the residual [rows, D], or [0, D] without one. With the constants of rmsnorm's
     launch, or of add_rmsnorm's, which decide the order of its sums.
     """
@@ -937,6 +939,7 @@ def nvfp4_gate() -> list[KernelSpec]:
         }
         for tall in (1, 16):
             for random in (False, True):
+                wide, warps = _nvfp4_tile(2 if d == "bf16" else 4, random)
                 label = f"nvfp4 quantize both {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
                 for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
                     found.append(
@@ -947,14 +950,14 @@ def nvfp4_gate() -> list[KernelSpec]:
                             {
                                 "TALL": tall,
                                 "HIGH": HIGH,
-                                "WIDE": WIDE,
+                                "WIDE": wide,
                                 "RANDOM": 2 * random,
                                 "HARDWARE": hardware,
                             },
-                            _nvfp4_warps(random),
+                            warps,
                             store=0,
                             divisible=("R", "C", "width", "turned_width"),
-                            elements=2 * HIGH * WIDE,
+                            elements=2 * HIGH * wide,
                             **archs,
                         )
                     )
@@ -1110,7 +1113,7 @@ _WIDTHS = (
     16384,
     65536,
 )  # of which a program has several rows, one, and a part of one
-# x and weight, whether there is a bias, whether the normalised row is rounded, random rounding,
+# x and weight, whether there is a bias, whether the normalized row is rounded, random rounding,
 # whether it is kept.
 _NORMS = (
     ("bf16", "bf16", False, True, False, False),
@@ -1128,7 +1131,7 @@ def rmsnorm_gate() -> list[KernelSpec]:
 
 
 def add_rmsnorm_gate() -> list[KernelSpec]:
-    """The residual in x's dtype, and in float32 where the normalised row is not rounded then;
+    """The residual in x's dtype, and in float32 where the normalized row is not rounded then;
     MXFP8.
     """
     return [

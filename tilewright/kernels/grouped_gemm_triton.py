@@ -21,13 +21,19 @@ permuted copy is made.
 
 from __future__ import annotations
 
-import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilewright.kernels.device import (
+    dot_precision,
+    has_tma,
+    large_shared_memory,
+    multiprocessors,
+)
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
@@ -689,30 +695,6 @@ def _router_gradient(
 # ---- launches
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    # In the interpreter a few, so that a block has more than one tile there too.
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 2
-    )
-
-
-@functools.cache
-def _has_tma(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (
-        9,
-        0,
-    )  # the interpreter has it, too
-
-
-@functools.cache
-def _large(device: torch.device) -> bool:
-    """Whether a block may have 227 KiB of shared memory, not 99 (sm_120) or 163 (sm_80)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
 def _aligned(*tensors: torch.Tensor) -> bool:
     """Whether rows start at multiples of 16 elements: what Triton takes note of when it makes wide
     loads, and more than the 16 bytes that descriptors need.
@@ -741,16 +723,12 @@ def _weights(w: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, bool]:
     return (w if fits else w.contiguous()), transposed
 
 
-def _precision(t: torch.Tensor) -> str | None:
-    return "ieee" if t.dtype == torch.float32 else None  # tf32 would keep 10 bits
-
-
 def _key(N: int, K: int, x: torch.Tensor, rows: int, experts: int, aligned: bool) -> tuple:
     """Of a Tunable. rows: of an average expert, as a power of two, 1,024 at most, which few
     token counts tell apart.
     """
     average = min(1024, next_power_of_2(max(1, rows // experts)))
-    return N, K, x.element_size(), average, aligned, _large(x.device)
+    return N, K, x.element_size(), average, aligned, large_shared_memory(x.device)
 
 
 def map_size(rows: int, E: int, block: int = MAP_ROWS) -> int:
@@ -796,38 +774,57 @@ SILU_MUL = {
 }
 
 
+class _Tokens(NamedTuple):
+    """The rows of a product: those of x, or, with slots, row r is x's row slots[r] // top_k.
+
+    offsets: ends of the experts' rows.   tiles: `tile_map` of the offsets, if it is known.
+    """
+
+    offsets: torch.Tensor
+    slots: torch.Tensor | None = None
+    top_k: int = 1
+    tiles: torch.Tensor | None = None
+
+
+class _Outputs(NamedTuple):
+    """What `_gemm` writes (pre: with DSWIGLU it is read), by its names."""
+
+    out: torch.Tensor
+    pre: torch.Tensor | None = None
+    hw: torch.Tensor | None = None
+    partial: torch.Tensor | None = None
+
+
 def _launch(
     tunable,
     x,
     w,
-    out,
-    pre,
-    hw,
-    partial,
-    offsets,
-    slots,
-    top_k,
-    weight,
-    rows,
-    N,
-    K,
     transposed,
-    epilogue,
+    tokens,
+    outputs,
+    epilogue=PLAIN,
+    *,
+    router_weight=None,
     bias=None,
     gate=SILU_MUL,
-    tiles=None,
 ):
-    """One `_gemm`. x is a matrix with contiguous rows, w as `_weights` gives it, bias a contiguous
-    matrix; tiles: of these offsets, if there are some already.
+    """One `_gemm`. x is a matrix with contiguous rows, w and transposed as `_weights` gives them,
+    bias a contiguous matrix or None.
     """
+    offsets, slots, top_k, tiles = tokens
+    out, pre, hw, partial = outputs
+    rows, K = x.shape[0] if slots is None else slots.shape[0], x.shape[1]
+    N = w.shape[2 if transposed else 1]
+    if epilogue == SWIGLU:
+        N //= 2
     E = offsets.shape[0]
     aligned = _fits(x, w, N)
     c = dict(tunable.config(x.device, *_key(N, K, x, rows, E, aligned)))
     tiles = tile_map(offsets, rows) if tiles is None else tiles
-    blocks = _processors(x.device) * c.pop("per_sm")
+    blocks = multiprocessors(x.device) * c.pop("per_sm")
     wide = c["BLOCK_N"] // 2 if epilogue == SWIGLU else c["BLOCK_N"]
     capacity = tiles.shape[0] // 3
-    tma = aligned and x.element_size() == 2 and _has_tma(x.device)
+    tma = aligned and x.element_size() == 2 and has_tma(x.device)
     halves = epilogue == SWIGLU and not gate["INTERLEAVED"]
     tma_x, tma_w = tma and slots is None, tma and not (halves and transposed)
     x_stride, w_stride = x.stride(0), w.stride(1)
@@ -851,7 +848,7 @@ def _launch(
         partial,
         tiles,
         slots,
-        weight,
+        router_weight,
         bias,
         E,
         capacity,
@@ -869,7 +866,7 @@ def _launch(
         BIAS=bias is not None,
         TMA_X=tma_x,
         TMA_W=tma_w,
-        PRECISION=_precision(out),
+        PRECISION=dot_precision(out),
         MAP_ROWS=MAP_ROWS,
         **gate,
         **c,
@@ -877,33 +874,14 @@ def _launch(
 
 
 def _product(tunable, x, weight, offsets, transposed, bias=None, tiles=None):
-    rows, K = x.shape
-    N = weight.shape[2 if transposed else 1]
-    out = torch.empty((rows, N), dtype=x.dtype, device=x.device)
-    if out.numel() and K == 0:
+    out = x.new_empty((x.shape[0], weight.shape[2 if transposed else 1]))
+    if out.numel() and x.shape[1] == 0:
         return out.zero_()
     if out.numel():
+        bias = None if bias is None else bias.contiguous()
         w, turned = _weights(weight, transposed)
-        _launch(
-            tunable,
-            _rows(x),
-            w,
-            out,
-            None,
-            None,
-            None,
-            offsets,
-            None,
-            1,
-            None,
-            rows,
-            N,
-            K,
-            turned,
-            PLAIN,
-            None if bias is None else bias.contiguous(),
-            tiles=tiles,
-        )
+        tokens = _Tokens(offsets, tiles=tiles)
+        _launch(tunable, _rows(x), w, turned, tokens, _Outputs(out), bias=bias)
     return out
 
 
@@ -953,7 +931,7 @@ def backward_weight(
     aligned = _aligned(dy, x)
     c = BACKWARD_WEIGHT.config(dy.device, *_key(N, K, dy, rows, E, aligned))
     c = c if slots is None else _gathered(c)
-    descriptors = aligned and dy.element_size() == 2 and _has_tma(dy.device)
+    descriptors = aligned and dy.element_size() == 2 and has_tma(dy.device)
     tma = {n: descriptors and not gathered for n, gathered in gathers.items()}
     grid = E * cdiv(N, c["BLOCK_N"]) * cdiv(K, c["BLOCK_K"])
     launch(
@@ -974,7 +952,7 @@ def backward_weight(
         GATHER_X=gathers["x"],
         TMA_DY=tma["dy"],
         TMA_X=tma["x"],
-        PRECISION=_precision(dy),
+        PRECISION=dot_precision(dy),
         **c,
     )
     return out
@@ -1008,7 +986,7 @@ def up_swiglu(
     rounded once; h = silu(gate) * up of the rounded pre, or what the constants in `gate` say. Zeros
     in the tail. R, I and H are not 0.
     """
-    rows, K, N = slots.shape[0], x.shape[1], gate_up_proj.shape[1] // 2
+    rows, N = slots.shape[0], gate_up_proj.shape[1] // 2
     pre = torch.empty((rows, 2 * N), dtype=x.dtype, device=x.device) if keep_pre else None
     h = torch.empty((rows, N), dtype=x.dtype, device=x.device)
     w, turned = _weights(gate_up_proj, False)
@@ -1016,22 +994,12 @@ def up_swiglu(
         UP_SWIGLU,
         _rows(x),
         w,
-        h,
-        pre,
-        None,
-        None,
-        offsets,
-        slots,
-        top_k,
-        None,
-        rows,
-        N,
-        K,
         turned,
+        _Tokens(offsets, slots, top_k, tiles),
+        _Outputs(h, pre),
         SWIGLU,
-        None if bias is None else bias.contiguous(),
-        gate,
-        tiles,
+        bias=None if bias is None else bias.contiguous(),
+        gate=gate,
     )
     return pre, h
 
@@ -1075,21 +1043,12 @@ def down_dswiglu(
         DOWN_DSWIGLU,
         dy,
         w,
-        dpre,
-        pre,
-        hw,
-        partial,
-        offsets,
-        slots,
-        top_k,
-        expert_weight,
-        rows,
-        N,
-        K,
         turned,
+        _Tokens(offsets, slots, top_k, tiles),
+        _Outputs(dpre, pre, hw, partial),
         DSWIGLU,
+        router_weight=expert_weight,
         gate=gate,
-        tiles=tiles,
     )
     dweight = torch.empty(position.shape, dtype=torch.float32, device=dy.device)
     columns = next_power_of_2(parts)
@@ -1148,7 +1107,8 @@ def _gemm_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, lar
     and on sm_120, one.
     """
     if itemsize == 4:
-        return _FP32
+        # With 32 columns of K a step and a bias, ptxas 12.9 spills 8 bytes for sm_120.
+        return _FP32 if large else {**_FP32, "BLOCK_K": 16}
     if not aligned:
         return _ODD
     if rows <= 64:
@@ -1162,8 +1122,9 @@ def _gemm_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, lar
 
 def _gemm_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
     if itemsize == 4 or not aligned:
+        k = 16 if itemsize == 4 and not large else 32  # as in the heuristic
         return [
-            _constants(m, n, 32, 4, stages, 2)
+            _constants(m, n, k, 4, stages, 2)
             for m, n in ((32, 64), (64, 64), (64, 32))
             for stages in (2, 3)
         ]
@@ -1290,6 +1251,9 @@ def _dweight_space(
 _TYPES = {2: "bf16", 4: "fp32"}
 _MATRIX = {90: ("wgmma",), 100: ("tcgen05",)}
 _COPIES = {90: ("wgmma", "tma"), 100: ("tcgen05", "tma")}
+# For sm_120, ptxas 12.9 gives each TMA load a branch that calls a function of its own for shared
+# memory of another block of a cluster, with 8 bytes of stack. Without clusters it is never taken.
+_TMA_STACK = {120: 8}
 
 
 def _about(key: dict) -> str:
@@ -1313,6 +1277,7 @@ def _needs(key: dict, tma: bool) -> dict:
         "min_arch": 90 if tma else 80,
         "max_arch": 119 if key["large"] else 999,
         "uses": uses,
+        "stack": _TMA_STACK if tma else {},
         "divisible": ("N", "K", "x_stride", "w_stride", "w_expert_stride", "dy_stride"),
     }
 
@@ -1496,6 +1461,7 @@ _KEYS = [
     (2048, 2048, 4, 1024, True, False),
     (2048, 2048, 2, 1024, True, True),
 ]
+_PRODUCT_KEYS = [*_KEYS, (2048, 2048, 4, 1024, True, True)]
 FORWARD = Tunable(
     "grouped_gemm",
     "forward",
@@ -1503,7 +1469,7 @@ FORWARD = Tunable(
     "forward",
     _gemm_heuristic,
     _gemm_space,
-    _KEYS,
+    _PRODUCT_KEYS,
     _gemm_specs("forward", PLAIN, False, False),
 )
 BACKWARD_X = Tunable(
@@ -1513,7 +1479,7 @@ BACKWARD_X = Tunable(
     "backward",
     _gemm_heuristic,
     _gemm_space,
-    _KEYS,
+    _PRODUCT_KEYS,
     _gemm_specs("backward x", PLAIN, True, False),
 )
 BACKWARD_WEIGHT = Tunable(
@@ -1533,7 +1499,7 @@ UP_SWIGLU = Tunable(
     "forward",
     _up_heuristic,
     _up_space,
-    _KEYS,
+    _PRODUCT_KEYS,
     _gemm_specs("up_swiglu", SWIGLU, False, True),
 )
 DOWN_DSWIGLU = Tunable(

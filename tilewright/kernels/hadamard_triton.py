@@ -1,7 +1,7 @@
 """The block Hadamard transform in Triton. The definition is tilewright/ops/hadamard.py.
 
 A stage of butterflies is a sum and a difference with the element at the other end; three of the
-four or five stages are among the eight elements of a thread, and the others among neighbouring
+four or five stages are among the eight elements of a thread, and the others among neighboring
 lanes. Not tl.dot by a matrix of signs: the op moves memory and little else, and tensor cores add in
 an order of their own, where butterflies give the bits of the definition.
 """

@@ -43,8 +43,8 @@ def sizes(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:
     return (x.numel() // (D * H) if x.numel() else 0), H, D
 
 
-def normalised(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Uninitialised y, x + residual (None without one) and rstd."""
+def normalized(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Uninitialized y, x + residual (None without one) and rstd."""
     total = None if residual is None else torch.empty_like(residual)
     return (
         torch.empty_like(x),
@@ -55,7 +55,7 @@ def normalised(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Te
 
 def rmsnorm_forwards(launch: Callable) -> tuple[Callable, Callable]:
     """forward and add_forward from launch(x, residual or None, weight, ...) -> what
-    `normalised` returns, filled.
+    `normalized` returns, filled.
     """
 
     def forward(
@@ -142,7 +142,7 @@ class Found(NamedTuple):
 def statistics(
     logits: torch.Tensor, smooth: bool, entropy: bool, argmax: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Uninitialised peak, log_sum, target, weighted, mean and argmax, [T] each. Those that were not
+    """Uninitialized peak, log_sum, target, weighted, mean and argmax, [T] each. Those that were not
     asked for are empty.
     """
 
@@ -157,8 +157,24 @@ def inverse(softcap: float) -> float:
     return 1.0 / softcap if softcap else 0.0
 
 
+class StatsGradient(NamedTuple):
+    """What the gradient of logits is made of: the statistics' inputs, results and gradients."""
+
+    target: torch.Tensor
+    class_weight: torch.Tensor | None
+    softcap: float
+    peak: torch.Tensor
+    log_sum: torch.Tensor
+    mean: torch.Tensor | None
+    g_log_sum: torch.Tensor
+    g_target: torch.Tensor
+    g_weighted: torch.Tensor | None
+    g_mean: torch.Tensor | None
+    scale: torch.Tensor | None
+
+
 def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
-    """backward, and backward_ in place, from launch(dlogits to write, logits, target, ...)."""
+    """backward, and backward_ in place, from launch(dlogits to write, logits, StatsGradient)."""
 
     def backward(
         logits: torch.Tensor,
@@ -175,9 +191,7 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
         scale: torch.Tensor | None,
     ) -> torch.Tensor:
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        launch(
-            dlogits,
-            logits,
+        given = StatsGradient(
             target,
             class_weight,
             softcap,
@@ -190,6 +204,7 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
             g_mean,
             scale,
         )
+        launch(dlogits, logits, given)
         return dlogits
 
     def backward_(
@@ -206,9 +221,7 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
         g_mean: torch.Tensor | None,
         scale: torch.Tensor | None,
     ) -> None:
-        launch(
-            logits,
-            logits,
+        given = StatsGradient(
             target,
             class_weight,
             softcap,
@@ -221,5 +234,6 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
             g_mean,
             scale,
         )
+        launch(logits, logits, given)
 
     return backward, backward_

@@ -1,6 +1,6 @@
 """NF4, NVFP4, block-scaled FP8 and MXFP8 in Triton. The definitions are in
 tilewright/ops/{nf4,nvfp4,block_fp8,mxfp8}.py, and the rounding in tilewright/ops/quantize.py; what
-is quantised has the same bytes there and here.
+is quantized has the same bytes there and here.
 
 HARDWARE says which conversions the GPU has (see `conversions`): those of e4m3 from compute
 capability 8.9 on, those of e2m1 from 10.0 on. They give the same bits as the integer operations on
@@ -21,20 +21,19 @@ magnitudes (a NaN is the largest), rounds and packs.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
 from tilewright.kernels import aqn_triton
+from tilewright.kernels.device import conversions
 from tilewright.kernels.hadamard_triton import butterflies, sign_mask, signed
-from tilewright.kernels.instructions_triton import largest_magnitude, widened
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.math_triton import largest_magnitude, widened
 from tilewright.kernels.spec import KernelSpec
 
-TILE = 2048  # elements of a program that quantises
+TILE = 2048  # elements of a program that quantizes
 OUT = 512  # elements that a program of dequantization stores at a time: eight a thread of two warps
 PARTS = 4  # how many times: their loads are all issued first
 
@@ -171,8 +170,8 @@ def _to_e2m1(v, random, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
     """Bytes of two codes of float32 v [.., 2], the first in the low half.   HARDWARE: to nearest,
     by the GPU.
 
-    That the two agree to the bit: both round to nearest with ties to even, where neighbouring codes
-    are those of neighbouring numbers, so that even codes have even mantissas; both make 6 of what
+    That the two agree to the bit: both round to nearest with ties to even, where neighboring codes
+    are those of neighboring numbers, so that even codes have even mantissas; both make 6 of what
     is above; and both keep the sign, of -0.0 and of what becomes zero too (subnormal float32 does,
     flushed or not). NaN, which the instruction would make 6, is the one difference. It comes only
     from an x or a scale that is not finite, which `quantize_nvfp4` refuses, or shows in
@@ -210,17 +209,6 @@ def from_e2m1(both, HARDWARE: tl.constexpr):
         code = both.to(tl.int32)
         low, high = _from_e2m1(code & 15), _from_e2m1(code >> 4)
     return low, high
-
-
-@functools.cache
-def conversions(device: torch.device) -> int:
-    """What the GPU converts to and from by an instruction: 0 nothing, 1 e4m3, 2 e4m3 and e2m1. The
-    interpreter runs no PTX.
-    """
-    if device.type != "cuda":
-        return 0
-    capability = torch.cuda.get_device_capability(device)
-    return 2 if capability >= (10, 0) else 1 if capability >= (8, 9) else 0
 
 
 @triton.jit
@@ -653,7 +641,7 @@ def nvfp4_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [matrices, rows, C] -> bytes of codes [.., .., ceil(C / 2)], bytes of scales [.., ..,
     ceil(C / 16)].
-    hadamard: 0, or the size of the transform of x that is quantised.   signs: its seed.
+    hadamard: 0, or the size of the transform of x that is quantized.   signs: its seed.
     """
     B, R, C = x.shape
     groups = cdiv(C, 16)

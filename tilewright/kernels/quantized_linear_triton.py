@@ -1,4 +1,4 @@
-"""Products with quantised weights in Triton. The definitions are in
+"""Products with quantized weights in Triton. The definitions are in
 tilewright/ops/quantized_linear.py.
 
     _few_rows    y = x w^T for few rows of x: codes become numbers in registers, on their way to the
@@ -18,9 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.device import conversions, dot_precision, large_shared_memory
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
-from tilewright.kernels.quantize_triton import E2M1, E4M3, conversions, from_e2m1, from_e4m3
+from tilewright.kernels.quantize_triton import E2M1, E4M3, from_e2m1, from_e4m3
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -200,7 +201,7 @@ def _sum_pieces(
 
 
 def constants(x: torch.Tensor, format: str, N: int, block: list[int]) -> dict | None:
-    """What `few_rows` is launched with, or None where the weight should be dequantised: many rows,
+    """What `few_rows` is launched with, or None where the weight should be dequantized: many rows,
     or scales that change within what the kernel takes at a time.
     """
     T, K = x.shape
@@ -232,9 +233,9 @@ def few_rows(
     """y [T, N] = x w^T + bias from x [T, K] and the codes and scales of w [N, K]. T, N and K are
     not 0.
 
-    data, scale: bytes; of NF4 and block FP8 without double quantisation, scale is float32.
+    data, scale: bytes; of NF4 and block FP8 without double quantization, scale is float32.
         nested, table, extra: nested_absmax, the 256 values of the codes of scales, and the offset,
-        of double quantisation; extra is also NVFP4's global scale.   values: of NF4's 16 codes.
+        of double quantization; extra is also NVFP4's global scale.   values: of NF4's 16 codes.
         config: from `constants`.
     """
     T, K = x.shape
@@ -274,7 +275,7 @@ def few_rows(
         ROWS=rows,
         GROUP=min(span, c["BLOCK_K"]),
         SPAN=span,
-        PRECISION=_precision(x),
+        PRECISION=dot_precision(x),
         BLOCK_T=tall,
         **c,
     )
@@ -302,16 +303,12 @@ def _block_t(T: int) -> int:
     return max(16, min(MOST_ROWS, next_power_of_2(T)))
 
 
-def _precision(t: torch.Tensor) -> str | None:
-    return "ieee" if t.dtype == torch.float32 else None  # tf32 would keep 10 bits
-
-
 _NAMES = ("fused", "BLOCK_N", "BLOCK_K", "SPLIT", "num_warps", "num_stages")
 _BLOCKS = 264  # two for each of an H200's multiprocessors
 
 
 def _heuristic(format: int, N: int, K: int, itemsize: int, rows: int) -> dict:
-    """Not measured on a GPU; `bench tune` searches it. Dequantising writes and reads two bytes an
+    """Not measured on a GPU; `bench tune` searches it. Dequantizing writes and reads two bytes an
     element beside the half byte (NF4, NVFP4) that both ways read: eight times the traffic, and
     three kernels. In registers the numbers are made once more for each 64 rows. So one tile of rows
     is the least where it must pay; float32 has no tensor cores and so is bound by arithmetic
@@ -443,7 +440,7 @@ def _fp8(
     n_tiles, m_tiles = tl.cdiv(N, BLOCK_N), tl.cdiv(T, BLOCK_M)
     first = (
         tl.program_id(0) // (GROUP * n_tiles) * GROUP
-    )  # neighbours share rows and columns, which L2 then holds
+    )  # neighbors share rows and columns, which L2 then holds
     height = tl.minimum(m_tiles - first, GROUP)
     inside = tl.program_id(0) - first * n_tiles
     t = (first + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -487,7 +484,7 @@ def fp8(
     out = torch.empty((T, N), dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    c = FP8.config(x.device, N, K, min(4096, next_power_of_2(T)), _large(x.device))
+    c = FP8.config(x.device, N, K, min(4096, next_power_of_2(T)), large_shared_memory(x.device))
     grid = cdiv(T, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"])
     launch(
         _fp8,
@@ -506,14 +503,6 @@ def fp8(
         **c,
     )
     return out
-
-
-@functools.cache
-def _large(device: torch.device) -> bool:
-    """Whether tensor cores read their factors from shared memory, of which a block may have 227
-    KiB.
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 _FP8_NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages")

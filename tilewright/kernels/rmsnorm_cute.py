@@ -21,6 +21,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from tilewright.kernels import cute as tw
 from tilewright.kernels import launchers
+from tilewright.kernels.device import multiprocessors
 from tilewright.kernels.spec import CuteSpec
 
 # Widest row of one block. Forward: 512 threads with 32 elements of x each. Backward also holds dy,
@@ -62,8 +63,8 @@ class Plan:
         return max(1, self.threads // 32)
 
     def column(self, rank, thread, k):
-        """First column of chunk k of a thread of block `rank`: neighbours in a warp read
-        neighbouring chunks.
+        """First column of chunk k of a thread of block `rank`: neighbors in a warp read
+        neighboring chunks.
         """
         return ((k * self.cluster + rank) * self.threads + thread) * self.vec
 
@@ -377,7 +378,7 @@ def _launch_backward(
 
 def _run_forward(x, residual, weight, bias, eps, offset, round_xhat):
     T, H, D = launchers.sizes(x, weight)
-    y, total, rstd = launchers.normalised(x, residual)
+    y, total, rstd = launchers.normalized(x, residual)
     if T:
         p = plan(D, H, tw.vector(D, x, residual, weight, bias, y, total))
         tw.launch(
@@ -408,10 +409,7 @@ def _clusters(x: torch.Tensor, p: Plan, T: int) -> int:
     multiprocessor about 512 threads, with 128 registers each. Each also costs a row of dw to write
     and to add.
     """
-    multiprocessors = (
-        torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
-    )
-    blocks = multiprocessors * max(1, 512 // p.block)
+    blocks = multiprocessors(x.device) * max(1, 512 // p.block)
     return max(1, min(-(-T // p.rows), blocks // (p.cluster * p.H)))
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels import aqn_triton, launchers
+from tilewright.kernels import launchers
 from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -32,11 +32,6 @@ STAGED_BYTES = 96 * 2**10
 # Rows of so many columns share a program. For D=128 on sm_100 ptxas spills 8 bytes in the float32
 # forward with 16 elements a thread.
 NARROW = 512
-# Programs a multiprocessor that share the rows of a forward with noise. Each makes the noise of its
-# weight once, for
-# dozens of rows of a training step: made for every row, it would take longer than the row's way
-# through memory.
-NOISE_PROGRAMS = 4
 
 
 def _heuristic(D: int, backward: bool) -> dict:
@@ -91,7 +86,11 @@ def _backward_heuristic(D: int, itemsize: int) -> dict:
 def _most_stages(c: dict, itemsize: int) -> int:
     step = 3 * c["BLOCK_T"] * c["BLOCK_D"] * itemsize  # of dy, x and dsum
     # In narrow rows ptxas spills 4 bytes for sm_100 and sm_120 with a step that is loaded ahead.
-    return 1 if c["BLOCK_D"] <= NARROW else 1 + min(2, STAGED_BYTES // step)
+    if c["BLOCK_D"] <= NARROW:
+        return 1
+    # ptxas 12.9 spills 4 bytes for sm_120 with two steps of 4,096 float32 columns ahead.
+    ahead = 1 if itemsize == 4 and c["BLOCK_D"] > 2048 else 2
+    return 1 + min(ahead, STAGED_BYTES // step)
 
 
 def _backward_space(D: int, itemsize: int) -> list[dict]:
@@ -108,83 +107,13 @@ def _backward_space(D: int, itemsize: int) -> list[dict]:
 
 
 @triton.jit
-def _weight(
-    w_ptr,
-    h,
-    start,
-    offset,
-    alpha,
-    seed,
-    step,
-    layer,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NOISE: tl.constexpr,
-):
+def _weight(w_ptr, h, start, offset, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """What columns from `start` on are multiplied by, [BLOCK_D]."""
     c = start + tl.arange(0, BLOCK_D)
-    w = tl.load(w_ptr + h * D + c, mask=c < D, other=0.0).to(tl.float32) + offset
-    if NOISE:
-        n = aqn_triton.normals(h.to(tl.int64) * D + start, seed, step, layer, BLOCK_D, D % 4 == 0)
-        w = tl.fma(n, alpha, w)
-    return w
+    return tl.load(w_ptr + h * D + c, mask=c < D, other=0.0).to(tl.float32) + offset
 
 
-@triton.jit
-def _rows(
-    x_ptr,
-    residual_ptr,
-    w_ptr,
-    b_ptr,
-    y_ptr,
-    sum_ptr,
-    rstd_ptr,
-    block,
-    h,
-    T,
-    eps,
-    offset,
-    noisy,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ADD: tl.constexpr,
-    BIAS: tl.constexpr,
-    ROUND_XHAT: tl.constexpr,
-    NOISE: tl.constexpr,
-):
-    """BLOCK_T rows of one head, in registers. block: int64. noisy: the weight with noise, if
-    there is some.
-    """
-    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    row = t * H + h
-    cols = tl.arange(0, BLOCK_D)
-    in_t = t < T
-    mask = in_t[:, None] & (cols < D)[None, :]
-    at = row[:, None] * D + cols[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        r = x + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        r = r.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + at, r, mask=mask)
-        x = r.to(tl.float32)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + eps)
-    tl.store(rstd_ptr + row, rstd, mask=in_t)
-    if NOISE:
-        w = noisy
-    else:
-        w = _weight(w_ptr, h, 0, offset, 0, 0, 0, 0, D, BLOCK_D, False)
-    y = x * rstd[:, None]
-    if ROUND_XHAT:
-        y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
-    y = y * w[None, :]
-    if BIAS:
-        y += tl.load(b_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["T", "seed", "step", "layer"])
+@triton.jit(do_not_specialize=["T"])
 def _forward(
     x_ptr,
     residual_ptr,
@@ -196,10 +125,6 @@ def _forward(
     T,
     eps,
     offset,
-    alpha,
-    seed: tl.int64,
-    step: tl.int64,
-    layer: tl.int64,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -208,66 +133,33 @@ def _forward(
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     ROUND_XHAT: tl.constexpr,
-    NOISE: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64)
+    """BLOCK_T rows of one head."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = tl.program_id(1)
+    row = t * H + h
+    cols = tl.arange(0, BLOCK_D)
+    in_t = t < T
     if not WALK:
-        if NOISE:  # rows p, p + P, ... of one head
-            w = _weight(w_ptr, h, 0, offset, alpha, seed, step, layer, D, BLOCK_D, True)
-            for block in range(first, tl.cdiv(T, BLOCK_T), tl.num_programs(0)):
-                _rows(
-                    x_ptr,
-                    residual_ptr,
-                    w_ptr,
-                    b_ptr,
-                    y_ptr,
-                    sum_ptr,
-                    rstd_ptr,
-                    block,
-                    h,
-                    T,
-                    eps,
-                    offset,
-                    w,
-                    H,
-                    D,
-                    BLOCK_T,
-                    BLOCK_D,
-                    ADD,
-                    BIAS,
-                    ROUND_XHAT,
-                    True,
-                )
-        else:
-            _rows(
-                x_ptr,
-                residual_ptr,
-                w_ptr,
-                b_ptr,
-                y_ptr,
-                sum_ptr,
-                rstd_ptr,
-                first,
-                h,
-                T,
-                eps,
-                offset,
-                0,
-                H,
-                D,
-                BLOCK_T,
-                BLOCK_D,
-                ADD,
-                BIAS,
-                ROUND_XHAT,
-                False,
-            )
+        mask = in_t[:, None] & (cols < D)[None, :]
+        at = row[:, None] * D + cols[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if ADD:
+            r = x + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            r = r.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + at, r, mask=mask)
+            x = r.to(tl.float32)
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + eps)
+        tl.store(rstd_ptr + row, rstd, mask=in_t)
+        w = _weight(w_ptr, h, 0, offset, D, BLOCK_D)
+        y = x * rstd[:, None]
+        if ROUND_XHAT:
+            y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+        y = y * w[None, :]
+        if BIAS:
+            y += tl.load(b_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
-        t = first * BLOCK_T + tl.arange(0, BLOCK_T)
-        row = t * H + h
-        cols = tl.arange(0, BLOCK_D)
-        in_t = t < T
         ss = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
         for start in range(0, D, BLOCK_D):
             c = start + cols
@@ -294,7 +186,7 @@ def _forward(
                 x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
             else:
                 x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            w = _weight(w_ptr, h, start, offset, alpha, seed, step, layer, D, BLOCK_D, NOISE)
+            w = _weight(w_ptr, h, start, offset, D, BLOCK_D)
             y = x * rstd[:, None]
             if ROUND_XHAT:
                 y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
@@ -304,7 +196,7 @@ def _forward(
             tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "seed", "step", "layer"])
+@triton.jit(do_not_specialize=["T"])
 def _backward(
     dy_ptr,
     dsum_ptr,
@@ -316,10 +208,6 @@ def _backward(
     db_ptr,
     T,
     offset,
-    alpha,
-    seed: tl.int64,
-    step: tl.int64,
-    layer: tl.int64,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -327,7 +215,6 @@ def _backward(
     DSUM: tl.constexpr,
     BIAS: tl.constexpr,
     ROUND_XHAT: tl.constexpr,
-    NOISE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """dx, and this program's share of dw and db: rows p, p + P, p + 2P, ... of one head, in
@@ -338,14 +225,13 @@ def _backward(
     P = tl.num_programs(0)
     cols = tl.arange(0, BLOCK_D)
     in_d = cols < D
-    w = _weight(w_ptr, h, 0, offset, alpha, seed, step, layer, D, BLOCK_D, NOISE)
+    w = _weight(w_ptr, h, 0, offset, D, BLOCK_D)
     dw = tl.zeros([BLOCK_D], tl.float32)
     db = tl.zeros([BLOCK_D], tl.float32)
     # Where a thread may have but one product of a sum, products are rounded first: of an fma with
     # the first addition of an exchange between threads, each of two threads would have another last
     # bit, and either could be the one that is kept. Seen of dw in narrow rows of 16 bits on four
-    # warps, and of c with noise, for a D that no four divide; not in float32, where with a bias and
-    # D=128 ptxas would spill 8 bytes for sm_90.
+    # warps; not in float32, where with a bias and D=128 ptxas would spill 8 bytes for sm_90.
     APART: tl.constexpr = BLOCK_T > 1 and x_ptr.dtype.element_ty != tl.float32
     for block in tl.range(p, tl.cdiv(T, BLOCK_T), P, num_stages=STAGES):
         t = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
@@ -368,10 +254,7 @@ def _backward(
         else:
             dw += tl.sum(g * normed, axis=0)
         g = g * w[None, :]
-        if NOISE and D % 4:
-            c = tl.sum(tl.fma(g, xhat, 0.0), axis=1) / D
-        else:
-            c = tl.sum(g * xhat, axis=1) / D
+        c = tl.sum(g * xhat, axis=1) / D
         dx = (g - xhat * c[:, None]) * rstd[:, None]
         if DSUM:
             dx += tl.load(dsum_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -381,7 +264,7 @@ def _backward(
         tl.store(db_ptr + (p * H + h).to(tl.int64) * D + cols, db, mask=in_d)
 
 
-@triton.jit(do_not_specialize=["T", "seed", "step", "layer"])
+@triton.jit(do_not_specialize=["T"])
 def _backward_walk(
     dy_ptr,
     dsum_ptr,
@@ -391,15 +274,10 @@ def _backward_walk(
     dx_ptr,
     T,
     offset,
-    alpha,
-    seed: tl.int64,
-    step: tl.int64,
-    layer: tl.int64,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     DSUM: tl.constexpr,
-    NOISE: tl.constexpr,
 ):
     """dx of one wide row, in two walks over its columns."""
     row = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
@@ -411,14 +289,14 @@ def _backward_walk(
         c = start + cols
         g = tl.load(dy_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
-        w = _weight(w_ptr, h, start, offset, alpha, seed, step, layer, D, BLOCK_D, NOISE)
+        w = _weight(w_ptr, h, start, offset, D, BLOCK_D)
         acc += g * w * (x * rstd)
     dot = tl.sum(acc, axis=0) / D
     for start in range(0, D, BLOCK_D):
         c = start + cols
         g = tl.load(dy_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
-        w = _weight(w_ptr, h, start, offset, alpha, seed, step, layer, D, BLOCK_D, NOISE)
+        w = _weight(w_ptr, h, start, offset, D, BLOCK_D)
         dx = (g * w - x * rstd * dot) * rstd
         if DSUM:
             dx += tl.load(dsum_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
@@ -564,24 +442,14 @@ def _sharing(
     return max(1, min(each // groups, launchers.cdiv(T, block_t)))
 
 
-def programs(t: torch.Tensor, each: int) -> int:
-    """How many programs share the rows of a column reduction: `each` a multiprocessor."""
-    return (
-        each * torch.cuda.get_device_properties(t.device).multi_processor_count if t.is_cuda else 4
-    )
-
-
-def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat, alpha, seed, step, layer):
+def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat):
     T, H, D = launchers.sizes(x, weight)
-    y, total, rstd = launchers.normalised(x, residual)
+    y, total, rstd = launchers.normalized(x, residual)
     if T:
         c = FORWARD.config(x.device, D, x.element_size(), residual is not None)
-        walk, blocks = c["BLOCK_D"] < D, launchers.cdiv(T, c["BLOCK_T"])
-        if alpha and not walk:
-            blocks = min(blocks, max(1, programs(x, NOISE_PROGRAMS) // H))
         launch(
             _forward,
-            (blocks, H),
+            (launchers.cdiv(T, c["BLOCK_T"]), H),
             x,
             residual,
             weight,
@@ -592,56 +460,18 @@ def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat, alpha, s
             T,
             eps,
             offset,
-            alpha,
-            seed,
-            step,
-            layer,
             H=H,
             D=D,
-            WALK=walk,
+            WALK=c["BLOCK_D"] < D,
             ADD=residual is not None,
             BIAS=bias is not None,
             ROUND_XHAT=round_xhat,
-            NOISE=alpha != 0,
             **c,
         )
     return y, total, rstd
 
 
-def forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    round_xhat: bool,
-    alpha: float,
-    seed: int,
-    step: int,
-    layer: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    y, _, rstd = _launch_forward(
-        x, None, weight, bias, eps, offset, round_xhat, alpha, seed, step, layer
-    )
-    return y, rstd
-
-
-def add_forward(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    round_xhat: bool,
-    alpha: float,
-    seed: int,
-    step: int,
-    layer: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _launch_forward(
-        x, residual, weight, bias, eps, offset, round_xhat, alpha, seed, step, layer
-    )
+forward, add_forward = launchers.rmsnorm_forwards(_launch_forward)
 
 
 def backward(
@@ -653,10 +483,6 @@ def backward(
     offset: float,
     round_xhat: bool,
     has_bias: bool,
-    alpha: float,
-    seed: int,
-    step: int,
-    layer: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     T, H, D = launchers.sizes(x, weight)
     dx = torch.empty_like(x)
@@ -680,15 +506,10 @@ def backward(
             dx,
             T,
             offset,
-            alpha,
-            seed,
-            step,
-            layer,
             H=H,
             D=D,
             BLOCK_D=block_d,
             DSUM=dsum is not None,
-            NOISE=alpha != 0,
             num_warps=warps,
         )
         kernel, warps, block_t = _weight_walk, 4, 1
@@ -707,12 +528,11 @@ def backward(
             "DSUM": dsum is not None,
             "BIAS": has_bias,
             "ROUND_XHAT": round_xhat,
-            "NOISE": alpha != 0,
             "STAGES": c["STAGES"],
         }
 
         def arguments(dw, db):
-            return dy, dsum, x, rstd, weight, dx, dw, db, T, offset, alpha, seed, step, layer
+            return dy, dsum, x, rstd, weight, dx, dw, db, T, offset
 
     dtypes = (x.dtype, dy.dtype, weight.dtype, None if dsum is None else dsum.dtype)
     P = _sharing(kernel, T, block_t, H * columns, warps, x, dtypes, *arguments(db, db), **constants)
@@ -726,7 +546,7 @@ def backward(
 
 
 # The usual training step; float32 weights, which cost most registers in forward; and all in
-# float32: x, weight, whether there is a bias, whether the normalised row is rounded.
+# float32: x, weight, whether there is a bias, whether the normalized row is rounded.
 _TYPES = {
     2: (("bf16", "bf16", False, True), ("bf16", "fp32", True, True)),
     4: (("fp32", "fp32", True, False),),
@@ -747,25 +567,20 @@ def _specs(D: int, itemsize: int, launches) -> list[KernelSpec]:
             "w_ptr": f"*{weight}",
             "b_ptr": f"*{weight}",
             **{f"{n}_ptr": f"*{data}" for n in ("x", "residual", "y", "sum", "dy", "dsum", "dx")},
-            **aqn_triton.TYPES,
         }
-        # Noise without bias, as Qwen and Llama. (With both, float32 and D=1024, ptxas spills 8
-        # bytes for sm_90.)
-        for noise in (False, True) if weight == data else (False,):
-            tail = f"{data} weight={weight}{' noise' if noise else ' bias' if bias else ''} D={D}"
-            options = {"BIAS": bias and not noise, "ROUND_XHAT": cast}
-            for kernel, label, constexprs, warps in launches(options, noise):
-                signature = {n: types[n] for n in kernel.arg_names if n in types}
-                found.append(
-                    KernelSpec(
-                        kernel,
-                        f"{label} {tail}",
-                        signature,
-                        {**shape, **constexprs},
-                        warps,
-                        elements=constexprs.get("BLOCK_T", 1) * constexprs["BLOCK_D"],
-                    )
+        tail = f"{data} weight={weight}{' bias' if bias else ''} D={D}"
+        for kernel, label, constexprs, warps in launches({"BIAS": bias, "ROUND_XHAT": cast}):
+            signature = {n: types[n] for n in kernel.arg_names if n in types}
+            found.append(
+                KernelSpec(
+                    kernel,
+                    f"{label} {tail}",
+                    signature,
+                    {**shape, **constexprs},
+                    warps,
+                    elements=constexprs.get("BLOCK_T", 1) * constexprs["BLOCK_D"],
                 )
+            )
     return found
 
 
@@ -775,11 +590,11 @@ def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
         "ADD": key["add"],
     }
 
-    def launches(options, noise):
+    def launches(options):
         yield (
             _forward,
             "add_forward" if key["add"] else "forward",
-            {**blocks, **options, "NOISE": noise},
+            {**blocks, **options},
             config["num_warps"],
         )
 
@@ -787,22 +602,21 @@ def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
 
 
 def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
-    def launches(options, noise):
+    def launches(options):
         if config["BLOCK_D"] < key["D"]:
             yield (
                 _backward_walk,
                 "backward_walk",
-                {"BLOCK_D": config["BLOCK_D"], "DSUM": True, "NOISE": noise},
+                {"BLOCK_D": config["BLOCK_D"], "DSUM": True},
                 config["num_warps"],
             )
-            if not noise:
-                yield _weight_walk, "weight_walk", {**options, "BLOCK_D": 1024}, 4
+            yield _weight_walk, "weight_walk", {**options, "BLOCK_D": 1024}, 4
         else:
             blocks = {n: config[n] for n in ("BLOCK_D", "BLOCK_T", "STAGES")}
             yield (
                 _backward,
                 "backward",
-                {**blocks, **options, "DSUM": True, "NOISE": noise},
+                {**blocks, **options, "DSUM": True},
                 config["num_warps"],
             )
 

@@ -295,7 +295,7 @@ def _backward(
 
 
 def results(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
-    """Uninitialised weights, indices, counts and the two losses."""
+    """Uninitialized weights, indices, counts and the two losses."""
     T, E = logits.shape
     return (
         logits.new_empty((T, k), dtype=torch.float32),

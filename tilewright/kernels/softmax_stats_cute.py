@@ -709,24 +709,12 @@ def _common(logits: torch.Tensor, out: torch.Tensor) -> int:
     return apart // itemsize
 
 
-def _run_backward(
-    out,
-    logits,
-    target,
-    class_weight,
-    softcap,
-    peak,
-    log_sum,
-    mean,
-    g_log_sum,
-    g_target,
-    g_weighted,
-    g_mean,
-    scale,
-):
+def _run_backward(out: torch.Tensor, logits: torch.Tensor, given: launchers.StatsGradient) -> None:
     T, V = logits.shape
     if T == 0:
         return
+    target, class_weight, softcap, peak, log_sum, mean, *gradients, scale = given
+    g_log_sum, g_target, g_weighted, g_mean = gradients
     weights = class_weight if g_weighted is not None else None
     o = Options(
         _common(logits, out),

@@ -23,7 +23,9 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels import launchers
+from tilewright.kernels.device import multiprocessors
 from tilewright.kernels.launch import launch
+from tilewright.kernels.math_triton import tanh_and_derivative
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -47,10 +49,10 @@ def _forward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
 
 
 def _backward_heuristic(V: int, itemsize: int, plain: bool) -> dict:
-    """No sums are kept: 32 elements a thread, so 64 bytes of bf16 in flight, 53 registers. (8 warps
-    make ptxas spill 32 bytes in fp32 for sm_120.)
+    """No sums are kept. 16-bit logits: 16 elements a thread, as in the forward; with 32, ptxas 12.9
+    spills 4 bytes for sm_120. float32: 32 elements a thread; with 16, it spills 32 bytes there.
     """
-    return {"BLOCK": 4096, "num_warps": 4}
+    return {"BLOCK": 4096, "num_warps": 8 if itemsize == 2 else 4}
 
 
 def _backward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
@@ -68,29 +70,9 @@ FLOOR = tl.constexpr(-1024.0)
 
 
 @triton.jit
-def _tanh(x):
-    """tanh to 2 ulp, and its derivative 1 - tanh^2, which would cancel where tanh is near 1. Below
-    0.625 an odd polynomial (least maximum relative error, 4e-9, fitted to tanh(x) / x): 1 - 2q / (1
-    + q), q = exp(-2 |x|), would lose the low bits of a small x.
-    """
-    u = x * x
-    p = -5.704986862838268e-3
-    p = p * u + 2.063908614218235e-2
-    p = p * u - 5.373971536755762e-2
-    p = p * u + 1.3331441581249237e-1
-    p = p * u - 3.333328068256378e-1
-    near = x + x * u * p
-    size = tl.abs(x)
-    q = tl.exp2(-2.0 * 1.4426950408889634 * size)
-    h = q / (1.0 + q)
-    far = 1.0 - 2.0 * h
-    return tl.where(size < 0.625, near, tl.where(x < 0.0, -far, far)), 4.0 * h * (1.0 - h)
-
-
-@triton.jit
 def _capped(x, softcap, inverse, CAPPED: tl.constexpr):
     if CAPPED:
-        t, _ = _tanh(x * inverse)
+        t, _ = tanh_and_derivative(x * inverse)
         x = softcap * t
     return x
 
@@ -461,7 +443,7 @@ def _gradient(
 ):
     slope = x
     if CAPPED:
-        t, slope = _tanh(x * inverse)
+        t, slope = tanh_and_derivative(x * inverse)
         x = softcap * t
     below = x - peak
     p = tl.exp2(below * LOG2E - log_sum * LOG2E)  # one FMA an element, and log_sum is small
@@ -711,11 +693,7 @@ def scale_(out: torch.Tensor, factor: torch.Tensor) -> None:
     n = out.numel()
     if n:
         # Four programs of eight warps fill a multiprocessor's bandwidth.
-        most = (
-            4 * torch.cuda.get_device_properties(out.device).multi_processor_count
-            if out.is_cuda
-            else 2
-        )
+        most = 4 * multiprocessors(out.device) if out.is_cuda else 2
         launch(
             _scale, (min(most, launchers.cdiv(n, SCALE_BLOCK.value)),), out, factor, n, num_warps=8
         )
@@ -795,23 +773,13 @@ def forward(
 
 
 def _launch_backward(
-    out,
-    logits,
-    target,
-    class_weight,
-    softcap,
-    peak,
-    log_sum,
-    mean,
-    g_log_sum,
-    g_target,
-    g_weighted,
-    g_mean,
-    scale,
-):
+    out: torch.Tensor, logits: torch.Tensor, given: launchers.StatsGradient
+) -> None:
     T, V = logits.shape
     if T == 0:
         return
+    target, class_weight, softcap, peak, log_sum, mean, *gradients, scale = given
+    g_log_sum, g_target, g_weighted, g_mean = gradients
     peel = peels(V, logits, out)
     plain = not (softcap or g_weighted is not None or g_mean is not None)
     c = BACKWARD.config(logits.device, V, logits.element_size(), plain)

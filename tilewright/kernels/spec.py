@@ -29,6 +29,8 @@ class KernelSpec:
     elements: of a streaming kernel, how many elements a program takes: instructions an element are
     then budgeted.
     undivided: no loop may divide, which the gate looks for in PTX.
+    stack: compute capability -> bytes of stack that are accepted of a kernel without spills, with
+        the reason beside it.
     """
 
     kernel: Any
@@ -46,6 +48,7 @@ class KernelSpec:
     uses: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     elements: int = 0
     undivided: bool = False
+    stack: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

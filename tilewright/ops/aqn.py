@@ -5,8 +5,8 @@ Counter-based, so that nothing is stored: forward, recompute and backward make t
 again, wherever they run. In compiled code, step, seed and layer become symbols when they first
 change, so that a training step is not compiled again; alpha is a constant of the graph of a fused
 operator, which is compiled once for each.
-Those who add them make them in registers: `dequantize_*` (in units of the local quantization step)
-and `rmsnorm` (QeRL, arXiv 2510.11696).
+`dequantize_*` adds them in registers, in units of the local quantization step; norms add them to
+their weight before the kernel reads it (QeRL, arXiv 2510.11696).
 """
 
 from __future__ import annotations
@@ -164,6 +164,19 @@ def arguments(noise: AQN | None) -> tuple[float, int, int, int]:
     return float(noise.alpha), noise.seed, noise.step, noise.layer
 
 
+def add(values: torch.Tensor, noise: AQN, implementation: str = "auto") -> torch.Tensor:
+    """values + noise.alpha * the noise of their shape, in values' dtype. Differentiable in values.
+
+    implementation: of an op that adds noise to its weight. The noise is `aqn_noise`'s of that name
+    if there is one, else of its "auto".
+    """
+    run = AQN_NOISE.pick(implementation if implementation in _NAMES else "auto", values)
+    n = run(
+        values.new_empty(0), 0, values.numel(), noise.seed, noise.step, noise.layer, values.dtype
+    )
+    return values + noise.alpha * n.view(values.shape)
+
+
 def add_eager(
     values: torch.Tensor, amount: torch.Tensor | float, seed: int, step: int, layer: int
 ) -> torch.Tensor:
@@ -274,3 +287,4 @@ AQN_NOISE = Op(
     ),
     atol=ATOL,
 )
+_NAMES = tuple(AQN_NOISE.names())

@@ -3,7 +3,7 @@
     y = x / sqrt(mean(x^2) + eps) * (offset + w) + b
 
 Shapes: D = columns, the last dimension; H = heads. Sums accumulate in float32 or wider, and the
-result is rounded once, on store (`cast="llama"` rounds the normalised row too, as Llama and Qwen
+result is rounded once, on store (`cast="llama"` also rounds the normalized row, as Llama and Qwen
 do).
 """
 
@@ -18,7 +18,7 @@ from tilewright import platform
 from tilewright.ops import _checks, aqn, cases
 from tilewright.ops._library import adopt, define, differentiate, from_kernels
 from tilewright.ops.aqn import AQN
-from tilewright.registry import FLOATS, Case, Cost, Implementation, ImplementationUnavailable, Op
+from tilewright.registry import FLOATS, Case, Cost, Implementation, Op
 
 CASTS = ("llama", "gemma", "none")
 MAX_D = 65536  # widest row that the Triton kernels are compiled and tested for
@@ -36,30 +36,46 @@ def rmsnorm(
     noise: AQN | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """Normalise each row of x by its root mean square and scale it.
+    """Normalizes each row of x by its root mean square and scales it.
 
-    x: [..., D] fp32 | bf16 | fp16 (fp64 with eager and torch), any strides, D <= 65,536.
-    weight: [D], or [H, D] for x of shape [..., H, D] (per-head QK norm). Any float dtype.
-    eps: >= 0, added to the mean of squares.   bias: [D] in weight's dtype, or None.
-    offset: added to the weight; 1.0 for Gemma, whose checkpoints store w - 1.
-    cast: "llama" rounds the normalised row to x's dtype before the weight; "gemma" stays in fp32 to
-        the end; "none" lets the eager twin compute in x's dtype throughout (the fused kernels then
-        compute as for "gemma").
-    noise: alpha times the `aqn_noise` of weight's shape is added to the weight for this call, in
-        fp32 and the same in its backward (QeRL). It is made in registers; weight does not change.
-        None, or an alpha of 0, adds nothing. CuTe has none.
-    Returns [..., D] in x's dtype; under torch.autocast in float32 (not on a CPU), as F.rms_norm
-    does. Differentiable once in x, weight and bias (eager and torch: any number of times, and in
-    forward mode); weight and bias gradients accumulate in fp32, on a CPU over 64 rows and in fp64
-    beyond (fixed order, no atomics). Raises TypeError or ValueError for arguments that do not fit,
-    ImplementationUnavailable for a named implementation that cannot run here.
+    Differentiable once in x, weight and bias (eager and torch: any number of times, and in forward
+    mode). Gradients of weight and bias accumulate in float32, on a CPU over 64 rows and in float64
+    beyond (fixed order, no atomics).
+
+    Args:
+        x: [..., D], float32 | bfloat16 | float16 (float64 with eager and torch), any strides,
+            D <= 65,536.
+        weight: [D], or [H, D] for x of shape [..., H, D] (per-head QK norm). Any float dtype.
+        eps: >= 0, added to the mean of squares.
+        bias: [D] in weight's dtype, or None.
+        offset: added to the weight; 1.0 for Gemma, whose checkpoints store w - 1.
+        cast: "llama" rounds the normalized row to x's dtype before the weight; "gemma" stays in
+            float32 to the end; "none" lets the eager twin compute in x's dtype throughout (the
+            fused kernels then compute as for "gemma").
+        noise: alpha times the `aqn_noise` of weight's shape is added to offset + weight for this
+            call, in float32, and the gradient reads the same sum (QeRL); weight does not change.
+            None, or an alpha of 0, adds nothing. It comes from `aqn_noise`'s implementation of the
+            same name, if there is one, else from its "auto".
+        implementation: "auto", or a name that `tilewright explain` lists.
+
+    Returns:
+        [..., D] in x's dtype; under torch.autocast in float32 (not on a CPU), as F.rms_norm does.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit.
+        ImplementationUnavailable: for a named implementation that cannot run here.
+
+    Example:
+        >>> rmsnorm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
+        tensor([[0.8485, 1.1314]])
+
     Source: arXiv:1910.07467; cast policies as in transformers' LlamaRMSNorm and GemmaRMSNorm;
     noise: arXiv:2510.11696.
     """
     check_norm(x, weight, bias, eps, offset, cast)
-    return RMSNORM.pick(implementation, x)(
-        x, weight, bias, eps, offset, cast, *aqn.arguments(noise)
-    )
+    if noise is not None:
+        weight, bias, offset = _with_noise(weight, bias, offset, noise, x.dtype, implementation)
+    return RMSNORM.pick(implementation, x)(x, weight, bias, eps, offset, cast)
 
 
 @_checks.autocast("norm", "x", "residual")
@@ -75,18 +91,35 @@ def add_rmsnorm(
     noise: AQN | None = None,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rmsnorm(x + residual), x + residual) in one pass over memory: the pre-norm transformer's
-    residual step.
+    """Adds x to the residual stream and normalizes the sum, in one pass over memory: the residual
+    step of a pre-norm transformer.
 
-    residual: shape of x, x's dtype or float32; the sum is rounded to residual's dtype and returned
-        in it. Under torch.autocast both are cast to float32 (not on a CPU).
-    Everything else as in `rmsnorm`. Differentiable once in x, residual, weight and bias.
+    Differentiable once in x, residual, weight and bias.
+
+    Args:
+        x: as in `rmsnorm`.
+        residual: shape of x, x's dtype or float32; the sum is rounded to residual's dtype. Under
+            torch.autocast both are cast to float32 (not on a CPU).
+        weight, eps, bias, offset, cast, noise, implementation: as in `rmsnorm`.
+
+    Returns:
+        (rmsnorm(x + residual) in x's dtype, x + residual in residual's).
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit.
+        ImplementationUnavailable: for a named implementation that cannot run here.
+
+    Example:
+        >>> y, total = add_rmsnorm(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 3.0]]),
+        ...                        torch.ones(2), eps=0.0)
+        >>> y, total
+        (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     check_norm(x, weight, bias, eps, offset, cast)
     check_residual(x, residual)
-    return ADD_RMSNORM.pick(implementation, x)(
-        x, residual, weight, bias, eps, offset, cast, *aqn.arguments(noise)
-    )
+    if noise is not None:
+        weight, bias, offset = _with_noise(weight, bias, offset, noise, x.dtype, implementation)
+    return ADD_RMSNORM.pick(implementation, x)(x, residual, weight, bias, eps, offset, cast)
 
 
 def check_options(eps, offset, cast):
@@ -133,21 +166,27 @@ def check_norm(x, weight, bias, eps, offset, cast):
     _checks.same_device(x=x, weight=weight, bias=bias)
 
 
+def _with_noise(weight, bias, offset, noise, dtype, implementation):
+    """Weight with noise, bias and offset for x of `dtype`. The weight becomes float32 or wider: 16
+    bits would round the noise away.
+    """
+    if not aqn.arguments(noise)[0]:
+        return weight, bias, offset
+    acc = torch.promote_types(dtype, torch.float32)
+    weight = aqn.add(weight.to(acc) + offset, noise, implementation)
+    return weight, None if bias is None else bias.to(acc), 0.0
+
+
 # ---- the definition
 
 
-def rmsnorm_eager(
-    x, weight, bias=None, eps=1e-6, offset=0.0, cast="llama", alpha=0.0, seed=0, step=0, layer=0
-):
+def rmsnorm_eager(x, weight, bias=None, eps=1e-6, offset=0.0, cast="llama"):
     acc = x.dtype if cast == "none" else torch.promote_types(x.dtype, torch.float32)
     h = x.to(acc)
     h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     if cast == "llama":
         h = h.to(x.dtype).to(acc)
-    w = weight.to(acc) + offset
-    if alpha:
-        w = aqn.add_eager(w, alpha, seed, step, layer)
-    y = h * w
+    y = h * (weight.to(acc) + offset)
     if bias is not None:
         y = y + bias.to(acc)
     return y.to(x.dtype)
@@ -158,28 +197,22 @@ def sum_eager(x, residual):
     return (x.to(acc) + residual.to(acc)).to(residual.dtype)
 
 
-def add_rmsnorm_eager(x, residual, weight, bias=None, eps=1e-6, offset=0.0, cast="llama", *noise):
+def add_rmsnorm_eager(x, residual, weight, bias=None, eps=1e-6, offset=0.0, cast="llama"):
     total = sum_eager(x, residual)
-    return rmsnorm_eager(total, weight, bias, eps, offset, cast, *noise).to(x.dtype), total
+    return rmsnorm_eager(total, weight, bias, eps, offset, cast).to(x.dtype), total
 
 
 # ---- PyTorch's own fused op
 
 
 def _torch():
-    def rmsnorm_torch(x, weight, bias, eps, offset, cast, alpha=0.0, seed=0, step=0, layer=0):
+    def rmsnorm_torch(x, weight, bias, eps, offset, cast):
         w = weight if offset == 0 else weight + offset
-        if alpha:
-            w = aqn.add_eager(
-                w.to(torch.promote_types(w.dtype, torch.float32)), alpha, seed, step, layer
-            )
-        if weight.dim() == 2 or bias is not None:  # F.rms_norm takes one [D] weight and no bias
-            # A weight with noise stays in float32: rounded to 16 bits it would be another one.
-            y = torch.nn.functional.rms_norm(x, x.shape[-1:], None, eps) * (
-                w if alpha else w.to(x.dtype)
-            )
+        # F.rms_norm takes one [D] weight of x's dtype and no bias.
+        if w.dim() == 2 or bias is not None or w.dtype != x.dtype:
+            y = torch.nn.functional.rms_norm(x, x.shape[-1:], None, eps) * w
             return (y if bias is None else y + bias.to(y.dtype)).to(x.dtype)
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], w.to(x.dtype), eps)
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps)
 
     return rmsnorm_torch
 
@@ -187,11 +220,11 @@ def _torch():
 # ---- fused implementations: two operators each, one autograd formula for all
 
 
-def _fake_forward(x, weight, bias, eps, offset, round_xhat, *noise):
+def _fake_forward(x, weight, bias, eps, offset, round_xhat):
     return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def _fake_add_forward(x, residual, weight, bias, eps, offset, round_xhat, *noise):
+def _fake_add_forward(x, residual, weight, bias, eps, offset, round_xhat):
     return (
         torch.empty_like(x),
         torch.empty_like(residual),
@@ -199,7 +232,7 @@ def _fake_add_forward(x, residual, weight, bias, eps, offset, round_xhat, *noise
     )
 
 
-def _fake_backward(dy, dsum, x, rstd, weight, offset, round_xhat, has_bias, *noise):
+def _fake_backward(dy, dsum, x, rstd, weight, offset, round_xhat, has_bias):
     return (
         torch.empty_like(x),
         torch.empty_like(weight),
@@ -207,28 +240,28 @@ def _fake_backward(dy, dsum, x, rstd, weight, offset, round_xhat, has_bias, *noi
     )
 
 
-def _save(ctx, normed, rstd, weight, bias, offset, round_xhat, *noise):
+def _save(ctx, normed, rstd, weight, bias, offset, round_xhat):
     ctx.save_for_backward(normed, rstd, weight)
-    ctx.options = offset, round_xhat, bias is not None, *noise
+    ctx.options = offset, round_xhat, bias is not None
     ctx.set_materialize_grads(False)
 
 
 def _setup(ctx, inputs, output):
-    x, weight, bias, _, *options = inputs
-    _save(ctx, x, output[1], weight, bias, *options)
+    x, weight, bias, _, offset, round_xhat = inputs
+    _save(ctx, x, output[1], weight, bias, offset, round_xhat)
 
 
 def _backward(ctx, dy, drstd):
     x, rstd, weight = ctx.saved_tensors
     if dy is None:
-        return (None,) * (3 + len(ctx.options))
+        return (None,) * 6
     dx, dw, db = ctx.backward_op(dy.contiguous(), None, x, rstd, weight, *ctx.options)
-    return dx, dw, db if ctx.options[2] else None, *(None,) * len(ctx.options)
+    return dx, dw, db if ctx.options[2] else None, None, None, None
 
 
 def _add_setup(ctx, inputs, output):
-    x, _, weight, bias, _, *options = inputs
-    _save(ctx, output[1], output[2], weight, bias, *options)
+    x, _, weight, bias, _, offset, round_xhat = inputs
+    _save(ctx, output[1], output[2], weight, bias, offset, round_xhat)
     ctx.x_dtype = x.dtype
 
 
@@ -238,63 +271,46 @@ def _add_backward(ctx, dy, dsum, drstd):
         dy = torch.zeros_like(total, dtype=ctx.x_dtype)
     dsum = None if dsum is None else dsum.contiguous()
     d, dw, db = ctx.backward_op(dy.contiguous(), dsum, total, rstd, weight, *ctx.options)
-    return d.to(ctx.x_dtype), d, dw, db if ctx.options[2] else None, *(None,) * len(ctx.options)
+    return d.to(ctx.x_dtype), d, dw, db if ctx.options[2] else None, None, None, None
 
 
 class _Fused:
-    """The calls of one implementation: its three operators, and what they take.
+    """The operators of one implementation, and the functions that call them.
 
-    dtypes: what the kernels read weight and bias in; others come to them as float32, in which they
-    compute.
-    noiseless: name of an implementation whose operators have no noise; the others take its four
-    numbers last.
+    dtypes: those of weight and bias that the kernels read; others are cast to float32, in which
+    the kernels compute.
     """
 
-    def __init__(
-        self, forward, add_forward, backward, dtypes=_checks.ACCEPTED, noiseless: str | None = None
-    ):
+    def __init__(self, forward, add_forward, backward, dtypes=_checks.ACCEPTED):
         differentiate(forward, _backward, _setup, backward_op=backward)
         differentiate(add_forward, _add_backward, _add_setup, backward_op=backward)
-        self.forward, self.add_forward = forward, add_forward
-        self.dtypes, self.noiseless = dtypes, noiseless
+        self.forward, self.add_forward, self.dtypes = forward, add_forward, dtypes
 
     @classmethod
-    def define(cls, name, launchers, *options):
+    def define(cls, name, launchers, dtypes=_checks.ACCEPTED):
         return cls(
             define(f"rmsnorm_{name}_forward", launchers.forward, _fake_forward),
             define(f"add_rmsnorm_{name}_forward", launchers.add_forward, _fake_add_forward),
             define(f"rmsnorm_{name}_backward", launchers.backward, _fake_backward),
-            *options,
+            dtypes,
         )
 
-    def rmsnorm(self, x, weight, bias, eps, offset, cast, *noise):
+    def rmsnorm(self, x, weight, bias, eps, offset, cast):
         weight, bias = self._parameters(weight, bias)
-        noise = self._taken(RMSNORM, noise)
-        return self.forward(x.contiguous(), weight, bias, eps, offset, cast == "llama", *noise)[0]
+        return self.forward(x.contiguous(), weight, bias, eps, offset, cast == "llama")[0]
 
-    def add_rmsnorm(self, x, residual, weight, bias, eps, offset, cast, *noise):
+    def add_rmsnorm(self, x, residual, weight, bias, eps, offset, cast):
         # The llama cast rounds to the dtype that is normalized, which for a float32 residual stream
         # is no rounding.
         round_xhat = cast == "llama" and residual.dtype == x.dtype
         weight, bias = self._parameters(weight, bias)
-        noise = self._taken(ADD_RMSNORM, noise)
         tensors = x.contiguous(), residual.contiguous(), weight, bias
-        return self.add_forward(*tensors, eps, offset, round_xhat, *noise)[:2]
+        return self.add_forward(*tensors, eps, offset, round_xhat)[:2]
 
     def _parameters(self, weight, bias):
         if weight.dtype not in self.dtypes:  # bias has weight's dtype
             weight, bias = weight.float(), None if bias is None else bias.float()
         return weight.contiguous(), None if bias is None else bias.contiguous()
-
-    def _taken(self, op, noise):
-        if self.noiseless is None:
-            return noise or aqn.NONE
-        if noise and noise[0]:
-            others = ", ".join(name for name in op.names() if name != self.noiseless)
-            raise ImplementationUnavailable(
-                f"{op.name}[{self.noiseless}]: adds no noise; {others} do"
-            )
-        return ()
 
 
 @functools.cache
@@ -308,7 +324,7 @@ def _triton():
 def _cute():
     from tilewright.kernels import rmsnorm_cute
 
-    return _Fused.define("cute", rmsnorm_cute, FLOATS, "cute")
+    return _Fused.define("cute", rmsnorm_cute, FLOATS)
 
 
 @functools.cache

@@ -1,8 +1,9 @@
-"""Float32 functions that a GPU has an instruction for and Triton's language does not name.
+"""Float32 mathematics of Triton kernels.
 
 Triton writes `1.0 / x` and `tl.exp(x)` for all of float32: nine and five instructions, which scale
-operands of the last binades. Where x is known to lie elsewhere, one and two do, to the same
-accuracy. In the interpreter, which runs no PTX, they are what Triton writes.
+operands of the last binades. Where x is known to lie elsewhere, one and two instructions do, to the
+same accuracy; Triton's language does not name them. The interpreter runs no PTX and takes what
+Triton writes.
 """
 
 from __future__ import annotations
@@ -44,6 +45,65 @@ def exp_or_zero(x):
 def sigmoid(x):
     """1 / (1 + exp(-x)), to a few ulp."""
     return reciprocal(1.0 + exp_or_zero(-x))
+
+
+@triton.jit
+def sigmoid_pair(x):
+    """sigmoid(x) and sigmoid(-x), each to a few ulp: 1 - sigmoid(x) would cancel for large x."""
+    e = exp_or_zero(-tl.abs(x))
+    near = reciprocal(1.0 + e)
+    far = e * near
+    return tl.where(x < 0, far, near), tl.where(x < 0, near, far)
+
+
+@triton.jit
+def normal_distribution(x):
+    """The normal distribution function and density; csrc/cpu/activation.cpp explains the fit and
+    its error.
+
+    tl.exp multiplies by log2 e in one rounding, which for exp(-z^2 / 2) would cost up to 70
+    roundings of relative error. So the power of two is taken of the rounded product, and what both
+    products lost (fma has it, and the third term is log2(e) / 2 less its float32 value) is put back
+    to first order.
+    """
+    z = tl.abs(x)
+    z = tl.where(z > 15.0, 15.0, z)  # both are 0 there; and the square of a larger z could overflow
+    square = z * z
+    power = square * 0.7213475108146667
+    lost = tl.fma(square, 0.7213475108146667, -power) + 0.7213475108146667 * tl.fma(z, z, -square)
+    lost += square * 9.629815e-09
+    e = tl.exp2(-power) * (1.0 - 0.6931471805599453 * lost)
+    t = reciprocal(1.0 + 0.345 * z)
+    q = 0.144233868 - 0.0281518623 * t
+    q = q * t - 0.269154072
+    q = q * t + 0.185055152
+    q = q * t - 0.0362382308
+    q = q * t + 0.111267827
+    q = q * t + 0.11736197
+    q = q * t + 0.138005242
+    q = q * t + 0.137620106
+    tail = e * t * q
+    return tl.where(x < 0, tail, 1.0 - tail), 0.3989422804014327 * e
+
+
+@triton.jit
+def tanh_and_derivative(x):
+    """tanh to 2 ulp, and its derivative 1 - tanh^2, which would cancel where tanh is near 1. Below
+    0.625 an odd polynomial (least maximum relative error, 4e-9, fitted to tanh(x) / x): 1 - 2q / (1
+    + q), q = exp(-2 |x|), would lose the low bits of a small x.
+    """
+    u = x * x
+    p = -5.704986862838268e-3
+    p = p * u + 2.063908614218235e-2
+    p = p * u - 5.373971536755762e-2
+    p = p * u + 1.3331441581249237e-1
+    p = p * u - 3.333328068256378e-1
+    near = x + x * u * p
+    size = tl.abs(x)
+    q = tl.exp2(-2.0 * 1.4426950408889634 * size)
+    h = q / (1.0 + q)
+    far = 1.0 - 2.0 * h
+    return tl.where(size < 0.625, near, tl.where(x < 0.0, -far, far)), 4.0 * h * (1.0 - h)
 
 
 @triton.jit

@@ -1,0 +1,53 @@
+"""What launchers ask about a device.
+
+Triton's interpreter runs kernels on CPU tensors, for which each function has an answer, too.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """A few in the interpreter, so that a program has more than one tile there, too."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def programs(t: torch.Tensor, each: int) -> int:
+    """Programs that share the rows of a column reduction: `each` per multiprocessor."""
+    return each * multiprocessors(t.device) if t.is_cuda else 4
+
+
+@functools.cache
+def has_tma(device: torch.device) -> bool:
+    """Whether tensor descriptors are copied by the TMA unit; the interpreter has them."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def large_shared_memory(device: torch.device) -> bool:
+    """Whether a block may have 227 KiB of shared memory, which tensor cores read their operands
+    from, instead of 99 (sm_120) or 163 (sm_80).
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@functools.cache
+def conversions(device: torch.device) -> int:
+    """What the GPU converts to and from by an instruction: 0 nothing, 1 e4m3, 2 e4m3 and e2m1. The
+    interpreter runs no PTX.
+    """
+    if device.type != "cuda":
+        return 0
+    capability = torch.cuda.get_device_capability(device)
+    return 2 if capability >= (10, 0) else 1 if capability >= (8, 9) else 0
+
+
+def dot_precision(t: torch.Tensor) -> str | None:
+    """`input_precision` of a tl.dot of t; tf32 would keep 10 bits of float32."""
+    return "ieee" if t.dtype == torch.float32 else None
