@@ -370,7 +370,9 @@ def test_only_the_accepted_stack_of_a_kernel_without_spills_passes():
     spec = KernelSpec(None, "kernel", {}, {}, stack={120: 8})
 
     def problems(arch, **changes):
-        return compile_gate.problems(compile_gate.Result("op/kernel", arch, facts(**changes)), spec)
+        return gate_verdict.problems(
+            gate_compilers.Result("op/kernel", arch, facts(**changes)), spec
+        )
 
     assert problems(120, local=8, local_instructions=6) == []
     assert problems(90, local=8, local_instructions=6)
