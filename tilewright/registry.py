@@ -165,7 +165,7 @@ class Op:
         if not self._complete:
             self._complete = True
             for entry in installed().get(self.name, ()):
-                self.add(_installed_implementation(entry, self.names()))
+                self.add(_installed_implementation(entry, self._taken()))
         return self._implementations
 
     @implementations.setter
@@ -186,8 +186,7 @@ class Op:
                 f"{self.name}: implementation must be a tilewright.Implementation, got "
                 f"{implementation!r}"
             )
-        every = list(self.implementations)
-        taken = {"auto", *(n for i in every for n in (i.name, *i.aliases))}
+        every, taken = list(self.implementations), self._taken()
         for name in (implementation.name, *implementation.aliases):
             if not isinstance(name, str) or not name:
                 raise TypeError(
@@ -199,6 +198,9 @@ class Op:
                 )
         at = len(every) - 1 if before is None else every.index(self.implementation(before))
         self.implementations = (*every[:at], implementation, *every[at:])
+
+    def _taken(self) -> set[str]:
+        return {"auto", *(name for i in self.implementations for name in (i.name, *i.aliases))}
 
     @contextlib.contextmanager
     def fresh_choices(self) -> Iterator[None]:
@@ -391,23 +393,27 @@ def _resolve_constant(
     return key
 
 
-def _installed_implementation(entry: Installed, taken: Iterable[str]) -> Implementation:
+def _installed_implementation(entry: Installed, taken: set[str]) -> Implementation:
     """What an entry point stands for; if that is no implementation, or one whose name is taken, an
     unavailable one that says so.
     """
     name = entry.name
     try:
         loaded = entry.load()
-        if not isinstance(loaded, Implementation):
+        if not name:
+            reason = "has no name: it must be called OP.NAME"
+        elif not isinstance(loaded, Implementation):
             reason = f"is no tilewright.Implementation, but {loaded!r}"
         elif loaded.name != name:
             reason = f"holds an implementation called {loaded.name!r}"
-        elif clash := {"auto", *taken} & {name, *loaded.aliases}:
-            reason, name = f"the name {min(clash)!r} is taken", f"{entry.module}:{name}"
+        elif clash := taken & {name, *loaded.aliases}:
+            reason = f"the name {min(clash)!r} is taken"
         else:
             return loaded
     except Exception as error:  # the other package's, so of any class
         reason = f"does not import: {type(error).__name__}: {error}"
+    while not name or name in taken:
+        name = f"{entry.module}:{name}"
 
     def load():
         raise ImportError(f"{entry}: {reason}")
