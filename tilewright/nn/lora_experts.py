@@ -91,9 +91,9 @@ class LoRAExperts(nn.Module):
         base = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
         for name, w in base.items():
             if not isinstance(w, (torch.Tensor, Quantized)):
-                raise TypeError(f"{name} must be a tensor or quantised, got {type(w).__name__}")
+                raise TypeError(f"{name} must be a tensor or quantized, got {type(w).__name__}")
         if isinstance(gate_up_proj, Quantized) != isinstance(down_proj, Quantized):
-            raise TypeError("gate_up_proj and down_proj must both be tensors or both be quantised")
+            raise TypeError("gate_up_proj and down_proj must both be tensors or both be quantized")
         if len(gate_up_proj.shape) != 3 or gate_up_proj.shape[1] % 2:
             raise ValueError(
                 f"gate_up_proj must have shape [E, 2 I, H], got {list(gate_up_proj.shape)}"
