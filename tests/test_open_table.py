@@ -161,6 +161,7 @@ def load():
 matrix = Implementation("matrix", load, devices=("cpu",))
 taken = Implementation("cpp", load)
 other = Implementation("another", load)
+aliased = Implementation("aliased", load, aliases=("triton",))
 number = 3
 """
 POINTS = """
@@ -170,6 +171,8 @@ hadamard.broken = acme_broken:matrix
 hadamard.number = acme:number
 hadamard.cpp = acme:taken
 hadamard.renamed = acme:other
+hadamard.aliased = acme:aliased
+hadamard = acme:matrix
 hadamrd.matrix = acme:matrix
 """
 SCRIPT = """
@@ -219,8 +222,10 @@ def test_a_distribution_adds_implementations_by_entry_points(tmp_path):
         ("number", "number", "is no tilewright.Implementation, but 3"),
         ("acme:cpp", "cpp", "the name 'cpp' is taken"),
         ("renamed", "renamed", "holds an implementation called 'another'"),
+        ("aliased", "aliased", "the name 'triton' is taken"),
     ):
         assert f"entry point 'hadamard.{point}' {package}: {reason}" in rows[name]
+    assert "entry point 'hadamard' of acme-kernels 1.2: has no name" in rows["acme:"]
     assert any(
         line.startswith(f"entry point 'hadamrd.matrix' {package}: unknown op 'hadamrd'; did you")
         for line in lines

@@ -1,6 +1,4 @@
-"""Folders that are written so that a reader finds the old files or the new ones, and files that are
-read with errors that name them.
-"""
+"""Publishes folders atomically, and reads files with errors that name them."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 
 def target_folder(folder: str | pathlib.Path) -> pathlib.Path:
-    """Where a folder is to be written: the whole path. Raises ValueError if a file has the name."""
+    """The absolute path of a folder to write. Raises ValueError if it is a file."""
     target = pathlib.Path(folder).resolve()
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; give a folder")
@@ -25,8 +23,8 @@ def target_folder(folder: str | pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def written_aside(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """An empty folder within `target`, which is made if need be: for files that `publish` moves
-    into target.
+    """An empty folder within `target`, which is made if need be, for files that `publish` moves
+    into it.
     """
     aside = target / ".saving"
     shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
@@ -48,18 +46,21 @@ def publish(
     superseded: str | None = None,
     stale: Iterable[str] = (),
 ) -> None:
-    """Moves the files of `aside` into `target`, each by one rename over what has its name. All else
-    there stays.
+    """Moves the files of `aside` into `target`, each by one rename. Other files there stay.
 
-    weights: the file by which readers find the weights.   first: those that it names, under names
-    that are not taken.
-    settings: the file that says what the weights are; it comes last.   fits: whether the settings
-    that are there fit
-        the new weights too. If not they go first: a reader then fails where it would mix the two.
-    superseded: a file that goes with the arrival of `weights`, because readers may prefer it.
-        stale: files that go at the end.
-    So a process that is killed leaves the old files or the new ones as a reader finds them, or,
+    A process that is killed leaves what a reader takes for the old files or for the new ones, or,
     between two settings that differ, weights without settings.
+
+    Args:
+        aside: The folder of the new files.
+        target: The folder that readers open.
+        weights: The file by which readers find the weights.
+        settings: The file that says what the weights are; it is moved last.
+        fits: Whether the old settings fit the new weights too. If not, they are removed first: a
+            reader then fails where it would mix the two.
+        first: Files that `weights` names; no file of these names is in `target`.
+        superseded: A file to remove when `weights` arrives, because readers may prefer it.
+        stale: Files to remove at the end.
     """
     names, first = {p.name for p in aside.iterdir()}, list(first)
     for name in first:

@@ -23,8 +23,8 @@ from collections.abc import Callable
 
 import torch
 
-# The extras of pyproject.toml: what of each is imported. A package of several is said to be of the
-# first.
+# The packages of pyproject.toml's extras that are imported. A package of several extras is named as
+# one of the first.
 EXTRAS = {
     "transformers": ("transformers",),
     "trainer": ("datasets", "pydantic", "tqdm", "transformers", "yaml"),
@@ -35,7 +35,7 @@ EXTRAS = {
     "abfs": ("adlfs",),
     "http": ("aiohttp",),
 }
-# How to get what is in no extra.
+# How to install what is in no extra.
 INSTALL = {
     "triton": "pip install triton",
     "wandb": "pip install wandb",
@@ -60,8 +60,9 @@ def interpreting() -> bool:
 
 
 def not_installed(*names: str, extra: str | None = None) -> str:
-    """The sentence that says so, and how to get them. extra: the one to name; default the first
-    that has them.
+    """The sentence that packages are not installed, and how to install them.
+
+    extra: the one to name; default: the first that has them.
     """
     extra = extra or next((e for e, packages in EXTRAS.items() if {*names} <= {*packages}), None)
     how = INSTALL.get(names[0]) if extra is None else f"pip install 'tilewright[{extra}]'"
@@ -76,17 +77,16 @@ def no_module(name: str) -> str | None:
 
 
 def require(extra: str) -> None:
-    """Ends the program with one sentence if packages of an extra are missing. For commands that
-    import them at once: they call it before those imports.
+    """Exits with one sentence if packages of an extra are missing. For commands that import them
+    right away: they call it before those imports.
     """
     if missing := [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]:
         sys.exit(f"error: {not_installed(*missing, extra=extra)}")
 
 
 def command(main: Callable[..., int]) -> Callable[..., int]:
-    """Decorates the main function of a command: where the reader of its output has gone (`| head`),
-    it ends with 141, 128 + SIGPIPE as a shell reports it of other programs, and without a
-    traceback.
+    """Decorates the main function of a command. If the reader of its output has gone (`| head`), it
+    returns 141 without a traceback: 128 + SIGPIPE, as a shell reports it for other programs.
     """
 
     @functools.wraps(main)
@@ -101,17 +101,16 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             output.register(sys.stdout.fileno(), 0)  # reports errors all the same
             if not output.poll(0):  # another pipe
                 raise
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # the interpreter flushes as it ends
+            # The interpreter flushes as it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
 
     return run
 
 
 def no_distribution(name: str, oldest: str | None = None) -> str | None:
-    """None if the distribution is installed, not older than `oldest`, else the reason: for packages
-    that share a module's name with others.
+    """None if the distribution is installed and not older than `oldest`, else the reason. For
+    packages that share a module's name with others.
     """
     try:
         version = importlib.metadata.version(name)
@@ -123,7 +122,7 @@ def no_distribution(name: str, oldest: str | None = None) -> str | None:
 
 
 def _order(version: str) -> list[float]:
-    """Numbers that sort as versions do, a beta's (4.0.0b36) before the release's (4.0.0)."""
+    """A key that sorts versions, a beta (4.0.0b36) before the release (4.0.0)."""
     public = version.partition("+")[0]
     numbers = [float(n) for n in re.findall(r"\d+", public)]
     return numbers if re.search("[a-z]", public) else [*numbers, math.inf]
@@ -132,8 +131,8 @@ def _order(version: str) -> list[float]:
 def no_cuda(min_capability: int = 0) -> str | None:
     """None if the current CUDA device has at least `min_capability` (80, 90, 100, ...).
 
-    Probes ask the current device; `Op.pick` makes that of the tensor current. So no answer may be
-    kept here.
+    Probes ask the current device, which `Op.pick` sets to the tensor's. So no answer may be cached
+    here.
     """
     if not torch.cuda.is_available():
         return "no CUDA device"
@@ -146,7 +145,9 @@ def no_cuda(min_capability: int = 0) -> str | None:
 
 
 def no_triton(device_type: str) -> str | None:
-    """Triton runs on CUDA tensors, and on CPU tensors only in its interpreter (slow: for tests)."""
+    """None if Triton kernels take tensors of that type, else the reason. CPU tensors run only in
+    Triton's interpreter (slow: for tests).
+    """
     if reason := no_module("triton"):
         return reason
     if device_type == "cuda":
@@ -157,14 +158,16 @@ def no_triton(device_type: str) -> str | None:
 
 
 def no_cutlass() -> str | None:
-    """None if CuTe DSL can be imported. Other packages, too, bring a module `cutlass`."""
+    """None if CuTe DSL can be imported, else the reason. Other packages too have a module
+    `cutlass`.
+    """
     name = "nvidia-cutlass-dsl"
     return None if importlib.util.find_spec(name.replace("-", "_")) else not_installed(name)
 
 
 def no_cute(device_type: str) -> str | None:
-    """The CuTe DSL kernels are written for clusters of blocks and compiled for two
-    architectures.
+    """None if the CuTe DSL kernels take tensors of that type, else the reason. They use clusters of
+    thread blocks, and are compiled for two architectures.
     """
     if reason := no_cutlass():
         return reason
@@ -180,8 +183,8 @@ def no_cute(device_type: str) -> str | None:
 
 @functools.cache
 def no_extension() -> str | None:
-    """Loads tilewright._C once, in the variant for this processor; None if that worked, else
-    the reason.
+    """Loads tilewright._C once, in the variant for this processor. None if it loads, else the
+    reason.
     """
     variants = {"AVX512": ("_C_avx512", "_C_avx2", "_C"), "AVX2": ("_C_avx2", "_C")}
     names = variants.get(torch.backends.cpu.get_cpu_capability(), ("_C",))
@@ -189,8 +192,8 @@ def no_extension() -> str | None:
         f for f in (pathlib.Path(__file__).with_name(f"{name}.so") for name in names) if f.exists()
     ]
     if not files:
-        told = pathlib.Path(__file__).with_name("_no_extension.txt")  # by the build
-        why = f": {told.read_text()}" if told.exists() else ""
+        reason = pathlib.Path(__file__).with_name("_no_extension.txt")  # written by the build
+        why = f": {reason.read_text()}" if reason.exists() else ""
         return (
             f"the C++ extension tilewright._C is not built{why} "
             "(reinstall with `pip install -v --no-build-isolation .` where torch and a C++17 "
@@ -204,6 +207,7 @@ def no_extension() -> str | None:
 
 
 def no_cpp(device_type: str) -> str | None:
+    """None if the C++ kernels take tensors of that type, else the reason."""
     if device_type != "cpu":
         return f"the C++ kernels take CPU tensors, not {device_type}"
     return no_extension()
@@ -242,12 +246,18 @@ def cpu_name() -> str:
 
 
 def device_name(device_type: str) -> str:
-    """What results and tables are filed under."""
+    """The device's name, under which results and tables are filed."""
     return torch.cuda.get_device_name() if device_type == "cuda" else cpu_name()
 
 
 def slug(name: str) -> str:
-    """A device's name as a folder's: lower case, letters and digits, single hyphens."""
+    """A name as a folder's: lower case, letters and digits, single hyphens.
+
+    Example:
+        >>> from tilewright import platform
+        >>> platform.slug("NVIDIA H100 80GB HBM3")
+        'nvidia-h100-80gb-hbm3'
+    """
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 

@@ -69,26 +69,24 @@ class Implementation:
     """One way to compute an op.
 
     name: what a user writes in `implementation=`.
-    load: imports what it needs and returns the callable; it takes what the op's public function
-    passes on.
-    missing: device type -> None, or the sentence that says why it cannot run on that device type
-    here.
+    load: imports what it needs and returns the callable, which takes what the op's public function
+        passes on.
+    missing: device type -> None, or a sentence that says why it cannot run on that device type
+        here.
     devices: device types on which `auto` may choose it.
-    dtypes: dtypes of the op's first tensor that it takes.
+    dtypes: supported dtypes of the op's first tensor.
     batch_invariant: device types on which a row's bits depend neither on the other rows of a call
-    nor on their number.
-    refuses: what an op calls its request (see `Op.pick`) -> None, or what of it this one does not
-    compute.
+        nor on their number.
+    refuses: the request of a call (see `Op.pick`) -> None, or what of it is unsupported.
     reads_host: the tag of the cases in which it reads values of its inputs on the host, which a
-    CUDA graph cannot capture: "host", or "contract" for all; "" for none.
+        CUDA graph cannot capture: "host", or "contract" for all; "" for none.
     gate: for compiled GPU kernels, returns the `KernelSpec`s that the compile gate compiles.
     tunables: returns the launches whose constants `bench tune` may search (kernels.tuning.Tunable).
     aliases: further names that a user may write; nothing lists or returns them.
     rounds_between: rounds to the dtype between steps that the eager twin takes in a wider one. It
-        is within the contract of its own op, but `auto` does not take it as a part of an op that is
-        composed of several.
+        holds its own op's contract, but `auto` does not take it as a part of a composed op.
     does: device type on which it is usable -> a sentence on what it does there, which `tilewright
-    explain` prints.
+        explain` prints.
     """
 
     name: str
@@ -117,9 +115,7 @@ class Implementation:
 
 
 class On(NamedTuple):
-    """What stands for a tensor in `Op.pick`, where an implementation is picked by another
-    dtype, or by none.
-    """
+    """A stand-in for a tensor in `Op.pick`: the device and dtype to dispatch on."""
 
     device: torch.device
     dtype: torch.dtype = torch.float32
@@ -162,13 +158,13 @@ class Op:
 
     @property
     def implementations(self) -> tuple[Implementation, ...]:
-        """All of them, best first and the eager twin last. What is installed is added when they are
-        first looked at.
+        """All of them, best first and the eager twin last. Installed ones are added on the first
+        read.
         """
         if not self._complete:
             self._complete = True
             for entry in installed().get(self.name, ()):
-                self.add(_installed_implementation(entry, self.names()))
+                self.add(_installed_implementation(entry, self._taken()))
         return self._implementations
 
     @implementations.setter
@@ -189,8 +185,7 @@ class Op:
                 f"{self.name}: implementation must be a tilewright.Implementation, got "
                 f"{implementation!r}"
             )
-        every = list(self.implementations)
-        taken = {"auto", *(n for i in every for n in (i.name, *i.aliases))}
+        every, taken = list(self.implementations), self._taken()
         for name in (implementation.name, *implementation.aliases):
             if not isinstance(name, str) or not name:
                 raise TypeError(
@@ -203,9 +198,12 @@ class Op:
         at = len(every) - 1 if before is None else every.index(self.implementation(before))
         self.implementations = (*every[:at], implementation, *every[at:])
 
+    def _taken(self) -> set[str]:
+        return {"auto", *(name for i in self.implementations for name in (i.name, *i.aliases))}
+
     @contextlib.contextmanager
     def fresh_choices(self) -> Iterator[None]:
-        """Forgets at its end what is chosen inside, and inside what was chosen before."""
+        """Sets the remembered choices aside for a block, and forgets those made in it."""
         before = self._table, self._unpinned
         self._table, self._unpinned = {}, {}
         try:
@@ -215,8 +213,8 @@ class Op:
 
     @property
     def autocast(self) -> Any:
-        """What torch.autocast does to it (ops._checks.Autocast), as its public function
-        declares; None if it does not.
+        """What torch.autocast does to the op (ops._checks.Autocast), as its public function
+        declares; None if it declares nothing.
         """
         return getattr(self.public, "autocast", None)
 
@@ -224,9 +222,9 @@ class Op:
         return [impl.name for impl in self.implementations]
 
     def implementation(self, name: str) -> Implementation:
-        """The implementation called `name`, or so by an alias, usable or not.
+        """The implementation of that name or alias, usable or not.
 
-        Raises ValueError if there is none, TypeError for no str.
+        Raises ValueError if there is none, TypeError if the name is no str.
         """
         if not isinstance(name, str):
             raise TypeError(
@@ -257,8 +255,8 @@ class Op:
         return "eager"
 
     def choose_invariant(self, device_type: str, dtype: torch.dtype, request: Any = None) -> str:
-        """The first usable implementation that is meant for this device type and claims
-        `batch_invariant` there.
+        """The first usable implementation for this device type that claims `batch_invariant`
+        there.
 
         Raises ImplementationUnavailable if there is none.
         """
@@ -272,11 +270,10 @@ class Op:
         )
 
     def unpinned(self, tensor: torch.Tensor | On) -> str:
-        """The name that `auto` stands for as a part of another op, whatever `use` pins, remembered.
+        """The name that `auto` stands for as a part of a composed op, whatever `use` pins.
 
-        For implementations that are composed of other ops: a name that was asked for fixes its
-        parts too, and parts that round where the twin does not would take the whole beyond its
-        contract.
+        A named implementation fixes its parts too, and parts that round where the twin does not
+        would break the contract of the whole. The answer is remembered.
         """
         key = (tensor.device, tensor.dtype)
         name = self._unpinned.get(key)
@@ -296,7 +293,7 @@ class Op:
         return name
 
     def part(self, tensor: torch.Tensor | On) -> Callable:
-        """`pick` of the `unpinned` name."""
+        """The callable of the `unpinned` name."""
         return self.pick(self.unpinned(tensor), tensor)
 
     def resolve(
@@ -306,14 +303,22 @@ class Op:
         dtype: torch.dtype = torch.float32,
         request: Any = None,
     ) -> Callable:
-        """The callable behind a name, for tensors of this dtype on this device type (default: CUDA
-        if present).
+        """The callable of an implementation. Only "auto" chooses; a name never falls back.
 
-        request: what the call asks for (see `pick`); None: nothing that an implementation could
-        lack.
+        Args:
+            name: Of an implementation, an alias, or "auto".
+            device_type: Of the tensors; default: CUDA if present.
+            dtype: Of the op's first tensor.
+            request: The options of the call (see `pick`); None: none that may be unsupported.
 
-        Raises ValueError for a name that does not exist and ImplementationUnavailable, with the
-        reason, for one that cannot run here. Only "auto" ever chooses; a name never falls back.
+        Raises:
+            ValueError: The name does not exist.
+            ImplementationUnavailable: It cannot run here; with the reason.
+
+        Example:
+            >>> from tilewright.ops import OPS
+            >>> OPS["rmsnorm"].resolve("eager", "cpu") is OPS["rmsnorm"].eager
+            True
         """
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         name = PINS.get(self.name, name) if name == "auto" else name
@@ -327,18 +332,16 @@ class Op:
             )
         try:
             return impl.load()
-        except (
-            ImportError
-        ) as error:  # installed, so not `missing`, but broken: even auto must not hide that
+        except ImportError as error:  # installed, but broken: even auto must not hide that
             raise ImplementationUnavailable(
                 f"{self.name}[{impl.name}]: does not import: {error}"
             ) from error
 
     def pick(self, name: str, tensor: torch.Tensor | On, request: Any = None) -> Callable:
-        """`resolve` for a call: by the tensor's device and dtype, remembered.
+        """`resolve` for a call, by the tensor's device and dtype; remembered.
 
-        request: what the call asks for that not every implementation has: a NamedTuple of constants
-        of the op's own.
+        request: the options of the call that some implementations do not support: a NamedTuple of
+        constants, of the op's own class.
         """
         if name == "auto" and PINS:
             name = PINS.get(self.name, name)
@@ -350,22 +353,21 @@ class Op:
             )
         key = (name, tensor.device, tensor.dtype, request)
         try:
-            found = self._table.get(key)
+            function = self._table.get(key)
         except TypeError:  # a name that cannot be a key
             self.implementation(name)
             raise
-        if found is None:
+        if function is None:
             with _current(tensor.device):
-                found = self._table[key] = self.resolve(
-                    name, tensor.device.type, tensor.dtype, request
-                )
-        return found
+                function = self.resolve(name, tensor.device.type, tensor.dtype, request)
+            self._table[key] = function
+        return function
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager:
-    """The device as the current one, which probes ask."""
-    there = device.type == "cuda" and torch.cuda.is_available()
-    return torch.cuda.device(device) if there else contextlib.nullcontext()
+    """Makes the device the current one, which probes read."""
+    cuda = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.device(device) if cuda else contextlib.nullcontext()
 
 
 # For `_resolve_constant`: before torch 2.13, Dynamo takes constants as arguments, and no Op.
@@ -382,9 +384,8 @@ def _resolve_constant(
     kind: type | None = None,
     values: tuple = (),
 ) -> str:
-    # torch.compile runs this once while it traces, instead of tracing imports and probes. It must
-    # return a constant, so the callable is left in a namespace, under a key that is written once
-    # and never changes.
+    # torch.compile runs this once while tracing, instead of tracing imports and probes. It must
+    # return a constant, so the callable goes to a namespace, under a key that is written once.
     op = _by_id[op_id]
     request = None if kind is None else kind(*values)
     key = f"{name} {device} {short(dtype)} {request}"
@@ -394,23 +395,27 @@ def _resolve_constant(
     return key
 
 
-def _installed_implementation(entry: Installed, taken: Iterable[str]) -> Implementation:
-    """What an entry point stands for; if that is no implementation, or one whose name is taken, an
-    unavailable one that says so.
+def _installed_implementation(entry: Installed, taken: set[str]) -> Implementation:
+    """The implementation of an entry point; an unavailable one, with the reason, if it has none or
+    its name is taken.
     """
     name = entry.name
     try:
         loaded = entry.load()
-        if not isinstance(loaded, Implementation):
+        if not name:
+            reason = "has no name: it must be called OP.NAME"
+        elif not isinstance(loaded, Implementation):
             reason = f"is no tilewright.Implementation, but {loaded!r}"
         elif loaded.name != name:
             reason = f"holds an implementation called {loaded.name!r}"
-        elif clash := {"auto", *taken} & {name, *loaded.aliases}:
-            reason, name = f"the name {min(clash)!r} is taken", f"{entry.module}:{name}"
+        elif clash := taken & {name, *loaded.aliases}:
+            reason = f"the name {min(clash)!r} is taken"
         else:
             return loaded
     except Exception as error:  # the other package's, so of any class
         reason = f"does not import: {type(error).__name__}: {error}"
+    while not name or name in taken:
+        name = f"{entry.module}:{name}"
 
     def load():
         raise ImportError(f"{entry}: {reason}")
@@ -423,9 +428,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def instead_of(name: Any, known: Iterable[str]) -> str:
-    """The end of a sentence that says that a name does not exist: the nearest of those that do,
-    and all of them.
-    """
+    """The end of a message about an unknown name: the nearest known one, and all of them."""
     known = list(known)
     nearest = [f" did you mean {n!r}?" for n in difflib.get_close_matches(str(name), known, 1)]
     return f";{''.join(nearest)} have {known}"

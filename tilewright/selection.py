@@ -14,7 +14,7 @@ from tilewright.registry import PINS, Implementation, Op, instead_of
 
 
 def operations() -> dict[str, Op]:
-    """Every op, by name."""
+    """All ops by name."""
     from tilewright.ops import OPS  # here: `import tilewright` is to stay quick
 
     return OPS
@@ -26,7 +26,14 @@ def resolve(
     device_type: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Callable:
-    """`Op.resolve` by the op's name. Raises ValueError for an unknown op."""
+    """`Op.resolve` by the op's name. Raises ValueError for an unknown op.
+
+    Example:
+        >>> import torch, tilewright
+        >>> rmsnorm = tilewright.resolve("rmsnorm", "eager", "cpu")
+        >>> rmsnorm(torch.ones(2, 8), torch.ones(8)).shape
+        torch.Size([2, 8])
+    """
     return known(op).resolve(implementation, device_type, dtype)
 
 
@@ -56,7 +63,8 @@ def register_implementation(
         ...     from acme import kernels
         ...
         ...     return kernels.hadamard  # takes (x, size, seed, inverse)
-        >>> tilewright.register_implementation("hadamrd", tilewright.Implementation("acme", load))
+        >>> acme = tilewright.Implementation("acme", load)
+        >>> tilewright.register_implementation("hadamrd", acme)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
         ValueError: unknown op 'hadamrd'; did you mean 'hadamard'? have [...]
@@ -85,13 +93,25 @@ def misplaced() -> list[str]:
 
 @contextlib.contextmanager
 def use(implementation: str | None = None, /, **by_op: str) -> Iterator[None]:
-    """Pins what `auto` means inside the block: `use("eager")` for every op, or
-    `use(rmsnorm="triton")` for one.
+    """Pins what `auto` stands for inside the block.
 
-    "auto" takes an outer pin back. An explicit `implementation=` still wins. With one name for all,
-    ops that have no such implementation are left alone. The pin holds for the whole process, not
-    for one thread, because autograd recomputes checkpointed blocks in threads of its own; so put a
-    whole training step inside the block. Raises ValueError for unknown names.
+    An explicit `implementation=` still wins. The pin holds for the whole process, not for one
+    thread, because autograd recomputes checkpointed blocks in threads of its own; so put a whole
+    training step inside the block.
+
+    Args:
+        implementation: For every op that has an implementation of this name; "auto" undoes an outer
+            pin.
+        **by_op: For single ops, by their names.
+
+    Raises:
+        ValueError: An op or an implementation does not exist.
+
+    Example:
+        >>> import torch, tilewright
+        >>> from tilewright.ops import rmsnorm
+        >>> with tilewright.use("eager", rope="auto"):
+        ...     y = rmsnorm(torch.ones(2, 8), torch.ones(8))
     """
     ops = operations()
     pins = {n: implementation for n, op in ops.items() if implementation in ("auto", *op.names())}

@@ -91,24 +91,21 @@ def is_silu(act: Any) -> bool:
         return False
 
 
-# Gates and ups, each with each: dense where functions bend, and as far as limits may be.
+# Gates and ups, each with each: dense where functions bend, and as far as limits may reach.
 _PROBE = torch.cat(
     [torch.linspace(-10, 10, 81), torch.logspace(1, 4, 10), -torch.logspace(1, 4, 10)]
 )
-
-
-_LIMITS, _SLOPES = (
-    ("limit", "swiglu_limit"),
-    ("alpha", "swiglu_alpha"),
-)  # what classes call the constants of theirs
-
+# Names of constants in the classes of transformers.
+_LIMITS, _SLOPES = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 
 _gates: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()
 
 
 def gate_attributes(experts: nn.Module) -> tuple:
-    """Hashes of the attributes that a module's gate may follow. Dynamo guards what is read here:
-    hashes, because a float that differs between two modules would become a symbol.
+    """Hashes of the attributes that a module's gate may depend on.
+
+    Dynamo guards what is read here: hashes, because a float that differs between two modules would
+    become a symbol.
     """
     return tuple(
         hash(getattr(experts, name, None)) for name in ("is_concatenated", *_LIMITS, *_SLOPES)

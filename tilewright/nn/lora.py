@@ -7,6 +7,7 @@ In `base.*` a layer keeps what it was; its adapters are `lora_A` and `lora_B`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -24,9 +25,9 @@ from tilewright.ops.quantized_linear import dequantize
 class _AddProducts(torch.autograd.Function):
     """y[:, rows] += low[:, part] @ B[rows]^T for each part, in place.
 
-    In place, because a part of y cannot be added to otherwise without writing all of y again,
-    forward and backward: a third of a layer's time, measured on a CPU with Llama 3 8B's qkv_proj. y
-    is the product of a layer that keeps its input only, so nothing needs what y was.
+    In place, because adding to a part of y would otherwise write all of y again, forward and
+    backward: a third of a layer's time, measured on a CPU with Llama 3 8B's qkv_proj. y is the
+    product of a layer that saves only its input for backward, so nothing needs y's old values.
     """
 
     @staticmethod
@@ -57,9 +58,7 @@ class _AddProducts(torch.autograd.Function):
 
 
 def adapter_scale(rank: int, alpha: float, rslora: bool) -> float:
-    """What adapters of that rank are multiplied by. Raises ValueError for a rank or an alpha
-    that cannot be.
-    """
+    """The scale of adapters of that rank. Raises ValueError for a wrong rank or alpha."""
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"rank must be an int >= 1, got {rank!r}")
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
@@ -68,7 +67,7 @@ def adapter_scale(rank: int, alpha: float, rslora: bool) -> float:
 
 
 def init_A(A: torch.Tensor, generator: torch.Generator | None) -> None:
-    """The values that an A [..., in] begins with: kaiming_uniform with a = sqrt(5)."""
+    """Initializes an A [..., in]: kaiming_uniform with a = sqrt(5)."""
     bound = 1 / math.sqrt(A.shape[-1])
     assign(A, torch.empty(A.shape).uniform_(-bound, bound, generator=generator))
 
@@ -76,16 +75,31 @@ def init_A(A: torch.Tensor, generator: torch.Generator | None) -> None:
 class LoRALinear(nn.Module):
     """A frozen linear layer with an adapter: base(x) + scale * (x A^T) B^T.
 
-    base: nn.Linear or QuantizedLinear; it is frozen.   rank: r.
-    alpha: scale is alpha / rank, or with rslora alpha / sqrt(rank) (arXiv 2312.03732).
-    parts: of a layer that fuses several projections, their names and rows, in order. Each has an
-        adapter of its own, as if it stood alone; the products with A are one.   targets: which of
-        them have one; all by default.
-    dtype: of the adapters. They are computed in it, or in autocast's.
-
-    lora_A [parts * r, K]: each part's A begins as uniform in +- 1 / sqrt(K), which is PEFT's and
-    nn.Linear's. lora_B [rows, r], of the parts with adapters: begins as zeros, so that the first
+    lora_A [parts * r, K] is initialized uniformly in +- 1 / sqrt(K), as PEFT's and nn.Linear's.
+    lora_B [rows, r], of the parts with adapters, is initialized with zeros, so that the first
     output is the base's.
+
+    Args:
+        base: nn.Linear or QuantizedLinear; it is frozen.
+        rank: r.
+        alpha: The scale is alpha / rank, or with `rslora` alpha / sqrt(rank) (arXiv 2312.03732).
+        rslora: See `alpha`.
+        parts: Names and rows of the projections that the layer fuses, in order. Each has an adapter
+            of its own, as if it stood alone; the products with A are one.
+        targets: The parts that have an adapter; default: all.
+        dtype: Of the adapters. They are computed in it, or in autocast's.
+
+    Raises:
+        TypeError: `base` is another kind of module.
+        ValueError: The rank, alpha, parts or targets do not fit.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.lora import LoRALinear
+        >>> layer = LoRALinear(torch.nn.Linear(32, 16), rank=4, alpha=8)
+        >>> x = torch.randn(2, 32)
+        >>> torch.equal(layer(x), layer.base(x))
+        True
     """
 
     base: nn.Linear | QuantizedLinear
@@ -132,8 +146,9 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Begins anew. generator: a CPU one, for values that do not depend on the device or on
-        sharding.
+        """Initializes the adapters again.
+
+        generator: a CPU one, for values that depend neither on the device nor on sharding.
         """
         if not self.lora_A.is_meta:
             init_A(self.lora_A, generator)
@@ -141,16 +156,15 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         lead = x.shape[:-1]
-        x = x.reshape(
-            math.prod(lead), x.shape[-1]
-        )  # a matrix: what comes of it is no view, and can be added to
+        # A matrix: its product is no view, and can be added to.
+        x = x.reshape(math.prod(lead), x.shape[-1])
         y = self.base(x)
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else self.lora_A.dtype
-        wide = torch.promote_types(y.dtype, dtype)  # adapters of few bits take none from the base
-        low = (
-            F.linear(x.to(dtype), self.lora_A.to(dtype)) * self.scale
-        )  # kept for the backward: x and this
+        # Adapters of fewer bits than the base take none from it.
+        wide = torch.promote_types(y.dtype, dtype)
+        # Saved for backward: x and this.
+        low = F.linear(x.to(dtype), self.lora_A.to(dtype)) * self.scale
         low, B, out = low.to(wide), self.lora_B.to(wide), y.to(wide)
         slices = tuple(self.slices.values())
         if len(self.parts) == 1:
@@ -162,18 +176,18 @@ class LoRALinear(nn.Module):
         return out.to(y.dtype).view(*lead, self.out_features)
 
     def _separately(self, y, low, B):
-        """The same, out of place: what a compiler fuses."""
-        found, at, i = [], 0, 0
+        """The same out of place, which a compiler fuses."""
+        outputs, at, i = [], 0, 0
         for name, rows in zip(self.parts, y.split(list(self.parts.values()), 1), strict=True):
             if name in self.slices:
                 r, n = self.rank, rows.shape[1]
                 rows = torch.addmm(rows, low[:, i * r : (i + 1) * r], B[at : at + n].t())
                 i, at = i + 1, at + n
-            found.append(rows)
-        return torch.cat(found, 1)
+            outputs.append(rows)
+        return torch.cat(outputs, 1)
 
     def delta(self) -> torch.Tensor:
-        """What the adapters add to the weight, float32 [N, K]. Of sharded ones every rank must
+        """What the adapters add to the weight, float32 [N, K]. Every rank of a sharded layer must
         call it.
         """
         A, B = whole(self.lora_A).float(), whole(self.lora_B).float()
@@ -189,8 +203,8 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:
-        """The weight with its adapters, float32 [N, K]; changes nothing. Of sharded ones every
-        rank must call it.
+        """The weight with its adapters, float32 [N, K]; changes nothing. Every rank of a sharded
+        layer must call it.
         """
         weight = (
             self.base.dense()
@@ -201,8 +215,9 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def merge_(self, generator: torch.Generator | None = None) -> None:
-        """Adds the adapters to the weight, in float32, then rounded to its dtype or quantised again
-        in its format; and begins new ones.
+        """Adds the adapters to the weight and initializes new ones.
+
+        The sum is in float32, then rounded to the weight's dtype or quantized again in its format.
         """
         delta, base = self.delta(), self.base
         if isinstance(base, QuantizedLinear):
@@ -223,8 +238,8 @@ class LoRALinear(nn.Module):
         self.reset_parameters(generator)
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Each part's name ("" if it is not fused), A [r, K] and B [rows, r]. Of sharded ones every
-        rank must call it.
+        """Yields each part's name ("" if the layer is not fused), A [r, K] and B [rows, r]. Every
+        rank of a sharded layer must call it.
         """
         A, B, at = whole(self.lora_A.detach()), whole(self.lora_B.detach()), 0
         for i, (name, (start, stop)) in enumerate(self.slices.items()):
@@ -232,21 +247,14 @@ class LoRALinear(nn.Module):
             at += stop - start
 
     @torch.no_grad()
-    def load_adapters(self, found: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The reverse, of all parts at once."""
-        assign(
-            self.lora_A, torch.cat([found[name][0].to(self.lora_A.dtype) for name in self.slices])
-        )
-        assign(
-            self.lora_B, torch.cat([found[name][1].to(self.lora_B.dtype) for name in self.slices])
-        )
+    def load_adapters(self, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Takes A and B of every part, as `adapters` yields them."""
+        for p, i in ((self.lora_A, 0), (self.lora_B, 1)):
+            assign(p, torch.cat([pairs[name][i].to(p.dtype) for name in self.slices]))
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, scale={self.scale:g}, adapters={list(self.slices)}"
 
 
 def _offsets(sizes: Iterable[int]) -> list[int]:
-    found = [0]
-    for size in sizes:
-        found.append(found[-1] + size)
-    return found
+    return [0, *itertools.accumulate(sizes)]

@@ -37,24 +37,39 @@ _NAMES = tuple(f"lora_{name}" for name in ADAPTERS)
 
 
 class LoRAExperts(nn.Module):
-    """The experts of a layer, frozen, with adapters: each projection W is W + scale B A
+    """The frozen experts of a layer with adapters: each projection W becomes W + scale B A
     (`ops.moe_lora`).
 
-    gate_up_proj: [E, 2 I, H], gates before ups, and down_proj: [E, H, I]: tensors, which are frozen
-        and not copied, or both quantised.
-    rank: r.   alpha: scale is alpha / rank, or with rslora alpha / sqrt(rank) (arXiv 2312.03732).
-    mode: which experts share a factor. "per_expert": none. "shared": all share all.
-        "hybrid_shared": all share A of gate and up and B of down, the factors at the width of the
-        model; the others are of each expert.
-    dtype: of the adapters. They are computed in x's dtype, or in autocast's.
-    implementation: of moe_lora.
+    lora_gate_A, lora_up_A [E or 1, r, H] and lora_down_A [E or 1, r, I] are initialized uniformly
+    in +- 1 / sqrt(columns), as those of PEFT and nn.Linear; lora_gate_B, lora_up_B [E or 1, I, r]
+    and lora_down_B [E or 1, H, r] with zeros, so that the first output is the base's.
 
-    lora_gate_A, lora_up_A [E or 1, r, H] and lora_down_A [E or 1, r, I] begin as uniform in +- 1 /
-    sqrt(columns), as PEFT's and nn.Linear's do; lora_gate_B, lora_up_B [E or 1, I, r] and
-    lora_down_B [E or 1, H, r] begin as zeros, so that the first output is the base's.
+    Args:
+        gate_up_proj: [E, 2 I, H], gates before ups: a tensor, which is frozen and not copied, or
+            quantized.
+        down_proj: [E, H, I]; quantized if `gate_up_proj` is.
+        rank: r.
+        alpha: The scale is alpha / rank, or with `rslora` alpha / sqrt(rank) (arXiv 2312.03732).
+        rslora: See `alpha`.
+        mode: The factors that experts share. "per_expert": none. "shared": all. "hybrid_shared": A
+            of gate and up and B of down, the factors at the width of the model.
+        dtype: Of the adapters. They are computed in x's dtype, or in autocast's.
+        implementation: Of `ops.moe_lora`.
+
+    Raises:
+        TypeError: A weight is neither a tensor nor quantized, or only one is quantized.
+        ValueError: Shapes do not fit, or an option does not exist.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.lora_experts import LoRAExperts
+        >>> experts = LoRAExperts(torch.randn(4, 16, 32), torch.randn(4, 32, 8), rank=2, alpha=4)
+        >>> index, weight = torch.tensor([[0, 3]]), torch.tensor([[0.5, 0.5]])
+        >>> experts(torch.randn(1, 32), index, weight).shape
+        torch.Size([1, 32])
     """
 
-    noise_layers = 2  # numbers of `AQN.layer` that it may need
+    noise_layers = 2  # how many values of `AQN.layer` it takes
     gate_up_proj: nn.Parameter | QuantizedExperts
     down_proj: nn.Parameter | QuantizedExperts
     lora_gate_A: nn.Parameter
@@ -76,9 +91,9 @@ class LoRAExperts(nn.Module):
         base = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
         for name, w in base.items():
             if not isinstance(w, (torch.Tensor, Quantized)):
-                raise TypeError(f"{name} must be a tensor or quantised, got {type(w).__name__}")
+                raise TypeError(f"{name} must be a tensor or quantized, got {type(w).__name__}")
         if isinstance(gate_up_proj, Quantized) != isinstance(down_proj, Quantized):
-            raise TypeError("gate_up_proj and down_proj must both be tensors or both be quantised")
+            raise TypeError("gate_up_proj and down_proj must both be tensors or both be quantized")
         if len(gate_up_proj.shape) != 3 or gate_up_proj.shape[1] % 2:
             raise ValueError(
                 f"gate_up_proj must have shape [E, 2 I, H], got {list(gate_up_proj.shape)}"
@@ -101,17 +116,10 @@ class LoRAExperts(nn.Module):
                 p = w if isinstance(w, nn.Parameter) else nn.Parameter(w, False)
                 p.requires_grad = False
                 self.register_parameter(name, p)
-        self.rank, self.alpha, self.rslora, self.mode, self.implementation = (
-            rank,
-            alpha,
-            rslora,
-            mode,
-            implementation,
-        )
-        self.scale = scale
-        self.num_experts = (
-            E  # of this module; of all ranks while a model is built, before its experts are spread
-        )
+        self.rank, self.alpha, self.rslora, self.scale = rank, alpha, rslora, scale
+        self.mode, self.implementation = mode, implementation
+        # Of this module; of all ranks while a model is built, before its experts are sharded.
+        self.num_experts = E
         first, second, down_A, down_B = (n or E for n in MODES[mode])
         shapes = ((first, rank, H), (second, I, rank)) * 2 + ((down_A, rank, I), (down_B, H, rank))
         for name, shape in zip(_NAMES, shapes, strict=True):
@@ -125,8 +133,9 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Begins anew. generator: a CPU one, for values that do not depend on the device or on
-        sharding.
+        """Initializes the adapters again.
+
+        generator: a CPU one, for values that depend neither on the device nor on sharding.
         """
         for name, p in self.adapters().items():
             if p.is_meta:
@@ -137,7 +146,7 @@ class LoRAExperts(nn.Module):
                 init_A(p, generator)
 
     def take_the_place_of(self, module: nn.Module) -> None:
-        """Keeps the module that it replaces, without the two weights, for
+        """Stores the module that it replaces, without the two weights, for
         `adapt.merge_and_unload` to put back.
         """
         for name in ("gate_up_proj", "down_proj"):
@@ -145,29 +154,29 @@ class LoRAExperts(nn.Module):
         self.__dict__["replaced"] = module  # no submodule: it is not part of the model meanwhile
 
     def adapters(self) -> dict[str, nn.Parameter]:
-        """The six factors, by the names that `ops.moe_lora` has for them."""
+        """The six factors, by their names in `ops.moe_lora`."""
         return {name: getattr(self, f"lora_{name}") for name in ADAPTERS}
 
     def set_noise(self, noise: AQN | None) -> None:
-        """Noise on a quantised base for the forward passes to come, in training mode only; it takes
-        noise.layer and the one after it. A dense base takes none.
+        """Sets noise on a quantized base for the forward passes to come, in training mode only.
+
+        It takes noise.layer and the one after it. A dense base takes none.
         """
         self.noise = noise if isinstance(self.down_proj, QuantizedExperts) else None
 
     def spread(
         self, group: dist.ProcessGroup, dispatch: str = "alltoall", deepep: DeepEP | None = None
     ) -> None:
-        """Tokens travel to the rank of `group` that has their experts; each rank holds the base and
-        the adapters of its own, as tensors or as DTensors that are sharded along the first
-        dimension.
+        """Shards the experts over the ranks of `group`: tokens are sent to the rank of their
+        experts. Each rank holds the base and the adapters of its own, as tensors or as DTensors
+        that are sharded along the first dimension.
 
-        Raises ValueError for a mode that shares factors, and for DeepEP.
+        Raises ValueError for a mode that shares factors, for a quantized base, and for DeepEP.
         """
         if self.mode != "per_expert":
             raise ValueError(
                 f"mode = {self.mode!r} does not go with experts that are spread over processes: "
-                f"the "
-                "gradient of a shared factor would have to be summed over them; accepted: "
+                "the gradient of a shared factor would have to be summed over them; accepted: "
                 "'per_expert'"
             )
         if dispatch != "alltoall":
@@ -175,7 +184,7 @@ class LoRAExperts(nn.Module):
                 f"dispatch must be 'alltoall' for experts with adapters, got {dispatch!r}"
             )
         if isinstance(self.down_proj, QuantizedExperts):
-            raise ValueError("quantised experts cannot be spread over processes")
+            raise ValueError("quantized experts cannot be spread over processes")
         self.group = group
 
     def forward(
@@ -185,9 +194,7 @@ class LoRAExperts(nn.Module):
         weight_TK: torch.Tensor,
         kept: list | None = None,
     ) -> torch.Tensor:
-        """kept: as `ep_moe_mlp` has it; it is not read: where a layer is recomputed, sizes are
-        exchanged again.
-        """
+        """kept: as in `ep_moe_mlp`; not read: a recomputed layer exchanges sizes again."""
         if self.group is not None:
             rows, index, weight, plan = dispatch(
                 x_TH,
@@ -207,9 +214,8 @@ class LoRAExperts(nn.Module):
         return self._compute(*arguments)
 
     def _compute(self, x, index, weight):
-        if torch.is_autocast_enabled(
-            x.device.type
-        ):  # as moe_lora would, before weights are given x's dtype
+        # As moe_lora would, before the weights are cast to x's dtype.
+        if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         base = [
             w.weight() if isinstance(w, QuantizedExperts) else local(w).to(x.dtype)
@@ -231,11 +237,11 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def merge_(self, generator: torch.Generator | None = None) -> None:
-        """Adds the adapters to the base, in float32, then rounded to its dtype or quantised again
-        in its format (NVFP4 with a scale for each row's block, whatever it had); and begins new
-        ones. A dense base is changed in place.
+        """Adds the adapters to the base and initializes new ones.
 
-        Of sharded ones every rank must call it.
+        The sum is in float32, then rounded to the base's dtype, in place, or quantized again in its
+        format (NVFP4 with a scale for each row's block, whatever it had). Every rank of sharded
+        experts must call it.
         """
         gate_A, gate_B, up_A, up_B, down_A, down_B = (
             whole(p).float() for p in self.adapters().values()
@@ -260,6 +266,7 @@ class LoRAExperts(nn.Module):
         self.reset_parameters(generator)
 
     def add_adapters(self, weight, pairs):
+        """Adds the products B A, one below the other, to a weight [E, out, in], in place."""
         for e, expert in enumerate(weight):  # one at a time: a sum of all in float32 would be large
             delta = torch.cat([_of_expert(B, e) @ _of_expert(A, e) for A, B in pairs])
             expert.copy_(expert.float().add_(delta, alpha=self.scale))
@@ -267,21 +274,26 @@ class LoRAExperts(nn.Module):
     # ---- PEFT
 
     def to_peft(self, path: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The adapters as PEFT's files have them: tensors by key, and entries of
-        adapter_config.json.
+        """The adapters in PEFT's layout. Every rank of sharded ones must call it.
 
-        path: of these experts in the transformers model, as "model.layers.0.mlp.experts". Gate and
-        up with one A are written as such; if theirs differ, as after training, they become rank 2 r
-        (`rank_pattern`, `alpha_pattern`). Factors that experts share become a copy for each. Layers
-        of one model have
-        one config: join their target_parameters and their patterns. Of sharded adapters every rank
-        must call it. Raises ValueError for experts that are spread as plain tensors.
+        Gate and up with one A are written as such; if theirs differ, as after training, they become
+        rank 2 r (`rank_pattern`, `alpha_pattern`). Factors that experts share become a copy for
+        each.
+
+        Args:
+            path: Of these experts in the transformers model: "model.layers.0.mlp.experts".
+
+        Returns:
+            The tensors by key, and entries of adapter_config.json. Layers of one model have one
+            config: join their target_parameters and their patterns.
+
+        Raises:
+            ValueError: The experts are sharded as plain tensors.
         """
         if self.group is not None and not is_sharded(self.lora_gate_A):
             raise ValueError(
                 "adapters of experts that are spread over processes as plain tensors cannot be "
-                "written: "
-                "no process knows the others'"
+                "written: no process knows the others'"
             )
         full = {name: whole(p).detach() for name, p in self.adapters().items()}
         E = self.num_experts if self.group is None else full["gate_A"].shape[0]
@@ -307,9 +319,8 @@ class LoRAExperts(nn.Module):
             )
             pattern = f"{re.escape(path)}.gate_up_proj"
             config["rank_pattern"][pattern] = 2 * self.rank
-            config["alpha_pattern"][pattern] = self.alpha * (
-                math.sqrt(2) if self.rslora else 2
-            )  # the same scale
+            same_scale = self.alpha * (math.sqrt(2) if self.rslora else 2)
+            config["alpha_pattern"][pattern] = same_scale
         keys = keys_of_experts(path)
         return {
             key: peft_layout(t, key) for key, t in zip(keys, (A, B, down_A, down_B), strict=True)
@@ -319,13 +330,20 @@ class LoRAExperts(nn.Module):
     def load_peft_(
         self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], path: str
     ) -> None:
-        """Takes the adapters that PEFT wrote for the experts at `path`.
+        """Loads the adapters that PEFT wrote for the experts at `path`.
 
-        tensors: of the file (others' are ignored).   config: adapter_config.json. PEFT's A of
-        gate_up_proj, of rank r, becomes that of gate and that of up, which then learn apart. Raises
-        ValueError for what cannot be represented: one projection without adapters, ranks or scales
-        that differ from this module's, DoRA and the like, and, where this module's experts share a
-        factor, experts whose differ.
+        PEFT's A of gate_up_proj, of rank r, becomes that of gate and that of up, which then learn
+        separately.
+
+        Args:
+            tensors: Of the file; those of other modules are ignored.
+            config: adapter_config.json.
+            path: Of the experts in the file.
+
+        Raises:
+            ValueError: They cannot be represented: one projection has no adapters; ranks or scales
+                differ from this module's; DoRA and the like; or experts differ in a factor that
+                this module's share.
         """
         for name, t in self.peft_values(tensors, config, path).items():
             p = getattr(self, f"lora_{name}")
@@ -334,8 +352,8 @@ class LoRAExperts(nn.Module):
     def peft_values(
         self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], path: str
     ) -> dict[str, torch.Tensor]:
-        """What `load_peft_` takes, by the names of `adapters()`; it raises what that raises,
-        and changes nothing.
+        """What `load_peft_` loads, by the names of `adapters()`; raises the same errors and changes
+        nothing.
         """
         values = read_peft(tensors, config, path, self._sizes(), self.rank, self.scale)
         for name, t in values.items():
@@ -359,8 +377,9 @@ class LoRAExperts(nn.Module):
         path: str,
         **options: Any,
     ) -> LoRAExperts:
-        """A module with the rank and alpha of a file, filled by `load_peft_`. options: mode,
-        dtype, implementation.
+        """Makes a module with the rank and alpha of a file, and loads it.
+
+        options: mode, dtype, implementation.
         """
         _, _, rslora = settings(config, path)
         rank, alpha = rank_and_alpha(config, path, "down_proj")
@@ -375,8 +394,7 @@ class LoRAExperts(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"num_experts={self.num_experts}, rank={self.rank}, alpha={self.alpha}, "
-            f"rslora={self.rslora}, "
-            f"mode={self.mode!r}, implementation={self.implementation!r}"
+            f"rslora={self.rslora}, mode={self.mode!r}, implementation={self.implementation!r}"
         )
 
 

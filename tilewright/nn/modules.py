@@ -1,8 +1,6 @@
-"""Modules over `tilewright.ops`: each holds an op's options (and its weights) and calls it, nothing
-more.
+"""Norms, an MLP and losses over `tilewright.ops`: modules that hold an op's options and weights.
 
-Options that cannot be right are refused when a module is made; what only the inputs can tell, when
-it is called.
+Wrong options raise when a module is made, wrong inputs when it is called.
 """
 
 from __future__ import annotations
@@ -18,13 +16,13 @@ from tilewright.ops.rmsnorm import check_options as check_norm
 
 
 def _shown(**options) -> str:
-    """`name=value` for the options that are set; what is left out is None or False."""
+    """`name=value` for the options that are neither None nor False."""
     return ", ".join(f"{k}={v!r}" for k, v in options.items() if v is not None and v is not False)
 
 
 def _known(op: str, implementation: str) -> None:
-    """Raises ValueError for a name that the op does not have. Whether it can run is for the
-    tensors to say.
+    """Raises ValueError for a name that the op does not have. Whether it can run depends on the
+    tensors.
     """
     if implementation != "auto":
         ops.OPS[op].implementation(implementation)
@@ -33,9 +31,27 @@ def _known(op: str, implementation: str) -> None:
 class RMSNorm(nn.Module):
     """`ops.rmsnorm` with its weight: y = x / sqrt(mean(x^2) + eps) * (offset + weight) + bias.
 
-    dim: D, or (heads, D) for a weight of its own per head (QK norm; x is then [..., heads, D]).
-    eps, offset, cast: as in `ops.rmsnorm`.   bias: True adds a bias [D].
     A new module scales by one: weight = 1 - offset (zeros for Gemma's offset of 1.0), bias = 0.
+
+    Args:
+        dim: D, or (heads, D) for a weight per head (QK norm; x is then [..., heads, D]).
+        eps: As in `ops.rmsnorm`, as `offset` and `cast`.
+        offset: Added to the weight.
+        cast: Where the normalized row is rounded.
+        bias: Adds a bias [D].
+        implementation: Of `ops.rmsnorm`.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        TypeError: An option has a wrong type.
+        ValueError: An option is out of range.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.nn import RMSNorm
+        >>> RMSNorm(64)(torch.randn(2, 64)).shape
+        torch.Size([2, 64])
     """
 
     def __init__(
@@ -93,15 +109,21 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """torch.nn.Linear, whose float32 products on a CPU with AVX-512 are tilewright's own.
+    """torch.nn.Linear with float32 products of this library on a CPU with AVX-512.
 
-    They are summed in float32 in an order that depends on shapes alone. Elsewhere, in other dtypes,
-    with a bias, with fewer than 48 rows, and under torch.autocast or torch.compile it is
+    They accumulate in float32, in an order that depends on shapes alone. On other devices, in other
+    dtypes, with a bias, with fewer than 48 rows, and under torch.autocast or torch.compile it is
     torch.nn.Linear.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.nn import Linear
+        >>> Linear(32, 16, bias=False)(torch.randn(64, 32)).shape
+        torch.Size([64, 16])
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Compiled code would be made anew on either side of the least number of rows.
+        # Compiled code would recompile on either side of the least number of rows.
         if (
             not torch.compiler.is_compiling()
             and x.is_cpu
@@ -115,13 +137,28 @@ class Linear(nn.Linear):
 
 
 class SwiGLU(nn.Module):
-    """The whole MLP of Llama and Qwen: down(silu(gate(x)) * up(x)), with gate and up in one
-    projection.
+    """The MLP of Llama and Qwen: down(silu(gate(x)) * up(x)), with gate and up in one projection.
 
-    hidden: H, width of x [..., H] and of the result.   inner: I, width between.   bias: on both
-    projections. gate_up_proj.weight is [2 I, H], gate's rows first: torch.cat((gate_proj.weight,
-    up_proj.weight)) of a checkpoint that keeps them apart. down_proj.weight is [H, I]. Both start
-    as torch.nn.Linear does.
+    gate_up_proj.weight is [2 I, H], gate's rows first: torch.cat((gate_proj.weight,
+    up_proj.weight)) of a checkpoint that has them separately. down_proj.weight is [H, I]. Both are
+    initialized as torch.nn.Linear.
+
+    Args:
+        hidden: H, width of x [..., H] and of the result.
+        inner: I, width between.
+        bias: On both projections.
+        implementation: Of `ops.silu_mul`.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        ValueError: A width is no int >= 1, or the implementation does not exist.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.nn import SwiGLU
+        >>> SwiGLU(32, 64)(torch.randn(2, 32)).shape
+        torch.Size([2, 32])
     """
 
     def __init__(
@@ -157,7 +194,7 @@ class SwiGLU(nn.Module):
 
 
 class _Loss(nn.Module):
-    """Holds the options of a loss. `class_weight` is a buffer, so that it moves with the module."""
+    """The options of a loss. `class_weight` is a buffer, so that it moves with the module."""
 
     class_weight: torch.Tensor | None
 
@@ -189,9 +226,15 @@ class _Loss(nn.Module):
 
 
 class CrossEntropyLoss(_Loss):
-    """`ops.cross_entropy` with its options fixed; they and the result mean what they mean there.
+    """`ops.cross_entropy` with its options fixed; see there for them and the result.
 
     forward(logits [..., V], target [...], token_weight=None, num_tokens=None).
+
+    Example:
+        >>> import torch
+        >>> from tilewright.nn import CrossEntropyLoss
+        >>> CrossEntropyLoss(reduction="sum")(torch.zeros(3, 4), torch.tensor([0, 1, -100]))
+        tensor(2.7726)
     """
 
     def __init__(
@@ -244,12 +287,18 @@ class CrossEntropyLoss(_Loss):
 
 
 class LinearCrossEntropyLoss(_Loss):
-    """`ops.linear_cross_entropy` with its options fixed; they and the result mean what they mean
-    there.
+    """`ops.linear_cross_entropy` with its options fixed; see there for them and the result.
 
     forward(x [..., H], weight [V, H], target [...], bias=None, token_weight=None, num_tokens=None).
-    The weight is an argument and not a parameter here, because the model's head owns it and it is
-    often tied to the embedding.
+    The weight is an argument, no parameter: the model's head owns it, and it is often tied to the
+    embedding.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.nn import LinearCrossEntropyLoss
+        >>> loss = LinearCrossEntropyLoss(reduction="sum")
+        >>> loss(torch.zeros(3, 8), torch.ones(4, 8), torch.tensor([0, 1, -100]))
+        tensor(2.7726)
     """
 
     def __init__(

@@ -1,16 +1,17 @@
 """PEFT's files: the settings of their configs, and the layout of adapters on experts.
 
-PEFT adapts a parameter of three dimensions as one matrix an expert (`target_parameters`, PEFT 0.18
-and later), and transformers 5 keeps gate and up of all experts in one, so that PEFT's A of rank r'
+PEFT adapts a parameter of three dimensions as one matrix per expert (`target_parameters`, PEFT 0.18
+and later), and transformers 5 fuses gate and up of all experts in one, so that PEFT's A of rank r'
 serves both. In its files, for experts at `path` (where the wrapper of down_proj encloses that of
 gate_up_proj):
 
-    path.base_layer.lora_A.weight [E r', H]    rows e r' + j: row j of expert e's A for gate and up
-    path.base_layer.lora_B.weight [2 I, r' E]  columns j E + e: column j of expert e's B, gate's
-    rows first path.lora_A.weight, path.lora_B.weight     the same of down_proj
+    path.base_layer.lora_A.weight [E r', H]    row e r' + j: row j of expert e's A for gate and up
+    path.base_layer.lora_B.weight [2 I, r' E]  column j E + e: column j of expert e's B, gate first
+    path.lora_A.weight, path.lora_B.weight     the same for down_proj
 
-Gate and up with an A of their own, of rank r, are rank 2 r there: A = [A_gate; A_up], B = [[B_gate,
-0], [0, B_up]].
+Gate and up with an A of their own, of rank r, are rank 2 r there:
+
+    A = [A_gate; A_up],  B = [[B_gate, 0], [0, B_up]]
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from tilewright.ops import _checks
 from tilewright.ops.moe_lora import ADAPTERS
 from tilewright.registry import short
 
-# Settings of PEFT's config that do not change what its tensors compute, or that the readers here
-# follow.
+# Settings of PEFT's config that do not change what its tensors compute, or that are followed here.
 _FREE = {
     "peft_type",
     "task_type",
@@ -51,7 +51,7 @@ _FREE = {
     "megatron_core",
     "qalora_group_size",
     "ensure_weight_tying",
-    # what init_lora_weights reads
+    # read by init_lora_weights
     "eva_config",
     "loftq_config",
     "corda_config",
@@ -59,13 +59,13 @@ _FREE = {
 }
 
 
-# Of others, the values that ask for nothing that is not here, beside null, false and what is empty.
-# PiSSA and other ways to begin change the base weights, which are not in the file.
+# Values of others that are supported, beside null, false and what is empty. PiSSA and other
+# initializations change the base weights, which are not in the file.
 _NEUTRAL = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica")}
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
-    """The name of a setting that asks for what is not here, also of one that is not known."""
+    """The name of a setting that is unsupported, or unknown; None if there is none."""
     return next(
         (
             key
@@ -77,8 +77,8 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
 
 
 def settings(config: Mapping[str, Any], where: object) -> tuple[int, float, bool]:
-    """r, lora_alpha and use_rslora of PEFT's config. Raises ValueError, naming the setting, for
-    what they and the two patterns cannot be.
+    """r, lora_alpha and use_rslora of PEFT's config. Raises ValueError, naming the setting, if one
+    of them or of the two patterns is wrong.
     """
 
     def check(name, value, kinds, accepted):
@@ -111,7 +111,7 @@ def settings(config: Mapping[str, Any], where: object) -> tuple[int, float, bool
 
 
 def check_dtype(name: str, t: torch.Tensor) -> None:
-    """Raises ValueError for a tensor of a file that is no adapter's."""
+    """Raises ValueError for a dtype that adapters cannot have."""
     if t.dtype not in _checks.ACCEPTED:
         raise ValueError(
             f"{name} must be one of {', '.join(map(short, _checks.ACCEPTED))}, got {short(t.dtype)}"
@@ -119,7 +119,7 @@ def check_dtype(name: str, t: torch.Tensor) -> None:
 
 
 def keys_of_experts(path: str) -> list[str]:
-    """A and B of gate_up_proj, A and B of down_proj."""
+    """The keys of A and B of gate_up_proj, then of down_proj."""
     return [
         f"base_model.model.{path}.{layer}lora_{which}.weight"
         for layer in ("base_layer.", "")
@@ -128,14 +128,14 @@ def keys_of_experts(path: str) -> list[str]:
 
 
 def peft_layout(t: torch.Tensor, key: str) -> torch.Tensor:
-    """[E r, in] of A [E, r, in], or [out, r E] of B [E, out, r]."""
+    """A [E, r, in] as [E r, in], or B [E, out, r] as [out, r E], on the CPU."""
     t = t.flatten(0, 1) if "lora_A" in key else t.permute(1, 2, 0).flatten(1)
     return t.to("cpu", copy=True).contiguous()
 
 
 def rank_and_alpha(config: Mapping[str, Any], path: str, name: str) -> tuple[int, float]:
-    """Rank and alpha of a parameter. A pattern is a regular expression of the end of a path, as
-    PEFT has it.
+    """Rank and alpha of a parameter. A pattern is a regular expression that the end of a path
+    matches, as in PEFT.
     """
 
     def of(patterns, default):
@@ -150,41 +150,36 @@ def rank_and_alpha(config: Mapping[str, Any], path: str, name: str) -> tuple[int
     )
 
 
-def read_peft(tensors, config, path, sizes, rank, scale) -> dict[str, torch.Tensor]:
-    """The six factors, each of E experts; sizes: E, H and I."""
-    if config.get("peft_type", "LORA") != "LORA":
-        raise ValueError(f"{path}: peft_type must be LORA, got {config['peft_type']!r}")
-    own = {
-        k: v
-        for k, v in config.items()
-        if k not in ("bias", "modules_to_save", "trainable_token_indices")
-    }
-    if key := unsupported(own) or ("lora_dropout" if config.get("lora_dropout") else None):
-        raise ValueError(f"{path}: {key} = {config[key]!r} cannot be represented in LoRAExperts")
-    _, _, rslora = settings(config, path)
+def read_peft(
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    path: str,
+    sizes: tuple[int, int, int],
+    rank: int,
+    scale: float,
+) -> dict[str, torch.Tensor]:
+    """The six factors, each for E experts, by the names in `ops.moe_lora`.
+
+    sizes: E, H and I.   Raises ValueError for adapters that LoRAExperts of this rank and scale
+    cannot represent.
+    """
+    _check_config(config, path)
     keys = keys_of_experts(path)
-    there = {key for key in tensors if key.startswith(f"base_model.model.{path}.")}
-    if missing := [key for key in keys if key not in there]:
+    present = {key for key in tensors if key.startswith(f"base_model.model.{path}.")}
+    if missing := [key for key in keys if key not in present]:
         raise ValueError(
             f"{path}: {missing[0]} is missing; LoRAExperts has adapters on gate_up_proj and "
-            f"down_proj"
+            "down_proj"
         )
-    if more := sorted(there - set(keys)):
+    if more := sorted(present - set(keys)):
         raise ValueError(f"{path}: {more[0]} cannot be represented in LoRAExperts")
     E, H, I = sizes
-    found = []
+    factors = []
     for name, inner, outer, (key_A, key_B) in (
         ("gate_up_proj", H, 2 * I, keys[:2]),
         ("down_proj", I, H, keys[2:]),
     ):
-        r, alpha = rank_and_alpha(config, path, name)
-        own = alpha / (math.sqrt(r) if rslora else r)
-        if not math.isclose(own, scale, rel_tol=1e-6):
-            raise ValueError(
-                f"{path}.{name}: the adapter's scale is {own:.6g} (lora_alpha {alpha}, r {r}), "
-                f"this "
-                f"module's {scale:.6g}"
-            )
+        r = _rank(config, path, name, scale)
         for key, shape in ((key_A, (E * r, inner)), (key_B, (outer, r * E))):
             check_dtype(key, tensors[key])
             if tuple(tensors[key].shape) != shape:
@@ -192,12 +187,9 @@ def read_peft(tensors, config, path, sizes, rank, scale) -> dict[str, torch.Tens
                     f"{key} must have shape {list(shape)} for {E} experts of rank {r}, "
                     f"got {list(tensors[key].shape)}"
                 )
-        found += [
-            r,
-            tensors[key_A].view(E, r, inner),
-            tensors[key_B].view(outer, r, E).permute(2, 0, 1),
-        ]
-    r, A, B, r_down, down_A, down_B = found
+        A, B = tensors[key_A].view(E, r, inner), tensors[key_B].view(outer, r, E)
+        factors.append((r, A, B.permute(2, 0, 1)))
+    (r, A, B), (r_down, down_A, down_B) = factors
     gate_B, up_B = B[:, :I], B[:, I:]
     if r_down != rank:
         raise ValueError(f"{path}.down_proj: the adapter's rank is {r_down}, this module's {rank}")
@@ -206,19 +198,37 @@ def read_peft(tensors, config, path, sizes, rank, scale) -> dict[str, torch.Tens
     if r != 2 * rank:
         raise ValueError(
             f"{path}.gate_up_proj: the adapter's rank is {r}; for this module's {rank} it must be "
-            f"{rank}, "
-            f"or {2 * rank} with an A of its own for gate and for up"
+            f"{rank}, or {2 * rank} with an A of its own for gate and for up"
         )
     if gate_B[:, :, rank:].any() or up_B[:, :, :rank].any():
         raise ValueError(
             f"{path}.gate_up_proj: the adapter has rank {r} for gate and up together, which rank "
-            f"{rank} "
-            "for each cannot represent: B is not 0 where gate would use up's A, or up gate's"
+            f"{rank} for each cannot represent: B is not 0 where gate would use up's A, or up "
+            "gate's"
         )
-    return dict(
-        zip(
-            ADAPTERS,
-            (A[:, :rank], gate_B[:, :, :rank], A[:, rank:], up_B[:, :, rank:], down_A, down_B),
-            strict=True,
+    gate_B, up_B = gate_B[:, :, :rank], up_B[:, :, rank:]
+    values = (A[:, :rank], gate_B, A[:, rank:], up_B, down_A, down_B)
+    return dict(zip(ADAPTERS, values, strict=True))
+
+
+def _check_config(config: Mapping[str, Any], path: str) -> None:
+    """Raises ValueError for settings that LoRAExperts cannot represent."""
+    if config.get("peft_type", "LORA") != "LORA":
+        raise ValueError(f"{path}: peft_type must be LORA, got {config['peft_type']!r}")
+    elsewhere = ("bias", "modules_to_save", "trainable_token_indices")
+    own = {k: v for k, v in config.items() if k not in elsewhere}
+    if key := unsupported(own) or ("lora_dropout" if config.get("lora_dropout") else None):
+        raise ValueError(f"{path}: {key} = {config[key]!r} cannot be represented in LoRAExperts")
+
+
+def _rank(config: Mapping[str, Any], path: str, name: str, scale: float) -> int:
+    """The rank of a parameter's adapter, whose scale must be this one."""
+    _, _, rslora = settings(config, path)
+    r, alpha = rank_and_alpha(config, path, name)
+    own = alpha / (math.sqrt(r) if rslora else r)
+    if not math.isclose(own, scale, rel_tol=1e-6):
+        raise ValueError(
+            f"{path}.{name}: the adapter's scale is {own:.6g} (lora_alpha {alpha}, r {r}), "
+            f"this module's {scale:.6g}"
         )
-    )
+    return r

@@ -27,11 +27,23 @@ from tilewright.ops.quantized_linear import dequantize, quantized_linear
 
 @dataclasses.dataclass(frozen=True)
 class QuantFormat:
-    """How weights are quantised. Called with a dense weight, it returns it quantised.
+    """A format of quantized weights. Called with a dense weight, it returns it quantized.
 
-    name: nvfp4 | block_fp8 | nf4.   group_size: elements that share a scale: 16 for nvfp4; the edge
-        of the square blocks of block_fp8, 1 to 128, by default 128; 32 to 4096, a power of two, for
-        nf4, by default 64.
+    Args:
+        name: nvfp4 | block_fp8 | nf4.
+        group_size: Elements that share a scale: 16 for nvfp4; the edge of the square blocks of
+            block_fp8, 1 to 128, by default 128; 32 to 4096, a power of two, for nf4, by default 64.
+
+    Raises:
+        ValueError: The name or the group size does not exist.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.lora import QuantFormat
+        >>> QuantFormat("nf4")
+        QuantFormat(name='nf4', group_size=64)
+        >>> QuantFormat("nf4")(torch.randn(4, 64)).shape
+        (4, 64)
     """
 
     name: str
@@ -54,7 +66,7 @@ class QuantFormat:
         return quantize_nvfp4(weight)
 
 
-# name -> class, the group sizes that exist, and how a sentence calls them
+# By name: the class, the group sizes that exist, and those in words.
 FORMATS = {
     "nvfp4": (NVFP4, (16,), "16"),
     "block_fp8": (BlockFP8, range(1, 129), "1 to 128"),
@@ -66,7 +78,7 @@ DEFAULT_GROUPS = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}  # of published chec
 
 
 def wrong_group_size(name: str, size: int | None) -> str | None:
-    """A sentence if the format has no such groups."""
+    """None if the format has such groups, else a sentence that says what it has."""
     _, sizes, shown = FORMATS[name]
     return (
         None
@@ -76,9 +88,7 @@ def wrong_group_size(name: str, size: int | None) -> str | None:
 
 
 def format_of(q: Quantized) -> QuantFormat | str:
-    """The format that q is in, or its description, if it is one that `QuantFormat` does not
-    make.
-    """
+    """The format of q; a description, if `QuantFormat` does not make it."""
     if isinstance(q, NF4):
         return QuantFormat("nf4", q.block_size)
     if isinstance(q, NVFP4):
@@ -92,7 +102,7 @@ def format_of(q: Quantized) -> QuantFormat | str:
 
 
 def quantize_as(q: Quantized, weight: torch.Tensor) -> Quantized:
-    """weight in q's format with q's options; it still says that it was of q's dtype."""
+    """Quantizes a weight in q's format with q's options; the result has q's dtype."""
     if isinstance(q, NF4):
         new = quantize_nf4(weight, double_quant=q.offset is not None, block_size=q.block_size)
     elif isinstance(q, NVFP4):
@@ -103,11 +113,13 @@ def quantize_as(q: Quantized, weight: torch.Tensor) -> Quantized:
 
 
 def join(parts: Sequence[Quantized]) -> list[Quantized]:
-    """The matrices, one below the other, as one if its bytes are those of the parts; else the
-    parts.
+    """Concatenates matrices along their rows, if the bytes stay those of the parts.
 
-    They are not where a block would have to begin within another, or where what is one number for a
-    tensor differs: NVFP4's global scale, or the offset of NF4's double quantisation.
+    They do not where a block would begin within another, or where a number per tensor differs:
+    NVFP4's global scale, or the offset of NF4's double quantization.
+
+    Returns:
+        One matrix, or else the parts.
     """
     first, *rest = parts
     if not rest or any(
@@ -188,18 +200,26 @@ class _Bytes(nn.Module):
 
 
 class QuantizedLinear(_Bytes):
-    """A frozen linear layer over a quantised weight: `ops.quantized_linear`.
+    """A frozen linear layer with a quantized weight: `ops.quantized_linear`.
 
-    weight: a quantised [N, K], or several, one below the other, that cannot be one (see `join`).
-    bias: [N] or None; frozen. Its tensors are buffers of bytes, which casting a module,
-    broadcasting buffers and checkpoints leave as they are. A quantised tensor on the meta device
-    gives a layer to fill later, by `fill` or by a state dict.
+    Args:
+        weight: A quantized [N, K], or several, concatenated along rows, that cannot be one (see
+            `join`). On the meta device: the layer is filled later, by `fill` or by a state dict.
+        bias: [N] or None; frozen.
+
+    Raises:
+        ValueError: Shapes do not fit, or there are more than four weights.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.lora import QuantFormat, QuantizedLinear
+        >>> layer = QuantizedLinear(QuantFormat("nf4")(torch.randn(16, 64)))
+        >>> layer(torch.randn(2, 64)).shape
+        torch.Size([2, 16])
     """
 
-    noise_layers = 4  # numbers of `AQN.layer` that it may need
-    dense_class: type[nn.Linear] = (
-        nn.Linear
-    )  # what it stands for, which `merge_and_unload` makes of it again
+    noise_layers = 4  # how many values of `AQN.layer` it may take
+    dense_class: type[nn.Linear] = nn.Linear  # what `merge_and_unload` makes of it
 
     def __init__(self, weight: Quantized | Sequence[Quantized], bias: torch.Tensor | None = None):
         super().__init__()
@@ -210,14 +230,14 @@ class QuantizedLinear(_Bytes):
         self.noise: tuple[AQN, ...] | None = None
 
     def fill(self, weights: Sequence[Quantized]) -> None:
-        """Takes other weights of the same size, on the same device or another."""
+        """Replaces the weights by others of the same size, on the same device or another."""
         if (
             not weights
             or any(len(q.shape) != 2 for q in weights)
             or len({q.shape[1] for q in weights}) > 1
         ):
             raise ValueError(
-                f"weight must be quantised matrices of one width, got shapes "
+                f"weight must be quantized matrices of one width, got shapes "
                 f"{[q.shape for q in weights]}"
             )
         if len(weights) > self.noise_layers:
@@ -237,26 +257,22 @@ class QuantizedLinear(_Bytes):
         return self._stored()
 
     def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight that they stand for, [N, K]."""
-        found = [dequantize(q, dtype=dtype) for q in self.weights()]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        """The dequantized weight, [N, K]."""
+        parts = [dequantize(q, dtype=dtype) for q in self.weights()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def set_noise(self, noise: AQN | None) -> None:
-        """Noise for the forward passes to come, in training only; its numbers of layers are
-        noise.layer and above.
+        """Sets noise for the forward passes to come, in training mode only. It takes noise.layer
+        and those after it, one per weight.
         """
-        self.noise = (
-            None
-            if noise is None
-            else tuple(
-                dataclasses.replace(noise, layer=noise.layer + i) for i in range(len(self._layout))
-            )
-        )
+        self.noise = None
+        if noise is not None:
+            layers = range(noise.layer, noise.layer + len(self._layout))
+            self.noise = tuple(dataclasses.replace(noise, layer=layer) for layer in layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled(
-            x.device.type
-        ):  # as quantized_linear would, so that the bias gets its dtype too
+        # As quantized_linear would, so that the bias is cast too.
+        if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         noise = self.noise if self.training else None
         weights = self.weights()
@@ -265,11 +281,11 @@ class QuantizedLinear(_Bytes):
             if self.bias is None
             else self.bias.to(x.dtype).split([q.shape[0] for q in weights])
         )
-        found = [
+        outputs = [
             quantized_linear(x, q, b, noise=None if noise is None else noise[i])
             for i, (q, b) in enumerate(zip(weights, biases, strict=True))
         ]
-        return found[0] if len(found) == 1 else torch.cat(found, -1)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def extra_repr(self) -> str:
         return (

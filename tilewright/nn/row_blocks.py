@@ -7,24 +7,37 @@ from torch import nn
 
 from tilewright.nn.modules import Linear
 
-ROWS = 128  # of a product in `linear_in_row_blocks`: a tile of most GEMMs
+ROWS = 128  # per product: a tile of most GEMMs
 
 
 def linear_in_row_blocks(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """F.linear in products of 128 rows each, the last filled up with zeros.
+    """F.linear in products of 128 rows each, the last padded with zeros: batch-invariant.
 
-    x: [..., K].   weight: [N, K].   bias: [N] or None.   Any dtype that F.linear takes, and
-    autocast. A BLAS library chooses its kernel, and with it the order of a sum, by the number of
-    rows; here it always sees the same. So a row's result has the same bits whatever else is in x,
-    as far as a library's kernel treats the rows of one shape alike, which tests check. So has the
-    gradient of x. Slower: use it where results must not depend on a batch.
+    A BLAS library chooses its kernel, and with it the order of a sum, by the number of rows; here
+    that is always the same. So a row's result, and its gradient, have the same bits whatever else
+    is in x, as far as the library's kernel treats the rows of one shape alike, which tests check.
+    It is slower.
+
+    Args:
+        x: [..., K], any dtype that F.linear takes; under autocast its dtype.
+        weight: [N, K].
+        bias: [N] or None.
+
+    Returns:
+        [..., N].
+
+    Example:
+        >>> import torch
+        >>> from tilewright.nn import linear_in_row_blocks
+        >>> linear_in_row_blocks(torch.randn(3, 5, 8), torch.randn(4, 8)).shape
+        torch.Size([3, 5, 4])
     """
     rows = x.reshape(-1, x.shape[-1])
     n = rows.shape[0]
-    filled = torch.nn.functional.pad(rows, (0, 0, 0, -n % ROWS))
-    parts = [torch.nn.functional.linear(part, weight, bias) for part in filled.split(ROWS)]
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, -n % ROWS))
+    parts = [torch.nn.functional.linear(part, weight, bias) for part in padded.split(ROWS)]
     out = torch.cat(parts) if len(parts) > 1 else parts[0]
     return out[:n].reshape(*x.shape[:-1], -1) if n else out[:n].view(*x.shape[:-1], weight.shape[0])
 
@@ -37,9 +50,9 @@ class RowBlockLinear(nn.Linear):
 
 
 def in_row_blocks(model: nn.Module) -> None:
-    """Makes every torch.nn.Linear and `Linear` of a model a `RowBlockLinear`, with the
-    parameters that it has.
+    """Makes every torch.nn.Linear and `Linear` of a model a `RowBlockLinear`, in place, with its
+    parameters.
     """
     for module in model.modules():
         if type(module) in (nn.Linear, Linear):
-            module.__class__ = RowBlockLinear  # it differs in its forward only
+            module.__class__ = RowBlockLinear  # only the forward differs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -14,7 +16,9 @@ from tilewright.ops.attention import ATTENTION
 from tilewright.registry import ImplementationUnavailable
 
 
-def attention_entry(name, implementation):
+def attention_entry(name: str, implementation: str) -> Callable:
+    """The function that transformers calls for a layer's attention under the name `name`."""
+
     def attention_forward(
         module: torch.nn.Module,
         query: torch.Tensor,
@@ -32,12 +36,10 @@ def attention_entry(name, implementation):
         max_length_q: int | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
-        """query [B, Hq, S, D], key and value [B, Hk, Sk, D]; the result is [B, S, Hq, D],
-        contiguous.
+        """query [B, Hq, S, D], key and value [B, Hk, Sk, D]; returns [B, S, Hq, D], contiguous.
 
-        Where there is a mask it alone says who sees whom, as for transformers' eager attention;
-        where a layer is given none, `is_causal` (or the module's) and `sliding_window` do, as for
-        its flash attention.
+        A mask alone decides which keys a query sees, as for transformers' eager attention. Without
+        one, `is_causal` (or the module's) and `sliding_window` do, as for its flash attention.
         """
         S, keys = query.shape[2], key.shape[2]
         mask = attention_mask
@@ -120,9 +122,8 @@ def _refused(mask: Mask, sizes: tuple[int, int], dropout, packed_beside_mask, kw
 
 
 def cast_together(q, k, v):
-    """In autocast's dtype, as F.scaled_dot_product_attention takes them; without it in v's, which
-    is that of a product with weights, where norms or a rotation in float32 have left q or k
-    another.
+    """Casts to autocast's dtype, as F.scaled_dot_product_attention does. Without autocast, to that
+    of v, a product with weights: norms or a rotation in float32 may have left q or k another.
     """
     device = q.device.type
     dtype = v.dtype
@@ -132,15 +133,14 @@ def cast_together(q, k, v):
 
 
 def _attentions_are_collected() -> bool:
-    """Whether a model is asked for output_attentions. Not all tell their layers: transformers takes
-    what these return by hooks, and leaves out what is None.
+    """Whether output_attentions is set for the model. Not all models tell their layers:
+    transformers collects what layers return by hooks, and leaves out None.
     """
     from transformers.utils import output_capturing
 
     collector = getattr(output_capturing, "_active_collector", None)
-    if (
-        torch.compiler.is_compiling()
-    ):  # which cannot trace a ContextVar: transformers has a global one beside it
+    if torch.compiler.is_compiling():
+        # A ContextVar cannot be traced; transformers has a global variable beside it.
         collected = getattr(collector, "global_var", None)
     else:
         collected = None if collector is None else collector.get()
@@ -148,23 +148,24 @@ def _attentions_are_collected() -> bool:
 
 
 def attend_rows(q, k, v, mask, position_ids, name, options):
-    """Rows of a batch, without their padding, and the documents packed in them, as one sequence."""
+    """Attention of rows as one packed sequence, without their padding."""
     if torch.compiler.is_compiling():
         return attend_traced_rows(q, k, v, mask.kept, position_ids, options)
-    found = mask.layout(position_ids, q.shape[0], q.shape[2])
-    if found is None:
+    layout = mask.layout(position_ids, q.shape[0], q.shape[2])
+    if layout is None:
         return attention(q, k, v, **options)
-    if found.holes and options["window"] is not None:
+    if layout.holes and options["window"] is not None:
         raise hole_in_window(name)
-    if found.cu.numel() == 1:  # nothing but padding
+    if layout.cu_seqlens.numel() == 1:  # nothing but padding
         return q * 0
-    return attend_packed(q, k, v, found.index, found.cu, found.longest, options)
+    return attend_packed(q, k, v, layout.index, layout.cu_seqlens, layout.longest, options)
 
 
 def attend_traced_rows(q, k, v, kept, position_ids, options):
-    """`attend_rows` where no length may depend on values: padding is put behind all other tokens,
-    each a document of its own, and as many boundaries as there are tokens are given, of which the
-    last are all the end.
+    """`attend_rows` where no length may depend on values.
+
+    Padding is moved behind all other tokens, each a document of its own. cu_seqlens has as many
+    entries as there are tokens, the last of which all equal the end.
     """
     B, _, S, _ = q.shape
     if position_ids is not None and position_ids.dim() != 2:
@@ -199,9 +200,7 @@ def attend_traced_rows(q, k, v, kept, position_ids, options):
 
 @_torch.constant
 def _off_host(implementation: str, device_type: str, dtype: torch.dtype) -> str:
-    """The implementation for boundaries that are not to be read on the host: in compiled code
-    eager does not.
-    """
+    """The implementation for cu_seqlens that is not read on the host; compiled eager does not."""
     if implementation != "auto":
         return implementation
     usable = ATTENTION.usable(device_type, dtype)
@@ -213,8 +212,8 @@ def _off_host(implementation: str, device_type: str, dtype: torch.dtype) -> str:
 
 
 def attend_packed(q, k, v, index, cu, longest, options):
-    """Of the tokens of all rows, one row after the other, those that `index` names (None: all), in
-    documents between the boundaries `cu`. The rest is 0.
+    """Attention of the tokens `index` (None: all) of the concatenated rows, in documents between
+    `cu`. The output of other tokens is 0.
     """
     B, H, S, D = q.shape
     rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
@@ -232,8 +231,8 @@ def attend_packed(q, k, v, index, cu, longest, options):
 
 
 def attend_cache(q, k, v, kept, name, options):
-    """The last tokens of rows, whose earlier keys are cached, or queries that see all keys; a row
-    at a time where some keys are padding.
+    """Attention with cached keys, or of queries that see all keys; one row at a time where some
+    keys are padding.
     """
     if kept is None:
         return attention(q, k, v, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple
 
 import torch
@@ -14,45 +15,44 @@ from tilewright.registry import ImplementationUnavailable
 
 ACCEPTED = (
     "experts that compute down_proj(activation(gate) * up), with or without biases, with "
-    "gate_up_proj "
-    "[E, 2 I, H] and down_proj [E, H, I], or both transposed, whose gate is one that ops.Gate "
-    "describes"
+    "gate_up_proj [E, 2 I, H] and down_proj [E, H, I], or both transposed, whose gate is one that "
+    "ops.Gate describes"
 )
 
 
-def _asked(experts: torch.nn.Module, said: tuple) -> tuple[str | None, tuple]:
-    """`why_not`, and the fields of its gate where it is None. Constants, since traced code
-    calls it once.
+def _reason_and_gate(experts: torch.nn.Module, attributes: tuple) -> tuple[str | None, tuple]:
+    """`why_not`, and the fields of the module's gate where it is None. Constants: traced code calls
+    it once.
     """
     reason = why_not(experts)
-    return reason, () if reason else astuple(gate_of(experts, said))
+    return reason, () if reason else astuple(gate_of(experts, attributes))
 
 
-if (
-    torch.__version__ < "2.12"
-):  # there Dynamo takes no module as an argument of a constant: the graph breaks here
-    _asked = torch.compiler.disable(_asked)
+# Before torch 2.12 Dynamo takes no module as an argument of a constant: a graph break.
+if torch.__version__ < "2.12":
+    _reason_and_gate = torch.compiler.disable(_reason_and_gate)
 else:
-    _asked = _torch.constant(_asked)
+    _reason_and_gate = _torch.constant(_reason_and_gate)
 
 
-def experts_entry(name, implementation):
+def experts_entry(name: str, implementation: str) -> Callable:
+    """The function that transformers calls for a layer's experts under the name `name`."""
+
     def experts_forward(
         self: torch.nn.Module,
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        reason, gate = _asked(self, gate_attributes(self))
+        reason, gate = _reason_and_gate(self, gate_attributes(self))
         if reason:
             raise ImplementationUnavailable(
                 f'{self.config.model_type}: experts_implementation="{name}" cannot compute '
-                f"{type(self).__name__}, "
-                f'which {reason}; it takes {ACCEPTED} (others: "grouped_mm", "eager")'
+                f'{type(self).__name__}, which {reason}; it takes {ACCEPTED} (others: "grouped_mm", "eager")'
             )
         gate_up, down = self.gate_up_proj, self.down_proj
         if getattr(self, "is_transposed", False):
-            gate_up, down = gate_up.mT, down.mT  # read as they lie where the implementation can
+            gate_up, down = gate_up.mT, down.mT  # some implementations read strided weights
         device = hidden_states.device.type
         autocast = _checks.autocasts(device)
         dtype = torch.get_autocast_dtype(device) if autocast else gate_up.dtype
@@ -64,12 +64,11 @@ def experts_entry(name, implementation):
                 "down_bias": self.down_proj_bias.to(dtype),
             }
         if getattr(self, "_is_expert_parallel", False):
-            # There any index from num_experts on is that of an expert elsewhere; moe_mlp has one
-            # for all of them.
+            # Any index from num_experts on is that of an expert on another rank; moe_mlp has one
+            # index for all of them.
             top_k_index = top_k_index.clamp(max=gate_up.shape[0])
-        with _checks.no_autocast(
-            hidden_states
-        ):  # autocast must not change the dtype of moe_mlp's products
+        # Autocast must not change the dtype of moe_mlp's products.
+        with _checks.no_autocast(hidden_states):
             y = moe_mlp(
                 hidden_states.to(dtype),
                 gate_up,

@@ -14,17 +14,16 @@ from tilewright.integrations.transformers.packing import Layout, layout_of
 
 
 class Mask:
-    """What transformers' mask says, in the place of the tensor [batch, 1, queries, keys] that its
-    own attention is
-    given: no such tensor is built.
+    """A description of transformers' mask, in place of the tensor [batch, 1, queries, keys], which
+    is not built.
 
-    A model may hand it on, move it and cut off its last keys. Whatever else it does with it raises
-    ImplementationUnavailable, since a value that it would compute is not there.
+    A model may pass it on, move it and slice off its last keys. Any other use raises
+    ImplementationUnavailable, because there are no values to compute with.
 
-    causal, window: as of `ops.attention`; the queries are the last of the first `filled` keys.
-    kept: bool [batch, filled], which keys are no padding, or the number of each key's document,
-        from 1; None: all keys are there, in one document a row.
-    refused: what of it `ops.attention` cannot compute, in words, or None.
+    causal, window: as in `ops.attention`; the queries are the last of the first `filled` keys.
+    kept: bool [batch, filled], which keys are not padding, or the number of each key's document,
+        from 1; None: no padding, and one document per row.
+    refused: what of it `ops.attention` does not support, in words, or None.
     """
 
     requires_grad = False
@@ -35,7 +34,7 @@ class Mask:
         self.shape, self.device, self.dtype = torch.Size(shape), device, torch.bool
         self.causal, self.window, self.kept, self.refused = causal, window, kept, refused
         self.filled = self.shape[3] if filled is None else filled
-        self._found: tuple | None = None  # the layout of the last position ids
+        self._last: tuple | None = None  # the last position ids, their version and layout
 
     @property
     def ndim(self) -> int:
@@ -48,7 +47,7 @@ class Mask:
         return self.shape if dim is None else self.shape[dim]
 
     def to(self, *arguments, **options) -> Mask:
-        """On another device: of its values there is nothing to convert."""
+        """Moves it to another device. There are no values to cast."""
         device = _torch.device_asked_for(*arguments, **options)
         if device is None or device == self.device:
             return self
@@ -100,16 +99,15 @@ class Mask:
         raise computed_mask(f"calls {getattr(function, '__name__', function)} with it")
 
     def layout(self, position_ids: torch.Tensor | None, B: int, S: int) -> Layout | None:
-        """`layout_of` of what is kept. The layers of a model ask for the same, and an answer waits
-        for the device: the last one is remembered, as long as the mask lives, which is one forward
-        pass.
+        """`layout_of` of `kept`. The last answer is remembered for the mask's lifetime, one forward
+        pass: all layers ask for the same, and computing it synchronizes with the device.
         """
         version = (
             None if position_ids is None or position_ids.is_inference() else position_ids._version
         )
-        if self._found is None or self._found[0] is not position_ids or self._found[1] != version:
-            self._found = (position_ids, version, layout_of(self.kept, position_ids, B, S))
-        return self._found[2]
+        if self._last is None or self._last[0] is not position_ids or self._last[1] != version:
+            self._last = (position_ids, version, layout_of(self.kept, position_ids, B, S))
+        return self._last[2]
 
 
 def _define_operators():
@@ -159,8 +157,8 @@ def make_mask(
     device=None,
     **kwargs,
 ) -> Mask:
-    """What a layer is given as its mask: what transformers' function of a query's and a key's
-    position says, and which keys are padding.
+    """The mask that a layer is given: what transformers' function of a query's and a key's position
+    means, and which keys are padding.
     """
     if isinstance(attention_mask, Mask):  # made before, as generate does
         return attention_mask
@@ -198,9 +196,7 @@ def make_mask(
             said.padding.append(attention_mask)
         for padding in said.padding:
             there = padding[:, kv_offset : kv_offset + filled].bool()
-            there = F.pad(
-                there, (0, filled - there.shape[1])
-            )  # what a mask does not reach is not there
+            there = F.pad(there, (0, filled - there.shape[1]))  # beyond the mask: padding
             kept = there if kept is None else kept & there
         if kept is not None and kept.all():
             kept = None
@@ -212,12 +208,13 @@ def make_mask(
 
 
 class _MaskFunction:
-    """What a function of transformers.masking_utils says, read from its name and from what it
-    closes over.
+    """The meaning of a function of transformers.masking_utils, read from its name and its closure.
 
-    causal; window, around: how many positions up to itself, or on each side, a position sees;
-    chunk: the width of the chunks that do not see each other; padding: [B, keys] masks; documents:
-    [B, keys] numbers, of those that do not see each other; refused: what is none of this, in words.
+    causal: whether a position sees no later ones.
+    window, around: how many positions up to itself, or on each side, a position sees.
+    chunk: the width of chunks that do not see each other.
+    padding: masks [B, keys].   documents: [B, keys] numbers of documents.
+    refused: anything else, in words.
     """
 
     def __init__(self):
@@ -246,16 +243,15 @@ class _MaskFunction:
         ):
             self.documents = held["packed_sequence_mask"]
         elif short == "remap_positions_for_packed_sequence.<locals>.inner_mask":
-            self.read(
-                held["mask_function"]
-            )  # a document's positions follow one another: distances stay
+            # Positions within a document are consecutive: distances stay.
+            self.read(held["mask_function"])
         elif short != "bidirectional_mask_function":
             self.refused.append(f"the mask function {name}")
 
 
 def _make_traced_mask(shape, q_offset, kv_offset, function, attention_mask, device, said):
-    """`make_mask` while torch.compile traces it: what functions close over cannot be read, so the
-    arguments beside tell what transformers has made of them.
+    """`make_mask` traced by torch.compile: closures cannot be read, so the other arguments tell
+    what transformers' function means.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -281,9 +277,8 @@ def _make_traced_mask(shape, q_offset, kv_offset, function, attention_mask, devi
     if attention_mask is not None:
         kept = attention_mask[:, kv_offset : kv_offset + filled].bool()
         kept = F.pad(kept, (0, filled - kept.shape[1]))
-    elif (
-        not plain and queries == keys
-    ):  # documents end where a position does not see the one before it
+    elif not plain and queries == keys:
+        # Documents end where a position does not see the one before it.
         at = torch.arange(1, keys, device=device)[None, None, :, None]
         rows = torch.arange(batch, device=device)[:, None, None, None]
         apart = ~function(rows, torch.zeros_like(rows[:1]), at, at - 1).expand(batch, 1, -1, 1)[
@@ -301,13 +296,9 @@ def _make_traced_mask(shape, q_offset, kv_offset, function, attention_mask, devi
 
 
 def closed_over(function) -> dict[str, Any]:
-    """What a function closes over."""
+    """The variables that a function closes over."""
     code = getattr(function, "__code__", None)
-    return (
-        {}
-        if code is None
-        else {
-            name: cell.cell_contents
-            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
-        }
-    )
+    if code is None:
+        return {}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}

@@ -1,4 +1,4 @@
-"""Rows of a batch as packed documents: which tokens are no padding, and where documents end."""
+"""Rows of a batch as packed documents: which tokens are not padding, and where documents end."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ import torch
 
 
 class Layout(NamedTuple):
-    index: torch.Tensor | None  # which tokens of the B S are no padding; None: all
-    cu: torch.Tensor  # boundaries of documents among these
+    """index: which of the B S tokens are not padding; None: all.   cu_seqlens: of their documents.
+    longest: of these.   holes: whether there is padding within a document.
+    """
+
+    index: torch.Tensor | None
+    cu_seqlens: torch.Tensor
     longest: int
-    holes: bool  # there is padding within a document
+    holes: bool
 
 
 def is_numbered(kept: torch.Tensor | None) -> bool:
-    """Whether it is of documents' numbers (see `Mask`)."""
+    """Whether `Mask.kept` holds numbers of documents."""
     return kept is not None and kept.dtype != torch.bool
 
 
 def layout_of(kept, position_ids, B, S) -> Layout | None:
-    """None for whole rows of one document each. A token belongs to the document of the one before
-    it in its row that is no padding, if position ids, where they are given, go up by one or by the
-    number of places (they count padding or not, as a caller likes), and both have the same number
-    of a document, where transformers gave these.
+    """The layout of a batch; None for whole rows of one document each.
+
+    A token continues the document of the last token of its row that is not padding, if position
+    ids, where given, increase by one or by the distance (they count padding or not, as the caller
+    likes), and both have the same document number, where transformers gives these.
     """
-    if (
-        position_ids is not None and position_ids.dim() != 2
-    ):  # of several axes, as for images: not of a text
+    if position_ids is not None and position_ids.dim() != 2:  # of several axes, as for images
         position_ids = None
     if kept is None and position_ids is None:
         return None
     if kept is None or (is_numbered(kept) and bool(kept.all())):
-        index, place = (
-            None,
-            torch.arange(B * S, device=(position_ids if kept is None else kept).device),
-        )
+        device = (position_ids if kept is None else kept).device
+        index, place = None, torch.arange(B * S, device=device)
     else:
         index = place = kept.flatten().nonzero().squeeze(1)
     step, within = place.diff(), (place // max(S, 1)).diff() == 0
