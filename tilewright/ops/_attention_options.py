@@ -110,8 +110,7 @@ def layout_hint(q, k):
         return ""
     return (
         f"; the layout is [B, H, S, D], heads before positions: for q {list(q.shape)} and k "
-        f"{list(k.shape)} in "
-        "[B, S, H, D] pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)"
+        f"{list(k.shape)} in [B, S, H, D] pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)"
     )
 
 

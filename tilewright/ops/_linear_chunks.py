@@ -33,8 +33,8 @@ CHUNK = Tunable(
         {"budget_mib": n} for n in ((256, 512, 2048) if cuda else (8, 16, 32, 128, 256))
     ],
 )
-# Of the logits' gradient, converted to float32 at a time where the GEMM needs that: a core's cache
-# holds it.
+# The block of the logits' gradient that is cast to float32 at a time where the GEMM needs that. A
+# core's cache holds it.
 BLOCK_BYTES = MiB
 # ATen's GEMMs from 16-bit operands into a float32 result, and onto one: CUDA only.
 HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()
@@ -167,8 +167,8 @@ class Gradients:
 
 
 def divides_later(x: torch.Tensor) -> bool:
-    """Whether "mean" divides after the gradients are made: in float16 a logit's gradient, divided
-    by the number of tokens, would underflow.
+    """Whether "mean" divides after the gradients are computed: in float16 a logit's gradient,
+    divided by the number of tokens, would underflow.
     """
     return x.dtype == torch.float16
 
