@@ -322,8 +322,8 @@ def _documents(tokens, *lengths):
 def _atol(dtype, kwargs):
     """dq and dk are sums of p (dp - delta), and delta is sum(dout out). PyTorch computes it from
     the output as stored, rounded, where the twin's softmax keeps float32. delta is as large as dp
-    and cancels against it, wholly in a first row, so half an eps of the output is several eps of the
-    gradients' root mean square. Rounding the output alone in a float64 backward gives the same
+    and cancels against it, wholly in a first row, so half an eps of the output is several eps of
+    the gradients' root mean square. Rounding the output alone in a float64 backward gives the same
     errors. Measured beyond twice the twin's own, at S = 17: 5.6 eps in 16 bits (1,200 draws); 17.6
     eps in float32 (160 draws), where the probabilities too are recomputed from a rounded
     log-sum-exp.
