@@ -174,8 +174,8 @@ def divides_later(x: torch.Tensor) -> bool:
 
 
 def summed_dtype(dtype: torch.dtype, fp32_sums: bool) -> torch.dtype:
-    """In what the gradient of the sum of losses, for a weight of this dtype, waits for backward. It
-    is not divided by the number of tokens yet, so in float16 it could be too large.
+    """The dtype in which the gradient of the sum of losses is saved for backward, for a weight of
+    this dtype. It is not divided by the number of tokens yet, so it could overflow in float16.
     """
     return torch.float32 if fp32_sums and dtype == torch.float16 else dtype
 
