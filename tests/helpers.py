@@ -111,7 +111,7 @@ def two_processes(fn, *arguments):
 
 def as_on_a_gpu(monkeypatch):
     """Targets are not looked at, as those of CUDA tensors are not, and products are PyTorch's."""
-    monkeypatch.setattr("tilewright.ops._targets._may_look", lambda target: False)
+    monkeypatch.setattr("tilewright.ops._targets._may_read", lambda target: False)
     monkeypatch.setattr("tilewright.ops._products.takes", lambda dtype: False)
 
 

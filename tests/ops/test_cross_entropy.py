@@ -531,15 +531,15 @@ def test_targets_on_a_gpu_are_looked_at_only_when_they_are_to_be(monkeypatch):
     """Code that was compiled outside follows too: the look is made when it runs."""
     on_a_gpu = SimpleNamespace(is_cuda=True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert not _targets._may_look(on_a_gpu) and _targets._may_look(torch.zeros(1))
+    assert not _targets._may_read(on_a_gpu) and _targets._may_read(torch.zeros(1))
     with checked_targets():
-        assert _targets._may_look(on_a_gpu)
+        assert _targets._may_read(on_a_gpu)
         with monkeypatch.context() as recording:
             recording.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            assert not _targets._may_look(on_a_gpu)
-    assert not _targets._may_look(on_a_gpu)
-    real = _targets._may_look
-    monkeypatch.setattr(_targets, "_may_look", lambda target: real(on_a_gpu))
+            assert not _targets._may_read(on_a_gpu)
+    assert not _targets._may_read(on_a_gpu)
+    real = _targets._may_read
+    monkeypatch.setattr(_targets, "_may_read", lambda target: real(on_a_gpu))
     x, y = problem(T=6)
     y = y.view(2, 3).masked_fill(y.view(2, 3) == -100, 37)
     for name in CROSS_ENTROPY.usable(DEVICE, torch.float32):

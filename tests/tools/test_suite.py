@@ -1116,11 +1116,11 @@ def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
         (("tilewright/kernels/tuned/h200/rmsnorm.json", "", "{}"), set()),
         (("tilewright/kernels/route_triton.py", "", "another = 1\n"), {"route"}),
         (("csrc/cpu/route.cpp", "", "int another;\n"), {"route"}),
-        (("csrc/cpu/rope.h", "", "int another;\n"), {"rope", "qk_norm_rope", "attention"}),
+        (("csrc/cpu/rope.h", "", "int another;\n"), {"rope", "qk_norm_rope"}),
         (("tilewright/kernels/rmsnorm_cute.py", "", "another = 1\n"), fused),
         (("tilewright/kernels/attention_triton.py", "", "another = 1\n"), {"attention"}),
         (
-            ("tilewright/ops/linear_cross_entropy.py", "", "another = 1\n"),
+            ("tilewright/ops/_linear_chunks.py", "", "another = 1\n"),
             {"linear_cross_entropy", "linear_logprob"},
         ),
         (("tilewright/ops/_checks.py", "", "another = 1\n"), set(OPS)),

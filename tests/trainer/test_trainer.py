@@ -1276,7 +1276,7 @@ def test_determinism_ends_with_the_run_and_the_look_at_targets_with_its_first_st
     seen, real = [], _targets.check
 
     def check(target, *arguments):
-        look = _targets._may_look(types.SimpleNamespace(is_cuda=True))
+        look = _targets._may_read(types.SimpleNamespace(is_cuda=True))
         seen.append((torch.are_deterministic_algorithms_enabled(), look))
         return real(target, *arguments)
 

@@ -23,12 +23,8 @@ def variant_of(
     head_dim: int, causal: bool, window: int | None, softcap: float | None, scale: float | None
 ) -> Variant:
     """From options that `check_options` has passed."""
-    return Variant(
-        causal=causal,
-        window=window or 0,
-        softcap=float(softcap or 0.0),
-        scale=head_dim**-0.5 if scale is None else float(scale),
-    )
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    return Variant(causal, window or 0, float(softcap or 0.0), scale)
 
 
 class Request(NamedTuple):
@@ -110,8 +106,7 @@ def layout_hint(q, k):
         return ""
     return (
         f"; the layout is [B, H, S, D], heads before positions: for q {list(q.shape)} and k "
-        f"{list(k.shape)} in "
-        "[B, S, H, D] pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)"
+        f"{list(k.shape)} in [B, S, H, D] pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)"
     )
 
 

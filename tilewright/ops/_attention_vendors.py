@@ -65,8 +65,8 @@ sdpa_refuses = _aligned_at_the_first_key(
 
 @functools.cache
 def varlen():
-    """torch.nn.attention.varlen's function and its parameters, or the reason why it cannot be
-    used.
+    """torch.nn.attention.varlen's function and whether it takes grouped heads, or the reason why it
+    cannot be used.
     """
     try:
         function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -123,12 +123,12 @@ def native():
 
 
 def _rows(t):
-    """[B, H, S, D] as [B S, H, D], a view where memory is so ordered."""
+    """[B, H, S, D] as [B S, H, D], a view where the memory layout allows it."""
     return t.transpose(1, 2).flatten(0, 1)
 
 
 def _boundaries(q, cu_seqlens, max_seqlen):
-    """int32 boundaries of documents, or of a batch's sequences, and the longest."""
+    """int32 cu_seqlens of documents, or of a batch's sequences, and the longest."""
     B, _, S, _ = q.shape
     if cu_seqlens is None:
         return torch.arange(0, B * S + 1, S, dtype=torch.int32, device=q.device), S
@@ -142,8 +142,8 @@ def _boundaries(q, cu_seqlens, max_seqlen):
 
 
 class Flash(NamedTuple):
-    """One of flash-attn's packages. capabilities: tens of the compute capability that it is
-    written for.
+    """One of flash-attn's packages. capabilities: major versions of the compute capability that it
+    is written for.
     """
 
     distribution: str
@@ -151,8 +151,8 @@ class Flash(NamedTuple):
     module: str
     capabilities: tuple[int, ...]
     lacks: Callable[[Request], str | None]
-    head_dims: dict[int, int]  # the widest, by tens of the compute capability
-    whole: object  # what it takes for a window without an end
+    head_dims: dict[int, int]  # the widest, by major version of the compute capability
+    whole: object  # its argument for an unlimited window
 
     def missing(self, device_type: str) -> str | None:
         if reason := platform.no_distribution(self.distribution, self.oldest):

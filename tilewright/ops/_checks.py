@@ -18,8 +18,7 @@ from tilewright.ops._library import define
 from tilewright.registry import FLOATS, ImplementationUnavailable, short
 
 ACCEPTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# What is > 0 and finite in float32, in which kernels take their numbers, and has a finite inverse
-# there.
+# The range of numbers > 0 that are finite in float32, as kernels take them, with a finite inverse.
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 INT64 = torch.iinfo(torch.int64)
 
@@ -50,8 +49,8 @@ def number(name: str, value: object, low: float, high: float, accepted: str) -> 
 
 
 def overlaps_itself(t: torch.Tensor) -> bool:
-    """Whether elements of t may share memory: where a stride is no larger than what the smaller
-    ones walk through.
+    """Whether elements of t may share memory: where a stride is no larger than the extent of the
+    smaller ones.
     """
     if t.numel() == 0:
         return False
@@ -65,13 +64,11 @@ def overlaps_itself(t: torch.Tensor) -> bool:
     return False
 
 
-# What an op does under torch.autocast: what PyTorch's own function for the same does on that device
-# type.
+# What an op does under torch.autocast: the same as PyTorch's function for it on that device type.
 CONVENTIONS = {
     "products": "as `F.linear` and `F.scaled_dot_product_attention`: computes in autocast's dtype",
     "norm": "as `F.rms_norm`: computes in float32 and returns it; on a CPU, whose lists leave "
-    "norms out, in the "
-    "inputs' dtype",
+    "norms out, in the inputs' dtype",
     "float32": "as `F.cross_entropy`: statistics and results are float32 whatever the inputs are, "
     "so nothing is cast",
     "inputs": "as `F.silu`: follows the dtypes of its inputs",
@@ -86,23 +83,20 @@ class Autocast(NamedTuple):
 
 
 def autocasts(device: str) -> bool:
-    """Whether autocast is on. PyTorch raises for a device type that it does not know, such as
-    meta.
-    """
+    """Whether autocast is on; False for a device type that has none, such as meta."""
     return (
         device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
     ) and torch.is_autocast_enabled(device)
 
 
 def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]:
-    """A decorator of a public function: what torch.autocast makes of it. `Op.autocast` reads it
-    there.
+    """A decorator that says what torch.autocast does to a public function. `Op.autocast` reads it.
 
     convention: one of CONVENTIONS.   arguments: tensors that "products" and "norm" cast, the
         function's first argument first, whose device type counts.
-    As in PyTorch, each is cast by itself, if it is float32, bfloat16 or float16 (float64 is left as
-    it is) and on that device type; gradients come back in its own dtype. Within "products" autocast
-    is off. Casts come before checks of dtypes. Where autocast is off, a call costs one question.
+    As in PyTorch, each is cast by itself, if it is float32, bfloat16 or float16 (float64 is not
+    cast) and on that device type; gradients return in its own dtype. Within "products" autocast is
+    off. Casts come before checks of dtypes. Where autocast is off, a call costs one query.
     """
 
     def decorate(fn):
@@ -119,7 +113,7 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
             tensor = args[0] if args else kwargs.get(names[0])
             if not isinstance(tensor, torch.Tensor):
                 return fn(*args, **kwargs)
-            # The names of two cost less than asking the device.
+            # The two flags cost less than the device's type.
             device = "cuda" if tensor.is_cuda else "cpu" if tensor.is_cpu else tensor.device.type
             if not autocasts(device):
                 return fn(*args, **kwargs)
@@ -139,9 +133,8 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
             try:
                 with torch.autocast(device, enabled=False):
                     return fn(*args, **kwargs)
-            except (
-                ImplementationUnavailable
-            ) as error:  # the dtype that it names may not be the caller's
+            except ImplementationUnavailable as error:
+                # The dtype that it names may not be the caller's.
                 raise ImplementationUnavailable(
                     f"{error}; under torch.autocast, which makes {', '.join(arguments)} "
                     f"{short(dtype)}"
@@ -153,8 +146,8 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
 
 
 def no_autocast(t: torch.Tensor) -> contextlib.AbstractContextManager:
-    """A context without autocast on t's device: kernels do not follow it, so what stands in for
-    them may not either.
+    """A context without autocast on t's device: kernels do not follow it, so their substitutes in
+    PyTorch may not either.
     """
     return (
         torch.autocast(t.device.type, enabled=False)
@@ -164,7 +157,9 @@ def no_autocast(t: torch.Tensor) -> contextlib.AbstractContextManager:
 
 
 def same_device(**tensors: torch.Tensor | None) -> None:
-    """Raises for tensors (or None) of several devices."""
+    """Raises ValueError unless all tensors that are not None are on one device. Comparing two
+    devices directly costs a third of this call.
+    """
     first = device = None
     for name, t in tensors.items():
         if t is None:
@@ -190,11 +185,11 @@ def choice(name: str, value: object, accepted: tuple) -> None:
 
 
 def cu_seqlens(cu: torch.Tensor, tokens: int, *, wait: bool) -> torch.Tensor:
-    """Packed documents' boundaries as int64 [documents + 1]: from 0, never decreasing, to `tokens`.
+    """cu_seqlens as int64 [documents + 1]: from 0, never decreasing, to `tokens`.
 
     wait: check the values on a CUDA device too, which waits for it. On a CPU they are always
-    checked, in compiled code
-    when it runs: the check is an operator, whose result the caller must use.
+    checked, in compiled code when it runs: the check is an operator, whose result the caller must
+    use.
     """
     same_device(cu_seqlens=cu)
     if cu.dtype not in (torch.int32, torch.int64):
@@ -204,8 +199,7 @@ def cu_seqlens(cu: torch.Tensor, tokens: int, *, wait: bool) -> torch.Tensor:
     if wait and cu.is_meta:
         raise ValueError(
             "cu_seqlens must be on a device that holds values, which decide how many documents "
-            "there are; "
-            "got one on meta"
+            "there are; got one on meta"
         )
     return _checked_cu_seqlens(cu, tokens, wait)
 

@@ -18,7 +18,7 @@ def last_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def share_no_element(q, k):
+def share_no_element(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether q and k are certain to share no element: their address ranges do not meet, or both
     fit into disjoint parts of a period that their larger strides are multiples of, as slices of one
     projection do.
@@ -35,8 +35,10 @@ def share_no_element(q, k):
         return True
     if distance % size:
         return False
-    for period in {stride for own in dims for _, stride in own}:
-        width, other = (1 + sum(n * stride for n, stride in own if stride % period) for own in dims)
+    for period in {stride for steps in dims for _, stride in steps}:
+        width, other = (
+            1 + sum(n * stride for n, stride in steps if stride % period) for steps in dims
+        )
         start = distance // size % period
         if width <= start and start + other <= period:
             return True
@@ -50,8 +52,7 @@ def check_overwritable(name: str, x: torch.Tensor, compiling: bool) -> None:
     if x.stride(-1) != 1 and x.numel():
         raise ValueError(
             f"inplace=True needs {name} with a contiguous last dimension, got strides "
-            f"{list(x.stride())}; "
-            f"pass {name}.contiguous() or inplace=False"
+            f"{list(x.stride())}; pass {name}.contiguous() or inplace=False"
         )
     # Without elements nothing is shared, whatever the strides are: PyTorch may have put 0 there.
     if x.numel() and any(
@@ -59,27 +60,23 @@ def check_overwritable(name: str, x: torch.Tensor, compiling: bool) -> None:
     ):
         raise ValueError(
             f"inplace=True cannot overwrite {name}, an expanded tensor whose elements share "
-            f"memory; pass "
-            f"{name}.contiguous() or inplace=False"
+            f"memory; pass {name}.contiguous() or inplace=False"
         )
     if not compiling and _checks.overlaps_itself(x):
         raise ValueError(
             f"inplace=True cannot overwrite {name}, whose elements share memory: shape "
-            f"{list(x.shape)}, "
-            f"strides {list(x.stride())}; pass {name}.contiguous() or inplace=False"
+            f"{list(x.shape)}, strides {list(x.stride())}; pass {name}.contiguous() or inplace=False"
         )
     if not (x.requires_grad and torch.is_grad_enabled()):
         return
     if x.is_leaf or (not compiling and _torch.is_view(x) and _torch.of_view(x).is_leaf):
         raise ValueError(
             f"inplace=True cannot overwrite {name}, a leaf that requires grad or a view of one; "
-            f"pass "
-            "inplace=False"
+            "pass inplace=False"
         )
-    # The compiler cannot trace this question; it refuses such a view in words of its own.
+    # Dynamo cannot trace this question; it refuses such a view with an error of its own.
     if not compiling and _torch.is_view(x) and not _torch.may_be_changed(x):
         raise ValueError(
             f"inplace=True cannot overwrite {name}, a view that autograd does not let change, as "
-            f"split, "
-            "chunk and unbind make it; take a slice instead (qkv[..., a:b]), or pass inplace=False"
+            "split, chunk and unbind make it; take a slice instead (qkv[..., a:b]), or pass inplace=False"
         )

@@ -33,8 +33,8 @@ CHUNK = Tunable(
         {"budget_mib": n} for n in ((256, 512, 2048) if cuda else (8, 16, 32, 128, 256))
     ],
 )
-# Of the logits' gradient, converted to float32 at a time where the GEMM needs that: a core's cache
-# holds it.
+# The block of the logits' gradient that is cast to float32 at a time where the GEMM needs that. A
+# core's cache holds it.
 BLOCK_BYTES = MiB
 # ATen's GEMMs from 16-bit operands into a float32 result, and onto one: CUDA only.
 HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()
@@ -167,15 +167,15 @@ class Gradients:
 
 
 def divides_later(x: torch.Tensor) -> bool:
-    """Whether "mean" divides after the gradients are made: in float16 a logit's gradient, divided
-    by the number of tokens, would underflow.
+    """Whether "mean" divides after the gradients are computed: in float16 a logit's gradient,
+    divided by the number of tokens, would underflow.
     """
     return x.dtype == torch.float16
 
 
 def summed_dtype(dtype: torch.dtype, fp32_sums: bool) -> torch.dtype:
-    """In what the gradient of the sum of losses, for a weight of this dtype, waits for backward. It
-    is not divided by the number of tokens yet, so in float16 it could be too large.
+    """The dtype in which the gradient of the sum of losses is saved for backward, for a weight of
+    this dtype. It is not divided by the number of tokens yet, so it could overflow in float16.
     """
     return torch.float32 if fp32_sums and dtype == torch.float16 else dtype
 

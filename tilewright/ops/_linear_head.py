@@ -67,12 +67,15 @@ def logits_of(x, weight, bias, fp32_logits):
 
 
 def atol(dtype, kwargs):
-    """The contract's own, but for fp32_logits: the twin then rounds nothing between its inputs and
-    its gradients, while a GEMM of 16-bit operands needs the gradient of the logits in 16 bits. That
-    is half an eps of each of a row's terms, of which the largest weigh most. And in float32:
-    products with another order of sums than ATen's are as precise (dW
-    of eleven rows, AVX-512, 60 seeds: errors of 9.5e-7, the twin's 8.8e-7), but where the twin is
-    lucky, twice its error is not enough (once in 60, by half an eps).
+    """The default of the contract, but for two cases.
+
+    fp32_logits: the twin then rounds nothing between its inputs and its gradients, while a GEMM of
+    16-bit operands needs the gradient of the logits in 16 bits. That is half an eps of each of a
+    row's terms, of which the largest weigh most.
+
+    float32: products with another order of sums than ATen's are as precise (dW of eleven rows,
+    AVX-512, 60 seeds: errors of 9.5e-7, the twin's 8.8e-7), but where the twin is lucky, twice its
+    error is not enough (once in 60, by half an eps).
     """
     if dtype in (torch.float32, torch.float64):
         return 4 * torch.finfo(dtype).eps if dtype == torch.float32 else 1e-12
@@ -93,8 +96,8 @@ def case(
     offset=0.0,
     **options,
 ):
-    """offset: of the bias. x and weight are then multiples of 1/4 and 1/2, and few: all sums
-    are exact in float32.
+    """offset: of the bias. x and weight are then small multiples of 1/4 and 1/2: all sums are exact
+    in float32.
     """
     T, H, V = sizes
     shape = T if isinstance(T, tuple) else (T,)

@@ -187,13 +187,8 @@ def _joined(
     for name in Stats._fields:
         pieces = [p for part in parts if name in wanted and (p := getattr(part, name)) is not None]
         dtype = torch.int64 if name == "argmax" else torch.float32
-        joined.append(
-            pieces[0]
-            if len(pieces) == 1
-            else torch.cat(pieces)
-            if pieces
-            else like.new_empty(0, dtype=dtype)
-        )
+        pieces = pieces or [like.new_empty(0, dtype=dtype)]
+        joined.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
     return Stats(*joined)
 
 

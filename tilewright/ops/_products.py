@@ -1,8 +1,8 @@
-"""Products of two matrices on a CPU, made by the C++ extension where that is faster than ATen, or
-where ATen has none.
+"""Products of two matrices on a CPU by the C++ extension, where it is faster than ATen or ATen has
+none.
 
-ATen's own products take float32 factors (1.5 to 2.4 times as long on an AMD EPYC 9005, whose
-AVX-512 its library leaves unused), or round the result to the 16 bits of the factors.
+ATen's products take float32 factors (1.5 to 2.4 times as long on an AMD EPYC 9005, whose AVX-512
+its library does not use), or round the result to the 16 bits of the factors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ROWS = 48
 
 @functools.cache
 def takes(dtype: torch.dtype) -> bool:
-    """Whether this processor, and this build, have products of two CPU matrices of this dtype
-    into float32.
+    """Whether this processor and this build multiply two CPU matrices of this dtype into
+    float32.
     """
     return platform.no_cpp("cpu") is None and torch.ops.tilewright.product_cpp_takes(dtype)
 
@@ -32,10 +32,9 @@ def product_(
 ) -> None:
     """out (+)= scale * a b, without autograd.
 
-    a: [M, S], b: [S, N], both float32 or both bfloat16, of which `takes` is true; rows or columns
-    contiguous, or they
-    are copied.   out: [M, N] float32 on the CPU, rows contiguous.
-    Summed in float32, in an order that depends on shapes alone.
+    a: [M, S], b: [S, N], both float32 or both bfloat16, for which `takes` is true; copied unless
+    rows or columns are contiguous.   out: [M, N] float32 on the CPU, rows contiguous. Summed in
+    float32, in an order that depends on shapes alone.
     """
     torch.ops.tilewright.product_cpp_.default(a, b, out, scale, add)
 
@@ -58,7 +57,7 @@ def _formula(ctx, dy):
     da = db = None
     if ctx.needs_input_grad[0]:
         da = _operator(dy, b.t())
-    if ctx.needs_input_grad[1]:  # in b's order of memory, which is that of a layer's weight
+    if ctx.needs_input_grad[1]:  # in b's memory layout, which is that of a layer's weight
         db = _operator(dy.t(), a).t() if b.stride(0) == 1 else _operator(a.t(), dy)
     return da, db
 
@@ -67,7 +66,7 @@ differentiate(_operator, _formula, _setup, twice=True)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """F.linear(x, weight) of float32 CPU tensors, of which `takes` is true.
+    """F.linear(x, weight) of float32 CPU tensors, for which `takes` is true.
 
     x: [..., K].   weight: [N, K].   Returns [..., N]. Differentiable any number of times. Does not
     follow autocast.

@@ -25,7 +25,7 @@ class _Transfer:
             if t is not None
         ]
         self.works = dist.batch_isend_irecv(ops) if ops else []
-        self.message = message  # so that its memory stays until it was sent
+        self.message = message  # keeps its memory until it was sent
 
     def wait(self):
         """The received tensor, or None. On CUDA the stream waits, the host does not."""
@@ -44,7 +44,7 @@ def _meet(cp, device):
 
 
 def _room(intervals, like):
-    """For those rows of keys and of values, [2, rows, B, Hk, D] in the dtype of `like`; None
+    """Memory for those rows of keys and values, [2, rows, B, Hk, D] in the dtype of `like`; None
     for none.
     """
     B, heads, _, D = like.shape
@@ -52,7 +52,7 @@ def _room(intervals, like):
 
 
 def _post(step, t, k, v, cp):
-    """The keys and values of step t."""
+    """Starts the transfer of the keys and values of step t."""
     message = _room(step.send, k)
     if message is not None:
         for half, x in zip(message, (k, v), strict=True):
@@ -61,7 +61,7 @@ def _post(step, t, k, v, cp):
 
 
 def _post_back(step, t, gradients, like, cp):
-    """The gradients of step t's keys and values, to where those came from."""
+    """Starts the transfer of the gradients of step t's keys and values, to their owner."""
     return _Transfer(
         cp, gradients, cp.ring_rank - t, _room(step.send, like), cp.ring_rank + t, 2 * t + 1
     )
@@ -140,7 +140,7 @@ class Ring(torch.autograd.Function):
         with _checks.no_autocast(q):
             dq, dk, dv = _ring_backward(dout, q, k, v, out, lse, cu_seqlens, cp, plan, ctx.options)
         dsinks = None
-        if sinks is not None:  # it has a share of the softmax and no value
+        if sinks is not None:  # a sink has a share of the softmax and no value
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             dsinks = (
                 -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
@@ -149,7 +149,7 @@ class Ring(torch.autograd.Function):
 
 
 def _merge(out, lse, part, part_lse):
-    """Another part of the softmax into `out` and `lse`; each row has seen a key, itself, before."""
+    """Merges a part of the softmax into `out` and `lse`. Each row has seen its own key before."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_(torch.exp(lse - total)[..., None]).add_(part * torch.exp(part_lse - total)[..., None])
     lse.copy_(total)
@@ -177,9 +177,7 @@ def _ring_backward(dout, q, k, v, out, lse, cu_seqlens, cp, plan, options):
     dq, dk, dv = map(zeros, (q, k, v))
 
     def take(returned, step):
-        """Adds what another rank's queries contribute to the gradients of keys and values that
-        it was sent.
-        """
+        """Adds the gradients of keys and values that another rank has computed."""
         received = returned.wait()
         if received is not None:
             at = 0

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 
 class Block(NamedTuple):
-    """A rectangle: queries [a, b) of this rank's rows, keys [a, b) of the rows that a step has.
+    """A rectangle: queries [a, b) of this rank's rows, keys [a, b) of the rows of a step.
+
     offset: the distance from its first key to its first query where the window cuts it, None where
     every query sees every key.
     """
@@ -82,10 +83,8 @@ def _chunks(rank, ring):
 
 
 def _blocks(to, source, ends, rows, ring, causal, window):
-    """What the queries of ring rank `to` see of the keys of `source`, but for a chunk's of
-    itself.
-    """
-    found = []
+    """What queries of ring rank `to` see of the keys of `source`, but for a chunk's own keys."""
+    blocks = []
     for (q_at, i), (k_at, j) in itertools.product(
         enumerate(_chunks(to, ring)), enumerate(_chunks(source, ring))
     ):
@@ -102,13 +101,13 @@ def _blocks(to, source, ends, rows, ring, causal, window):
                 continue
             offset = qa - ka if qb - 1 - ka >= window else None
         to_q, to_k = q_at * rows - i * rows, k_at * rows - j * rows
-        found.append(Block((qa + to_q, qb + to_q), (ka + to_k, kb + to_k), offset))
-    return _joined(found)
+        blocks.append(Block((qa + to_q, qb + to_q), (ka + to_k, kb + to_k), offset))
+    return _joined(blocks)
 
 
 def _shared(late, early, rows, ends):
-    """The beginning of chunk `late` and the end of chunk `early` that are in one document, or
-    None.
+    """The beginning of chunk `late` and the end of chunk `early` that one document holds; None
+    for none.
     """
     first = late * rows
     after = bisect.bisect_right(ends, first)
@@ -119,7 +118,7 @@ def _shared(late, early, rows, ends):
 
 
 def _joined(blocks):
-    """Whole rectangles side by side as one: a causal step then is a single one."""
+    """Merges whole rectangles side by side: a causal step then is a single one."""
     for x, y in itertools.permutations(blocks, 2):
         if x.offset is not None or y.offset is not None:
             continue
@@ -132,18 +131,18 @@ def _joined(blocks):
 
 
 def united(intervals):
-    """Sorted, those that touch or overlap as one."""
-    found: list[tuple[int, int]] = []
+    """Sorted; intervals that touch or overlap are merged."""
+    result: list[tuple[int, int]] = []
     for a, b in sorted(intervals):
-        if found and a <= found[-1][1]:
-            found[-1] = (found[-1][0], max(b, found[-1][1]))
+        if result and a <= result[-1][1]:
+            result[-1] = (result[-1][0], max(b, result[-1][1]))
         else:
-            found.append((a, b))
-    return found
+            result.append((a, b))
+    return result
 
 
 def _within(intervals, part):
-    """Where `part` of one of the intervals lies when they are one after the other."""
+    """`part`, which one of the intervals holds, in their concatenation."""
     before = 0
     for a, b in intervals:
         if a <= part[0] and part[1] <= b:

@@ -82,7 +82,8 @@ class Fused:
         differentiate(self.operator, _backward, _setup, backward_op=self.operator, twice=True)
 
     def __call__(self, q, k, rotation):
-        q_out, k_out = self.operator(q, k, *rotation.for_kernels(), False)
+        cos, sin, positions, interleaved = rotation.for_kernels()
+        q_out, k_out = self.operator(q, k, cos, sin, positions, interleaved, False)
         return q_out, None if k is None else k_out
 
     def _launch_new(

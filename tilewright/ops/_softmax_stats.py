@@ -51,7 +51,7 @@ def stats_eager(
     argmax: bool,
 ) -> Stats:
     """logits: [T, V].   target: [T] int64.   class_weight: [V] or None, read if `smooth`.
-    softcap: 0.0 for none.   smooth, entropy, argmax: whether weighted, mean and argmax are wanted.
+    softcap: 0.0 for none.   smooth, entropy, argmax: whether to compute weighted, mean and argmax.
     Differentiable in logits.
     """
     z = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
@@ -79,7 +79,7 @@ def capped(z: torch.Tensor, softcap: float) -> torch.Tensor:
 
     The derivative of torch.tanh is 1 - tanh^2, which has few digits left where tanh is near 1, and
     none from 9.1 on (in float32). Here it is that of (1 - q) / (1 + q), which has them all; near 0,
-    where 1 - q has lost its own, tanh's.
+    where 1 - q has lost its digits, it is that of tanh.
     """
     if not softcap:
         return z
@@ -100,10 +100,9 @@ def finite(peak: torch.Tensor) -> torch.Tensor:
 
 
 def without_gradient(logits: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
-    """logits [T, V], whose ignored rows get a gradient of 0 whatever they hold; their statistics
-    stay what they are. A
-    loss of 0 alone would not do: autograd multiplies its gradient, 0, by what they hold, and 0 *
-    NaN is NaN.
+    """logits [T, V], whose ignored rows get a gradient of 0 whatever they hold; their statistics do
+    not change. A loss of 0 would not suffice: autograd multiplies its gradient, 0, by the logits,
+    and 0 * NaN is NaN.
     """
     return torch.where(ignored[:, None], logits.detach(), logits)
 
@@ -123,16 +122,15 @@ def combine(
 ) -> torch.Tensor:
     """Loss of each row, before token weights and reduction; 0 for ignored rows:
 
-        (1 - e) w_y (lse - z_y) + e / V * sum_c w_c (lse - z_c) + z_loss * lse^2,   e =
-        label_smoothing
+        (1 - e) w_y (lse - z_y) + e / V * sum_c w_c (lse - z_c) + z_loss * lse^2
 
-    whose differences are those of what is relative to the peak.
+    with e = label_smoothing. The differences are computed relative to the peak. Differentiable in
+    the statistics.
+
     stats: of whole rows, with `weighted` where label_smoothing is not 0.   presence: [T], as
-        `presence` gives it.
-    y_weight: [T], the class weight of each row's target, or None for ones.   V: size of the whole
-    vocabulary.
-    weight_sum: scalar tensor, sum of the class weights; None for V. Differentiable in the
-    statistics.
+    `presence` returns it.   y_weight: [T], the class weight of each row's target, or None for ones.
+    V: size of the whole vocabulary.   weight_sum: scalar tensor, sum of the class weights; None for
+    V.
     """
     loss = stats.log_sum - stats.target
     if y_weight is not None:
@@ -142,9 +140,8 @@ def combine(
         loss = (1 - label_smoothing) * loss + (label_smoothing / V) * (
             total * stats.log_sum - stats.weighted
         )
-    if (
-        z_loss
-    ):  # where: an ignored row's lse may be infinite or NaN, and the square's gradient 0 times that
+    if z_loss:
+        # where: an ignored row's lse may be infinite or NaN, and the gradient 0 times that.
         loss = loss + z_loss * torch.where(presence == 0, 0.0, stats.lse).square()
     return torch.where(presence == 0, 0.0, loss * presence)
 
@@ -154,13 +151,13 @@ def entropy(stats: Stats) -> torch.Tensor:
     return stats.log_sum - stats.mean
 
 
-# ---- losses and their derivatives in the statistics, for kernels that make a gradient in one pass
+# ---- losses and their derivatives in the statistics, for one pass over the gradient
 
 
 def losses_in_torch(
     stats: Stats, rows: slice, asked: Asked, found: Found, before: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What `softmax_stats_triton.losses` does, in plain PyTorch."""
+    """`softmax_stats_triton.losses` in plain PyTorch."""
     target = asked.target[rows]
     here = present(target, asked.V, asked.ignore_index)
     y_weight = weight_of(target, asked.class_weight)

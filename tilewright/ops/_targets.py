@@ -20,13 +20,18 @@ _CHECKED: ContextVar[bool] = ContextVar("checked_targets", default=False)
 
 @contextlib.contextmanager
 def checked_targets() -> Iterator[None]:
-    """Within it, losses on CUDA tensors raise an IndexError that names the first target that is out
-    of range and its row, as they always do on CPU tensors; without it, such a target makes its
-    row's loss and gradient NaN.
+    """Within it, losses on CUDA tensors check their targets, as they always do on CPU tensors.
 
-    The look costs each loss one synchronisation with the device: for tests, and for the first step
-    of a run. It is made when a loss runs, so code that torch.compile has compiled follows it too;
-    while a CUDA graph is recorded nothing can be looked at, and NaN stands for such a target.
+    They raise an IndexError that names the first target out of range and its row. Without it, such
+    a target makes its row's loss and gradient NaN.
+
+    The check costs each loss one synchronization with the device: for tests, and for the first step
+    of a run. It is made when a loss runs, so code that torch.compile has compiled follows it too.
+    While a CUDA graph is captured no value can be read, and such a target gives NaN.
+
+    Example:
+        >>> with tilewright.ops.checked_targets():
+        ...     loss = tilewright.ops.cross_entropy(torch.zeros(2, 4), torch.tensor([1, 2]))
     """
     token = _CHECKED.set(True)
     try:
@@ -35,15 +40,15 @@ def checked_targets() -> Iterator[None]:
         _CHECKED.reset(token)
 
 
-def _may_look(target: torch.Tensor) -> bool:
+def _may_read(target: torch.Tensor) -> bool:
     return not target.is_cuda or (_CHECKED.get() and not torch.cuda.is_current_stream_capturing())
 
 
 def check(target: torch.Tensor, V: int, ignore_index: int) -> None:
-    """Raises IndexError at the first target that is neither in [0, V) nor ignore_index, where
-    that may be looked at.
+    """Raises IndexError for the first target that is neither in [0, V) nor ignore_index, where the
+    host may read it.
     """
-    if not _may_look(target):
+    if not _may_read(target):
         return
     outside = ~within(target, V) & (target != ignore_index)
     if outside.any():
@@ -74,19 +79,19 @@ def _fake_presence(target, V, ignore_index):
     return torch.empty_like(target, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
-# An operator, so that torch.compile leaves its look at the values for run time, and one whose
-# result is used, so that it is not removed.
+# An operator, so that torch.compile leaves the check of values for run time, and one whose result
+# is used, so that it is not removed.
 presence = define("target_presence", _presence, _fake_presence)
 """presence(target int64 [...], V, ignore_index) -> float32 [...]: 1 for a row to learn from, 0
-where target is ignore_index, NaN where it is neither that nor in [0, V) and `check` may not
-look."""
+where target is ignore_index, NaN where it is neither that nor in [0, V) and `check` may not read
+it."""
 
 
 def divisor(
     here: torch.Tensor, y_weight: torch.Tensor | None, num_tokens: torch.Tensor | float | None
 ) -> torch.Tensor | float:
-    """What "mean" divides the sum of losses by: num_tokens, or the weights of the targets to
-    learn from; 1 for 0.
+    """The divisor of "mean": num_tokens, or the sum of the weights of the targets to learn from; 1
+    for 0.
     """
     if num_tokens is None:
         num_tokens = (here == 1).to(here.dtype)
@@ -98,7 +103,7 @@ def divisor(
 
 
 def weight_of(target: torch.Tensor, class_weight: torch.Tensor | None) -> torch.Tensor | None:
-    """[T], the class weight of each target; that of some class for a target that is none."""
+    """[T], the class weight of each target; for a target that is no class, that of some class."""
     return (
         None if class_weight is None else class_weight[target.clamp(0, class_weight.shape[0] - 1)]
     )

@@ -24,14 +24,12 @@ class _Across(torch.autograd.Function):
         whole = torch.where(log_sum == low, low, peak)  # a shard that is masked out has no peak
         reduce(whole, op.MAX, group)
         whole = finite(whole)
-        shift = (
-            peak - whole
-        )  # what is relative to this shard's peak becomes relative to that of the row
+        shift = peak - whole  # from "relative to this shard's peak" to "relative to the row's"
         share = torch.where(log_sum == low, 0.0, torch.exp(log_sum + shift))
         parts = [share, torch.where(inside, target + shift, 0.0)]
         if weighted is not None:
             parts.append(weighted + total * shift)
-        if mean is not None:  # nor a mean
+        if mean is not None:  # a shard that is masked out has no mean either
             mean = mean + shift
             parts.append(torch.where(share == 0, 0.0, share * mean))
         parts = torch.stack(parts)
@@ -67,18 +65,17 @@ def across(
     class_weight: torch.Tensor | None,
     group: torch.distributed.ProcessGroup,
 ) -> Stats:
-    """Statistics of whole rows, on every rank, from those of equal shards of the vocabulary, one a
-    rank of `group` in rank order. Two all-reduces of at most [4, T] (four with argmax).
+    """Statistics of whole rows, on every rank, from those of equal shards of the vocabulary, one
+    per rank of `group` in rank order. Two all-reduces of at most [4, T] (four with argmax).
     Differentiable in this rank's statistics.
 
-    stats: of this rank's shard.   logits: [T, V / world], target: [T], counted from the shard's
-    first column, and
-        class_weight: [V / world] or None: what they are of.
+    stats: those of this rank's shard, of the following.   logits: [T, V / world].   target: [T],
+    counted from the shard's first column.   class_weight: [V / world] or None.
     """
     columns = logits.shape[-1]
     total = columns if class_weight is None else class_weight.sum()
-    *found, best = stats
-    found = _Across.apply(group, *found, within(target, columns), total)
+    *parts, best = stats
+    whole = _Across.apply(group, *parts, within(target, columns), total)
     if best is not None:
         op = torch.distributed.ReduceOp
         with torch.no_grad():
@@ -88,12 +85,12 @@ def across(
             first = best + torch.distributed.get_rank(group) * columns
             best = first.where(value == largest, torch.iinfo(torch.int64).max)
             torch.distributed.all_reduce(best, op.MIN, group)
-    return Stats(*found, best)
+    return Stats(*whole, best)
 
 
 def named(group: torch.distributed.ProcessGroup | None) -> str:
-    """A group by a name, since an operator's schema knows strings and no groups; `group_of`
-    gives it back.
+    """A group's name, since operators' schemas have strings and no groups. `group_of` is the
+    inverse.
     """
     return "" if group is None else group.group_name
 
@@ -125,13 +122,13 @@ def shard_stats_eager(
     entropy: bool,
     argmax: bool,
 ) -> Stats:
-    """`stats_eager` of a shard of the vocabulary, which in some row may be nothing but -inf
-    although the whole row is
-    not: log_sum is -inf there, and gradients are 0, where autograd's formulas for logsumexp and
-    softmax give NaN.
+    """`stats_eager` of a shard of the vocabulary.
+
+    A shard may be all -inf in a row although the whole row is not: log_sum is -inf there, and
+    gradients are 0, where autograd's formulas for logsumexp and softmax give NaN.
     """
     options = softcap, smooth, entropy, argmax
-    if softcap:  # of -inf it makes a number
+    if softcap:  # it makes a number of -inf
         return stats_eager(logits, target, class_weight, *options)
     low = float("-inf")
     empty = (logits == low).all(-1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,70 +16,22 @@ import torch.nn.functional as F
 from tilewright import platform
 from tilewright.ops import _checks, cases
 from tilewright.ops._library import define, differentiate
+from tilewright.ops.gate import ACTIVATIONS, Gate, gate_eager, gate_parts
 from tilewright.registry import Case, Cost, Implementation, Op
+
+__all__ = [
+    "ACTIVATIONS",
+    "GELU_MUL",
+    "SILU_MUL",
+    "Gate",
+    "gate_eager",
+    "gate_parts",
+    "gelu_mul",
+    "silu_mul",
+]
 
 SILU, GELU_TANH, GELU_ERF = 0, 1, 2
 APPROXIMATE = {"tanh": GELU_TANH, "none": GELU_ERF}
-
-
-@dataclass(frozen=True)
-class Gate:
-    """What the experts of a mixture make of a gate g and an up u: a(g) * (u + up_offset), as
-    `moe_mlp` takes it.
-
-    activation: a. "silu": g sigmoid(alpha g); "gelu_tanh", "gelu": as `gelu_mul`'s "tanh" and
-        "none"; "softcapped": limit tanh(g / limit) sigmoid(alpha g).
-    alpha: a finite number, 1 unless the activation has a sigmoid.
-    limit: > 0; gates above it count as it, None for no limit.   up_limit: > 0; ups count as no less
-        than -up_limit and no more than it. Gradients of what lies beyond are 0. "softcapped" needs
-        both, and u becomes up_limit tanh(u / up_limit).
-    up_offset: a finite number.
-    interleaved: gate_up_proj's rows are gate, up, gate, up, ..., and so are its bias's elements;
-        False: all gates come before all ups.
-    gpt-oss, arXiv:2508.10925: Gate(alpha=1.702, limit=7.0, up_limit=7.0, up_offset=1.0,
-    interleaved=True).
-    """
-
-    activation: str = "silu"
-    alpha: float = 1.0
-    limit: float | None = None
-    up_limit: float | None = None
-    up_offset: float = 0.0
-    interleaved: bool = False
-
-    def __post_init__(self):
-        _checks.choice("activation", self.activation, ACTIVATIONS)
-        for name in ("alpha", "up_offset"):
-            _checks.number(
-                name, getattr(self, name), -_checks.LARGEST, _checks.LARGEST, "a finite number"
-            )
-        for name in ("limit", "up_limit"):
-            if getattr(self, name) is not None:
-                _checks.number(
-                    name,
-                    getattr(self, name),
-                    _checks.SMALLEST,
-                    _checks.LARGEST,
-                    "None or a positive finite number",
-                )
-        if not isinstance(self.interleaved, bool):
-            raise TypeError(f"interleaved must be True or False, got {self.interleaved!r}")
-        if self.alpha != 1 and self.activation.startswith("gelu"):
-            raise ValueError(
-                f"alpha must be 1 for {self.activation!r}, which has no sigmoid, got {self.alpha!r}"
-            )
-        if self.activation == "softcapped" and None in (self.limit, self.up_limit):
-            raise ValueError(
-                "'softcapped' needs a limit and an up_limit, got "
-                f"limit={self.limit!r} and up_limit={self.up_limit!r}"
-            )
-
-    def split(self, pre: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gates and ups of pre [..., 2 I]: views."""
-        return (pre[..., ::2], pre[..., 1::2]) if self.interleaved else pre.chunk(2, -1)
-
-
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "softcapped")  # of a Gate; in kernels each is its index
 
 
 @_checks.autocast("inputs")
@@ -89,15 +40,28 @@ def silu_mul(
 ) -> torch.Tensor:
     """silu(gate) * up, where silu(g) = g / (1 + exp(-g)).
 
-    gate, up: [..., I] fp32 | bf16 | fp16 (fp64 with eager and torch), one dtype, any strides; rows
-        of a wider tensor (contiguous last dimension, leading dimensions that merge into one stride)
-        are read in place, others are copied. With one argument, gate is packed: [..., 2 I] = [gate;
-        up].
-    Returns [..., I], contiguous, in gate's dtype. float32 math, one rounding on store.
-    Differentiable in both, once: the backward recomputes the activation from the inputs, which are
-    all it keeps, and for a packed input writes one packed gradient. Raises TypeError or ValueError
-    for arguments that do not fit, ImplementationUnavailable for a named implementation that cannot
-    run here.
+    Computed in float32, rounded once, on store. Differentiable once in both: the backward
+    recomputes the activation from the inputs, which are all that is saved, and for a packed input
+    writes one packed gradient.
+
+    Args:
+        gate: [..., I] fp32 | bf16 | fp16 (fp64 with eager and torch), any strides. Rows of a wider
+            tensor (contiguous last dimension, leading dimensions that merge into one stride) are
+            read in place, others are copied.
+        up: as gate, in its dtype. None: gate is packed, [..., 2 I] = [gate; up].
+        implementation: "auto", or one of triton, cpp, torch, eager.
+
+    Returns:
+        [..., I], contiguous, in gate's dtype.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+        ImplementationUnavailable: a named implementation that cannot run here.
+
+    Example:
+        >>> tilewright.ops.silu_mul(torch.zeros(2), torch.ones(2)).tolist()
+        [0.0, 0.0]
+
     Source: SwiGLU without its projections, arXiv:2002.05202; as in transformers' LlamaMLP.
     """
     check_gate_up(gate, up)
@@ -114,10 +78,25 @@ def gelu_mul(
 ) -> torch.Tensor:
     """gelu(gate) * up, the GeGLU of Gemma.
 
-    approximate: "tanh" for 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))), "none" for g Phi(g)
-        with the normal distribution function Phi (the fused kernels keep its relative accuracy in
-        the negative tail too).
-    Shapes, dtypes, precision, differentiability and errors as in `silu_mul`.
+    Precision and differentiability as in `silu_mul`.
+
+    Args:
+        gate, up, implementation: as in `silu_mul`.
+        approximate: "tanh" for 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))), "none" for g
+            Phi(g) with the normal distribution function Phi. The fused kernels keep the relative
+            accuracy of Phi in the negative tail too.
+
+    Returns:
+        As `silu_mul`.
+
+    Raises:
+        TypeError, ValueError, ImplementationUnavailable: as `silu_mul`.
+
+    Example:
+        >>> y = tilewright.ops.gelu_mul(torch.ones(1), torch.ones(1), approximate="none")
+        >>> f"{y.item():.4f}"
+        '0.8413'
+
     Source: arXiv:2002.05202 and arXiv:1606.08415; "tanh" as in transformers' GemmaMLP.
     """
     check_gate_up(gate, up)
@@ -156,63 +135,6 @@ def act_mul_eager(gate, up=None, kind=SILU):
         else F.gelu(g, approximate="tanh" if kind == GELU_TANH else "none")
     )
     return (a * up.to(acc)).to(gate.dtype)
-
-
-def gate_eager(pre: torch.Tensor, gate: Gate) -> torch.Tensor:
-    """[..., I] of [..., 2 I]; rounded once."""
-    g, u = (t.to(torch.promote_types(pre.dtype, torch.float32)) for t in gate.split(pre))
-    if gate.activation == "softcapped":
-        a = gate.limit * torch.tanh(g / gate.limit) * torch.sigmoid(gate.alpha * g)
-        u = gate.up_limit * torch.tanh(u / gate.up_limit)
-    else:
-        g = g if gate.limit is None else g.clamp(max=gate.limit)
-        u = u if gate.up_limit is None else u.clamp(-gate.up_limit, gate.up_limit)
-        if gate.activation == "silu":
-            a = F.silu(g) if gate.alpha == 1 else g * torch.sigmoid(gate.alpha * g)
-        else:
-            a = F.gelu(g, approximate="tanh" if gate.activation == "gelu_tanh" else "none")
-    return (a * (u + gate.up_offset)).to(pre.dtype)
-
-
-def gate_parts(
-    pre: torch.Tensor, gate: Gate
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """a, da/dg, v = u + up_offset and dv/du, in float32: `gate_eager` is a * v, and its
-    gradients dh v da and dh a dv.
-    """
-    g, u = (t.float() for t in gate.split(pre))
-    above, du = None, torch.ones((), device=pre.device)
-    if gate.activation == "softcapped":
-        u = torch.tanh(u / gate.up_limit)
-        u, du = gate.up_limit * u, 1 - u.square()
-    else:
-        if gate.limit is not None:
-            above, g = g > gate.limit, g.clamp(max=gate.limit)
-        if gate.up_limit is not None:
-            du = (u.abs() <= gate.up_limit).float()
-            u = u.clamp(-gate.up_limit, gate.up_limit)
-    if gate.activation == "gelu":
-        s = 0.5 * torch.erfc(g * -math.sqrt(0.5))
-        a, da = g * s, s + g * torch.exp(-0.5 * g.square()) * (1 / math.sqrt(2 * math.pi))
-    elif gate.activation == "gelu_tanh":  # (1 + tanh z) / 2 is sigmoid(2 z)
-        # Beyond 20, s or 1 - s is 0, and a cube may overflow.
-        c, z = math.sqrt(8 / math.pi), g.clamp(-20, 20)
-        s = torch.sigmoid(c * (z + 0.044715 * z * z * z))
-        a = g * s
-        da = s + a * (1 - s) * (c * (1 + 0.134145 * z * z))
-    else:
-        s = torch.sigmoid(g if gate.alpha == 1 else gate.alpha * g)
-        da = 1 - s
-        if gate.activation == "softcapped":
-            soft = torch.tanh(g / gate.limit)
-            a = gate.limit * soft * s
-            s.mul_(1 - soft.square())
-        else:
-            a = g * s
-        da.mul_(a).mul_(gate.alpha).add_(s)
-    if above is not None:
-        da.masked_fill_(above, 0)
-    return a, da, u + gate.up_offset if gate.up_offset else u, du
 
 
 # ---- PyTorch's own: its activation, then a product, each rounded

@@ -1,5 +1,6 @@
-"""Scaled dot-product attention over one sequence or over packed documents:  softmax(mask(cap(scale
-q k^T))) v
+"""Scaled dot-product attention over one sequence or over packed documents:
+
+    softmax(mask(cap(scale q k^T))) v
 
 Shapes: B = batch, Hq / Hk = query / key heads (Hq a multiple of Hk), S = positions of queries, Sk =
 of keys (S, unless said otherwise), D = head width.
@@ -50,31 +51,52 @@ def attention(
 ) -> torch.Tensor:
     """Attention with grouped queries.
 
-    q: [B, Hq, S, D]; k, v: [B, Hk, Sk, D]; fp32 | bf16 | fp16 (fp64 too). Sk >= S with `causal`:
-        the queries are then the last S of Sk positions, as with a cache of keys.
-    cu_seqlens: int32 or int64 [n + 1], 0 .. S, not decreasing: packed documents of a sequence with
-        B = 1 and Sk = S, which never see each other. Its values are checked on a CPU, and on CUDA
-        by implementations that read them on the host (all but triton), which waits for the device.
-        `max_seqlen` spares flash-attn and native that.
-    causal: a bool; position i sees positions up to i of its own document.
-    window: an int >= 1: position i sees the last `window` positions up to itself; needs `causal`.
-    None: all.
-    softcap: a number > 0 (in float32): logits become softcap tanh(logit / softcap). None: they
-    stay.
-    sinks: [Hq], any floating dtype, used in float32: a further logit a head, which takes its share
-        of the softmax and has no value (gpt-oss).
-    scale: a finite number > 0 (in float32); default D ** -0.5.
-    max_seqlen: the longest document, or a bound of it, where the host knows it; used with
-    cu_seqlens only. Returns [B, Hq, S, D] in q's dtype. The softmax is in float32. Differentiable
-    in q, k, v and sinks. Under torch.autocast q, k and v are cast to its dtype. None but eager
-    makes a tensor of S x Sk. NaN and infinity in one document change nothing in another one, nor in
-    its gradients, with eager (but where it is compiled), sdpa and triton (native and flash-attn: as
-    their kernels have it). Within a document, or a sequence, they may spread to positions that do
-    not see them, since what is not seen is multiplied by 0: with eager and sdpa to all, with triton
-    to those that share a block of keys. Deterministic, forward and backward, but for PyTorch's and
-    flash-attn's backward on CUDA, which are where torch.use_deterministic_algorithms asks for it.
-    Raises TypeError or ValueError for arguments that do not fit, ImplementationUnavailable for a
-    named implementation that cannot run here, or does not compute what is asked.
+    The softmax is in float32. Only eager allocates a tensor of S x Sk. Differentiable in q, k, v
+    and sinks. Under torch.autocast q, k and v are cast to its dtype. Deterministic, forward and
+    backward, but for PyTorch's and flash-attn's backward on CUDA, which are where
+    torch.use_deterministic_algorithms asks for it.
+
+    NaN and infinity in one document change nothing in another one, nor in its gradients, with eager
+    (but where it is compiled), sdpa and triton (native and flash-attn: as their kernels have it).
+    Within a document, or a sequence, they may spread to positions that do not see them, since
+    masked positions are multiplied by 0: with eager and sdpa to all, with triton to those that
+    share a block of keys.
+
+    Args:
+        q: [B, Hq, S, D] fp32 | bf16 | fp16 (fp64 too).
+        k, v: [B, Hk, Sk, D] in q's dtype. Sk >= S with `causal`: the queries are then the last S of
+            Sk positions, as with a cache of keys.
+        cu_seqlens: int32 or int64 [n + 1], 0 .. S, not decreasing: packed documents of a sequence
+            with B = 1 and Sk = S, which never see each other. Its values are checked on a CPU, and
+            on CUDA by implementations that read them on the host (all but triton), which waits for
+            the device. `max_seqlen` spares flash-attn and native that.
+        causal: position i sees positions up to i of its own document.
+        window: an int >= 1: position i sees the last `window` positions up to itself; needs
+            `causal`. None: all.
+        softcap: a number > 0 (in float32): logits become softcap tanh(logit / softcap). None: no
+            cap.
+        sinks: [Hq], any floating dtype, used in float32: one more logit per head, which takes its
+            share of the softmax and has no value (gpt-oss).
+        scale: a finite number > 0 (in float32); default D ** -0.5.
+        max_seqlen: the longest document, or a bound of it, where the host knows it; used with
+            cu_seqlens only.
+        implementation: "auto", or one of flash_attention_4, flash_attention_3, native, triton,
+            sdpa, eager.
+
+    Returns:
+        [B, Hq, S, D] in q's dtype.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+        ImplementationUnavailable: a named implementation that cannot run here, or for which the
+            request is unsupported.
+
+    Example:
+        >>> q, k = torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8)
+        >>> out = tilewright.ops.attention(q, k, k, cu_seqlens=torch.tensor([0, 1, 3]))
+        >>> tuple(out.shape), bool((out == 1).all())
+        ((1, 4, 3, 8), True)
+
     Source: arXiv:1706.03762; grouped queries arXiv:2305.13245; windows arXiv:2004.05150; softcap
     arXiv:2408.00118; sinks arXiv:2309.17453, as gpt-oss trains them (arXiv:2508.10925).
     """
@@ -134,16 +156,27 @@ def attention_part(
     offset: int = 0,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to a part of the keys, as ring attention puts it together. Not differentiable; its
+    """Attention to a part of the keys, as ring attention combines them. Not differentiable; its
     gradient is `attention_part_backward`.
 
-    As `attention`, but for:
-    offset: the position of the first query minus that of the first key, in one document; 0 with
-    cu_seqlens. A query
-        may see no key at all: its output is 0 then.
-    Returns out [B, Hq, S, D] in q's dtype and the natural log-sum-exp of the logits, [B, Hq, S] in
-    float32 (float64 for float64), -inf where no key is seen. Raises as `attention` does, and
-    ImplementationUnavailable for a named implementation that gives no log-sum-exp.
+    Args:
+        q, k, v, cu_seqlens, causal, window, softcap, scale, implementation: as in `attention`.
+        offset: the position of the first query minus that of the first key, in one document; 0 with
+            cu_seqlens. A query may see no key at all: its output is 0 then.
+
+    Returns:
+        out [B, Hq, S, D] in q's dtype and the natural log-sum-exp of the logits, [B, Hq, S] in
+        float32 (float64 for float64), -inf where no key is seen.
+
+    Raises:
+        TypeError, ValueError: as `attention`.
+        ImplementationUnavailable: also a named implementation that gives no log-sum-exp.
+
+    Example:
+        >>> q = torch.zeros(1, 1, 2, 8)
+        >>> out, lse = attention_part(q, q, q)
+        >>> [f"{x:.4f}" for x in lse.flatten().tolist()]  # of one and of two keys
+        ['0.0000', '0.6931']
     """
     cu_seqlens = _check_part(q, k, v, cu_seqlens, offset)
     check_options(causal, window, softcap, scale)
@@ -177,12 +210,27 @@ def attention_part_backward(
     offset: int = 0,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a part of the keys contributes to the gradients of the whole: dq, and dk and dv of this
-    part, in q's dtype.
+    """What a part of the keys contributes to the gradients of the whole.
 
-    dout, out: [B, Hq, S, D] and lse: [B, Hq, S], of the whole softmax, over all its parts (and a
-        sink, if there is one).
-    The rest as in `attention_part`.
+    Args:
+        dout, out: [B, Hq, S, D], of the whole softmax, over all its parts (and a sink, if there is
+            one).
+        lse: [B, Hq, S], of the same.
+        q, k, v, cu_seqlens, causal, window, softcap, scale, offset: as in `attention_part`.
+        implementation: as in `attention_part`.
+
+    Returns:
+        dq, and dk and dv of this part, in q's dtype.
+
+    Raises:
+        TypeError, ValueError, ImplementationUnavailable: as `attention_part`.
+
+    Example:
+        >>> q = torch.zeros(1, 1, 2, 8)
+        >>> out, lse = attention_part(q, q, q)
+        >>> dq, dk, dv = attention_part_backward(torch.ones_like(q), q, q, q, out, lse)
+        >>> dv[0, 0, :, 0].tolist()
+        [1.5, 0.5]
     """
     cu_seqlens = _check_part(q, k, v, cu_seqlens, offset)
     check_options(causal, window, softcap, scale)
@@ -264,7 +312,7 @@ def _case(
 
 
 def _documents(tokens, *lengths):
-    """Boundaries of documents whose lengths repeat."""
+    """cu_seqlens of documents whose lengths repeat."""
     ends, lengths = [0], itertools.cycle(lengths)
     while ends[-1] < tokens:
         ends.append(min(tokens, ends[-1] + next(lengths)))
@@ -272,12 +320,13 @@ def _documents(tokens, *lengths):
 
 
 def _atol(dtype, kwargs):
-    """dq and dk are sums of p (dp - delta), and delta is sum(dout out): PyTorch takes it from the
-    output as stored, rounded, where the twin's softmax keeps float32. delta is as large as dp and
-    cancels against it, wholly in a first row, so half an eps of the output is several eps of the
-    gradients' root mean square. Rounding the output alone in a float64 backward gives the same
+    """dq and dk are sums of p (dp - delta), and delta is sum(dout out). PyTorch computes it from
+    the output as stored, rounded, where the twin's softmax keeps float32. delta is as large as dp
+    and cancels against it, wholly in a first row, so half an eps of the output is several eps of
+    the gradients' root mean square. Rounding the output alone in a float64 backward gives the same
     errors. Measured beyond twice the twin's own, at S = 17: 5.6 eps in 16 bits (1,200 draws); 17.6
-    eps in float32 (160 draws), where the probabilities too come again from a rounded log-sum-exp.
+    eps in float32 (160 draws), where the probabilities too are recomputed from a rounded
+    log-sum-exp.
 
     In longer sequences most rows average over many keys, so that the root mean square that errors
     are measured against falls as 1 / sqrt(S), while the first rows, with few keys, keep theirs.
@@ -306,7 +355,7 @@ ATTENTION = Op(
             )
             for name, flash in _attention_vendors.FLASH.items()
         ),
-        # PyTorch's before ours, which is for what it and flash-attn refuse, until ours has been
+        # PyTorch's before ours, which computes what it and flash-attn refuse, until ours has been
         # measured to be faster.
         Implementation(
             "native",
@@ -324,8 +373,8 @@ ATTENTION = Op(
             refuses=_attention_triton.triton_refuses,
             tunables=from_kernels("attention_triton", "TUNABLES"),
         ),
-        # On a CPU a head of a document is computed by itself; on CUDA a kernel may split by how
-        # full the device is.
+        # On a CPU each head of a document is computed by itself; on CUDA a kernel may split by the
+        # load of the device.
         Implementation(
             "sdpa",
             lambda: _attention_vendors.attention_sdpa,
@@ -363,9 +412,8 @@ ATTENTION = Op(
         ),
         _case("gpt-oss-20b_8k", 1, 64, 8, 8192, 64, tags=cases.CUDA, sinks=True, window=128),
         _case("qwen3-8b", 1, 32, 8, 512, 128, tags=cases.CPU),
-        _case(
-            "big", 2**12 + 1, 64, 8, 64, 128, tags=cases.BIG
-        ),  # short rows: the twin holds every score
+        # Short rows: the twin holds every score.
+        _case("big", 2**12 + 1, 64, 8, 64, 128, tags=cases.BIG),
     ),
     atol=_atol,
     goals=tuple(

@@ -1,34 +1,33 @@
-"""Attention over a sequence that is spread over processes: all-to-all over heads (Ulysses), a ring,
-or both.
+"""Attention over a sequence that is sharded over ranks: all-to-all over heads (Ulysses), a ring, or
+both.
 
 R x U ranks, a ring of R times U for Ulysses, and S tokens, a multiple of 2 R U. The sequence is cut
-in 2 R chunks, of which ring rank r has chunks r and 2 R - 1 - r, an early and a late one, so that
-causal attention is as much work for each. Of the two, one after the other, each of its U Ulysses
-ranks has a U-th. With R = 2 and U = 2:
+in 2 R chunks. Ring rank r has chunks r and 2 R - 1 - r, an early and a late one, so that causal
+attention is as much work for each rank. Concatenated, each of its U Ulysses ranks has a U-th of
+the two. With R = 2 and U = 2:
 
     chunk           0     1     2     3
     parts          0 1   2 3   4 5   6 7
     ring rank       0     1     1     0
     Ulysses rank    0     0     1     1        ring 0: 0 1 | 6 7     ring 1: 2 3 | 4 5
 
-Ulysses: each rank gives its heads for tokens, so that it has a U-th of the query heads and all
-tokens of its ring rank, and the key heads that those read; afterwards the reverse.
+Ulysses: each rank trades heads for tokens, so that it has a U-th of the query heads and all tokens
+of its ring rank, and the key heads that those read; afterwards the reverse.
 
-Ring: a chunk and a document are intervals, so that of two chunks at most one document is in both,
-and what one chunk's queries see of another's keys is a rectangle: the beginning of the later chunk
-by the end of the earlier one. Keys and values of such rectangles, and no others, travel: in step t
-= 1 .. R - 1 straight from ring rank r to r + t, while the rectangles of the step before are
-computed. The results are put together by their log-sum-exps, in float32. In the backward they
-travel again, and their gradients come back in float32.
+Ring: a chunk and a document are intervals, so that two chunks share at most one document, and what
+one chunk's queries see of another's keys is a rectangle: the beginning of the later chunk by the
+end of the earlier one. Only keys and values of such rectangles travel: in step t = 1 .. R - 1
+straight from ring rank r to r + t, while the rectangles of the step before are computed. The
+results are combined by their log-sum-exps, in float32. In the backward the keys and values travel
+again, and their gradients return in float32.
 
                         Ulysses, all-to-alls           ring, messages that a rank sends, at most
     forward     2: queries, keys and values; results    R - 1: keys with values
-    backward    2: gradients, the other way round       2 (R - 1): keys with values; their gradients
+    backward    2: gradients, in reverse                2 (R - 1): keys with values; their gradients
 
 Documents that end with a chunk send nothing, and nothing is sent that no query sees. All is
-deterministic: sums are in
-a fixed order. Not in the table of ops: the implementations are `attention`'s, and a test needs
-several processes.
+deterministic: sums have a fixed order. It is not in the table of ops: the implementations are
+`attention`'s, and a test needs several processes.
 """
 
 from __future__ import annotations
@@ -52,10 +51,20 @@ __all__ = ["ContextParallel", "context_parallel_attention", "positions", "shard"
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """How a sequence is spread, and which part of it this rank has. Made by `of`; without groups it
-    is a layout alone.
+    """How a sequence is sharded over ranks, and which shard this rank has. `of` makes one; without
+    groups it is a layout alone.
 
-    ulysses, ring: the process groups, None where the size is 1 (or unknown, in a layout).
+    Args:
+        ulysses_size, ring_size: how many ranks.
+        ulysses_rank, ring_rank: this one's.
+        ulysses, ring: the process groups, None where the size is 1 (or unknown, in a layout).
+
+    Raises:
+        ValueError: a rank outside its group.
+
+    Example:
+        >>> ContextParallel(ring_size=2, ring_rank=0).intervals(8)
+        [(0, 2), (6, 8)]
     """
 
     ulysses_size: int = 1
@@ -77,8 +86,8 @@ class ContextParallel:
     def of(
         cls, ulysses: dist.ProcessGroup | None = None, ring: dist.ProcessGroup | None = None
     ) -> ContextParallel:
-        """Of this process. Ranks of one Ulysses group must have the same ring rank, and the
-        other way round.
+        """The layout of this process. Ranks of one Ulysses group must have the same ring rank, and
+        vice versa.
         """
 
         def place(group):
@@ -93,7 +102,7 @@ class ContextParallel:
 
     @property
     def multiple(self) -> int:
-        """What a sequence's length must be a multiple of."""
+        """The number that divides the length of a sequence."""
         return 2 * self.size if self.size > 1 else 1
 
     def layout(self) -> ContextParallel:
@@ -101,31 +110,35 @@ class ContextParallel:
         return ContextParallel(self.ulysses_size, self.ring_size, self.ulysses_rank, self.ring_rank)
 
     def intervals(self, S: int) -> list[tuple[int, int]]:
-        """Where this rank's tokens lie in the sequence, in order: one interval from a to before
-        b, or two.
-        """
+        """This rank's tokens in the sequence, in order: one interval [a, b), or two."""
         if S % self.multiple:
             raise ValueError(
                 f"the sequence must have a multiple of {self.multiple} tokens (2 x "
-                f"{self.ring_size} ring "
-                f"x {self.ulysses_size} Ulysses ranks), got {S}"
+                f"{self.ring_size} ring x {self.ulysses_size} Ulysses ranks), got {S}"
             )
         if self.size == 1:
             return [(0, S)]
         chunk, own = S // (2 * self.ring_size), S // self.size
-        found: list[tuple[int, int]] = []
+        parts: list[tuple[int, int]] = []
         for at, number in ((0, self.ring_rank), (chunk, 2 * self.ring_size - 1 - self.ring_rank)):
             first, end = (max(at, min(at + chunk, own * (self.ulysses_rank + i))) for i in (0, 1))
             if first < end:
-                found.append((first - at + number * chunk, end - at + number * chunk))
-        return united(found)
+                parts.append((first - at + number * chunk, end - at + number * chunk))
+        return united(parts)
 
 
 def shard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
-    """This rank's part of a whole sequence's tensor, along `dim`; a view where it is one interval.
-    Differentiable.
+    """This rank's shard of a whole sequence's tensor, along `dim`. Differentiable.
 
-    Raises ValueError if the sequence is not a multiple of 2 x ring x Ulysses ranks.
+    Returns:
+        A view where it is one interval, else a copy.
+
+    Raises:
+        ValueError: a sequence that is not a multiple of 2 x ring x Ulysses ranks.
+
+    Example:
+        >>> shard(torch.arange(8), 0, ContextParallel(ring_size=2, ring_rank=1)).tolist()
+        [2, 3, 4, 5]
     """
     parts = [t.narrow(dim, a, b - a) for a, b in cp.intervals(t.shape[dim])] or [
         t.narrow(dim, 0, 0)
@@ -136,13 +149,22 @@ def shard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
 def positions(
     S: int, cp: ContextParallel, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Of each of this rank's tokens, its place in the sequence of S: int64 [S / ranks]."""
+    """The position in the sequence of S of each of this rank's tokens: int64 [S / ranks].
+
+    Example:
+        >>> positions(8, ContextParallel(ring_size=2, ring_rank=0)).tolist()
+        [0, 1, 6, 7]
+    """
     return shard(torch.arange(S, device=device), 0, cp)
 
 
 def unshard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
-    """The whole sequence's tensor from all ranks' parts. Every rank of `cp` must call it. Not
+    """The whole sequence's tensor from all ranks' shards. Every rank of `cp` must call it. Not
     differentiable.
+
+    Example:
+        >>> unshard(torch.arange(4), 0, ContextParallel()).tolist()  # one rank
+        [0, 1, 2, 3]
     """
     t = t.detach()
     for group, size in ((cp.ulysses, cp.ulysses_size), (cp.ring, cp.ring_size)):
@@ -179,50 +201,43 @@ def context_parallel_attention(
     """`attention` over a sequence of which this rank has the part that `shard` gives. Every rank of
     `cp` must call it.
 
-    q: [B, Hq, S / n, D] of this rank's tokens, n = R U ranks, with Hq a multiple of U; k, v: [B,
-    Hk, S / n, D], with Hk
-        a divisor of Hq, also smaller than U: heads of keys then go to each rank that has queries
-        for them.
-    cu_seqlens: as in `attention`, on every rank of the whole sequence: 0 .. S. B = 1 with it.
-    ends: the same on the host, where the caller has it (once a step, say). A ring reads it; without
-        it a call on CUDA waits for the device. Must be cu_seqlens' values, which is checked on a
-        CPU only.
-    causal, window, softcap, sinks [Hq], scale: as in `attention`.
-    implementation: of attention. A ring takes those that give a part's log-sum-exp, and no others.
-    Returns [B, Hq, S / n, D] in q's dtype: `attention` of the whole sequence, of this rank's
-    tokens. With a ring each rectangle's result is rounded to q's dtype before they are summed in
-    float32, and rounded again. Differentiable in q, k, v and sinks, once; the gradient of sinks is
-    this rank's share, of the queries and heads that it computed, and the shares of all ranks sum to
-    the whole. Gradients of keys are summed over rectangles, and over Ulysses ranks that had the
-    same head, in float32. Raises TypeError or ValueError for arguments that do not fit,
-    ImplementationUnavailable for a named implementation that does not compute what is asked, both
-    before anything is sent.
+    With a ring each block's result is rounded to q's dtype before they are summed in float32, and
+    rounded again. Differentiable once in q, k, v and sinks. The gradient of sinks is this rank's
+    share, of the queries and heads that it computed; the shares of all ranks sum to the whole.
+    Gradients of keys are summed over blocks, and over Ulysses ranks that had the same head, in
+    float32.
+
+    Args:
+        q: [B, Hq, S / n, D] of this rank's tokens, n = R U ranks, with Hq a multiple of U.
+        k, v: [B, Hk, S / n, D], with Hk a divisor of Hq, also smaller than U: heads of keys then go
+            to each rank that has queries for them.
+        cp: the layout, with its process groups.
+        cu_seqlens: as in `attention`, on every rank of the whole sequence: 0 .. S. B = 1 with it.
+        ends: the same on the host, where the caller has it (once per step, say). A ring reads it;
+            without it a call on CUDA waits for the device. Must be cu_seqlens' values, which is
+            checked on a CPU only.
+        causal, window, softcap, sinks, scale: as in `attention`; sinks [Hq].
+        implementation: of attention. A ring takes those that give a part's log-sum-exp, and no
+            others.
+
+    Returns:
+        [B, Hq, S / n, D] in q's dtype: `attention` of the whole sequence, for this rank's tokens.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+        ImplementationUnavailable: a named implementation for which the request is unsupported. All
+            are raised before anything is sent.
+
+    Example:
+        >>> q = torch.zeros(1, 2, 4, 8)
+        >>> out = context_parallel_attention(q, q, q, ContextParallel())  # one rank
+        >>> tuple(out.shape)
+        (1, 2, 4, 8)
+
     Source: arXiv:2309.14509 (Ulysses); arXiv:2310.01889 (ring).
     """
-    B, H, s, D = check_qkv(q, k, v)
+    B, H, s, D = _check_shards(q, k, v, cp, sinks)
     check_options(causal, window, softcap, scale)
-    if k.shape[2] != s:
-        raise ValueError(f"k must have as many tokens as q, {s}, got {k.shape[2]}")
-    if s * cp.size % cp.multiple:
-        raise ValueError(
-            f"q must have an even number of tokens (the sequence is cut in 2 x {cp.size} parts), "
-            f"got {s}"
-        )
-    if H % cp.ulysses_size:
-        raise ValueError(
-            f"q must have a multiple of {cp.ulysses_size} heads, so that each Ulysses rank has as "
-            f"many, "
-            f"got {H}"
-        )
-    for name in ("ulysses", "ring"):
-        if getattr(cp, f"{name}_size") > 1 and getattr(cp, name) is None:
-            raise ValueError(
-                f"cp must have a process group for {name}_size = {getattr(cp, f'{name}_size')}: "
-                "it is a layout alone"
-            )
-    if sinks is not None:
-        _checks.floating("sinks", sinks)
-        _checks.shape("sinks", sinks, (H,), "one a query head")
     cu_seqlens, ends = check_boundaries(cu_seqlens, ends, B, s * cp.size)
     _checks.same_device(q=q, k=k, v=v, cu_seqlens=cu_seqlens, sinks=sinks)
     ringed = cp.ring_size > 1
@@ -285,10 +300,37 @@ def context_parallel_attention(
     return Gather.apply(out, cp) if cp.ulysses_size > 1 else out
 
 
+def _check_shards(q, k, v, cp, sinks):
+    """B, Hq, this rank's tokens and D."""
+    B, H, s, D = check_qkv(q, k, v)
+    if k.shape[2] != s:
+        raise ValueError(f"k must have as many tokens as q, {s}, got {k.shape[2]}")
+    if s * cp.size % cp.multiple:
+        raise ValueError(
+            f"q must have an even number of tokens (the sequence is cut in 2 x {cp.size} parts), "
+            f"got {s}"
+        )
+    if H % cp.ulysses_size:
+        raise ValueError(
+            f"q must have a multiple of {cp.ulysses_size} heads, so that each Ulysses rank has as "
+            f"many, got {H}"
+        )
+    for name in ("ulysses", "ring"):
+        if getattr(cp, f"{name}_size") > 1 and getattr(cp, name) is None:
+            raise ValueError(
+                f"cp must have a process group for {name}_size = {getattr(cp, f'{name}_size')}: "
+                "it is a layout alone"
+            )
+    if sinks is not None:
+        _checks.floating("sinks", sinks)
+        _checks.shape("sinks", sinks, (H,), "one a query head")
+    return B, H, s, D
+
+
 def check_boundaries(
     cu_seqlens: torch.Tensor | None, ends: Sequence[int] | None, B: int, S: int
 ) -> tuple[torch.Tensor | None, tuple[int, ...] | None]:
-    """Of packed documents, for B sequences of S tokens; ends: on the host."""
+    """cu_seqlens of packed documents in B sequences of S tokens, and the same on the host."""
     if cu_seqlens is None:
         if ends is not None:
             raise ValueError("ends are cu_seqlens on the host: give both, or cu_seqlens alone")

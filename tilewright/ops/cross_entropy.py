@@ -58,51 +58,71 @@ def cross_entropy(
     group: torch.distributed.ProcessGroup | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor | CrossEntropyOutput:
-    """Cross-entropy between logits and target, per token or reduced; natural logarithm. The module
-    has the formula.
+    """Cross-entropy between logits and target, per token or reduced; natural logarithm.
 
-    logits: [..., V] fp32 | bf16 | fp16 (fp64 with eager and torch). Rows may lie further apart than
-    V.
-    target: [...] int64, each in [0, V) or ignore_index, whose tokens have loss and gradient 0
-        whatever their logits hold.
-    label_smoothing: e in [0, 1].   z_loss: factor of lse^2, >= 0.   softcap: > 0, or None for none.
-        All are finite in float32.
-    class_weight: [V] float, or None.   token_weight: [...] float, multiplies each token's loss, or
-    None.
-    reduction: "none": [...]; "sum"; or "mean", the sum divided by num_tokens if given, else by the
-        sum of w_y over tokens that are not ignored (PyTorch's rule). token_weight is not in that
-        divisor: weights may have any sign, and a batch's scale should not hang on them. A divisor
-        of 0 (all tokens ignored) counts
-        as 1: loss 0 and gradients 0, where PyTorch gives NaN.
-    num_tokens: number >= 0 or 0-d tensor, real; with gradient accumulation or data parallelism, the
-        count over all of them. Not differentiable. A tensor's value is not looked at.
-    return_lse, return_entropy, return_argmax: return a CrossEntropyOutput that holds, for every
-        token (also ignored ones), lse, the entropy of softmax z, and the index of the largest logit
-        (the first, on ties; undefined in a row with a NaN). Detached.
-    inplace: lets backward write the gradient over the logits' memory, T * V * itemsize bytes less
-        at the peak. The logits, and all that shares their memory, then hold the gradient afterwards
-        (where they had to be copied because their last dimension is strided, they do not); a second
-        backward through them, and backward of another op that saved them, raise RuntimeError. The
-        eager and torch implementations take no notice. It is refused for logits whose elements
-        share memory, as expanded ones do, and under torch.compile, which reuses memory by its own
-        plan.
-    group: logits are [..., V / world], this rank's shard of the vocabulary in rank order, all of
-        one size; target and class_weight are of the whole vocabulary and the same on every rank.
-        Every rank returns the same loss, and its backward gives the gradient of its own shard,
-        without communication. Costs two all-reduces of at most [4, T] (four with return_argmax).
-    Returns loss in fp32 (fp64 for fp64), or a CrossEntropyOutput. Computed in fp32, relative to the
-    largest logit of a row, so that a constant added to all of them costs no precision, and rounded
-    once, on storing the gradient. Differentiable in logits and token_weight, once. A target that is
-    neither in [0, V) nor ignore_index: on CUDA tensors, where no loss waits for the device, the
-        loss of its token and the gradient of its row are NaN (so the sum and the mean are, too),
-        whatever its token_weight, and the divisor does not count it. On CPU tensors, where a look
-        costs no wait, and within
-        `checked_targets()`: IndexError with its value and place.
-    A row that holds +inf has lse inf and a gradient that is NaN there; its loss is inf, or NaN if
-        that is its target's logit or options make one of it. (F.cross_entropy, and the torch
-        implementation: NaN.) Under a softcap it is a row like any other.
-    Raises TypeError or ValueError for arguments that do not fit; IndexError for a target out of
-    range, as said above; ImplementationUnavailable for a named implementation that cannot run here.
+    The module's docstring has the formula. Statistics and loss are computed in float32, relative to
+    the largest logit of a row, so that a constant added to all logits costs no precision. The
+    gradient is rounded once, on store. Differentiable once in logits and token_weight.
+
+    A target that is neither in [0, V) nor ignore_index: on CUDA tensors, where no loss waits for
+    the device, the loss of its token and the gradient of its row are NaN (so the sum and the mean
+    are, too), whatever its token_weight, and the divisor does not count it. On CPU tensors, and
+    within `checked_targets()`, it is an IndexError.
+
+    A row that holds +inf has lse inf and a gradient that is NaN there. Its loss is inf, or NaN if
+    inf is its target's logit or the options make one of it. (F.cross_entropy, and the torch
+    implementation: NaN.) With a softcap it is a row like any other.
+
+    Args:
+        logits: [..., V] fp32 | bf16 | fp16 (fp64 with eager and torch). The stride of rows may be
+            larger than V.
+        target: [...] int64, each in [0, V) or ignore_index. Ignored tokens have loss and gradient
+            0 whatever their logits hold.
+        ignore_index: the target of tokens to ignore.
+        label_smoothing: e in [0, 1].
+        z_loss: factor of lse^2, >= 0 and finite in float32.
+        softcap: > 0 and finite in float32, or None for none.
+        class_weight: [V] float, or None. Gets no gradient.
+        token_weight: [...] float, multiplies each token's loss, or None.
+        reduction: "none" gives [...]; "sum" the sum; "mean" the sum divided by num_tokens if given,
+            else by the sum of w_y over tokens that are not ignored (PyTorch's rule). token_weight
+            is not in that divisor: weights may have any sign, and the scale of a batch should not
+            depend on them. A divisor of 0 (all tokens ignored) counts as 1: loss 0 and gradients 0,
+            where PyTorch gives NaN.
+        num_tokens: a real number >= 0 or a 0-d tensor. With gradient accumulation or data
+            parallelism, the count over all of them. Not differentiable; a tensor's value is not
+            read on the host.
+        return_lse, return_entropy, return_argmax: return a CrossEntropyOutput that holds, for every
+            token (also ignored ones), lse, the entropy of softmax z, and the index of the largest
+            logit (the first, on ties; undefined in a row with a NaN). Detached.
+        inplace: lets backward overwrite the logits with the gradient, which saves T * V * itemsize
+            bytes at the peak. The logits, and all that shares their memory, then hold the gradient
+            (unless they had to be copied because their last dimension is strided). A second
+            backward through them, and backward of another op that saved them, raise RuntimeError.
+            The eager and torch implementations ignore it. Unsupported for logits whose elements
+            share memory, as expanded ones do, and under torch.compile, which plans memory itself.
+        group: logits are [..., V / world], this rank's shard of the vocabulary in rank order, all
+            of one size; target and class_weight are of the whole vocabulary and the same on every
+            rank. Every rank returns the same loss, and its backward gives the gradient of its own
+            shard, without communication. Costs two all-reduces of at most [4, T] (four with
+            return_argmax). torch takes none.
+        implementation: "auto", or one of triton, cute, cpp, torch, eager.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64), or a CrossEntropyOutput.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+        IndexError: a target out of range, as said above.
+        ImplementationUnavailable: a named implementation that cannot run here, or not with these
+            options.
+
+    Example:
+        >>> logits = torch.zeros(3, 4, requires_grad=True)
+        >>> loss = tilewright.ops.cross_entropy(logits, torch.tensor([0, 3, -100]))
+        >>> f"{loss.item():.4f}"  # log 4, over two tokens
+        '1.3863'
+
     Source: options as in torch.nn.functional.cross_entropy; z-loss as in PaLM (arXiv:2204.02311,
     section 5); softcap as in Gemma 2 (arXiv:2408.00118, section 2); sharded vocabulary as in
     Megatron-LM (arXiv:1909.08053, section 3).

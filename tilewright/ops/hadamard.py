@@ -1,5 +1,6 @@
-"""The block Hadamard transform, with random signs or without:  y = H (s * x) / sqrt(size) in each
-block of 16 or 32
+"""The block Hadamard transform, with random signs or without, in each block of 16 or 32:
+
+    y = H (s * x) / sqrt(size)
 
 H is Sylvester's matrix of +-1: H[i, j] = (-1)^(number of bits that i and j share). H / sqrt(size)
 is symmetric and its own inverse. It spreads one large element over its block, so that a block's
@@ -33,22 +34,34 @@ def hadamard(
 ) -> torch.Tensor:
     """The orthonormal Hadamard transform of each block of `size` elements along the last dimension.
 
-    x: [..., C] fp32 | bf16 | fp16 (fp64 with eager), any strides (others than contiguous are
-        copied). C must divide by size.
-    size: 16 or 32.
-    seed: None for no signs. A number, 0 to 2^63 - 1, multiplies position i of every block by a
-        random sign s_i first: negative where the lowest bit of word i % 4 of Philox4x32-10 with
-        counter i // 4 and key seed is 1. The signs are the same for all blocks and tensors, so that
-        they cancel in a product.
-    inverse: x = s * (H y / sqrt(size)), which undoes the transform with this size and seed.
-    implementation: "auto", or one of triton, cpp, eager.
+    Computed in float32 (fp64 for fp64), in a fixed order: log2(size) stages of sums and differences
+    with the element 1, 2, 4, ... positions away, then one product by size^-1/2, then one rounding.
+    Every implementation gives the same bits. Differentiable any number of times: the gradient is
+    the other direction.
 
-    Returns [..., C], contiguous, in x's dtype. In float32 (fp64 for fp64), in a fixed order:
-    log2(size) stages of sums and differences with the element 1, 2, 4, ... positions away, then one
-    product by size^-1/2, then one rounding. Every implementation gives the same bits.
-    Differentiable any number of times: the gradient is the other direction. Raises TypeError or
-    ValueError for arguments that do not fit, ImplementationUnavailable for a named implementation
-    that cannot run here.
+    Args:
+        x: [..., C] fp32 | bf16 | fp16 (fp64 with eager), any strides (others than contiguous are
+            copied). C must divide by size.
+        size: 16 or 32.
+        seed: None for no signs. A number, 0 to 2^63 - 1, multiplies position i of every block by a
+            random sign s_i first: negative where the lowest bit of word i % 4 of Philox4x32-10 with
+            counter i // 4 and key seed is 1. The signs are the same for all blocks and tensors, so
+            that they cancel in a product.
+        inverse: x = s * (H y / sqrt(size)), which undoes the transform with this size and seed.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        [..., C], contiguous, in x's dtype.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+        ImplementationUnavailable: a named implementation that cannot run here.
+
+    Example:
+        >>> y = tilewright.ops.hadamard(torch.ones(16))
+        >>> y.tolist() == [4.0] + [0.0] * 15
+        True
+
     Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, which
     transforms the inputs of the weight gradient in blocks of 16 with one vector of signs for all of
     a run, as Transformer Engine's NVFP4 recipe does.

@@ -77,43 +77,65 @@ def linear_cross_entropy(
 ) -> torch.Tensor | CrossEntropyOutput:
     """`cross_entropy(x @ weight.T + bias, target, ...)`, a chunk of rows at a time.
 
-    x: [..., H] fp32 | bf16 | fp16 (fp64 with eager), any strides.   weight: [V, H] in x's dtype.
-    target: [...] int64, each in [0, V) or ignore_index, whose tokens have loss 0 and a gradient of
-        0 in x. But weight's gradient is a product with all rows of x, so an ignored row that holds
-        a NaN or infinity makes
-        it NaN (0 * NaN): clear such rows first. Any other target is treated as in `cross_entropy`;
-        on CUDA tensors its NaN is in its row of x's gradient (torch: in every row) and in all of
-        weight's.
-    bias: [V] in x's dtype, or None. ignore_index, label_smoothing, z_loss, softcap, class_weight,
-    token_weight, reduction, num_tokens,
-        return_lse, return_entropy, return_argmax: as in `cross_entropy`, and so is the result.
-    group: weight and bias are this rank's shard of the vocabulary, [V / world, H] and [V / world],
-        in rank order, all of one size; x, target and the rest are whole and the same on every rank.
-        Each chunk costs the all-reduces of `cross_entropy`; backward all-reduces the gradient of x,
-        [T, H], in x's dtype. Refused under torch.compile.
-    accumulate: in what the gradients of weight and bias are summed over chunks. "fp32"; or "bf16",
-        in their own dtype (so fp16 for fp16), which saves 4 bytes a weight of a 16-bit head and
-        loses precision with every chunk. In fp16 it can overflow, because what is summed is not yet
-        divided by the number of tokens. Makes no difference to a float32 weight. A single chunk
-        needs no sum, so "fp32" costs it nothing (but for fp16, whose sum stays in float32 for the
-        same reason).
-    fp32_logits: keep logits as the GEMM sums them, in float32, instead of rounding them to a 16-bit
-        x's dtype. A chunk then holds float32 logits and, where there are gradients, a copy in x's
-        dtype for the GEMMs. On a CPU without AVX-512's bfloat16 instructions, and in float16,
-        operands are converted first: no such GEMM there.
-    chunk_size: rows per chunk, or None for the rule of `_linear_chunks.py`. The eager twin has one
-    chunk.
-    Memory beside inputs and gradients: one chunk of logits in x's dtype (see fp32_logits), float32
-        sums for a 16-bit weight.
-    Computed in: GEMMs as torch.mm does them in x's dtype (on a CPU with AVX-512, those into float32
-    by tilewright's own, summed in float32), logits rounded to it (but for fp32_logits); statistics
-    and loss in fp32; the gradient of the logits rounded to x's dtype. No atomics: the same bits
-    every run with the same chunks. Under torch.autocast x, weight and bias are cast to its dtype;
-    the loss is float32. Differentiable once in x, weight, bias and token_weight. What does not
-    require a gradient costs none: with a frozen weight (LoRA), its GEMM and its sums are left out.
-    Raises TypeError or ValueError for arguments that do not fit, IndexError for a target out of
-    range (as `cross_entropy`), ImplementationUnavailable for a named implementation that cannot run
-    here, or not with these options.
+    GEMMs run as torch.mm does them in x's dtype (on a CPU with AVX-512, those into float32 by
+    tilewright's own, summed in float32). Logits are rounded to x's dtype (but for fp32_logits),
+    statistics and loss are float32, and the gradient of the logits is rounded to x's dtype. No
+    atomics: the same bits every run with the same chunks. Under torch.autocast x, weight and bias
+    are cast to its dtype; the loss is float32.
+
+    Memory beside inputs and gradients: one chunk of logits in x's dtype (see fp32_logits), and
+    float32 sums for a 16-bit weight.
+
+    Differentiable once in x, weight, bias and token_weight. What does not require a gradient costs
+    none: with a frozen weight (LoRA), its GEMM and its sums are left out.
+
+    Args:
+        x: [..., H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
+        weight: [V, H] in x's dtype.
+        target: [...] int64, each in [0, V) or ignore_index, whose tokens have loss 0 and a gradient
+            of 0 in x. But weight's gradient is a product with all rows of x, so an ignored row that
+            holds a NaN or infinity makes it NaN (0 * NaN): clear such rows first. Any other target
+            is treated as in `cross_entropy`; on CUDA tensors its NaN is in its row of x's gradient
+            (torch: in every row) and in all of weight's.
+        bias: [V] in x's dtype, or None.
+        ignore_index, label_smoothing, z_loss, softcap: as in `cross_entropy`.
+        class_weight, token_weight, reduction, num_tokens: as in `cross_entropy`.
+        return_lse, return_entropy, return_argmax: as in `cross_entropy`.
+        group: weight and bias are this rank's shard of the vocabulary, [V / world, H] and
+            [V / world], in rank order, all of one size; x, target and the rest are whole and the
+            same on every rank. Each chunk costs the all-reduces of `cross_entropy`; backward
+            all-reduces the gradient of x, [T, H], in x's dtype. Unsupported under torch.compile
+            and by torch.
+        accumulate: the dtype in which the gradients of weight and bias are summed over chunks.
+            "fp32"; or "bf16", their own dtype (so fp16 for fp16), which saves 4 bytes per element
+            of a 16-bit head and loses precision with every chunk. In fp16 it can overflow, because
+            the sums are not yet divided by the number of tokens. Makes no difference to a float32
+            weight. A single chunk needs no sum, so "fp32" costs it nothing (but for fp16, whose sum
+            stays in float32 for the same reason).
+        fp32_logits: keep logits as the GEMM sums them, in float32, instead of rounding them to a
+            16-bit x's dtype. A chunk then holds float32 logits and, where there are gradients, a
+            copy in x's dtype for the GEMMs. On a CPU without AVX-512's bfloat16 instructions, and
+            in float16, operands are converted first: no such GEMM there.
+        chunk_size: rows per chunk, or None for the rule of `_linear_chunks.py`. The eager twin has
+            one chunk.
+        implementation: "auto", or one of triton, cpp, torch, eager.
+
+    Returns:
+        As `cross_entropy`.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+        IndexError: a target out of range (as `cross_entropy`).
+        ImplementationUnavailable: a named implementation that cannot run here, or not with these
+            options.
+
+    Example:
+        >>> x, weight = torch.zeros(3, 8), torch.zeros(4, 8, requires_grad=True)
+        >>> target = torch.tensor([0, 3, -100])
+        >>> loss = tilewright.ops.linear_cross_entropy(x, weight, target, chunk_size=2)
+        >>> f"{loss.item():.4f}"  # log 4, over two tokens
+        '1.3863'
+
     Source: chunks with gradients in forward as in Liger-Kernel (arXiv:2410.10989, section 3.2).
     """
     check_options(ignore_index, label_smoothing, z_loss, softcap, reduction)
@@ -194,8 +216,9 @@ def linear_cross_entropy_torch(x, weight, bias, labels, options, precision, chun
         batch_chunk_size=chunk_size,
         chunking_method="auto" if chunk_size is None else None,
         acc_policy="accurate" if precision.fp32_sums else "compact",
+        # Compiled code retains the graph anyway, with a warning.
         allow_retain_graph=torch.compiler.is_compiling(),
-    )  # what it does then anyway, with a warning
+    )
     losses = F.linear_cross_entropy(
         x,
         weight,
@@ -206,7 +229,7 @@ def linear_cross_entropy_torch(x, weight, bias, labels, options, precision, chun
         ignore_index=-100,
         options=chunks,
     )
-    # What is out of range was ignored above, and makes the loss and the gradient NaN here: of all
+    # Targets out of range were ignored above, and make the loss and the gradient NaN here: of all
     # rows, if summed.
     losses = losses * (1 + 0 * (here if losses.dim() else here.sum()))
     y_weight = weight_of(target, floats(class_weight))

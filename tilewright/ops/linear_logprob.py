@@ -32,7 +32,7 @@ from tilewright.registry import Implementation, Op
 
 
 class Scaling(NamedTuple):
-    """What becomes of logits: softcap (0.0 for none) first, then division by the temperature."""
+    """How logits are scaled: softcap (0.0 for none) first, then division by the temperature."""
 
     temperature: float
     softcap: float
@@ -55,14 +55,31 @@ def linear_logprob(
     """Log-probability of each target, and the entropy of its distribution, for reinforcement
     learning.
 
-    x, weight, target, bias, fp32_logits, chunk_size: as in `linear_cross_entropy`.
-    temperature: > 0, divides the (capped) logits.   softcap: > 0, or None for none. Both, and
-        softcap / temperature, are finite in float32.
-    Returns (logprob [...], entropy [...]), fp32 (fp64 for fp64), in nats: log softmax(z /
-    temperature)_y, never above 0, and the entropy of softmax(z / temperature), never below 0. Both
-    are 0 where target is ignore_index. Both are differentiable in x, weight and bias, once;
-    backward computes the logits again. The gradients of weight and bias are summed over chunks in
-    fp32. Under torch.autocast as `linear_cross_entropy`. Raises as `linear_cross_entropy`.
+    Both results are differentiable once in x, weight and bias; backward computes the logits again.
+    The gradients of weight and bias are summed over chunks in float32. Under torch.autocast as
+    `linear_cross_entropy`.
+
+    Args:
+        x, weight, target, bias, ignore_index: as in `linear_cross_entropy`.
+        temperature: > 0, divides the (capped) logits.
+        softcap: > 0, or None for none. temperature, softcap and softcap / temperature are finite in
+            float32.
+        fp32_logits, chunk_size: as in `linear_cross_entropy`.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        (logprob [...], entropy [...]), fp32 (fp64 for fp64), in nats: log softmax(z /
+        temperature)_y, never above 0, and the entropy of softmax(z / temperature), never below 0.
+        Both are 0 where target is ignore_index.
+
+    Raises:
+        TypeError, ValueError, IndexError, ImplementationUnavailable: as `linear_cross_entropy`.
+
+    Example:
+        >>> x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
+        >>> logprob, entropy = tilewright.ops.linear_logprob(x, weight, torch.tensor([0, 3]))
+        >>> f"{logprob[0].item():.4f} {entropy[0].item():.4f}"
+        '-1.3863 1.3863'
     """
     check_options(ignore_index, 0.0, 0.0, softcap, "none")
     check_chunks("fp32", chunk_size)
@@ -103,10 +120,9 @@ def linear_logprob_eager(x, weight, bias, target, here, scaling, precision, chun
 
 
 def _logprob_atol(dtype, kwargs):
-    """In float32: the entropy's gradient has the factor z - mean, which loses digits where the two
-    are close, and in a
-    case of five rows the twin may be lucky: the others are beyond twice its error by up to 13 eps
-    (AVX2).
+    """In float32 the entropy's gradient has the factor z - mean, which loses digits where the two
+    are close, and in a case of five rows the twin may be lucky: the others exceed twice its error
+    by up to 13 eps (AVX2).
     """
     return 16 * torch.finfo(dtype).eps if dtype == torch.float32 else atol(dtype, kwargs)
 

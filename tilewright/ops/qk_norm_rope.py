@@ -1,9 +1,9 @@
-"""What stands between a merged projection and attention: RMSNorm over each head of q and k (QK
-norm, as in Qwen3), then rotary position embedding of both. v stays where it is.
+"""From a merged projection to attention: RMSNorm over each head of q and k (QK norm, as in Qwen3),
+then rotary position embedding of both. v stays in place.
 
 Shapes: B = batch, S = sequence, D = head width, Hq and Hk = query and key heads, R = rotated
-features (the first R of D), P = table rows. qkv [B, S, (Hq + 2 Hk) D] holds a token's heads next to
-each other: q's, k's, v's.
+features (the first R of D), P = table rows. qkv [B, S, (Hq + 2 Hk) D] holds the heads of a
+token: those of q, k and v.
 """
 
 from __future__ import annotations
@@ -48,24 +48,42 @@ def qk_norm_rope(
     """(q, k, v) for attention from the result of a merged projection: `rmsnorm` over each head of q
     and of k, `rope` of both, in one pass over memory.
 
-    qkv: [B, S, (Hq + 2 Hk) D] fp32 | bf16 | fp16 (fp64 with eager), D <= 1,024; any strides; the
-        fused kernels read a contiguous last dimension in place.
-    num_heads, num_kv_heads: Hq and Hk.
-    q_weight, k_weight: [D] each, of any float dtype, or both None: then there is no norm.
-    eps, offset: as in `rmsnorm`.
-    cos, sin, position_ids, cu_seqlens, interleaved, rotary_dim: as in `rope`.
-    inplace: write q and k over their part of qkv; the backward of what made qkv must not need it.
-        ValueError as for `rope`, and with weights where anything requires a gradient, which is made
-        from what would be overwritten.
-    Returns q [B, Hq, S, D], k and v [B, Hk, S, D] in qkv's dtype, in the order [B, S, H, D] in
-    memory. v is a view of qkv, and so are q and k with inplace=True. Norm and rotation are computed
-    in float32 and rounded once, at the end; `rmsnorm` and `rope` one after the other round twice
-    (three times with cast="llama"). Differentiable once in qkv and the weights (eager: any number
-    of times). The backward is one pass that writes the gradient of qkv whole, v's part included;
-    the weights' gradients accumulate in float32, on a CPU over about 64 heads and in fp64 beyond
-    (fixed order, no atomics). It keeps qkv, 4 bytes for each head of q and k, and the tables;
-    without weights only the tables. Raises TypeError, ValueError and IndexError as `rmsnorm` and
-    `rope` do; a token outside the tables that is not looked at becomes NaN in q and k.
+    Norm and rotation are computed in float32 and rounded once, at the end; `rmsnorm` and `rope` in
+    sequence round twice (three times with cast="llama"). Differentiable once in qkv and the weights
+    (eager: any number of times). The backward is one pass that writes the whole gradient of qkv,
+    v's part included. The weights' gradients accumulate in float32, on a CPU over about 64 heads
+    and in fp64 beyond (fixed order, no atomics). Saved for backward: qkv, 4 bytes per head of q and
+    k, and the tables; without weights only the tables.
+
+    Args:
+        qkv: [B, S, (Hq + 2 Hk) D] fp32 | bf16 | fp16 (fp64 with eager), D <= 1,024; any strides;
+            the fused kernels read a contiguous last dimension in place.
+        cos, sin: as in `rope`.
+        num_heads, num_kv_heads: Hq and Hk.
+        q_weight, k_weight: [D] each, of any float dtype, or both None: then there is no norm.
+        eps, offset: as in `rmsnorm`.
+        position_ids, cu_seqlens, interleaved, rotary_dim: as in `rope`.
+        inplace: write q and k over their part of qkv; the backward of what produced qkv must not
+            need it.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        q [B, Hq, S, D], k and v [B, Hk, S, D] in qkv's dtype, in the order [B, S, H, D] in memory.
+        v is a view of qkv, and so are q and k with inplace=True.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `rmsnorm` and `rope`. A ValueError also for inplace
+            with weights where anything requires a gradient, which is computed from what would be
+            overwritten. A token outside the tables that is not checked becomes NaN in q and k.
+
+    Example:
+        >>> qkv, angle = torch.ones(1, 3, 4 * 8), torch.zeros(3, 4)
+        >>> q, k, v = tilewright.ops.qk_norm_rope(
+        ...     qkv, angle.cos(), angle.sin(), num_heads=2, num_kv_heads=1
+        ... )
+        >>> tuple(q.shape), tuple(k.shape), bool((q == 1).all())
+        ((1, 2, 3, 8), (1, 1, 3, 8), True)
+
     Source: QK norm as in transformers' Qwen3Attention; arXiv:1910.07467 and arXiv:2104.09864.
     """
     D = _check_heads(qkv, num_heads, num_kv_heads)
@@ -111,8 +129,8 @@ def _check_heads(qkv, num_heads, num_kv_heads):
     D = qkv.shape[2] // heads
     if not 2 <= D <= MAX_D:
         raise ValueError(
-            f"qkv must have a head width of 2 to {MAX_D}, got {D}: {list(qkv.shape)} with {heads} "
-            f"heads"
+            f"qkv must have a head width of 2 to {MAX_D}, got {D}: {list(qkv.shape)} with "
+            f"{heads} heads"
         )
     return D
 
@@ -269,9 +287,9 @@ QK_NORM_ROPE = Op(
     ),
     _all_cases(),
     # A gradient is a rotation (two products and a sum) and then a difference of two terms, which a
-    # head of small values
-    # makes large: eager's error is 2.5e-7 in the mean of small cases and 5.6e-7 in the worst of 80,
-    # Triton's 2.5e-7 and 8.2e-7. Where eager is lucky, 2 eps of slack are too few.
+    # head of small values makes large: eager's error is 2.5e-7 in the mean of small cases and
+    # 5.6e-7 in the worst of 80, Triton's 2.5e-7 and 8.2e-7. Where eager is lucky, 2 eps of slack
+    # are too few.
     atol={torch.float32: 4 * torch.finfo(torch.float32).eps},
     goals=cases.near_copy(85, "forward", "backward"),
 )

@@ -1,5 +1,5 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): feature pairs turn by an angle that
-grows with position.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): feature pairs rotate by an angle
+that grows with position.
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
@@ -36,32 +36,49 @@ def rope(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotates q and k, in one launch.
 
-    q: [B, Hq, S, D], k: [B, Hk, S, D] or None (then None is returned for it); fp32 | bf16 | fp16
-        (fp64 with eager). Any strides; the fused kernels read a contiguous last dimension in place,
-        and their result has q's own strides, so that a transposed view of [B, S, H, D] stays one.
-    cos, sin: [P, R / 2], or [P, R] with the same values in both halves, as transformers makes them;
-        also [B, S, ...] with a row for each token (then without position_ids). Any float dtype. Not
-        differentiable.
-    interleaved: pairs are neighbours (2 i, 2 i + 1), as in GPT-J; default (i, R / 2 + i), as in
-    NeoX and Llama.
-    rotary_dim: R; default D. Features from R on pass through.
-    position_ids: integers [S] or [B, S], rows of the tables; default 0 .. S - 1.
-    cu_seqlens: int32 or int64 [n + 1], 0 .. B * S, not decreasing: where packed documents begin
-        (and the last ends) in the B * S tokens; positions restart at each. Not together with
-        position_ids.
-    inplace: overwrite q and k (a contiguous last dimension, any other strides) and return them; the
-        backward of what made them must not need them. ValueError where autograd cannot follow (a
-        leaf that requires grad, or a view made by split, chunk or unbind) and where elements share
-        memory: of one of them, as when expanded, or of q and k.
-        Slices of one projection are fine: they may lie in one another's gaps if both repeat by a
-        common stride. Compiled code looks for expanded tensors only.
-    Returns (q, k) in the inputs' dtypes. float32 math, one rounding. Differentiable in q and k (the
-    backward is the rotation by the opposite angle). Raises TypeError or ValueError for arguments
-    that do not fit, IndexError for a position outside the tables, compiled or not. On a CUDA device
-    values of position_ids and cu_seqlens are not looked at, which would wait for it: a token
-    outside the tables, and every token of wrong cu_seqlens, becomes NaN, and nothing is read out of
-    bounds.
-    Source: arXiv:2104.09864; pairs as in transformers' LlamaRotaryEmbedding, or neighbouring as in
+    Computed in float32, rounded once. Differentiable in q and k: the backward is the rotation by
+    the opposite angle.
+
+    Args:
+        q: [B, Hq, S, D] fp32 | bf16 | fp16 (fp64 with eager). Any strides; the fused kernels read a
+            contiguous last dimension in place, and their result has q's own strides, so that a
+            transposed view of [B, S, H, D] stays one.
+        k: [B, Hk, S, D], as q, or None (then None is returned for it).
+        cos, sin: [P, R / 2], or [P, R] with the same values in both halves, as transformers has
+            them; also [B, S, ...] with a row per token (then without position_ids). Any float
+            dtype. Not differentiable.
+        interleaved: pairs are neighbors (2 i, 2 i + 1), as in GPT-J; default (i, R / 2 + i), as in
+            NeoX and Llama.
+        rotary_dim: R; default D. Features from R on pass through.
+        position_ids: integers [S] or [B, S], rows of the tables; default 0 .. S - 1.
+        cu_seqlens: int32 or int64 [n + 1], 0 .. B * S, not decreasing: where packed documents begin
+            (and the last ends) in the B * S tokens; positions restart at each. Not together with
+            position_ids.
+        inplace: overwrite q and k (a contiguous last dimension, any other strides) and return them.
+            The backward of what produced them must not need them. Slices of one projection are
+            fine: their elements may interleave in memory if both repeat by a common stride.
+            Compiled code checks for expanded tensors only.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        (q, k) in the inputs' dtypes.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit; with inplace also where autograd cannot
+            follow (a leaf that requires grad, or a view made by split, chunk or unbind) and where
+            elements share memory: of one tensor, as when expanded, or of q and k.
+        IndexError: a position outside the tables, compiled or not. On a CUDA device values of
+            position_ids and cu_seqlens are not read on the host, which would wait for it: a token
+            outside the tables, and every token of wrong cu_seqlens, becomes NaN, and nothing is
+            read out of bounds.
+
+    Example:
+        >>> q = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+        >>> cos, sin = torch.tensor([[0.0]]), torch.tensor([[1.0]])  # a quarter turn
+        >>> tilewright.ops.rope(q, None, cos, sin)[0].flatten().tolist()
+        [0.0, 1.0]
+
+    Source: arXiv:2104.09864; pairs as in transformers' LlamaRotaryEmbedding, or neighboring as in
     GPT-J.
     """
     R = _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens)
@@ -82,7 +99,7 @@ def prepare_tables(
     position_ids: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What implementations take for tables and positions that `check_tables` has passed: cos and
+    """Tables and positions that `check_tables` has passed, as implementations take them: cos and
     sin [P, R / 2] without gradients, and the row of each token, int64 [B, S], or None where token s
     of a sequence has row s.
 
