@@ -1,17 +1,16 @@
 #!/usr/bin/env bash
-# Everything that this repository wants to know of a GPU, in one command, from its root:
+# Runs everything that this repository wants to know of a GPU, from its root:
 #
 #     scripts/gpu.sh RESULTS MINUTES [STAGE...]       stages: goals ab search again rest tests report (default: all)
 #
-# RESULTS is a folder such as bench_results/nvidia-h200-2026-12-01. What decides first comes first: the goals, the open
-# questions that two ways each can answer, the search of the constants behind those goals that are not met, the goals
-# again; then all of the suite, the tests and the page. Every
-# stage ends within its share of the minutes and goes on where an earlier call stopped, so calls may be as short as the
-# machine's lease, and one call may ask for some stages only (docs/benchmarking.md says which); tests that have passed
-# are not run again before the sources change. Where $OUT is set, each result is appended to $OUT/results.jsonl when it
-# is made, and all that was found is packed into $OUT, Triton's cache among it; a triton-cache.tar.gz in RESULTS, as an
-# earlier call or `make gpu-cache` has made it, is unpacked first. COMMIT names the sources where there is no git. Where wheels were brought (see prepare_wheels.py), run
-# `. TARGET/env.sh` first.
+# RESULTS is a folder such as bench_results/nvidia-h200-2026-12-01. What decides most comes first: the goals; the open
+# questions; the search of launch constants behind unmet goals; the goals again. Then come the rest of the suite, the
+# tests and the page. Each stage ends within its share of the minutes and resumes where an earlier call stopped, so a
+# call may be as short as the machine's lease and may ask for some stages only (see docs/benchmarking.md). Tests that
+# have passed are not run again before the sources change. If $OUT is set, each result is appended to
+# $OUT/results.jsonl when it is made, and all results and Triton's cache are packed into $OUT. A triton-cache.tar.gz in
+# RESULTS, from an earlier call or `make gpu-cache`, is unpacked first. COMMIT names the sources where there is no git.
+# PYTHON is the interpreter: docs/benchmarking.md says how one gets the peers' wheels without a package registry.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -60,7 +59,7 @@ tests() {
 
 pack() {   # a machine that is taken away keeps nothing else
     [ -n "${OUT:-}" ] || return 0
-    tar czf "$OUT/.results" "$results" tilewright/kernels/tuned docs/performance.md docs/img 2>/dev/null
+    tar czf "$OUT/.results" "$results" tilewright/kernels/tuned docs/performance*.md docs/img 2>/dev/null
     mv "$OUT/.results" "$OUT/results.tar.gz"
     # Without the text that lies beside machine code: a launch does not read it.
     tar czf "$OUT/.cache" --exclude='*.source' --exclude='*.tt*ir' --exclude='*.llir' --exclude='*.ptx' \

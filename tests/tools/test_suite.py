@@ -647,6 +647,25 @@ def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
     assert {u["status"] for u in document["units"].values()} == {"done"}
 
 
+def test_host_time_without_a_gpu_is_of_ops_with_triton_kernels():
+    without = fake_op(right=rmsnorm_eager)
+    settings = run.Settings(sample_seconds=0.002)
+    found = [
+        suite.units(
+            "overhead",
+            [without, OPS["rope"]],
+            "cpu",
+            suite.DTYPES,
+            settings,
+            pathlib.Path(),
+            not_launched=n,
+        )
+        for n in (False, True)
+    ]
+    names = [[u.name for u in units] for units in found]
+    assert names == [["overhead/rmsnorm", "overhead/rope"], ["overhead/rope.not-launched"]]
+
+
 def test_every_registered_case_is_in_the_plan():
     @functools.cache
     def names(stage, device):

@@ -157,9 +157,7 @@ def no_autocast(t: torch.Tensor) -> contextlib.AbstractContextManager:
 
 
 def same_device(**tensors: torch.Tensor | None) -> None:
-    """Raises ValueError unless all tensors that are not None are on one device. Comparing two
-    devices directly costs a third of this call.
-    """
+    """Raises ValueError unless all tensors that are not None are on one device."""
     first = device = None
     for name, t in tensors.items():
         if t is None:
