@@ -1,8 +1,8 @@
 """Every field of the trainer's configuration has the effect that it says, measured on runs.
 
 A row names a field, another value, and what must differ between two runs of the public command in
-this process that differ in nothing else. `python tests/test_trainer_fields.py` prints the table of
-docs/fields.md.
+this process that differ in nothing else. Run as a program, with the page's path as its argument, it
+writes the table of docs/fields.md.
 """
 
 import contextlib
@@ -43,6 +43,7 @@ from tilewright.trainer.mesh import Mesh, layout_of  # noqa: E402
 from tilewright.trainer.moe import MoE  # noqa: E402
 from tilewright.trainer.refused import REFUSED  # noqa: E402
 
+ROOT = next(p for p in pathlib.Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
 DENSE = {
     "model_type": "qwen3",
     "vocab_size": 97,
@@ -659,7 +660,7 @@ def test_every_field_is_in_the_table():
     proven = {r.path for r in ROWS}
     for path, test in HELD.items():
         file, _, name = test.partition("::")
-        [found] = pathlib.Path(__file__).parents[1].rglob(f"tests/**/{file}")
+        [found] = (ROOT / "tests").rglob(file)
         assert f"def {name}(" in found.read_text(), f"{path}: there is no {test}"
     assert not proven & HELD.keys() and not proven & REFUSED.keys() - {"train.optimizer"}
     assert fields == proven | HELD.keys() | REFUSED.keys()
@@ -683,8 +684,9 @@ def table():
     lines = [
         "# What each field of the configuration changes",
         "",
-        "Written by `python tests/test_trainer_fields.py docs/fields.md`. The test of the same name",
-        "runs the trainer twice for each line, with nothing else changed, and sees the difference.",
+        "Written by the module `test_trainer_fields.py`, with this page's path as its argument. As a",
+        "test it runs the trainer twice for each line, with nothing else changed, and sees the",
+        "difference.",
         "",
         "| field | other value | what differs | in runs with |",
         "|---|---|---|---|",
@@ -703,9 +705,7 @@ def table():
 
 
 def test_the_page_is_current():
-    page = pathlib.Path(__file__).resolve()
-    root = next(p for p in page.parents if (p / "pyproject.toml").is_file())
-    assert (root / "docs/fields.md").read_text() == table()
+    assert (ROOT / "docs/fields.md").read_text() == table()
 
 
 if __name__ == "__main__":

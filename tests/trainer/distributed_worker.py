@@ -2,10 +2,11 @@
 
     python -m torch.distributed.run --nproc-per-node N distributed_worker.py FOLDER
 
-For every mode that FOLDER/modes.json lists, on the bins of FOLDER/bins.pt: takes one training step,
-of which rank 0 writes loss, tokens, norm and full gradients to FOLDER/<mode>.pt, or, where the mode
-starts with "train", several, of which it writes what `several_steps` returns. A mode that starts
-with "run" is a whole run, whose arguments are a configuration's path and what changes it.
+For every mode that FOLDER/modes.json lists, which may name a folder in FOLDER, on the bins.pt and
+the config.yaml of its folder: takes one training step, of which rank 0 writes loss, tokens, norm
+and full gradients to <mode>.pt, or, where the mode starts with "train", several, of which it writes
+what `several_steps` returns. A mode that starts with "run" is a whole run, whose arguments are a
+configuration's path and what changes it.
 """
 
 import json
@@ -114,20 +115,13 @@ STATE = {"run": {}, "ops": {}}
 
 
 def main(folder):
-    folder = pathlib.Path(folder)
-    bins = (
-        torch.load(folder / "bins.pt", weights_only=False)
-        if (folder / "bins.pt").is_file()
-        else None
-    )
-    ranks = None
-    for name, arguments in json.loads((folder / "modes.json").read_text()).items():
+    root, ranks = pathlib.Path(folder), None
+    for path, arguments in json.loads((root / "modes.json").read_text()).items():
+        folder, name = (root / path).parent, pathlib.PurePath(path).name
         whole = name.startswith("run")
-        config = (
-            load(arguments[0], arguments[1:])
-            if whole
-            else load(str(folder / "config.yaml"), arguments)
-        )
+        file, *arguments = arguments if whole else (folder / "config.yaml", *arguments)
+        config = load(str(file), arguments)
+        bins = None if whole else torch.load(folder / "bins.pt", weights_only=False)
         if ranks is None:
             ranks = mesh.join(config.train)
         else:

@@ -347,21 +347,46 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["qwen3", "qwen3-moe"])
-def test_two_processes_give_the_gradients_of_one(shape, tmp_path):
-    path = write_config(
-        tmp_path, shape, train__micro_batch_size=1, train__gradient_accumulation_steps=4
-    )
-    bins = make_bins()
-    torch.save(bins, tmp_path / "bins.pt")
-    (tmp_path / "modes.json").write_text(json.dumps(MODES))
-    want = step_in_one_process(path, bins, "--train.gradient_accumulation_steps=8")
-    done = launch(
-        2, [str(pathlib.Path(__file__).with_name("distributed_worker.py"))], str(tmp_path)
-    )
+SHAPES = {"qwen3": QWEN3, "qwen3-moe": MOE}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Everything that two processes do in `MODES` and `ADAPTERS`, on both shapes, one after the
+    other in the same processes: most of a launch is imports.
+    """
+    folder, modes = tmp_path_factory.mktemp("pairs"), {}
+    for name, shape in SHAPES.items():
+        for kind, chosen in (("gradients", MODES), ("adapters", adapters_of(shape))):
+            at, options = folder / name / kind, {}
+            at.mkdir(parents=True)
+            if kind == "adapters":  # from weights in a folder, which one process reads and sends
+                source = Transformer(ModelConfig.from_hf(shape), Ops.resolve())
+                source.init_weights(3)
+                hf.save_weights(source, at / "weights")
+                options = {
+                    "train__optimizer": "sgd",
+                    "train__lr": 1.0,
+                    "model__model_path": str(at / "weights"),
+                }
+            cut = {"train__micro_batch_size": 1, "train__gradient_accumulation_steps": 4}
+            write_config(at, shape, **cut, **options)
+            torch.save(make_bins(), at / "bins.pt")
+            modes |= {f"{name}/{kind}/{mode}": arguments for mode, arguments in chosen.items()}
+    (folder / "modes.json").write_text(json.dumps(modes))
+    done = launch(2, [str(pathlib.Path(__file__).with_name("distributed_worker.py"))], str(folder))
     assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_processes_give_the_gradients_of_one(shape, pairs):
+    at = pairs / shape / "gradients"
+    want = step_in_one_process(
+        str(at / "config.yaml"), make_bins(), "--train.gradient_accumulation_steps=8"
+    )
     for mode in MODES:
-        same(torch.load(tmp_path / f"{mode}.pt"), want)
+        same(torch.load(at / f"{mode}.pt"), want)
 
 
 EXPERTS = ["--train.data_parallel_mode=fsdp2", "--train.expert_parallel_size=2"]
@@ -1811,45 +1836,20 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["qwen3", "qwen3-moe"])
-def test_two_processes_train_adapters_as_one(shape, tmp_path):
-    """From weights in a folder, which one process reads and quantizes, and sends."""
-    source = Transformer(ModelConfig.from_hf(shape), Ops.resolve())
-    source.init_weights(3)
-    hf.save_weights(source, tmp_path / "weights")
-    path = write_config(
-        tmp_path,
-        shape,
-        train__micro_batch_size=1,
-        train__gradient_accumulation_steps=4,
-        train__optimizer="sgd",
-        train__lr=1.0,
-        model__model_path=str(tmp_path / "weights"),
-    )
-    bins = make_bins()
-    torch.save(bins, tmp_path / "bins.pt")
-    modes = (
-        ADAPTERS
-        if shape is QWEN3
-        else {
-            **{
-                k: ADAPTERS[k]
-                for k in (
-                    "train_lora_fsdp2",
-                    "train_nf4_ddp",
-                    "train_nvfp4_fsdp2",
-                    "train_lora_merge",
-                )
-            },
-            "train_spread": ["--lora.enable_lora=true", *EXPERTS],
-        }
-    )
-    (tmp_path / "modes.json").write_text(json.dumps(modes))
-    done = launch(
-        2, [str(pathlib.Path(__file__).with_name("distributed_worker.py"))], str(tmp_path)
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for mode in modes:
+def adapters_of(shape):
+    """Which of them two processes train."""
+    if shape is QWEN3:
+        return ADAPTERS
+    few = ("train_lora_fsdp2", "train_nf4_ddp", "train_nvfp4_fsdp2", "train_lora_merge")
+    spread = {"train_spread": ["--lora.enable_lora=true", *EXPERTS]}
+    return {k: ADAPTERS[k] for k in few} | spread
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_processes_train_adapters_as_one(shape, pairs):
+    at, bins = pairs / shape / "adapters", make_bins()
+    path = str(at / "config.yaml")
+    for mode in adapters_of(SHAPES[shape]):
         kind = mode.split("_")[1]
         alone = (
             ALONE["lora_merge" if "merge" in mode else kind]
@@ -1859,7 +1859,7 @@ def test_two_processes_train_adapters_as_one(shape, tmp_path):
         want = distributed_worker.several_steps(
             load(path, ["--train.gradient_accumulation_steps=8", *alone]), Mesh(), bins
         )[1]
-        found = torch.load(tmp_path / f"{mode}.pt")
+        found = torch.load(at / f"{mode}.pt")
         np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-5, err_msg=mode)
         np.testing.assert_allclose(found["norm"], want["norm"], rtol=1e-4, err_msg=mode)
         assert found["weights"].keys() == want["weights"].keys()

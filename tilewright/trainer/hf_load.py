@@ -76,12 +76,20 @@ def _check_fits(model: Transformer, folder: Folder) -> None:
 
 @torch.no_grad()
 def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "broadcast") -> None:
-    """Fills every parameter, in the parameter's dtype, and every quantized weight, in its format:
-    with what a quantized checkpoint holds, or by quantizing, one layer at a time. Adapters are left
-    alone.
+    """Fills every parameter, in the parameter's dtype, and every quantized weight, in its format.
 
-    mode: "broadcast": rank 0 reads and sends; "all_ranks": every rank reads.
-    Raises ValueError with every missing, unexpected and mis-shaped tensor at once.
+    A quantized weight is filled with what a quantized checkpoint holds, or by quantizing, one layer
+    at a time. Adapters are left alone. Every rank must call it.
+
+    Args:
+        model: to be filled; its parameters may be sharded.
+        path: a folder with config.json and safetensors.
+        mode: "broadcast": rank 0 reads and sends; "all_ranks": every rank reads.
+
+    Raises:
+        ValueError: the folder does not fit the model; the message holds every missing, unexpected
+            and mis-shaped tensor. Every rank raises it.
+        FileNotFoundError: the folder holds no weights.
     """
     if mode not in LOAD_MODES:
         raise ValueError(f"mode must be one of {list(LOAD_MODES)}, got {mode!r}")

@@ -65,11 +65,25 @@ class Ops:
         experts: bool = True,
         **names: str,
     ) -> Ops:
-        """attention_request: what calls of attention will ask for.   experts: whether the model has
-        any; only then must what routes and computes them be batch-invariant.
+        """Checks and chooses the implementation of each op.
 
-        Raises ValueError for an unknown name and ImplementationUnavailable for one that cannot run
-        here, or that does not claim what `numerics.batch_invariant` asks for.
+        Args:
+            attn_implementation, moe_implementation: names, or auto (None).
+            device_type, dtype: of the tensors of calls.
+            attention_request: what calls of attention will ask for.
+            numerics: the switches; those that name an implementation choose it.
+            experts: whether the model has any; only then must what routes and computes them be
+                batch-invariant.
+            names: of further ops' implementations, by op.
+
+        Raises:
+            ValueError: an unknown name.
+            ImplementationUnavailable: one that cannot run here, or that does not claim what
+                `numerics.batch_invariant` asks for.
+
+        Example:
+            >>> Ops.resolve("eager").attention
+            'eager'
         """
         table, chosen = operations(), {}
         asked = {
