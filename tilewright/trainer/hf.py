@@ -93,29 +93,21 @@ def save_weights(
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes a folder that transformers' from_pretrained reads: safetensors, config.json, the
-        tokenizer's files.
+    tokenizer's files.
 
-    <<<<<<< HEAD
-        dtype: of the stored tensors, default the parameters' own.   max_shard_bytes: of one file; a
-        tensor is in one. Files of these names, and the files of weights that a former model had there,
-        are replaced, once all are written (see `files.publish`); whatever else the folder holds stays.
-        Every rank must call it. Raises ValueError for a folder that is a file, or that holds an
-        adapter.
-    =======
-        Weights are dense: adapters are added, and what is quantized is dequantized. Files of these
-        names, and the files of weights that a former model had there, are replaced, once all are
-        written (see `files.publish`); whatever else the folder holds stays. Every rank must call it.
+    Weights are dense: adapters are added, and what is quantized is dequantized. Files of these
+    names, and the files of weights that a former model had there, are replaced, once all are
+    written (see `files.publish`); whatever else the folder holds stays. Every rank must call it.
 
-        Args:
-            model: its parameters may be sharded; one at a time is gathered.
-            path: the folder, which may exist.
-            tokenizer_path: a folder whose tokenizer's files are copied; None: none.
-            dtype: of the stored tensors; default: the parameters' own.
-            max_shard_bytes: the size of one file; a tensor is in one.
+    Args:
+        model: its parameters may be sharded; one at a time is gathered.
+        path: the folder, which may exist.
+        tokenizer_path: a folder whose tokenizer's files are copied; None: none.
+        dtype: of the stored tensors; default: the parameters' own.
+        max_shard_bytes: the size of one file; a tensor is in one.
 
-        Raises:
-            ValueError: the folder is a file, or holds an adapter.
-    >>>>>>> train
+    Raises:
+        ValueError: the folder is a file, or holds an adapter.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
     target = target_folder(path)
