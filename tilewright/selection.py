@@ -26,7 +26,20 @@ def resolve(
     device_type: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Callable:
-    """`Op.resolve` by the op's name. Raises ValueError for an unknown op.
+    """`Op.resolve` by the op's name.
+
+    Args:
+        op: The op's name.
+        implementation: A name that `tilewright explain` lists, or "auto".
+        device_type: Where it will be called; None: "cuda" if there is a device, else "cpu".
+        dtype: That of the op's first tensor.
+
+    Returns:
+        The op's public function, with the implementation fixed.
+
+    Raises:
+        ValueError: The op or the implementation does not exist.
+        ImplementationUnavailable: The implementation cannot run there.
 
     Example:
         >>> import torch, tilewright
@@ -52,6 +65,9 @@ def register_implementation(
             passes on.
         before: The name of an implementation that it precedes in the order of `auto`. By default it
             comes after those of this library and before the eager twin.
+
+    Returns:
+        None. A later call with this name is refused.
 
     Raises:
         ValueError: The op does not exist, `before` does not, or the name is taken.
@@ -103,6 +119,9 @@ def use(implementation: str | None = None, /, **by_op: str) -> Iterator[None]:
         implementation: For every op that has an implementation of this name; "auto" undoes an outer
             pin.
         **by_op: For single ops, by their names.
+
+    Returns:
+        A context manager. Leaving it restores what `auto` stood for.
 
     Raises:
         ValueError: An op or an implementation does not exist.

@@ -7,6 +7,7 @@ import pathlib
 import re
 
 import pytest
+import torch
 
 import tilewright
 from tilewright import ops
@@ -23,14 +24,14 @@ FUNCTIONS = {
     for name in module.__all__
     if inspect.isroutine(value := getattr(module, name))
 }
-SECTIONS = ("Args:", "Returns:", "Raises:", "Example:")
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_run(name):
     if "transformers" in name:
         pytest.importorskip("transformers")
-    results = doctest.testmod(importlib.import_module(name))
+    names = {"torch": torch, "tilewright": tilewright}
+    results = doctest.testmod(importlib.import_module(name), extraglobs=names)
     assert results.attempted and not results.failed
 
 
@@ -39,8 +40,12 @@ def missing(function):
     text = inspect.getdoc(function) or ""
     heads = re.findall(r"^ {4}([\w*, ]+)(?: \([^)]*\))?:", text, re.MULTILINE)
     described = {name.strip("* ") for head in heads for name in head.split(",")}
-    absent = [s for s in SECTIONS if f"\n{s}\n" not in text]
-    return absent + [p for p in inspect.signature(function).parameters if p not in described]
+    parameters = inspect.signature(function).parameters
+    sections = ["Returns:", "Example:"]
+    if parameters:
+        sections += ["Args:", "Raises:"]
+    absent = [s for s in sections if f"\n{s}\n" not in text]
+    return absent + [p for p in parameters if p not in described]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

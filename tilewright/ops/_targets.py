@@ -29,6 +29,9 @@ def checked_targets() -> Iterator[None]:
     of a run. It is made when a loss runs, so code that torch.compile has compiled follows it too.
     While a CUDA graph is captured no value can be read, and such a target gives NaN.
 
+    Returns:
+        A context manager.
+
     Example:
         >>> with tilewright.ops.checked_targets():
         ...     loss = tilewright.ops.cross_entropy(torch.zeros(2, 4), torch.tensor([1, 2]))
