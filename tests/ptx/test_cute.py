@@ -84,9 +84,7 @@ def emulator(request, monkeypatch):
     return emulator
 
 
-CASES = [
-    (op, case) for op in OPS for case in operations()[op].cases if "contract" in case.tags
-]  # which these kernels do not add
+CASES = [(op, case) for op in OPS for case in operations()[op].cases if "contract" in case.tags]
 
 
 # All in bf16 for sm_90; for sm_100, and in the other dtypes, those that between them have every
