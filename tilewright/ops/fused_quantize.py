@@ -10,9 +10,7 @@ quantized.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +18,8 @@ import torch
 from tilewright import platform
 from tilewright.ops import _checks, activation, block_fp8, cases, mxfp8, quantize
 from tilewright.ops._fused_quantize_cases import ADD_NORM_CASES, NORM_CASES, SILU_CASES
-from tilewright.ops._library import adopt, define, from_kernels
+from tilewright.ops._fused_quantize_operators import load_cpp, load_triton
+from tilewright.ops._library import from_kernels
 from tilewright.ops.block_fp8 import BlockFP8
 from tilewright.ops.mxfp8 import MXFP8
 from tilewright.ops.rmsnorm import check_norm, check_residual, rmsnorm_eager, sum_eager
@@ -281,100 +280,6 @@ def _flat(t):
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1]).contiguous()
 
 
-# ---- fused implementations
-
-
-def _fake_inverse(x, rows, columns, mx):
-    if mx:
-        return x.new_empty((rows, (columns + 31) // 32), dtype=torch.uint8)
-    return x.new_empty((rows, (columns + 127) // 128), dtype=torch.float32)
-
-
-def _fake_silu_mul(gate, up, seed, mx):
-    return gate.new_empty(gate.shape, dtype=torch.uint8), _fake_inverse(gate, *gate.shape, mx)
-
-
-def _fake_silu_mul_both(gate, up, rows, seed):
-    return mxfp8.fake_both(
-        gate.new_empty((gate.shape[0] // max(rows, 1), rows, gate.shape[1])), seed
-    )
-
-
-def _fake_rmsnorm(x, residual, weight, bias, eps, offset, round_xhat, seed, keep, mx):
-    D = x.shape[-1]
-    rows = math.prod(x.shape[:-1])
-    total = x.new_empty((0, D)) if residual is None else residual.new_empty((rows, D))
-    return (
-        x.new_empty((rows, D), dtype=torch.uint8),
-        _fake_inverse(x, rows, D, mx),
-        x.new_empty((rows if keep else 0, D)),
-        total,
-    )
-
-
-class _Fused:
-    """The calls of one implementation and its operators.
-
-    dtypes: what rmsnorm's kernels read weight and bias in; others come to them as float32.
-    """
-
-    def __init__(
-        self,
-        silu_mul: Callable,
-        silu_mul_both: Callable,
-        rmsnorm: Callable,
-        dtypes: tuple[torch.dtype, ...] = _checks.ACCEPTED,
-    ):
-        self.one, self.both, self.norm, self.dtypes = silu_mul, silu_mul_both, rmsnorm, dtypes
-
-    def silu_mul(self, gate, up, seed, mx, transpose):
-        rows = gate.shape[-2] if gate.dim() > 1 else 1
-        if up is None:
-            packed = activation.as_rows(gate)
-            gate, up = packed.chunk(2, -1) if packed.shape[-1] else (packed, packed)
-        gate, up = activation.as_rows(gate), activation.as_rows(up)
-        return self.both(gate, up, rows, seed) if transpose else self.one(gate, up, seed, mx)
-
-    def rmsnorm(self, x, residual, weight, bias, norm, into):
-        eps, offset, cast = norm
-        if weight.dtype not in self.dtypes:  # bias has weight's dtype
-            weight, bias = weight.float(), None if bias is None else bias.float()
-        # The llama cast rounds to the dtype that is normalized, which for a float32 residual stream
-        # is no rounding.
-        round_xhat = cast == "llama" and (residual is None or residual.dtype == x.dtype)
-        return self.norm(
-            x.contiguous(),
-            None if residual is None else residual.contiguous(),
-            weight.contiguous(),
-            None if bias is None else bias.contiguous(),
-            eps,
-            offset,
-            round_xhat,
-            *into,
-        )
-
-
-@functools.cache
-def _triton():
-    from tilewright.kernels import fused_quantize_triton as k
-
-    return _Fused(
-        define("silu_mul_triton_quantize", k.silu_mul_quantize, _fake_silu_mul),
-        define("silu_mul_triton_mxfp8_both", k.silu_mul_mxfp8_both, _fake_silu_mul_both),
-        define("rmsnorm_triton_quantize", k.rmsnorm_quantize, _fake_rmsnorm),
-    )
-
-
-@functools.cache
-def _cpp():
-    return _Fused(
-        adopt("silu_mul_cpp_quantize", _fake_silu_mul),
-        adopt("silu_mul_cpp_mxfp8_both", _fake_silu_mul_both),
-        adopt("rmsnorm_cpp_quantize", _fake_rmsnorm),
-        (torch.float32, torch.bfloat16),
-    )
-
-
 # A code of e4m3 has 3 bits of mantissa: where the twin's value and another's, a rounding apart, lie
 # on two sides of a tie, the codes are neighbors, 1/8 of the smaller apart. In MXFP8 a block's
 # largest magnitude may lie so on two sides
@@ -391,13 +296,13 @@ SILU_MUL_QUANTIZE = Op(
     (
         Implementation(
             "triton",
-            lambda: _triton().silu_mul,
+            lambda: load_triton().silu_mul,
             platform.no_triton,
             gate=from_kernels("fused_quantize_triton", "silu_mul_gate"),
         ),
         Implementation(
             "cpp",
-            lambda: _cpp().silu_mul,
+            lambda: load_cpp().silu_mul,
             platform.no_cpp,
             ("cpu",),
             (torch.float32, torch.bfloat16),
@@ -414,13 +319,13 @@ RMSNORM_QUANTIZE = Op(
     (
         Implementation(
             "triton",
-            lambda: _triton().rmsnorm,
+            lambda: load_triton().rmsnorm,
             platform.no_triton,
             gate=from_kernels("fused_quantize_triton", "rmsnorm_gate"),
         ),
         Implementation(
             "cpp",
-            lambda: _cpp().rmsnorm,
+            lambda: load_cpp().rmsnorm,
             platform.no_cpp,
             ("cpu",),
             (torch.float32, torch.bfloat16),
@@ -437,13 +342,13 @@ ADD_RMSNORM_QUANTIZE = Op(
     (
         Implementation(
             "triton",
-            lambda: _triton().rmsnorm,
+            lambda: load_triton().rmsnorm,
             platform.no_triton,
             gate=from_kernels("fused_quantize_triton", "add_rmsnorm_gate"),
         ),
         Implementation(
             "cpp",
-            lambda: _cpp().rmsnorm,
+            lambda: load_cpp().rmsnorm,
             platform.no_cpp,
             ("cpu",),
             (torch.float32, torch.bfloat16),

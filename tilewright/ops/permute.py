@@ -19,6 +19,7 @@ from tilewright import platform
 from tilewright.ops import _checks, cases
 from tilewright.ops._library import Operator, adopt, define, differentiate, from_kernels
 from tilewright.ops._permute_checks import checked_index, checked_position
+from tilewright.ops._permute_eager import permute_eager, sort_eager, unpermute_eager
 from tilewright.registry import Case, Cost, Implementation, On, Op, short
 
 
@@ -171,46 +172,6 @@ def unpermute(
         expert_weight = expert_weight.to(torch.promote_types(rows.dtype, torch.float32))
     position = position.contiguous() if position.is_cuda else checked_position(position)
     return UNPERMUTE.pick(implementation, rows)(rows, expert_weight, position)
-
-
-# ---- the definitions
-
-
-def sort_eager(expert_index, num_experts):
-    E = num_experts
-    expert = expert_index.flatten().long()
-    expert = torch.where((expert < 0) | (expert > E), E, expert)
-    slots = expert.argsort(stable=True)
-    counts = torch.zeros(E + 1, dtype=torch.int64, device=expert.device)
-    offsets = counts.scatter_add(0, expert, torch.ones_like(expert))[:E].cumsum(0)
-    row = torch.empty_like(slots).scatter(
-        0, slots, torch.arange(slots.shape[0], device=slots.device)
-    )
-    position = torch.where(expert < E, row, -1).view(expert_index.shape)
-    return offsets.int(), slots.int(), position.int()
-
-
-def permute_eager(x, expert_index, num_experts):
-    offsets, slots, position = sort_eager(expert_index, num_experts)
-    if x is None:
-        return None, offsets, slots, position
-    acc = torch.promote_types(
-        x.dtype, torch.float32
-    )  # for the backward: a sum over each token's rows
-    rows = x.to(acc).index_select(0, slots // expert_index.shape[1])
-    used = torch.arange(slots.shape[0], device=x.device) < offsets[-1]
-    return torch.where(used[:, None], rows, 0).to(x.dtype), offsets, slots, position
-
-
-def unpermute_eager(rows, expert_weight, position):
-    (T, K), H = position.shape, rows.shape[1]
-    acc = torch.promote_types(rows.dtype, torch.float32)
-    there = position >= 0
-    picked = rows.to(acc).index_select(0, position.flatten().clamp_min(0)).view(T, K, H)
-    picked = torch.where(there[..., None], picked, 0)  # before the product: 0 times NaN is NaN
-    if expert_weight is not None:
-        picked = picked * torch.where(there, expert_weight.to(acc), 0)[..., None]
-    return picked.sum(1).to(rows.dtype)
 
 
 # ---- fused implementations. PyTorch has no other way than the twins': a sort, an index, a sum.
