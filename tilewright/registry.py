@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -153,6 +152,8 @@ class Op:
         )
         self._table: dict[tuple[str, torch.device, torch.dtype, Any], Callable] = {}  # of `pick`
         self._unpinned: dict[tuple[torch.device, torch.dtype], str] = {}
+        self._id = f"{self.name} {id(self)}"
+        _by_id[self._id] = self
         self._complete = False  # whether installed implementations have been added
         self.implementations = (*self.built_in, twin)
 
@@ -172,11 +173,9 @@ class Op:
         self._implementations = implementations
         self._table.clear()
         self._unpinned.clear()
-        # Callables for Dynamo, which does not see what is added to a dictionary while it traces.
+        # Callables for Dynamo, which does not see what is added to a dictionary while it traces. It
+        # guards them, so that compiled code recompiles when they are gone.
         self._by_key = types.SimpleNamespace()
-        # Dynamo guards it, so that compiled code is compiled again.
-        self._id = f"{self.name} {next(_ids)}"
-        _by_id[self._id] = self
 
     def add(self, implementation: Implementation, *, before: str | None = None) -> None:
         """See `tilewright.register_implementation`."""
@@ -371,7 +370,6 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 # For `_resolve_constant`: before torch 2.13, Dynamo takes constants as arguments, and no Op.
-_ids = itertools.count()
 _by_id: weakref.WeakValueDictionary[str, Op] = weakref.WeakValueDictionary()
 
 

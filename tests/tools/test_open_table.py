@@ -58,6 +58,8 @@ def test_auto_takes_what_comes_before_and_forgets_what_it_chose(op):
     assert op.public(x) == 3 and op.part(x)(x) == 3
     tilewright.register_implementation("probe", times("gpu", 4, devices=("cuda",)), before="three")
     assert op.public(x) == 3, "its devices do not name the CPU"
+    tilewright.register_implementation("probe", times("four", 4), before="two")
+    assert op.names() == ["gpu", "three", "four", "two", "eager"] and op.public(x) == 3
 
 
 def test_auto_takes_it_where_ours_cannot_run(op):
