@@ -45,7 +45,7 @@ TIMING = """
 measure_roofline = functools.partial(measure_roofline, copy_bytes=2**22, matmul=64, samples=2)
 
 class CpuClock(CpuClock):
-    def __init__(self, sample_seconds):
+    def __init__(self, sample_seconds=0.0):
         super().__init__(0.0)
 """
 RUN = """
