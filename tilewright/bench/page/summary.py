@@ -32,8 +32,8 @@ case, its numerics and its host time.
 digits. Of several results for the same row the newest is shown. A ratio always compares two rows
 that were timed in the same interleaved rounds.
 """
-NO_GPU = f"""**No number here was measured on a GPU: the GPU suite has not been run, and nothing is
-estimated.** On a machine with a CUDA device,
+NO_GPU = f"""**No number here was measured on a GPU: the GPU suite has not been run, and nothing is estimated.**
+On a machine with a CUDA device,
 `python -m tilewright.bench suite --minutes 9 --out bench_results/<device>-<date>` measures; repeat
 it while its exit code is 3. `{COMMAND}` then adds the results to this page.
 """
