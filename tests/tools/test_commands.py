@@ -343,7 +343,7 @@ def test_what_is_prepared_needs_no_package(train, monkeypatch):
     address = "--data.datasets.0.path=s3://bucket/x.jsonl"
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 30})
     with monkeypatch.context() as once, pytest.raises(AssertionError, match="the first step"):
-        once.setattr(train.data, "_raw", lambda entry, data: rows)
+        once.setattr(train.data, "read_raw", lambda entry, data: rows)
         once.setattr(platform, "no_module", lambda name: None)
         train(address)
     monkeypatch.setitem(sys.modules, "s3fs", None)

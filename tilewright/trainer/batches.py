@@ -172,7 +172,7 @@ class Batches:
     def steps(self) -> Iterator[list[dict[str, torch.Tensor]]]:
         """The micro-batches of each following step, epoch after epoch, for ever."""
         while True:
-            loader = _loader(self.bins, list(self._mine()), self.pin, self.cp)
+            loader = _loader(self.bins, list(self._mine()), self.data, self.pin, self.cp)
             step, sizes = [], self.bins.sizes[self._order()]
             for batch in loader:
                 step.append(batch)
@@ -186,8 +186,9 @@ class Batches:
             self.epoch, self.used = self.epoch + 1, 0
 
 
-def _loader(bins: Bins, indices: list[list[int | None]], pin: bool, cp: ContextParallel):
-    data = bins.data
+def _loader(
+    bins: Bins, indices: list[list[int | None]], data: Data, pin: bool, cp: ContextParallel
+) -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(
         bins,
         batch_sampler=indices,
@@ -209,10 +210,10 @@ def evaluation_batches(
     cp: ContextParallel | None = None,
 ) -> torch.utils.data.DataLoader:
     """Every bin once over all ranks, `size` in a micro-batch; each rank gets the same number of
-    batches, filled up with empty ones.
+    batches, filled up with empty ones. Read and padded as the bins' own settings say.
     """
     groups: list[list[int | None]] = [
         list(range(i, min(i + size, len(bins)))) for i in range(0, len(bins), size)
     ]
     groups += [[None]] * (-len(groups) % world_size)
-    return _loader(bins, groups[rank::world_size], pin, cp or ContextParallel())
+    return _loader(bins, groups[rank::world_size], bins.data, pin, cp or ContextParallel())

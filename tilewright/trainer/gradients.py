@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tilewright._torch import scale_all_
 from tilewright.trainer.mesh import Group
 
 
@@ -45,4 +46,4 @@ def global_norm(parameters: list[nn.Parameter], ranks: Group) -> torch.Tensor:
 def scale(parameters: list[nn.Parameter], factor: torch.Tensor) -> None:
     """Multiplies all gradients by a number on their device."""
     for gradients in _by_sharding(parameters).values():
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
+        scale_all_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
