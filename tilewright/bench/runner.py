@@ -123,7 +123,6 @@ def work(
     keep: bool = False,
     since: float = float("inf"),
     slot: str = "0",
-    say: Callable[[str], object] = print,
     describe: Callable[[dict], str] = lambda d: "",
     now: Callable[[], dict[str, Any]] = dict,
     stream: pathlib.Path | None = None,
@@ -195,9 +194,10 @@ def work(
                 with stream.open("a") as file:  # one write: lines of several workers do not mix
                     file.write(json.dumps({"unit": unit.name, **document}, allow_nan=False) + "\n")
             state.unlink()  # a process that dies now dies between units
-            say(
+            print(
                 f"{unit.name} ({document['seconds']:.1f} s) "
-                f"{document.get('error') or describe(document)}"
+                f"{document.get('error') or describe(document)}",
+                flush=True,
             )
     finally:
         state.unlink(missing_ok=True)

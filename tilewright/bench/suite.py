@@ -395,7 +395,6 @@ def _work(args: argparse.Namespace, groups, task: Mapping[str, Any], meta: dict[
         keep=args.keep,
         since=task["since"],
         slot=str(task["worker"]),
-        say=functools.partial(print, flush=True),
         describe=describe,
         now=functools.partial(run.moment, args.device),
         stream=args.stream,

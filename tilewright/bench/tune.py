@@ -63,15 +63,15 @@ def search(
     device: str,
     rounds: int = 7,
     seconds: float = 8.0,
-    crashed: Sequence[Config] = (),
-    trying: Callable[[Config], object] = lambda config: None,
+    attempts: tuple[Sequence[Config], Callable[[Config], object]] = ((), lambda config: None),
 ) -> dict[str, Any]:
     """The entry for one key: {"key", "config", "heuristic", "median_us", "heuristic_us", "tried",
     "rejected"}.
 
-    crashed: constants that must not be tried again.   trying: told of those that are called for the
-    first time.
+    attempts: the configurations that must not be tried again, and what is told of each that is
+        called for the first time.
     """
+    crashed, trying = attempts
     kwargs = case.make(device, dtype, run.SEED)
     place = contract.leaves(kwargs)[0].device
     named = tunable.named(key)
@@ -188,8 +188,10 @@ def unit(
                             tunable,
                             key,
                             device,
-                            crashed=[c for *o, c in crashed if tuple(o) == of],
-                            trying=lambda config, of=of: write([*of, config]),
+                            attempts=(
+                                [c for *o, c in crashed if tuple(o) == of],
+                                lambda config, of=of: write([*of, config]),
+                            ),
                         ),
                     }
                 )
@@ -336,7 +338,6 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
             task["until"],
             meta,
             since=task["since"],
-            say=functools.partial(print, flush=True),
             describe=lambda d: (
                 "\n" + tune_tables.table(d["entries"]) if d["entries"] else "nothing new to search"
             ),

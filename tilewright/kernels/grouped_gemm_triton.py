@@ -1009,9 +1009,7 @@ def down_dswiglu(
     down_proj: torch.Tensor,
     pre: torch.Tensor,
     expert_weight: torch.Tensor,
-    offsets: torch.Tensor,
-    slots: torch.Tensor,
-    position: torch.Tensor,
+    sorted_slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     keep_h: bool,
     bias: torch.Tensor | None = None,
     gate: dict = SILU_MUL,
@@ -1020,14 +1018,15 @@ def down_dswiglu(
     """(dpre [R, 2 I], dexpert_weight [T, K] fp32, weighted h [R, I] or None) of a MoE MLP.
 
     dy [T, H]: of the layer's result.   down_proj [E, H, I].   pre [R, 2 I]: contiguous, as
-    `up_swiglu` kept it. expert_weight [T, K] fp32.   slots [R], position [T, K] int32: as
-    `sort_by_expert` gives them.
+    `up_swiglu` kept it. expert_weight [T, K] fp32.   sorted_slots: offsets [E], slots [R] and
+    position [T, K], int32, as `sort_by_expert` gives them.
     bias [E, H]: that of the down-projection.   gate: as in `up_swiglu`. With dh = dy[token] @
     down_proj[e], which is not kept: dexpert_weight = <dh, h> + <dy[token], bias[e]>, and dpre is
     the gradient for weight * dh. weight * h is what the gradient of down_proj is made of:
     backward_weight(dy, weighted h, ..., "dy"). Zeros in the tail and for sentinels. R, I and H are
     not 0.
     """
+    offsets, slots, position = sorted_slots
     rows, K, N = slots.shape[0], dy.shape[1], down_proj.shape[2]
     top_k = expert_weight.shape[1]
     dpre = torch.empty_like(pre)

@@ -219,12 +219,7 @@ def constants(x: torch.Tensor, format: str, N: int, block: list[int]) -> dict | 
 def few_rows(
     x: torch.Tensor,
     bias: torch.Tensor | None,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    nested: torch.Tensor | None,
-    table: torch.Tensor | None,
-    extra: torch.Tensor | None,
-    values: torch.Tensor | None,
+    weight: tuple[torch.Tensor | None, ...],
     format: str,
     N: int,
     block: list[int],
@@ -233,11 +228,13 @@ def few_rows(
     """y [T, N] = x w^T + bias from x [T, K] and the codes and scales of w [N, K]. T, N and K are
     not 0.
 
+    weight: (data, scale, nested, table, extra, values).
     data, scale: bytes; of NF4 and block FP8 without double quantization, scale is float32.
         nested, table, extra: nested_absmax, the 256 values of the codes of scales, and the offset,
         of double quantization; extra is also NVFP4's global scale.   values: of NF4's 16 codes.
         config: from `constants`.
     """
+    data, scale, nested, table, extra, values = weight
     T, K = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     c = {n: v for n, v in config.items() if n not in ("fused", "SPLIT")}

@@ -7,8 +7,8 @@ import math
 import torch
 
 from tilewright.ops import cases
+from tilewright.ops._norm_cases import norm_case
 from tilewright.ops.activation import case as activation_case
-from tilewright.ops.rmsnorm import norm_case
 from tilewright.registry import Case, Cost
 
 MX = ("format", "mxfp8")

@@ -45,6 +45,8 @@ from tilewright.ops.moe import moe_mlp, moe_mlp_eager
 from tilewright.ops.quantize import Quantized
 from tilewright.registry import ImplementationUnavailable
 
+__all__ = ["DeepEP", "Dispatched", "Plan", "combine", "dispatch", "ep_moe_mlp"]
+
 DISPATCHES = ("alltoall", "deepep", "eager")
 
 

@@ -256,7 +256,8 @@ def _few_rows_triton(kernels, x, bias, weight):
     config = kernels.constants(x, format, N, block)
     if config is None:
         return None
-    return kernels.few_rows(x, *_read_by_kernel(x, bias, weight), format, N, block, config)
+    bias, *parts = _read_by_kernel(x, bias, weight)
+    return kernels.few_rows(x, bias, parts, format, N, block, config)
 
 
 @functools.cache
