@@ -10,6 +10,7 @@ the interpreter; they print a line of JSON for each test.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import pathlib
@@ -99,7 +100,12 @@ LONG = {
     "grouped_gemm": (3, 370, 144, 272, (300, 0, 60)),
     "moe_mlp": (104, 3, 2, 272, 80, "sentinels"),
     "quantized_linear": ("nvfp4", 40, 144, 1040, True),
-}  # arguments of the ops' own `_case`
+}  # arguments of what makes the ops' own cases
+CASES_OF = {
+    "grouped_gemm": ("tilewright.ops._grouped_gemm_cases", "case"),
+    "moe_mlp": ("tilewright.ops._moe_cases", "case"),
+    "quantized_linear": ("tilewright.ops.quantized_linear", "linear_case"),
+}
 
 
 # ---- in the other processes
@@ -264,8 +270,8 @@ def long_sums(driver, name, dtype):
     """Enough steps in a sum for stages of copies to be used again, and the large tiles of many
     rows.
     """
-    make = sys.modules[operations()[name].public.__module__]._case
-    case = make("long_sums", *LONG[name])
+    module, make = CASES_OF[name]
+    case = getattr(importlib.import_module(module), make)("long_sums", *LONG[name])
     contract_holds(driver, operations()[name], case, dtype)
 
 

@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -150,6 +152,7 @@ def test_an_implementation_that_computes_nothing_does_not_pass(table, capsys):
 
 # ---- installed
 
+ROOT = pathlib.Path(tilewright.__file__).parents[1]
 PACKAGE = """
 import sys
 import torch
@@ -158,7 +161,13 @@ from tilewright import Implementation, ImplementationUnavailable
 def load():
     import tilewright.ops  # what an implementation needs is imported when it is used
     from {test} import product
-    return product
+    from tilewright.ops.hadamard import hadamard_eager
+
+    def matrix(x, size, seed, inverse):
+        way = product if seed is None else hadamard_eager
+        return way(x, size, seed, inverse)
+
+    return matrix
 
 matrix = Implementation("matrix", load, devices=("cpu",))
 taken = Implementation("cpp", load)
@@ -183,15 +192,13 @@ import tilewright.ops
 assert "acme" not in sys.modules, "nothing is imported before it is looked at"
 from tilewright import __main__ as cli
 from tilewright.bench import __main__ as bench
-from dataclasses import replace
-op = tilewright.ops.HADAMARD
-op.cases = (replace(op.cases[0], tags=frozenset({"contract", "cpu"})),)  # small, and timed
 codes = [
     cli.main(["explain", "--device", "cpu"]),
     cli.main(["check", "hadamard", "--implementation", "matrix", "--device", "cpu",
               "--dtype", "float32"]),
-    bench.main(["run", "--op", "hadamard", "--provider", "matrix", "--case", "plain",
-                "--dtype", "float32", "--device", "cpu", "--rounds", "1", "--out", sys.argv[1]]),
+    bench.main(["run", "--op", "hadamard", "--provider", "matrix", "--case", CASE,
+                "--dtype", "float32", "--device", "cpu", "--rounds", "1",
+                "--sample-ms", "0", "--out", sys.argv[1]]),
 ]
 print(json.dumps(codes))
 """
@@ -209,7 +216,8 @@ def test_a_distribution_adds_implementations_by_entry_points(tmp_path):
     head = "import torch\nfrom tilewright import ImplementationUnavailable\n\n"
     (site / "acme_product.py").write_text(head + inspect.getsource(product))
     run = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r})\n{SCRIPT}", out],
+        [sys.executable, "-c", SCRIPT.replace("CASE", "'qwen3-8b'"), out],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(site), str(ROOT)))},
         capture_output=True,
         text=True,
         check=False,
@@ -233,8 +241,9 @@ def test_a_distribution_adds_implementations_by_entry_points(tmp_path):
         for line in lines
     )
     assert json.loads(lines[-1]) == [0, 0, 0]
-    timed = json.loads((out / "results.json").read_text())["rows"]
-    assert [r["provider"] for r in timed] == ["matrix"] and timed[0]["forward"]
+    units = [json.loads(line) for line in (out / "suite.jsonl").read_text().splitlines()]
+    timed = [row for unit in units for row in unit.get("rows", ()) if row.get("provider")]
+    assert [r["provider"] for r in timed] == ["matrix"] and timed[0]["forward"], timed
 
 
 def test_nothing_installed_changes_no_op():

@@ -48,6 +48,16 @@ def conversions(device: torch.device) -> int:
     return 2 if capability >= (10, 0) else 1 if capability >= (8, 9) else 0
 
 
+@functools.cache
+def old_ptxas() -> bool:
+    """Whether Triton brings a ptxas of CUDA 12, whose allocation of registers spills where that of
+    3.9 does not.
+    """
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+
+
 def dot_precision(t: torch.Tensor) -> str | None:
     """`input_precision` of a tl.dot of t; tf32 would keep 10 bits of float32."""
     return "ieee" if t.dtype == torch.float32 else None

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels.device import programs
+from tilewright.kernels.device import old_ptxas, programs
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import next_power_of_2
 from tilewright.kernels.rmsnorm_triton import summed
@@ -499,8 +499,6 @@ def _backward(
 
 # ---- constants
 
-_OLD_PTXAS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
-
 
 def _blocks(D: int, half: int) -> dict:
     rest = D - 2 * half
@@ -540,7 +538,7 @@ def _backward_heuristic(D: int, half: int, itemsize: int, HQ: int, HK: int, norm
         # The sums of what is not rotated are wide: with 64 features of 192, 255 registers.
         c["BLOCK_H"] = max(1, c["BLOCK_H"] // 2)
         # Triton 3.6's ptxas keeps to 168 registers for sm_100 and spills 8 bytes, unless told to.
-        limit = 168 if _OLD_PTXAS else None
+        limit = 168 if old_ptxas() else None
     return {**c, "PROGRAMS": 4, "maxnreg": limit}
 
 

@@ -233,6 +233,8 @@ def _backward(
     # bit, and either could be the one that is kept. Seen of dw in narrow rows of 16 bits on four
     # warps; not in float32, where with a bias and D=128 ptxas would spill 8 bytes for sm_90.
     APART: tl.constexpr = BLOCK_T > 1 and x_ptr.dtype.element_ty != tl.float32
+    # The same of c, of a float32 weight and a D that no four divide.
+    RAGGED: tl.constexpr = APART and D % 4 != 0 and w_ptr.dtype.element_ty == tl.float32
     for block in tl.range(p, tl.cdiv(T, BLOCK_T), P, num_stages=STAGES):
         t = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
         row = t * H + h
@@ -254,7 +256,10 @@ def _backward(
         else:
             dw += tl.sum(g * normed, axis=0)
         g = g * w[None, :]
-        c = tl.sum(g * xhat, axis=1) / D
+        if RAGGED:
+            c = tl.sum(tl.fma(g, xhat, 0.0), axis=1) / D
+        else:
+            c = tl.sum(g * xhat, axis=1) / D
         dx = (g - xhat * c[:, None]) * rstd[:, None]
         if DSUM:
             dx += tl.load(dsum_ptr + at, mask=mask, other=0.0).to(tl.float32)

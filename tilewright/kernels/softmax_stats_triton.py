@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels import launchers
-from tilewright.kernels.device import multiprocessors
+from tilewright.kernels.device import multiprocessors, old_ptxas
 from tilewright.kernels.launch import launch
 from tilewright.kernels.math_triton import tanh_and_derivative
 from tilewright.kernels.spec import KernelSpec
@@ -49,10 +49,11 @@ def _forward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
 
 
 def _backward_heuristic(V: int, itemsize: int, plain: bool) -> dict:
-    """No sums are kept. 16-bit logits: 16 elements a thread, as in the forward; with 32, ptxas 12.9
-    spills 4 bytes for sm_120. float32: 32 elements a thread; with 16, it spills 32 bytes there.
+    """No sums are kept: 32 elements per thread, so 64 bytes of bf16 in flight. (In float32 with 16,
+    ptxas spills 32 bytes for sm_120.) The ptxas of older Tritons spills 4 bytes of bf16 there with
+    32, so that it gets 16, which take a fifth more instructions.
     """
-    return {"BLOCK": 4096, "num_warps": 8 if itemsize == 2 else 4}
+    return {"BLOCK": 4096, "num_warps": 8 if old_ptxas() and itemsize == 2 else 4}
 
 
 def _backward_space(V: int, itemsize: int, plain: bool) -> list[dict]:

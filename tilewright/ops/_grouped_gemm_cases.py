@@ -30,7 +30,7 @@ def _skewed(experts: int, seed: int) -> list[float]:
     return (1 / (1 + order.double())).tolist()
 
 
-def _case(name, experts, rows, n, k, counts=None, shares=_uniform, tags=cases.CONTRACT):
+def case(name, experts, rows, n, k, counts=None, shares=_uniform, tags=cases.CONTRACT):
     """counts: rows of each expert, in place of shares; what they leave of `rows` is the tail,
     which is NaN.
     """
@@ -66,11 +66,11 @@ def _timed():
     found = []
     for tokens in (8192, 32768):
         found += [
-            _case(f"{qwen}_up_{tokens}", 128, 8 * tokens, 2 * inner, hidden, tags=cases.CUDA),
-            _case(f"{qwen}_down_{tokens}", 128, 8 * tokens, hidden, inner, tags=cases.CUDA),
+            case(f"{qwen}_up_{tokens}", 128, 8 * tokens, 2 * inner, hidden, tags=cases.CUDA),
+            case(f"{qwen}_down_{tokens}", 128, 8 * tokens, hidden, inner, tags=cases.CUDA),
         ]
     found += [
-        _case(
+        case(
             f"{qwen}_up_32768_skewed",
             128,
             8 * 32768,
@@ -79,9 +79,9 @@ def _timed():
             shares=_skewed,
             tags=cases.CUDA,
         ),
-        _case("mixtral-8x7b_up_8192", 8, 2 * 8192, 2 * 14336, 4096, tags=cases.CUDA),
-        _case("mixtral-8x7b_down_8192", 8, 2 * 8192, 4096, 14336, tags=cases.CUDA),
-        _case(
+        case("mixtral-8x7b_up_8192", 8, 2 * 8192, 2 * 14336, 4096, tags=cases.CUDA),
+        case("mixtral-8x7b_down_8192", 8, 2 * 8192, 4096, 14336, tags=cases.CUDA),
+        case(
             "mixtral-8x7b_up_8192_skewed",
             8,
             2 * 8192,
@@ -91,10 +91,10 @@ def _timed():
             tags=cases.CUDA,
         ),
         # A quarter of the experts: all, with gradients and float64 truth, are 20 GiB.
-        _case(f"{qwen}-32e_up_4_rows", 32, 32 * 4, 2 * inner, hidden, tags=cases.CPU),
-        _case(f"{qwen}-32e_up_32_rows", 32, 32 * 32, 2 * inner, hidden, tags=cases.CPU),
-        _case(f"{qwen}-32e_down_32_rows", 32, 32 * 32, hidden, inner, tags=cases.CPU),
-        _case(
+        case(f"{qwen}-32e_up_4_rows", 32, 32 * 4, 2 * inner, hidden, tags=cases.CPU),
+        case(f"{qwen}-32e_up_32_rows", 32, 32 * 32, 2 * inner, hidden, tags=cases.CPU),
+        case(f"{qwen}-32e_down_32_rows", 32, 32 * 32, hidden, inner, tags=cases.CPU),
+        case(
             f"{qwen}-32e_up_32_rows_skewed",
             32,
             32 * 32,
@@ -108,19 +108,19 @@ def _timed():
 
 
 CASES = (
-    _case("ragged", 4, 37, 21, 19, (5, 20, 0, 12)),
-    _case(
+    case("ragged", 4, 37, 21, 19, (5, 20, 0, 12)),
+    case(
         "aligned", 3, 150, 144, 80, (129, 0, 21)
     ),  # rows and edges that divide no tile, at multiples of 16
-    _case("tail", 4, 30, 24, 16, (3, 0, 9, 7)),
-    _case("tail_odd", 2, 9, 7, 5, (2, 4)),
-    _case("no_rows", 3, 0, 8, 16, (0, 0, 0)),
-    _case("only_tail", 2, 6, 5, 8, (0, 0)),
-    _case("one_expert_has_all", 5, 33, 16, 32, (0, 0, 33, 0, 0)),
-    _case("one_expert", 1, 20, 12, 8, (20,)),
-    _case("many_experts", 40, 64, 6, 8, tuple(i % 4 for i in range(40))),
-    _case("long", 2, 300, 8, 24, (283, 17)),  # more rows than a tile of any size
+    case("tail", 4, 30, 24, 16, (3, 0, 9, 7)),
+    case("tail_odd", 2, 9, 7, 5, (2, 4)),
+    case("no_rows", 3, 0, 8, 16, (0, 0, 0)),
+    case("only_tail", 2, 6, 5, 8, (0, 0)),
+    case("one_expert_has_all", 5, 33, 16, 32, (0, 0, 33, 0, 0)),
+    case("one_expert", 1, 20, 12, 8, (20,)),
+    case("many_experts", 40, 64, 6, 8, tuple(i % 4 for i in range(40))),
+    case("long", 2, 300, 8, 24, (283, 17)),  # more rows than a tile of any size
     *_timed(),
-    _case("big", 4, 2**19 + 8, 4096, 64, tags=cases.BIG),
-    _case("big_weight", 33, 33 * 8, 8192, 8192, tags=cases.BIG),
+    case("big", 4, 2**19 + 8, 4096, 64, tags=cases.BIG),
+    case("big_weight", 33, 33 * 8, 8192, 8192, tags=cases.BIG),
 )
