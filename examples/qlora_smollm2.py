@@ -1,8 +1,10 @@
-"""What quantising SmolLM2-135M costs, and how QLoRA trains it, on a CPU, in each format.
+"""What quantizing SmolLM2-135M costs, and how QLoRA trains it, on a CPU, in each format.
 
-    make .cache/smollm2/config.json python examples/qlora_smollm2.py errors RESULTS.json     # its
-    logits against those of the bfloat16 weights python examples/qlora_smollm2.py train RESULTS.json
-    [nf4 | nvfp4 | block_fp8 ...]    # with and without noise (AQN)
+    make .cache/smollm2/config.json
+    # The logits against those of the bfloat16 weights:
+    python examples/qlora_smollm2.py errors RESULTS.json
+    # Training, with and without noise (AQN):
+    python examples/qlora_smollm2.py train RESULTS.json [nf4 | nvfp4 | block_fp8 ...]
 
 Held out is The Tempest, of which every thirtieth window of 256 tokens is taken. `train` ends with
 code 1 if a held-out loss does not fall.

@@ -1,17 +1,18 @@
 """Everything that a device can say about the registry: does it hold, how fast is it, what does a
 call cost.
 
-    python -m tilewright.bench suite --minutes 9 --out DIR [--goals] [--op OP,..] [--stage STAGE,..]
-    [--dtype DTYPE,..]
+    python -m tilewright.bench suite --minutes 9 --out DIR [--goals] [--op OP,..] ...
 
 Stages, in this order, over every op, implementation and case of the registry:
 
-    roofline   copy bandwidth and dense matmul: what the device can do at all sanitize   a small
-    launch of each op with a goal under compute-sanitizer's memcheck and racecheck (CUDA) goals
-    the cases that a goal of this device speaks of: `auto` and the peers that have the op ab
-    the open questions of `bench.variants`: two ways each, interleaved, on the case that decides
-    parity     the numerics contract of every implementation, on every small case, in every dtype it
-    takes graph      CUDA-graph capture and replay of every implementation that runs on CUDA tensors
+    roofline   copy bandwidth and dense matmul: what the device can do at all
+    sanitize   a small launch of each op with a goal under compute-sanitizer's memcheck and
+               racecheck (CUDA)
+    goals      the cases that a goal of this device speaks of: `auto` and the peers that have the op
+    ab         the open questions of `bench.variants`: two ways each, interleaved, on the case that
+               decides
+    parity     the numerics contract of every implementation, on every small case and dtype
+    graph      CUDA-graph capture and replay of every implementation that runs on CUDA tensors
     big        cases of more than 2^31 elements (CUDA)
     time       every timed case: implementations and peers, correctness-gated, interleaved
     overhead   what the dispatch above a kernel costs

@@ -1,21 +1,20 @@
-"""Attention in Triton, over one sequence or packed documents: softmax(mask(cap(scale q k^T))) v, by
-an online softmax. The definition is tilewright/ops/attention.py; the method FlashAttention-2's
-(arXiv:2307.08691).
+"""Attention in Triton, over one sequence or packed documents: softmax(mask(cap(scale q k^T))) v,
+by an online softmax. The definition is tilewright/ops/attention.py; the method is
+FlashAttention-2's (arXiv:2307.08691).
 
 A tile is a block of rows of one document and one head, and walks over the keys that its rows may
 see: those of its document, with CAUSAL up to the last row, with a window from the first row's on.
 Blocks of keys that every row sees take no mask. Where documents lie comes from cu_seqlens on the
-device (`tile_map`), so no launch waits for it, and no tile
-has rows of two documents: what another one holds, NaN too, is never read.
+device (`tile_map`), so no launch waits for it. No tile has rows of two documents: what another one
+holds, NaN too, is never read.
 
     _forward       out and the log-sum-exp of each row, a tile of queries at a time.
     _backward_q    dq and <dout, out>, a tile of queries at a time.
     _backward_kv   dk and dv, a tile of keys at a time, over the query heads that read it.
 
 Statistics and sums are float32; probabilities and their gradients are rounded to the operands'
-dtype for the products.
-No atomics: the same bits run to run. A row's bits depend on its own document alone, not on what
-else is packed.
+dtype for the products. No atomics: deterministic. A row's bits depend on its own document alone,
+not on what else is packed.
 """
 
 from __future__ import annotations

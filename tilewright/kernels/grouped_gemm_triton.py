@@ -4,10 +4,10 @@ definition is tilewright/ops/grouped_gemm.py.
 Rows are sorted by expert: those of expert e end at offsets[e], and the tail behind offsets[-1]
 belongs to none. All is found on the device, so no launch waits for it:
 
-    _map_tiles   the tiles of BLOCK_M rows, none with rows of two experts: expert, first row and end
-    of each. _gemm        out[r] = f(x[r] @ w[e(r)]): a persistent grid walks the tiles. The tail's
-    tiles come last and have
-                 nothing to sum, so that they write zeros.
+    _map_tiles   the tiles of BLOCK_M rows, none with rows of two experts: expert, first row and
+                 end of each.
+    _gemm        out[r] = f(x[r] @ w[e(r)]): a persistent grid walks the tiles. The tail's tiles
+                 come last and have nothing to sum, so that they write zeros.
     _dweight     dweight[e] = the sum over e's rows of dy[r]^T x[r]; one block a tile of dweight.
 
 Operands come through tensor descriptors (TMA) where they can: 16-bit elements, rows at multiples of

@@ -1,9 +1,10 @@
 """Products with quantized weights in Triton. The definitions are in
 tilewright/ops/quantized_linear.py.
 
-    _few_rows    y = x w^T for few rows of x: codes become numbers in registers, on their way to the
-    tensor cores. _sum_pieces  adds up what blocks summed over pieces of K. _fp8         y = x w^T
-    of matrices in block-scaled FP8, multiplied as they are.
+    _few_rows    y = x w^T for few rows of x: codes are dequantized in registers, on their way to
+                 the tensor cores.
+    _sum_pieces  adds the partial sums over pieces of K.
+    _fp8         y = x w^T of matrices in block-scaled FP8, without dequantizing.
 
 `_few_rows` computes y^T = w x^T: a tensor core takes 64 rows or more of its first factor, which N
 has and x has not, and that factor may come from registers, where the numbers are made. float32
