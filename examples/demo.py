@@ -72,7 +72,7 @@ def curve(rows: list[dict], target: pathlib.Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     axes.plot(*zip(*train, strict=True), linewidth=1, label="training (seven plays)")
     axes.plot(*zip(*held, strict=True), "o-", label="held out (The Tempest)")
-    axes.axhline(BOUND, linestyle="--", linewidth=1, color="grey", label=f"bound {BOUND}")
+    axes.axhline(BOUND, linestyle="--", linewidth=1, color="gray", label=f"bound {BOUND}")
     axes.set(
         xlabel="optimizer step",
         ylabel="loss (nats per token)",

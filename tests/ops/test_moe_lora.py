@@ -153,7 +153,7 @@ def kept(fn):
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("format", [None, *FORMATS], ids=str)
 def test_what_is_kept_is_what_the_formula_says(name, mode, format):
-    """Base and adapters aside: x, gate and up, A's results and the routing. Of a quantised base
+    """Base and adapters aside: x, gate and up, A's results and the routing. Of a quantized base
     nothing but itself.
     """
     if format and name not in QUICK:

@@ -1,4 +1,4 @@
-"""moe_mlp over quantised experts: the bits of dequantised ones, what it keeps, noise, what it
+"""moe_mlp over quantized experts: the bits of dequantized ones, what it keeps, noise, what it
 refuses.
 """
 
@@ -113,7 +113,7 @@ def test_two_formats_and_which_gradients_are_wanted(name):
 @EVERY_FUSED
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_kept_is_what_the_formula_says(name, format):
-    """The quantised tensors, which are not copied, gate and up, and the routing. No dequantised
+    """The quantized tensors, which are not copied, gate and up, and the routing. No dequantized
     weight, and not x.
     """
     skip_unless_usable(MOE_MLP, name, torch.float32)

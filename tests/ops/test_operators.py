@@ -463,7 +463,7 @@ def recorded(fn, kwargs):
 
 
 def cases_of_every_kind(op):
-    """The smallest case of each set of types of arguments: of tensors, and of each quantised
+    """The smallest case of each set of types of arguments: of tensors, and of each quantized
     format.
     """
     found = {}
@@ -874,7 +874,7 @@ def record(op, name):
     calls = Calls()
     made = [
         inputs(case) for case in small_cases(op)
-    ]  # before: some quantise, which is another op's work
+    ]  # before: some quantize, which is another op's work
     with BelowAutograd(calls), AboveAutograd(calls):
         for kwargs in made:
             with contextlib.suppress(

@@ -144,7 +144,7 @@ def test_dequantising_keeps_the_contract(op, dtype, poisoned):
 
 @EVERY_FORMAT
 @EVERY_DTYPE
-def test_results_are_near_what_was_quantised(format, dtype):
+def test_results_are_near_what_was_quantized(format, dtype):
     """Half the widest gap of each code, against the block's largest magnitude."""
     up, down = both(format)
     x = randn(40, 96, dtype=dtype)

@@ -85,7 +85,7 @@ def test_the_definition_is_what_a_reader_would_write(format):
 @EVERY_FORMAT
 @EVERY_FUSED
 def test_nothing_is_kept_but_the_codes_and_scales(format, name):
-    """No copy of them, no dequantised weight, and not x."""
+    """No copy of them, no dequantized weight, and not x."""
     dtype = torch.float32
     skip_unless_usable(QUANTIZED_LINEAR, name, dtype)
     x, q, bias = inputs(format, dtype)
@@ -139,7 +139,7 @@ def test_cpp_few_rows_are_as_many(format, name, dtype, K, monkeypatch):
     for T, N in ((1, 1), (2, 6), (3, 13), (4, 5), (9, 20)):
         x, q, bias = inputs(format, dtype, T, N, K)
         with monkeypatch.context() as patch:
-            patch.setattr(MODULE, "dense", None)  # the dequantised weight is not asked for
+            patch.setattr(MODULE, "dense", None)  # the dequantized weight is not asked for
             few = quantized_linear(x, q, bias, implementation=name)
         with monkeypatch.context() as patch:
             patch.setattr(MODULE, "_CPP_ROWS", {dtype: 0})
@@ -415,7 +415,7 @@ def test_fp8_is_never_chosen_for_quantized_linear():
 @EVERY_FUSED
 @pytest.mark.parametrize("rows, K", [(3, 80), (70, 64), (3, 33)])
 def test_mxfp8_is_read_as_the_others(name, rows, K, monkeypatch):
-    """Of few rows C++ asks for no dequantised weight."""
+    """Of few rows C++ asks for no dequantized weight."""
     skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
     x, q, bias = (
         randn(rows, K).requires_grad_(),

@@ -72,7 +72,7 @@ def test_cpp_gives_the_same_bits_on_any_number_of_threads():
 
 
 def test_only_the_sum_is_used():
-    """The gradient of the residual stream alone must not need the normalised output."""
+    """The gradient of the residual stream alone must not need the normalized output."""
     for name in ADD_RMSNORM.usable(DEVICE, torch.float32):
         x = torch.randn(4, 8, device=DEVICE, requires_grad=True)
         r = torch.randn(4, 8, device=DEVICE, requires_grad=True)

@@ -15,8 +15,8 @@ class TensorCores:
 
     def operand(self, described, rows, transposed, block, text):
         """Places of a [rows, 16] operand of 16-bit elements in shared memory, from its matrix
-        descriptor. A row is of a's M or of b's N. transposed: neighbours in memory are of
-        neighbouring rows, not of the sum.
+        descriptor. A row is of a's M or of b's N. transposed: neighbors in memory are of
+        neighboring rows, not of the sum.
         """
         start, leading, stride = ((described >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         span = {0: 0, 1: 128, 2: 64, 3: 32}[described >> 62]
@@ -188,7 +188,7 @@ class TensorCores:
 
     def multiply(self, op, args, who, text):
         """mma.m16n8k16: d [16, 8] = a [16, 16] b [16, 8] + c by each warp, with a row (of b, a
-        column) in a group of four threads, which have two neighbours each. Summed in float64 and
+        column) in a group of four threads, which have two neighbors each. Summed in float64 and
         rounded once.
         """
         if (

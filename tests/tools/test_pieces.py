@@ -88,7 +88,7 @@ def one_chunk(monkeypatch):
     monkeypatch.setattr(tensors, "chunks", lambda t: chunks(t)[:1])
 
 
-# Experts in a quantised format are dequantised whole, in float64: a slice of what they are made of
+# Experts in a quantized format are dequantized whole, in float64: a slice of what they are made of
 # is no tensor of it.
 QUANTIZED = {f"qwen3-30b-a3b_8192_{f}": 16 * 2**30 for f in ("nf4", "nvfp4", "block_fp8")}
 

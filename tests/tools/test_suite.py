@@ -310,7 +310,7 @@ def test_a_lost_device_is_told_with_its_cause_and_the_rest_goes_on_in_another_pr
 
 
 def test_the_device_is_asked_after_an_exception(monkeypatch):
-    """A sticky error is reported by the next synchronisation, and by all that follow."""
+    """A sticky error is reported by the next synchronization, and by all that follow."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

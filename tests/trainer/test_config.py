@@ -607,7 +607,7 @@ def test_refused_fields_may_name_their_default(least):
 NONE, DDP = "--train.data_parallel_mode=none", "--train.data_parallel_mode=ddp"
 FIRST = "--data.datasets.0."
 LORA, QLORA, WEIGHTS = "--lora.enable_lora=true", "--lora.enable_qlora=true", "--model.model_path=x"
-# What breaks the rule, the sentence, and a neighbour that does not.
+# What breaks the rule, the sentence, and a neighbor that does not.
 RULES = [
     (
         "--model.batch_invariant=true --train.ringattn_parallel_size=2",
@@ -922,15 +922,15 @@ RULES = [
 
 
 @pytest.mark.parametrize(
-    "broken, sentence, neighbour", RULES, ids=[b.replace("--", "") for b, _, _ in RULES]
+    "broken, sentence, neighbor", RULES, ids=[b.replace("--", "") for b, _, _ in RULES]
 )
-def test_rule(least, broken, sentence, neighbour):
+def test_rule(least, broken, sentence, neighbor):
     found = errors(least, *broken.split())
     fields = {a[2:].partition("=")[0] for a in broken.split()}
     assert any(
         sentence in line and any(re.search(rf"{f}\b.* = ", line) for f in fields) for line in found
     ), found
-    least(*neighbour.split())
+    least(*neighbor.split())
 
 
 def test_rules_of_the_machine(least, monkeypatch):

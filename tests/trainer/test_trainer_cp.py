@@ -238,7 +238,7 @@ def test_which_ranks_shard_parameters(mode, table, tmp_path):
     )  # a replica has its own
 
 
-def test_ranks_of_one_sequence_are_neighbours(tmp_path):
+def test_ranks_of_one_sequence_are_neighbors(tmp_path):
     config = load(write_config(tmp_path), spread(2, 2))
     with fake_group(8):
         cpu = torch.device("cpu")

@@ -91,5 +91,5 @@ PLAIN_LOSS = {
 
 def dense(peer: str, weight: Any, more: dict[str, Any]) -> None:
     if not isinstance(weight, torch.Tensor):
-        raise Unsupported(f"{peer} does not take quantised experts")
+        raise Unsupported(f"{peer} does not take quantized experts")
     only(peer, more, noise=None, gate_up_bias=None, down_bias=None, gate=Gate())

@@ -74,7 +74,7 @@ def _deviation(r: torch.Tensor, t: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
-    """Tensors in a result or in arguments: a tensor, or a tuple, dictionary or quantised tensor
+    """Tensors in a result or in arguments: a tensor, or a tuple, dictionary or quantized tensor
     of tensors and else.
     """
     if isinstance(value, torch.Tensor):
@@ -84,7 +84,7 @@ def leaves(value: Any) -> list[torch.Tensor]:
 
 def convert(kwargs: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
     """Fresh leaves with the same values: in `dtype`, or (None) in their own. Integers and options
-    are passed on, and so is what a quantised tensor holds; `dtype` is then that in which it is
+    are passed on, and so is what a quantized tensor holds; `dtype` is then that in which it is
     read.
     """
     new = {}

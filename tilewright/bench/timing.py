@@ -24,7 +24,7 @@ SLOW_CALL = 0.05  # seconds; longer calls vary less than the clock does, and a s
 
 
 def quantile(values: Iterable[float], q: float) -> float:
-    """The q-quantile, linear between neighbours. Raises ValueError for no values or q outside
+    """The q-quantile, linear between neighbors. Raises ValueError for no values or q outside
     [0, 1].
     """
     ordered = sorted(values)

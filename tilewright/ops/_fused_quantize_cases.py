@@ -33,7 +33,7 @@ def _silu_case(name, rows, inner, *, tags=cases.CONTRACT, options=(), **layout):
 def _norm_case(name, shape, *, add=False, tags=cases.CONTRACT, options=(), **parameters):
     n, moved = (
         math.prod(shape),
-        1 + dict(options).get("return_normalised", False) + 2 * add,
+        1 + dict(options).get("return_normalized", False) + 2 * add,
     )  # x, residual, sum
     case = norm_case(name, shape, add=add, **parameters)
     return Case(
@@ -91,13 +91,13 @@ SILU_CASES = (
 NORM_CASES = (
     _norm_case("ragged", (3, 7, 100)),
     _norm_case("odd", (5, 257), offset=1.0, cast="gemma"),
-    _norm_case("bias", (2, 3, 64), bias=True, cast="none", options=[("return_normalised", True)]),
+    _norm_case("bias", (2, 3, 64), bias=True, cast="none", options=[("return_normalized", True)]),
     _norm_case("qk_norm", (2, 5, 4, 128), weight_shape=(4, 128)),
     _norm_case("fp32_weight", (6, 96), mixed=True),
     _norm_case("no_rows", (0, 64)),
     _norm_case("vector", (130,)),
     _norm_case("random", (4, 300), options=[("seed", 9)]),
-    _norm_case("wide", (2, 16512), options=[("return_normalised", True)]),
+    _norm_case("wide", (2, 16512), options=[("return_normalized", True)]),
     _norm_case("mxfp8", (3, 7, 100), options=[MX]),
     *_timed(
         lambda name, tokens, model, tags: _norm_case(name, (tokens, model.hidden), tags=tags),
@@ -119,7 +119,7 @@ ADD_NORM_CASES = (
         add=True,
         bias=True,
         cast="none",
-        options=[("return_normalised", True)],
+        options=[("return_normalized", True)],
     ),
     _norm_case("fp32_residual", (6, 96), add=True, mixed=True),
     _norm_case("no_rows", (0, 64), add=True),
@@ -131,7 +131,7 @@ ADD_NORM_CASES = (
         add=True,
         offset=1.0,
         cast="gemma",
-        options=[MX, ("return_normalised", True)],
+        options=[MX, ("return_normalized", True)],
     ),
     *_timed(
         lambda name, tokens, model, tags: _norm_case(

@@ -168,9 +168,10 @@ def add(values: torch.Tensor, noise: AQN, implementation: str = "auto") -> torch
     """values + noise.alpha * the noise of their shape, in values' dtype. Differentiable in values.
 
     implementation: of an op that adds noise to its weight. The noise is `aqn_noise`'s of that name
-    if there is one, else of its "auto".
+    if there is one, else what "auto" takes, which no `use` changes for a named implementation.
     """
-    run = AQN_NOISE.pick(implementation if implementation in _NAMES else "auto", values)
+    named = implementation in ("auto", *_NAMES)
+    run = AQN_NOISE.pick(implementation, values) if named else AQN_NOISE.part(values)
     n = run(
         values.new_empty(0), 0, values.numel(), noise.seed, noise.step, noise.layer, values.dtype
     )

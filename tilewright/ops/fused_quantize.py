@@ -128,7 +128,7 @@ def rmsnorm_quantize(
     offset: float = 0.0,
     cast: str = "llama",
     seed: int | None = None,
-    return_normalised: bool = False,
+    return_normalized: bool = False,
     format: str = "block_fp8",
     implementation: str = "auto",
 ) -> BlockFP8 | MXFP8 | tuple[BlockFP8 | MXFP8, torch.Tensor]:
@@ -146,7 +146,7 @@ def rmsnorm_quantize(
         x, weight, eps, bias, offset, cast: as in `rmsnorm`; the normalized rows must be finite.
         seed: as in `quantize_block_fp8`.
         format: as in `silu_mul_quantize`.
-        return_normalised: also return the normalized rows in x's dtype, for what is not in FP8.
+        return_normalized: also return the normalized rows in x's dtype, for what is not in FP8.
         implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
@@ -164,15 +164,15 @@ def rmsnorm_quantize(
         torch.Size([2, 2])
     """
     check_norm(x, weight, bias, eps, offset, cast)
-    _check_options(x, seed, return_normalised, format)
+    _check_options(x, seed, return_normalized, format)
     x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
     norm = Norm(eps, offset, cast)
     run = RMSNORM_QUANTIZE.pick(implementation, x)
     data, inverse, y, _ = run(
-        x, None, weight, bias, norm, Into(seed, return_normalised, format == "mxfp8")
+        x, None, weight, bias, norm, Into(seed, return_normalized, format == "mxfp8")
     )
     q = _made(data, inverse, x.shape, x.dtype, "the normalized x", format)
-    return (q, y.view(x.shape)) if return_normalised else q
+    return (q, y.view(x.shape)) if return_normalized else q
 
 
 @_checks.autocast("norm", "x", "residual")
@@ -186,7 +186,7 @@ def add_rmsnorm_quantize(
     offset: float = 0.0,
     cast: str = "llama",
     seed: int | None = None,
-    return_normalised: bool = False,
+    return_normalized: bool = False,
     format: str = "block_fp8",
     implementation: str = "auto",
 ) -> tuple[BlockFP8 | MXFP8 | torch.Tensor, ...]:
@@ -199,12 +199,12 @@ def add_rmsnorm_quantize(
     Args:
         residual: as in `add_rmsnorm`: x's shape, x's dtype or float32; the sum is rounded to its
             dtype and returned in it.
-        x, weight, eps, bias, offset, cast, seed, return_normalised, format: as in
+        x, weight, eps, bias, offset, cast, seed, return_normalized, format: as in
             `rmsnorm_quantize`.
         implementation: "auto", or one that `tilewright explain add_rmsnorm_quantize` lists.
 
     Returns:
-        (BlockFP8 or MXFP8 of x's shape and dtype, sum [..., D]), and with return_normalised the
+        (BlockFP8 or MXFP8 of x's shape and dtype, sum [..., D]), and with return_normalized the
         normalized rows in x's dtype as a third.
 
     Raises:
@@ -218,25 +218,25 @@ def add_rmsnorm_quantize(
     """
     check_norm(x, weight, bias, eps, offset, cast)
     check_residual(x, residual)
-    _check_options(x, seed, return_normalised, format)
+    _check_options(x, seed, return_normalized, format)
     x, residual, weight = x.detach(), residual.detach(), weight.detach()
     bias = None if bias is None else bias.detach()
     norm = Norm(eps, offset, cast)
     run = ADD_RMSNORM_QUANTIZE.pick(implementation, x)
     data, inverse, y, total = run(
-        x, residual, weight, bias, norm, Into(seed, return_normalised, format == "mxfp8")
+        x, residual, weight, bias, norm, Into(seed, return_normalized, format == "mxfp8")
     )
     q = _made(data, inverse, x.shape, x.dtype, "the normalized x + residual", format)
     return (
-        (q, total.view(x.shape), y.view(x.shape)) if return_normalised else (q, total.view(x.shape))
+        (q, total.view(x.shape), y.view(x.shape)) if return_normalized else (q, total.view(x.shape))
     )
 
 
-def _check_options(x, seed, return_normalised, format):
+def _check_options(x, seed, return_normalized, format):
     quantize.source(x)
     quantize.seed(seed)
-    if not isinstance(return_normalised, bool):
-        raise TypeError(f"return_normalised must be a bool, got {return_normalised!r}")
+    if not isinstance(return_normalized, bool):
+        raise TypeError(f"return_normalized must be a bool, got {return_normalized!r}")
     _checks.choice("format", format, FORMATS)
 
 

@@ -229,7 +229,7 @@ def encode(
     or, with 32 random bits an element, up with the probability that is the distance from the lower
     neighbor in units of the last place.
 
-    Neighbouring numbers have neighboring codes, across exponents too, so a code is a count of
+    Neighboring numbers have neighboring codes, across exponents too, so a code is a count of
     units in the last place.
     """
     v = v.abs().clamp_max(largest)

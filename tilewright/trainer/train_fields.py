@@ -32,7 +32,7 @@ class Train(Section):
     )
     ulysses_parallel_size: int = field(
         1,
-        "Neighbouring processes that share each sequence and exchange tokens for heads in "
+        "Neighboring processes that share each sequence and exchange tokens for heads in "
         "attention; divides the query heads.",
         ge=1,
     )

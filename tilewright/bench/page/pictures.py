@@ -127,7 +127,7 @@ def _roofline(data: dict[str, Any]):
 
 
 def _ratios(data: dict[str, Any]):
-    """`auto` over torch.compile and over the best peer, which has a colour: a row a case, a panel a
+    """`auto` over torch.compile and over the best peer, which has a color: a row a case, a panel a
     dtype, a line at 1.
     """
     rows = data["rows"]
