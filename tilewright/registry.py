@@ -30,10 +30,10 @@ __all__ = [
     "PINS",
     "Case",
     "Cost",
+    "DispatchOn",
     "Goal",
     "Implementation",
     "ImplementationUnavailable",
-    "On",
     "Op",
     "always",
     "anything",
@@ -113,7 +113,7 @@ class Implementation:
         return None if request is None else self.refuses(request)
 
 
-class On(NamedTuple):
+class DispatchOn(NamedTuple):
     """A stand-in for a tensor in `Op.pick`: the device and dtype to dispatch on."""
 
     device: torch.device
@@ -268,7 +268,7 @@ class Op:
             f"do not depend on the batch ({short(dtype)} on {device_type})"
         )
 
-    def unpinned(self, tensor: torch.Tensor | On) -> str:
+    def unpinned(self, tensor: torch.Tensor | DispatchOn) -> str:
         """The name that `auto` stands for as a part of a composed op, whatever `use` pins.
 
         A named implementation fixes its parts too, and parts that round where the twin does not
@@ -291,7 +291,7 @@ class Op:
                 )
         return name
 
-    def part(self, tensor: torch.Tensor | On) -> Callable:
+    def part(self, tensor: torch.Tensor | DispatchOn) -> Callable:
         """The callable of the `unpinned` name."""
         return self.pick(self.unpinned(tensor), tensor)
 
@@ -336,7 +336,7 @@ class Op:
                 f"{self.name}[{impl.name}]: does not import: {error}"
             ) from error
 
-    def pick(self, name: str, tensor: torch.Tensor | On, request: Any = None) -> Callable:
+    def pick(self, name: str, tensor: torch.Tensor | DispatchOn, request: Any = None) -> Callable:
         """`resolve` for a call, by the tensor's device and dtype; remembered.
 
         request: the options of the call that some implementations do not support: a NamedTuple of

@@ -23,7 +23,7 @@ from tilewright import ImplementationUnavailable, platform
 from tilewright.bench import contract
 from tilewright.ops import OPS, _checks, _library
 from tilewright.ops.quantize import Quantized
-from tilewright.registry import Implementation, On, Op, short
+from tilewright.registry import DispatchOn, Implementation, Op, short
 from tilewright.selection import use
 
 EVERY_IMPLEMENTATION = pytest.mark.parametrize(
@@ -441,9 +441,9 @@ def test_an_implementation_is_chosen_by_what_the_tensors_device_can_do(devices):
         ),
     )
     for index in (0, 1, 0, 1):
-        found.append(op.pick("auto", On(torch.device("cuda", index))))
+        found.append(op.pick("auto", DispatchOn(torch.device("cuda", index))))
     assert found == ["hopper", "ampere"] * 2
-    assert [op.unpinned(On(torch.device("cuda", index))) for index in (1, 0)] == [
+    assert [op.unpinned(DispatchOn(torch.device("cuda", index))) for index in (1, 0)] == [
         "ampere",
         "hopper",
     ]

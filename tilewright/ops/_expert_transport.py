@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tilewright import platform
 from tilewright.ops._library import once_across
 from tilewright.ops.permute import PERMUTE, UNPERMUTE, Order
-from tilewright.registry import On, short
+from tilewright.registry import DispatchOn, short
 
 once = once_across("ep_moe_mlp")
 
@@ -41,7 +41,7 @@ def no_deepep(device_type: str) -> str | None:
 
 def sort_slots(index: torch.Tensor, num_experts: int) -> Order:
     """`sort_by_expert` of an index that fits, by what `auto` stands for, whatever is pinned."""
-    sort = PERMUTE.part(On(index.device))
+    sort = PERMUTE.part(DispatchOn(index.device))
     return Order(*sort(None, index.contiguous(), num_experts)[1:])
 
 

@@ -17,7 +17,7 @@ from tilewright.ops.nf4 import DEQUANTIZE_NF4
 from tilewright.ops.nf4_format import NF4
 from tilewright.ops.nvfp4 import DEQUANTIZE_NVFP4, NVFP4
 from tilewright.ops.quantize import Quantized
-from tilewright.registry import On, Op, short
+from tilewright.registry import DispatchOn, Op, short
 
 DEQUANTIZE: dict[type[Quantized], Op] = {
     NF4: DEQUANTIZE_NF4,
@@ -137,7 +137,7 @@ def dense(p: Packed, dtype: torch.dtype, implementation: str | None = None) -> t
         return p.data
     q, noise = unpack(p, dtype)
     if implementation is None:
-        implementation = DEQUANTIZE[type(q)].unpinned(On(p.data.device, dtype))
+        implementation = DEQUANTIZE[type(q)].unpinned(DispatchOn(p.data.device, dtype))
     return dequantize(q, dtype=dtype, noise=noise, implementation=implementation)
 
 

@@ -21,7 +21,7 @@ import torch
 from tilewright import platform
 from tilewright.ops import _checks, cases, quantize
 from tilewright.ops._library import adopt, define, from_kernels
-from tilewright.registry import Case, Cost, Implementation, On, Op
+from tilewright.registry import Case, Cost, DispatchOn, Implementation, Op
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def aqn_noise(
         raise TypeError(f"noise must be an AQN, got {type(noise).__name__}")
     dtype = quantize.output_dtype(dtype, torch.float32)
     like = torch.empty(0, device=device)
-    run = AQN_NOISE.pick(implementation, On(like.device, dtype))
+    run = AQN_NOISE.pick(implementation, DispatchOn(like.device, dtype))
     return run(like, 0, math.prod(shape), noise.seed, noise.step, noise.layer, dtype).view(shape)
 
 

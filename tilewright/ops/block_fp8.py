@@ -15,7 +15,7 @@ from tilewright.ops import _checks, aqn, cases, quantize
 from tilewright.ops._block_cases import all_cases, draw, timed_cases
 from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
-from tilewright.registry import Case, Implementation, On, Op
+from tilewright.registry import Case, DispatchOn, Implementation, Op
 
 STEP = 0.125  # of noise, in scales
 LEAST = 2.0**-100  # what a smaller largest magnitude counts as: the inverse of its scale is finite
@@ -186,7 +186,7 @@ def dequantize_block_fp8(
     quantize.part(
         "q.scale_inv", q.scale_inv, torch.float32, _scales_shape(q.shape, rows, columns), q.data
     )
-    run = DEQUANTIZE_BLOCK_FP8.pick(implementation, On(q.data.device, dtype))
+    run = DEQUANTIZE_BLOCK_FP8.pick(implementation, DispatchOn(q.data.device, dtype))
     data = quantize.as_3d(q.data.contiguous().view(torch.uint8), "q.data", 1 + (rows > 1))
     return run(
         data, quantize.as_3d(q.scale_inv, "q.scale_inv"), rows, columns, dtype, *of_noise

@@ -18,7 +18,7 @@ from tilewright.ops._block_cases import all_cases, draw, timed_cases
 from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import STEP
-from tilewright.registry import Case, Implementation, On, Op
+from tilewright.registry import Case, DispatchOn, Implementation, Op
 
 BLOCK = 32
 E8M0 = torch.float8_e8m0fnu
@@ -175,7 +175,7 @@ def dequantize_mxfp8(
     of_noise = aqn.arguments(noise)
     quantize.part("q.data", q.data, quantize.E4M3, q.shape, q.data)
     quantize.part("q.scale", q.scale, E8M0, _scales_shape(q.shape), q.data)
-    run = DEQUANTIZE_MXFP8.pick(implementation, On(q.data.device, dtype))
+    run = DEQUANTIZE_MXFP8.pick(implementation, DispatchOn(q.data.device, dtype))
     data = q.data.contiguous().view(torch.uint8).view(_rows(q.shape), q.shape[-1])
     scale = q.scale.contiguous().view(torch.uint8).view(data.shape[0], -(-q.shape[-1] // BLOCK))
     return run(data, scale, dtype, *of_noise).view(q.shape)

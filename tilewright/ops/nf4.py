@@ -27,7 +27,7 @@ from tilewright.ops.nf4_format import (
     pair_table,
     scale_table,
 )
-from tilewright.registry import Case, Cost, Goal, Implementation, On, Op
+from tilewright.registry import Case, Cost, DispatchOn, Goal, Implementation, Op
 
 STEP = CODES[8] / 2  # of noise, in scales: half the narrowest gap
 ZERO = 7  # the code of 0, which pads an odd number of elements
@@ -125,7 +125,7 @@ def dequantize_nf4(
     scales = [q.absmax, q.nested_absmax, q.offset] if nested else [q.absmax]
     check_parts(q.data, scales, n, q.block_size)
     table = scale_table(q.data) if nested else None
-    run = DEQUANTIZE_NF4.pick(implementation, On(q.data.device, dtype))
+    run = DEQUANTIZE_NF4.pick(implementation, DispatchOn(q.data.device, dtype))
     out = run(
         q.data.contiguous(),
         q.absmax.contiguous(),

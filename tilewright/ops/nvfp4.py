@@ -16,7 +16,7 @@ from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
 from tilewright.ops.hadamard import check_options, hadamard_eager
 from tilewright.ops.nvfp4_format import BLOCK, NVFP4
-from tilewright.registry import Case, Goal, Implementation, On, Op
+from tilewright.registry import Case, DispatchOn, Goal, Implementation, Op
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Of scales, so that their inverses and the inverses of products with block scales are finite in
@@ -162,7 +162,7 @@ def dequantize_nvfp4(
     quantize.part("q.scale", q.scale, quantize.E4M3, (*lead, -(-C // BLOCK)), q.data)
     quantize.part("q.global_scale", q.global_scale, torch.float32, (), q.data)
     rows = math.prod(lead)
-    run = DEQUANTIZE_NVFP4.pick(implementation, On(q.data.device, dtype))
+    run = DEQUANTIZE_NVFP4.pick(implementation, DispatchOn(q.data.device, dtype))
     out = run(
         q.data.contiguous().view(rows, -(-C // 2)),
         q.scale.contiguous().view(torch.uint8).view(rows, -(-C // BLOCK)),

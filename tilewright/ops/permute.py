@@ -20,7 +20,7 @@ from tilewright.ops import _checks, cases
 from tilewright.ops._library import Operator, adopt, define, differentiate, from_kernels
 from tilewright.ops._permute_checks import checked_index, checked_position
 from tilewright.ops._permute_eager import permute_eager, sort_eager, unpermute_eager
-from tilewright.registry import Case, Cost, Implementation, On, Op, short
+from tilewright.registry import Case, Cost, DispatchOn, Implementation, Op, short
 
 
 class Order(NamedTuple):
@@ -71,7 +71,9 @@ def sort_by_expert(
         tensor([1, 0, 2], dtype=torch.int32)
     """
     index = checked_index(expert_index, num_experts)
-    return Order(*PERMUTE.pick(implementation, On(index.device))(None, index, num_experts)[1:])
+    return Order(
+        *PERMUTE.pick(implementation, DispatchOn(index.device))(None, index, num_experts)[1:]
+    )
 
 
 @_checks.autocast("inputs")
