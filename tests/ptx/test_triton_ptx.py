@@ -98,7 +98,7 @@ SOME = {
 
 LONG = {
     "grouped_gemm": (3, 370, 144, 272, (300, 0, 60)),
-    "moe_mlp": (104, 3, 2, 272, 80, "sentinels"),
+    "moe_mlp": ((104, 3, 2, 272, 80), "sentinels"),
     "quantized_linear": ("nvfp4", 40, 144, 1040, True),
 }  # arguments of what makes the ops' own cases
 CASES_OF = {
