@@ -10,6 +10,7 @@ from footprint import counting
 
 from tilewright.bench import contract, piece, pieces, pieces_losses, tensors
 from tilewright.ops import OPS
+from tilewright.ops._attention_options import variant_of
 
 
 @pytest.fixture
@@ -51,7 +52,8 @@ def test_a_fault_in_the_last_block_is_seen(small):
     by = contract.reference(op, kwargs, torch.float32, cut=pieces.of(op, kwargs))
 
     def wrong(*, implementation, **given):
-        out = op.eager(given["q"], given["k"], given["v"], scale=given["q"].shape[-1] ** -0.5)
+        variant = variant_of(given["q"].shape[-1], True, None, None, None)
+        out = op.eager(given["q"], given["k"], given["v"], None, variant, None, None)
         return torch.cat((out[:, :, :-1], out[:, :, -1:] * 1.01), 2)
 
     judged = contract.Op("attention", wrong, op.eager, (), (), op.atol)
