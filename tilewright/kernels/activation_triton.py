@@ -1,12 +1,11 @@
 """silu(gate) * up and gelu(gate) * up in Triton. The definition is tilewright/ops/activation.py.
 
-gate and up are [rows, I] matrices with a row stride each and contiguous columns, or contiguous
-tensors [..., I]. Strides and I come in units of UNIT elements, 16 bytes where they all are
-multiples of that: it is then in the code that rows are aligned, where Triton by itself takes note
-of multiples of 16 elements only (32 bytes, of bf16). A program
-takes BLOCK columns of one row: BLOCKS programs in a row, numbered row by row in one grid dimension
-(the others end at 65,535).
-float32 math, one rounding on store. KIND: 0 SiLU, 1 GELU (tanh), 2 GELU (erf).
+gate and up are [rows, I] matrices with their own row strides and contiguous columns, or contiguous
+tensors [..., I]. Strides and I are in units of UNIT elements, 16 bytes where all are multiples of
+that: row alignment is then explicit in the code, whereas Triton detects multiples of 16 elements
+only (32 bytes in bf16). A program computes BLOCK columns of one row: BLOCKS programs per row,
+numbered row by row in one grid dimension (the others end at 65,535). float32 math, one rounding on
+store. KIND: 0 SiLU, 1 GELU (tanh), 2 GELU (erf).
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from tilewright.kernels.tuning import Tunable
 
 
 def _heuristic(columns: int, itemsize: int) -> dict:
-    """8 elements a thread: one 128-bit load of each 16-bit operand."""
+    """8 elements per thread: one 128-bit load of each 16-bit operand."""
     block = min(1024, next_power_of_2(columns))
     return {"BLOCK": block, "num_warps": max(1, block // 256)}
 
 
 def _space(columns: int, itemsize: int) -> list[dict]:
-    """One to four 128-bit loads of each operand a thread, 16 elements at most."""
+    """One to four 128-bit loads of each operand per thread, at most 16 elements."""
     return [
         {"BLOCK": block, "num_warps": warps}
         for block in (512, 1024, 2048, 4096)
@@ -56,8 +55,8 @@ def _activate(g, KIND: tl.constexpr):
         a = g * s
         da = s * (1.0 + g * q)
     elif KIND == 1:
-        # (1 + tanh u) / 2 = sigmoid(2 u): no libdevice, and no digits lost in the negative tail.
-        # s or q is 0 from 12 on, and 0 times an overflowing cube would be NaN.
+        # (1 + tanh u) / 2 = sigmoid(2 u): no libdevice, and no digits lost in the negative tail. s
+        # or q is 0 from 12 on, and 0 times an overflowing cube would be NaN.
         z = tl.where(g > 20.0, 20.0, tl.where(g < -20.0, -20.0, g))
         s, q = sigmoid_pair(1.5957691216057308 * (z + 0.044715 * z * z * z))
         a = g * s
@@ -126,12 +125,12 @@ def _backward(
 
 
 def _stride(t: torch.Tensor, columns: int) -> int:
-    """From one row to the next."""
+    """The row stride."""
     return t.stride(0) if t.dim() == 2 else columns
 
 
 def forward(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
-    """In the shape of gate."""
+    """Returns a result of gate's shape."""
     shape = gate.shape
     columns = shape[-1]
     y = torch.empty(shape, dtype=gate.dtype, device=gate.device)
@@ -193,8 +192,8 @@ _NAMES = ("silu", "gelu_tanh", "gelu_erf")
 
 
 def _specs(kernel, kind: int):
-    """Rows aligned to 16 bytes, no argument saying of more; and in bf16 an odd width, whose rows
-    are read element by element and whose strides are past 2^31.
+    """Rows aligned to 16 bytes with no argument divisible by more; and an odd width in bf16, whose
+    rows are read element by element and whose strides exceed 2^31.
     """
     label = f"{_NAMES[kind]} {'forward' if kernel is _forward else 'backward'}"
     strides = ("dy_stride", "gate_stride", "up_stride", "y_stride", "dgate_stride", "dup_stride")
@@ -211,8 +210,8 @@ def _specs(kernel, kind: int):
                 **dict.fromkeys(strides, "i64" if tail else "i32"),
             }
             signature = {n: types[n] for n in kernel.arg_names if n in types}
-            # Rows of odd strides start at any element, each tensor's at another: nothing wider than
-            # one is aligned.
+            # Rows with odd strides start at any element, differently in each tensor: no access
+            # wider than one element is aligned.
             need = 0 if tail else 128
             found.append(
                 KernelSpec(
@@ -236,7 +235,7 @@ def _specs(kernel, kind: int):
 
 
 def _tunables(kernel, which: str) -> tuple[Tunable, ...]:
-    """One for each KIND."""
+    """One per KIND."""
     return tuple(
         Tunable(
             "silu_mul" if kind == 0 else "gelu_mul",

@@ -1,8 +1,8 @@
 """Adaptive quantization noise in Triton: normal values in registers, for other kernels to add. The
 definition is tilewright/ops/aqn.py.
 
-Every sum of a product is an explicit fma, so that no compiler has a choice: one element has the
-same bits in every kernel that makes it, in forward as in backward.
+Every multiply-add is an explicit fma, so that compilers have no choice: an element has the same
+bits in every kernel that computes it, in forward and backward.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
 from tilewright.kernels.spec import KernelSpec
 
-TILE = 1024  # elements of a program that stores noise
-# Of kernels that make noise. Without this, Triton would compile one again for a step of 1, and one
-# for multiples of 16.
+TILE = 1024  # elements per program of the kernel that stores noise
+# Arguments of kernels with noise that are not specialized: Triton would recompile for a step of 1,
+# and for multiples of 16.
 NUMBERS = ("seed", "step", "layer")
 TYPES = {"alpha": "fp32", **dict.fromkeys(NUMBERS, "i64")}
 
 
 @triton.jit
 def _words(block, seed, step, layer):
-    """Four times 32 bits for each block (int64): see `philox` in tilewright/ops/quantize.py."""
+    """Four 32-bit words per block (int64): see `philox` in tilewright/ops/quantize.py."""
     none = block * 0
     return tl.philox(
         seed,
@@ -39,9 +39,9 @@ def _words(block, seed, step, layer):
 def _radius(w):
     """sqrt(-2 ln u) of u = ((w >> 8) + 0.5) / 2^24 = k / 2^25.
 
-    u = 2^e (1 + t) with 1 + t between sqrt(1/2) and sqrt(2). t comes from integers and is exact, as
-    a float32 of u near 1 would not be. The polynomial was fitted to (2 t - 2 ln(1 + t)) / t^2: 4e-9
-    of the logarithm.
+    u = 2^e (1 + t) with 1 + t between sqrt(1/2) and sqrt(2). t is computed from integers and is
+    exact, as a float32 u near 1 would not be. The polynomial was fitted to (2 t - 2 ln(1 + t)) /
+    t^2: error 4e-9 of the logarithm.
     """
     k = ((w >> 7) | 1).to(tl.int32)
     e = (k.to(tl.float32).to(tl.int32, bitcast=True) - 0x3F3504F3) >> 23  # the bits of sqrt(1/2)
@@ -60,8 +60,8 @@ def _radius(w):
 
 @triton.jit
 def _turn(w):
-    """cos and sin of 2 pi u: of the angle to the nearest quarter of a turn, z pi / 4 with an exact
-    z of -1 to 1, by polynomials that were fitted to 4e-9.
+    """cos and sin of 2 pi u: the angle to the nearest quarter turn, z pi / 4 with an exact z in
+    [-1, 1], by polynomials fitted to 4e-9.
     """
     k = ((w >> 7) | 1).to(tl.int32)
     q = (k + 0x400000) >> 23
@@ -83,8 +83,8 @@ def _turn(w):
 @triton.jit
 def normals(first, seed, step, layer, N: tl.constexpr, BY_FOUR: tl.constexpr):
     """Normal values [N] of elements from `first` (int64) on. BY_FOUR: `first` and N are multiples
-    of four, so that one block of random bits makes four elements; else it is made again for each of
-    them.
+    of four, so that one block of random bits serves four elements; otherwise it is recomputed for
+    each.
     """
     if BY_FOUR:
         a, b, c, d = _words((first >> 2) + tl.arange(0, N // 4), seed, step, layer)
@@ -122,7 +122,7 @@ def _noise(
 def noise(
     like: torch.Tensor, first: int, n: int, seed: int, step: int, layer: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Elements first to first + n - 1, on like's device."""
+    """Noise for elements first to first + n - 1, on like's device."""
     out = like.new_empty(n, dtype=dtype)
     if n:
         launch(

@@ -1,8 +1,8 @@
-"""What the CuTe DSL kernels share: reading and writing 16 bytes at a time, a reduction over a
-cluster of blocks, and compiling and launching.
+"""Shared code of the CuTe DSL kernels: 16-byte loads and stores, a reduction over a cluster of
+blocks, and compiling and launching.
 
 Kernels take pointers and sizes, not tensors with layouts: a row's address is 64-bit arithmetic on
-them, and a launch converts no layout. A compilation belongs to one host function, its argument
+them, and a launch converts no layout. A compilation is keyed by the host function, its argument
 types and its constants; all other numbers are arguments.
 """
 
@@ -34,9 +34,8 @@ TYPES = {
 }
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64"}
 
-CLUSTER_LIMIT = (
-    8  # blocks that a cluster may have on every GPU that has clusters (CUDA programming guide)
-)
+# Largest cluster on every GPU that has clusters (CUDA programming guide).
+CLUSTER_LIMIT = 8
 
 
 # ---- in kernels: access to global memory
@@ -50,8 +49,8 @@ def _transfer(dtype, n: int):
 
 
 def _at(pointer: cute.Pointer, offset, n: int) -> cute.Tensor:
-    """The n elements at pointer + offset. Both are multiples of n elements, or of 16 bytes if that
-    is less: the caller has seen to it.
+    """The n elements at pointer + offset. The caller ensures that both are multiples of n elements,
+    or of 16 bytes if that is less.
     """
     return cute.make_tensor(
         pointer + cute.assume(offset, divby=min(n, 128 // pointer.dtype.width)), cute.make_layout(n)
@@ -66,8 +65,8 @@ def load(
     wanted=None,
     fill: cutlass.Constexpr = 0.0,
 ):
-    """n elements in registers. wanted: condition without which nothing is read and `fill`
-    stands there, or None.
+    """n elements in registers. wanted: a condition, or None; where it is false, nothing is read and
+    the result is `fill`.
     """
     out = cute.make_rmem_tensor(n, pointer.dtype)
     if const_expr(wanted is None):
@@ -108,14 +107,14 @@ def exchange(
     warps: cutlass.Constexpr,
     cluster: cutlass.Constexpr,
 ):
-    """Gives every warp of a cluster what every other has: values[i] of warp w of block r is
-    afterwards buffer[side, i, r * warps + w], in each block's own shared memory.
+    """All-gathers values over the warps of a cluster: values[i] of warp w of block r is afterwards
+    buffer[side, i, r * warps + w], in each block's own shared memory.
 
-    buffer: [2, len(values), cluster * warps]. side: 0 or 1 by turns where this is called in a loop.
-    What a warp reads on one side is then not written again before all have passed the barrier of
-    the other side, so one barrier a call is enough. It is also the last access to another block's
-    shared memory: a block may end after it. The cluster must have met once (`meet`) before, since a
-    block's shared memory cannot be written before the block has started.
+    buffer: [2, len(values), cluster * warps]. side: alternates between 0 and 1 in a loop. One side
+    is then not overwritten before all warps have passed the barrier of the other side, so one
+    barrier per call is enough. It is also the last access to another block's shared memory: a block
+    may exit after it. The cluster must have synchronized once (`meet`) before, since a block's
+    shared memory cannot be written before the block has started.
     """
     lane = cute.arch.lane_idx()
     place = rank * warps + cute.arch.warp_idx()
@@ -136,9 +135,7 @@ def exchange(
 
 
 def meet() -> None:
-    """Barrier of all threads of a cluster; what was written to shared memory before is seen
-    after it.
-    """
+    """Barrier of all threads of a cluster; earlier writes to shared memory are visible after it."""
     cute.arch.cluster_arrive(aligned=True)
     cute.arch.cluster_wait()
 
@@ -161,9 +158,9 @@ def row_sum(
     threads: cutlass.Constexpr,
     cluster: cutlass.Constexpr,
 ) -> Float32:
-    """The sum over the `threads` threads that share a row, in each of `cluster` blocks: in fixed
-    order, the same bits
-    in every thread. threads: a power of 2 up to 32, or a multiple of 32 and then the whole block.
+    """The sum over the `threads` threads that share a row in each of `cluster` blocks, in fixed
+    order: the same bits in every thread. threads: a power of 2 up to 32, or a multiple of 32 and
+    then the whole block.
     """
     value = cute.arch.warp_reduction(value, operator.add, threads_in_group=min(32, threads))
     warps = const_expr(max(1, threads // 32))
@@ -186,7 +183,7 @@ def name(dtype: torch.dtype) -> str:
 
 
 def cluster_for(columns: int, one_block: int) -> int:
-    """Blocks that share a row of so many columns: a power of 2."""
+    """Blocks that share a row of this many columns: a power of 2."""
     blocks = 1
     while blocks < CLUSTER_LIMIT and blocks * one_block < columns:
         blocks *= 2
@@ -194,13 +191,13 @@ def cluster_for(columns: int, one_block: int) -> int:
 
 
 def shape(cluster: int) -> tuple[int, int, int] | None:
-    """Of a cluster, as a launch wants it; None for a block alone."""
+    """A cluster's shape for a launch; None for a single block."""
     return (cluster, 1, 1) if cluster > 1 else None
 
 
 def vector(columns: int, *tensors: torch.Tensor | None) -> int:
-    """Elements that a thread may read at once from rows of so many contiguous columns, one behind
-    the other: at most 16 bytes of the narrowest dtype.
+    """Elements that a thread may read at once from consecutive rows of this many contiguous
+    columns: at most 16 bytes of the narrowest dtype.
     """
     found = [t for t in tensors if t is not None]
     n = 16 // min(t.element_size() for t in found)
@@ -210,22 +207,22 @@ def vector(columns: int, *tensors: torch.Tensor | None) -> int:
 
 
 def address(t: torch.Tensor) -> int:
-    """Of its first element; meta tensors, which the compile gate plans launches with, stand for
-    aligned ones.
+    """The address of its first element; 0 for meta tensors, with which the compile gate plans
+    launches and which stand in for aligned ones.
     """
     return 0 if t.is_meta else t.data_ptr()
 
 
 @functools.cache
 def _scalars(function: Callable) -> tuple:
-    """Of each argument of a host function: its type's name if it is a number."""
+    """For each argument of a host function, its type's name if it is a number."""
     kinds = {cutlass.Int32: "i32", cutlass.Int64: "i64", cutlass.Float32: "fp32"}
     hints = typing.get_type_hints(function.__wrapped__)
     return tuple(kinds.get(hints[n]) for n in inspect.signature(function.__wrapped__).parameters)
 
 
 def argument_types(function: Callable, arguments: tuple) -> tuple:
-    """What a compilation depends on: "*bf16 16" for a pointer to memory aligned to 16 bytes, "i32",
+    """The key of a compilation: "*bf16 16" for a pointer to memory aligned to 16 bytes, "i32",
     None, or the constant itself.
     """
     out = []
@@ -249,8 +246,8 @@ def _fake(kind):
 
 
 def compiled(function: Callable, types: tuple, arch: int, options: str = ""):
-    """Compiles a host function for compute capability `arch` (90, 100, ...) and arguments of
-    these types.
+    """Compiles a host function for compute capability `arch` (90, 100, ...) and these argument
+    types.
     """
     return cute.compile(
         function, *map(_fake, types), cuda.CUstream(0), options=f"--gpu-arch sm_{arch}a {options}"
@@ -263,7 +260,7 @@ _recorded: list[tuple] | None = None
 
 def launch(function: Callable, *arguments) -> None:
     """Calls a host function with tensors, None, numbers and constants, on the current stream of the
-    tensors' device. Compiles it on the first call with such types. The last two arguments are the
+    tensors' device. Compiles it on the first call with these types. The last two arguments are the
     grid: blocks, and groups of them.
     """
     types = argument_types(function, arguments)
@@ -293,9 +290,8 @@ def launch(function: Callable, *arguments) -> None:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[tuple]]:
-    """Inside, `launch` launches nothing; it writes down (host function, types). The compile gate
-    compiles what the launchers ask for when they are called with meta tensors, so that the two
-    cannot differ.
+    """Inside the block, `launch` only records (host function, types). The compile gate compiles
+    what the launchers record for meta tensors, so that the two cannot differ.
     """
     global _recorded
     before, _recorded = _recorded, []
@@ -306,8 +302,8 @@ def recording() -> Iterator[list[tuple]]:
 
 
 def spec(label: str, launcher: Callable, *arguments, **needs: int) -> CuteSpec:
-    """What launcher(*arguments), with meta tensors, launches: one kernel. needs: load, store of
-    CuteSpec.
+    """The spec of the one kernel that launcher(*arguments) launches, given meta tensors. needs:
+    load, store of CuteSpec.
     """
     with recording() as calls:
         launcher(*arguments)

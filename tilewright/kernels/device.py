@@ -1,6 +1,6 @@
-"""What launchers ask about a device.
+"""Device properties that launchers depend on.
 
-Triton's interpreter runs kernels on CPU tensors, for which each function has an answer, too.
+Triton's interpreter runs kernels on CPU tensors, so each function supports those too.
 """
 
 from __future__ import annotations
@@ -12,35 +12,37 @@ import torch
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """A few in the interpreter, so that a program has more than one tile there, too."""
+    """The number of SMs. A few in the interpreter, so that a program has more than one tile there
+    too.
+    """
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def programs(t: torch.Tensor, each: int) -> int:
-    """Programs that share the rows of a column reduction: `each` per multiprocessor."""
+    """Programs that share the rows of a column reduction: `each` per SM."""
     return each * multiprocessors(t.device) if t.is_cuda else 4
 
 
 @functools.cache
 def has_tma(device: torch.device) -> bool:
-    """Whether tensor descriptors are copied by the TMA unit; the interpreter has them."""
+    """Whether the TMA unit copies tensor descriptors; True in the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
 def large_shared_memory(device: torch.device) -> bool:
-    """Whether a block may have 227 KiB of shared memory, which tensor cores read their operands
-    from, instead of 99 (sm_120) or 163 (sm_80).
+    """Whether a block may use 227 KiB of shared memory, from which tensor cores read operands,
+    instead of 99 (sm_120) or 163 (sm_80).
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @functools.cache
 def conversions(device: torch.device) -> int:
-    """What the GPU converts to and from by an instruction: 0 nothing, 1 e4m3, 2 e4m3 and e2m1. The
-    interpreter runs no PTX.
+    """The GPU's conversion instructions: 0 none, 1 e4m3, 2 e4m3 and e2m1. The interpreter runs no
+    PTX.
     """
     if device.type != "cuda":
         return 0
@@ -50,8 +52,8 @@ def conversions(device: torch.device) -> int:
 
 @functools.cache
 def old_ptxas() -> bool:
-    """Whether Triton brings a ptxas of CUDA 12, whose allocation of registers spills where that of
-    3.9 does not.
+    """Whether Triton ships a ptxas of CUDA 12, whose register allocation spills where that of 3.9
+    does not.
     """
     import triton
 

@@ -1,9 +1,9 @@
 """The block Hadamard transform in Triton. The definition is tilewright/ops/hadamard.py.
 
-A stage of butterflies is a sum and a difference with the element at the other end; three of the
-four or five stages are among the eight elements of a thread, and the others among neighboring
-lanes. Not tl.dot by a matrix of signs: the op moves memory and little else, and tensor cores add in
-an order of their own, where butterflies give the bits of the definition.
+A butterfly stage is the sum and difference with the partner element. Three of the four or five
+stages stay within a thread's eight elements, and the others exchange with neighboring lanes. tl.dot
+with a matrix of signs is not used: the op is bandwidth-bound, and tensor cores add in an order of
+their own, while butterflies give the bits of the definition.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
 from tilewright.kernels.spec import KernelSpec
 
-TILE = 2048  # elements of a program: with 4 warps, two 128-bit loads of bf16 a thread
+TILE = 2048  # elements per program: with 4 warps, two 128-bit loads of bf16 per thread
 
 
 @triton.jit
 def signed(v, at, mask, SIZE: tl.constexpr):
-    """float32 v with the signs of a mask, by the position in a block of the elements `at`."""
+    """float32 v with a mask's signs applied, by the positions `at` of the elements in a block."""
     bit = (mask >> (at % SIZE).to(tl.int32)) & 1
     return (v.to(tl.int32, bitcast=True) ^ (bit << 31)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _stage(v, H: tl.constexpr):
-    """v [n]: each element and the one H from it become their sum and their difference."""
+    """v [n]: replaces each element and the one H away by their sum and their difference."""
     N: tl.constexpr = v.shape[0]
     pairs = tl.reshape(v, (N // (2 * H), 2, H))
     own = pairs.to(tl.int32, bitcast=True)
@@ -77,8 +77,8 @@ def _hadamard(
 
 @functools.lru_cache(maxsize=256)
 def sign_mask(seed: int | None) -> int:
-    """Bit i of an int32: the sign of position i in a block is negative. The lowest bit of word i %
-    4 of Philox4x32-10 with counter i // 4 and key `seed`.
+    """An int32 whose bit i is set if the sign of position i in a block is negative: the lowest bit
+    of word i % 4 of Philox4x32-10 with counter i // 4 and key `seed`.
     """
     mask, low = 0, 0xFFFFFFFF
     for i in range(0, 32 if seed is not None else 0, 4):
@@ -92,7 +92,7 @@ def sign_mask(seed: int | None) -> int:
 
 
 def hadamard(x: torch.Tensor, size: int, seed: int | None, inverse: bool) -> torch.Tensor:
-    """x: contiguous, its last dimension divides by size."""
+    """x: contiguous, with a last dimension divisible by size."""
     y = torch.empty_like(x)
     if x.numel():
         launch(

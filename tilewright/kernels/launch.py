@@ -1,16 +1,15 @@
-"""`kernel[grid](*arguments, **constants)`, without what Triton does each time to find what it has
-compiled.
+"""`kernel[grid](*arguments, **constants)` without Triton's lookup of the compiled kernel per
+launch.
 
-Triton writes the types, alignments and options of a launch down as strings and looks the kernel up
-under them, in Python, which takes longer than the launch. Here what was compiled is kept, with all
-that its launch takes, under a key of the few things that can ask for other code: dtypes, integers,
-constants. What is unusual goes Triton's way: pointers that are not aligned to 16 bytes, types of
-other libraries, hooks of profilers, the interpreter.
+Triton formats the types, alignments and options of each launch as strings and looks the kernel up
+by them, in Python, which takes longer than the launch. This module caches the compiled kernel and
+its launch arguments under the few values that can change the code: dtypes, integers, constants.
+Unusual launches fall back to Triton: pointers that are not 16-byte aligned, types of other
+libraries, profiler hooks, the interpreter.
 
-Of Triton's own, not all of which is documented (seen in 3.6.0 and 3.9.0): `JITFunction.params` and
-`pre_run_hooks`; `CompiledKernel.run`, called with the grid, the stream, `function`,
-`packed_metadata`, three of hooks and every parameter in order, a pointer as an int;
-`knobs.runtime`.
+It uses these parts of Triton, not all documented (checked in 3.6.0 and 3.9.0): `JITFunction.params`
+and `pre_run_hooks`; `CompiledKernel.run`, called with the grid, the stream, `function`,
+`packed_metadata`, three hooks and every parameter in order, a pointer as an int; `knobs.runtime`.
 """
 
 from __future__ import annotations
@@ -24,43 +23,44 @@ from triton import JITFunction, knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# launches that are kept of a kernel and types of arguments; beyond, those seen so far are forgotten
+# Cached launches per kernel and argument types; when it is full, the cache is cleared.
 MOST = 1024
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _CHAINS = "launch_enter_hook", "launch_exit_hook"
-_INT32 = 2**31  # a number that is not specialized is 32 or 64 bits wide
+_INT32 = 2**31  # an integer that is not specialized is 32 or 64 bits wide
 
 _kept: dict[tuple, _Kept] = {}
 _keeping = True
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launches a kernel of Triton's, or runs it in Triton's interpreter, as
-    `kernel[grid](*arguments, **constants)`.
+    """Launches a Triton kernel as `kernel[grid](*arguments, **constants)`, or runs it in Triton's
+    interpreter.
 
     kernel: a @triton.jit function that lives as long as the process, whose constexpr parameters
-    come last.
-    arguments: for all others; tensors are on the current device.   constants: constexprs, num_warps
-    and the like.
+        come last.
+    arguments: for all other parameters; tensors are on the current device.
+    constants: constexprs, num_warps and the like.
     """
     types = id(kernel), *map(type, arguments)
     kept = _kept.get(types)
     if kept is None:
-        kept = _kept[types] = _Kept(
-            kernel, types[1:]
-        )  # which holds the kernel, so that no other gets its id
+        # _Kept references the kernel, so that its id is not reused.
+        kept = _kept[types] = _Kept(kernel, types[1:])
     if not (kept.possible and _keeping and kept.launch(grid, arguments, constants)):
         kernel[grid](*arguments, **constants)
 
 
 def forget() -> None:
-    """Forgets all launches; the next of each goes Triton's way."""
+    """Clears the cache; the next launch of each kernel goes through Triton."""
     _kept.clear()
 
 
 @contextlib.contextmanager
 def none_kept() -> Iterator[None]:
-    """Inside, every launch goes Triton's way, for those who watch `JITFunction.run`."""
+    """Sends every launch inside the block through Triton, for callers that observe
+    `JITFunction.run`.
+    """
     global _keeping
     before, _keeping = _keeping, False
     try:
@@ -70,7 +70,7 @@ def none_kept() -> Iterator[None]:
 
 
 class _Kept:
-    """Launches of a kernel with arguments of these types. possible: whether they can be kept."""
+    """Cached launches of a kernel with these argument types. possible: whether it can be cached."""
 
     def __init__(self, kernel: Any, types: tuple[type, ...]):
         self.kernel, self.found = kernel, {}
@@ -96,9 +96,9 @@ class _Kept:
         self.hooks = [getattr(knobs.runtime, name) for name in _CHAINS]
 
     def launch(self, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> bool:
-        """Whether it was launched."""
+        """Returns whether it launched."""
         runtime, (enter, leave) = knobs.runtime, self.hooks
-        # Chains of hooks, in place of which anything may have been put.
+        # Hook chains; code may have replaced them with anything.
         if (
             runtime.debug
             or self.kernel.pre_run_hooks
@@ -120,11 +120,11 @@ class _Kept:
             key.append(arguments[i])
         for i in self.wide:
             key.append(-_INT32 <= arguments[i] < _INT32)
-        for i in self.descriptors:  # aligned, or they would not be descriptors
+        for i in self.descriptors:  # descriptors are always aligned
             d = arguments[i]
             key += (d.base.dtype, d.padding, *d.block_shape)
         active, device = driver.active, t.get_device()
-        if device < 0:  # a tensor of a CPU, for what stands for a GPU
+        if device < 0:  # a CPU tensor that stands in for a GPU's
             device = active.get_current_device()
         key = device, *key
         found = self.found.get(key)

@@ -1,5 +1,5 @@
-"""What the launchers of one operator have in common, whatever language their kernels are written
-in: the results that they fill, and signatures, which become the operators' schemas.
+"""Launcher code that all kernel languages share: allocation of results, and the signatures that
+become the operators' schemas.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-# Triton's own of these names, which kernels may call too, take microseconds on the host.
+# Triton's functions of these names can be called in kernels too, but take microseconds on the host.
 
 
 def cdiv(a: int, b: int) -> int:
@@ -17,13 +17,13 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of 2 that is at least n >= 1."""
+    """The smallest power of 2 that is >= n, for n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
 def unit(itemsize: int, columns: int, *strides: int) -> int:
-    """Elements in which columns and row strides are counted: 16 bytes if they all are multiples
-    of that, else one.
+    """The unit, in elements, of columns and row strides: 16 bytes if all are multiples of that,
+    else one element.
     """
     vector = 16 // itemsize
     for stride in strides:
@@ -35,8 +35,8 @@ def unit(itemsize: int, columns: int, *strides: int) -> int:
 
 
 def sizes(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:
-    """T, H and D of x [..., D] or [..., H, D]: rows of a head, heads (1 unless weight is [H,
-    D]), columns.
+    """T, H and D of x [..., D] or [..., H, D]: rows per head, heads (1 unless weight is [H, D]),
+    columns.
     """
     D = x.shape[-1]
     H = weight.shape[0] if weight.dim() == 2 else 1
@@ -44,7 +44,7 @@ def sizes(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:
 
 
 def normalized(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Uninitialized y, x + residual (None without one) and rstd."""
+    """Uninitialized y, x + residual (None without a residual) and rstd."""
     total = None if residual is None else torch.empty_like(residual)
     return (
         torch.empty_like(x),
@@ -54,8 +54,8 @@ def normalized(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Te
 
 
 def rmsnorm_forwards(launch: Callable) -> tuple[Callable, Callable]:
-    """forward and add_forward from launch(x, residual or None, weight, ...) -> what
-    `normalized` returns, filled.
+    """forward and add_forward, from launch(x, residual or None, weight, ...), which returns the
+    filled results of `normalized`.
     """
 
     def forward(
@@ -83,12 +83,12 @@ def rmsnorm_forwards(launch: Callable) -> tuple[Callable, Callable]:
     return forward, add_forward
 
 
-# ---- statistics of rows of logits, and losses made of them
+# ---- statistics of rows of logits, and the losses computed from them
 
 
 class Stats(NamedTuple):
     """Statistics of rows of logits, as tilewright/ops/_softmax_stats.py defines them. Each is [T];
-    the last three are None where they were not asked for.
+    the last three are None unless requested.
     """
 
     peak: torch.Tensor
@@ -100,20 +100,21 @@ class Stats(NamedTuple):
 
     @property
     def lse(self) -> torch.Tensor:
-        """log sum_c exp z_c, for those who want its value: losses come from the other
-        statistics.
-        """
+        """log sum_c exp z_c, for callers that need its value: losses use the other statistics."""
         return self.peak + self.log_sum
 
 
 class Asked(NamedTuple):
-    """What a loss is made of beside the statistics. Tensors are contiguous, on one device, and of
+    """The inputs of a loss besides the statistics. Tensors are contiguous, on one device, and cover
     all rows.
 
-    target: [T] int64, of the whole vocabulary.   V: its size.   class_weight: [V] float32, or None.
-    weight_sum: [] float32, their sum, or None for V.   token_weight: [T] float, or None.
-    num_tokens: what "mean" divides by; None: the weights of the targets to learn from.   divide:
-        whether the total and the derivatives are divided.
+    target: [T] int64, in the whole vocabulary.
+    V: vocabulary size.
+    class_weight: [V] float32, or None.
+    weight_sum: [] float32, their sum, or None for V.
+    token_weight: [T] float, or None.
+    num_tokens: the divisor of "mean"; None: the sum of the non-ignored targets' weights.
+    divide: whether the total and the derivatives are divided.
     """
 
     target: torch.Tensor
@@ -129,10 +130,10 @@ class Asked(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the losses of rows are written to, float32.
+    """Output buffers of the losses of rows, float32.
 
-    losses: [T], before token weights.   divisor: [], of "mean"; None where nothing is to be
-    divided.
+    losses: [T], before token weights.
+    divisor: [], of "mean"; None if nothing is divided.
     """
 
     losses: torch.Tensor
@@ -142,8 +143,8 @@ class Found(NamedTuple):
 def statistics(
     logits: torch.Tensor, smooth: bool, entropy: bool, argmax: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Uninitialized peak, log_sum, target, weighted, mean and argmax, [T] each. Those that were not
-    asked for are empty.
+    """Uninitialized peak, log_sum, target, weighted, mean and argmax, [T] each; empty unless
+    requested.
     """
 
     def new(wanted, dtype=torch.float32):
@@ -153,12 +154,12 @@ def statistics(
 
 
 def inverse(softcap: float) -> float:
-    """By which kernels multiply instead of dividing by the softcap; 0 where there is none."""
+    """1 / softcap, by which kernels multiply instead of dividing; 0 without a softcap."""
     return 1.0 / softcap if softcap else 0.0
 
 
 class StatsGradient(NamedTuple):
-    """What the gradient of logits is made of: the statistics' inputs, results and gradients."""
+    """Inputs of the gradient of logits: the statistics' inputs, results and gradients."""
 
     target: torch.Tensor
     class_weight: torch.Tensor | None

@@ -1,9 +1,9 @@
-"""Float32 mathematics of Triton kernels.
+"""Float32 math for Triton kernels.
 
-Triton writes `1.0 / x` and `tl.exp(x)` for all of float32: nine and five instructions, which scale
-operands of the last binades. Where x is known to lie elsewhere, one and two instructions do, to the
-same accuracy; Triton's language does not name them. The interpreter runs no PTX and takes what
-Triton writes.
+Triton compiles `1.0 / x` and `tl.exp(x)` for all of float32: nine and five instructions, which
+scale operands in the last binades. Where x is known to lie elsewhere, one and two instructions give
+the same accuracy; Triton's language has no names for them. The interpreter runs no PTX and uses
+Triton's versions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import triton.language as tl
 
 @triton.jit
 def reciprocal(x):
-    """1 / x to 1 ulp, for |x| from 2^-126 to 2^126; 0 above that, infinity included. NaN of NaN."""
+    """1 / x to 1 ulp, for |x| from 2^-126 to 2^126; 0 above that, including infinity. NaN gives
+    NaN.
+    """
     if HARDWARE:
         y = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -62,12 +64,12 @@ def normal_distribution(x):
     its error.
 
     tl.exp multiplies by log2 e in one rounding, which for exp(-z^2 / 2) would cost up to 70
-    roundings of relative error. So the power of two is taken of the rounded product, and what both
-    products lost (fma has it, and the third term is log2(e) / 2 less its float32 value) is put back
-    to first order.
+    roundings of relative error. So the power of two is computed from the rounded product, and the
+    rounding errors of both products (which fma yields; the third term is log2(e) / 2 less its
+    float32 value) are added back to first order.
     """
     z = tl.abs(x)
-    z = tl.where(z > 15.0, 15.0, z)  # both are 0 there; and the square of a larger z could overflow
+    z = tl.where(z > 15.0, 15.0, z)  # both are 0 there, and the square of a larger z could overflow
     square = z * z
     power = square * 0.7213475108146667
     lost = tl.fma(square, 0.7213475108146667, -power) + 0.7213475108146667 * tl.fma(z, z, -square)
@@ -108,7 +110,7 @@ def tanh_and_derivative(x):
 
 @triton.jit
 def widened(x):
-    """x [.., even] as float32. Two bfloat16 at a time, each by one instruction."""
+    """x [.., even] as float32, two bfloat16 at a time with one instruction each."""
     if HARDWARE:
         if x.dtype == tl.bfloat16:
             y = tl.inline_asm_elementwise(
@@ -128,8 +130,8 @@ def widened(x):
 
 @triton.jit
 def rounded_to(x, DTYPE: tl.constexpr):
-    """float32 x [.., even] rounded to DTYPE and back. Two at a time to bfloat16, which is one
-    instruction for both, and one each for the way back.
+    """float32 x [.., even] rounded to DTYPE and back. bfloat16 takes one instruction for two
+    elements, and one each for the way back.
     """
     if HARDWARE:
         if DTYPE == tl.bfloat16:  # noqa: SIM300
@@ -162,16 +164,15 @@ def _larger(a, b):
 
 @triton.jit
 def largest_magnitude(x, AXIS: tl.constexpr):
-    """The largest of |x| along an axis of float32 x, or NaN where there is one."""
-    if HARDWARE:  # an operand's sign is dropped by the instruction that compares
+    """The largest |x| along an axis of float32 x, or NaN if it has one."""
+    if HARDWARE:  # the comparison instruction drops an operand's sign
         most = tl.reduce(tl.abs(x), AXIS, _larger)
-    else:  # bits, among which a NaN is the largest
+    else:  # as bits, where a NaN is the largest
         most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS).to(
             tl.float32, bitcast=True
         )
     return most
 
 
-# Whether these functions are compiled, whatever a device: the interpreter makes something else of
-# them.
+# Whether these functions are compiled, on any device: the interpreter replaces them.
 HARDWARE: tl.constexpr = tl.constexpr(isinstance(reciprocal, triton.JITFunction))

@@ -1,4 +1,4 @@
-"""How a kernel tells the compile gate what it is launched with."""
+"""What the compile gate compiles for a kernel: its signature, constexprs and requirements."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from typing import Any
 class KernelSpec:
     """One compilation of one Triton kernel, as the launcher would launch it.
 
-    kernel: the @triton.jit function.   label: unique within the op, e.g. "forward bf16 D=4096".
+    kernel: the @triton.jit function.
+    label: unique within the op, e.g. "forward bf16 D=4096".
     signature: argument name -> Triton type ("*bf16", "*fp32", "i32", "i64", "fp32"), for every
-        argument that is not a constexpr. Pointers are taken as 16-byte aligned, as torch's
-        allocator gives them.
-    constexprs: argument name -> value.   divisible: integer arguments that the launch knows to be
-    multiples of 16.
-    min_arch, max_arch: the lowest and the highest compute capability that launches this (80, 90,
-        100, ...): sm_120 has less shared memory than sm_90 and sm_100.
+        argument that is not a constexpr. Pointers are assumed to be 16-byte aligned, as torch's
+        allocator returns them.
+    constexprs: argument name -> value.
+    divisible: integer arguments that are multiples of 16 in every launch.
+    min_arch, max_arch: the lowest and highest compute capability with this launch (80, 90, 100,
+        ...): sm_120 has less shared memory than sm_90 and sm_100.
 
-    What it needs to reach its floors of memory and arithmetic, which the gate finds in PTX and in
+    Requirements for its bandwidth and arithmetic rooflines, which the gate checks in PTX and
     machine code:
+
     load, store: bits of the widest access to global memory; 0 for a kernel that is narrow by
-    nature, with the
-        reason beside it.   uses: compute capability -> families of instructions, keys of
-        `bench.machine_code.FAMILIES`, e.g. {90: ("wgmma", "tma"), 100: ("tcgen05", "tma")}.
-    elements: of a streaming kernel, how many elements a program takes: instructions an element are
-    then budgeted.
-    undivided: no loop may divide, which the gate looks for in PTX.
+        nature, with the reason in a comment.
+    uses: compute capability -> instruction families, keys of `bench.machine_code.FAMILIES`, e.g.
+        {90: ("wgmma", "tma"), 100: ("tcgen05", "tma")}.
+    elements: elements per program of a streaming kernel; the gate then budgets instructions per
+        element.
+    undivided: no loop may divide; the gate checks PTX.
     stack: compute capability -> bytes of stack that are accepted of a kernel without spills, with
-        the reason beside it.
+        the reason in a comment.
     """
 
     kernel: Any
@@ -55,10 +57,11 @@ class KernelSpec:
 class CuteSpec:
     """One compilation of one CuTe DSL kernel, as the launcher would launch it.
 
-    function: the @cute.jit host function.   label: unique within the op.
-    types: of its arguments but the last, which is the stream: "*bf16 16" (pointer to memory aligned
-        to 16 bytes), "i32", "i64", "fp32", None, or a constant.
-    min_arch, max_arch, load, store, uses: as KernelSpec's.
+    function: the @cute.jit host function.
+    label: unique within the op.
+    types: argument types except the last, the stream: "*bf16 16" (pointer to memory aligned to 16
+        bytes), "i32", "i64", "fp32", None, or a constant.
+    min_arch, max_arch, load, store, uses: as in KernelSpec.
     """
 
     function: Any

@@ -1,10 +1,9 @@
-"""Launch constants: a heuristic for every launch, and a table of tuned ones for the devices that
-were tuned.
+"""Launch configurations: a heuristic for every launch, and a table of tuned ones per tuned device.
 
-A launcher asks its `Tunable` for constants by a key, such as the width of a row and the size of an
-element. The answer is the entry of `tuned/<device>/<op>.json` if that table has this very key, else
-the heuristic's. Nothing is ever
-searched while a program runs: `python -m tilewright.bench tune` does that, and writes the tables.
+A launcher looks up its `Tunable`'s configuration by a key, such as the row width and the element
+size. An entry of `tuned/<device>/<op>.json` with exactly this key takes precedence over the
+heuristic. A program never searches while it runs: `python -m tilewright.bench tune` searches, and
+writes the tables.
 """
 
 from __future__ import annotations
@@ -30,18 +29,16 @@ def _no_specs(key: dict[str, Any], config: Config) -> list:
 
 
 class Tunable:
-    """The constants of one launch.
+    """The configuration of one launch.
 
-    op, launch: where its tuned constants are filed: `launches[launch]` of tuned/<device>/<op>.json.
-        Ops that share a launch share its entries.
+    op, launch: locate its tuned entries: `launches[launch]` of tuned/<device>/<op>.json. Ops that
+        share a launch share its entries.
     fields: names of the key's parts, which are ints, bools or strings.
-    which: the pass of the op that is timed in a search: "forward", "backward" or
-    "forward_backward".
-    heuristic: (**key) -> constants. Its names are all the names there are.
-    space: (**key) -> constants worth trying; the heuristic's need not be among them.
-    keys: keys that stand for the others, for which the compile gate compiles the whole space.
-    specs: (key, constants) -> what the gate compiles for them; [] for constants of something that
-    is not compiled.
+    which: the pass of the op that a search times: "forward", "backward" or "forward_backward".
+    heuristic: (**key) -> configuration. It defines the set of names.
+    space: (**key) -> candidate configurations; the heuristic's need not be among them.
+    keys: representative keys, for which the compile gate compiles the whole space.
+    specs: (key, configuration) -> what the gate compiles; [] for a launch that is not compiled.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class Tunable:
         return f"{self.op}/{self.launch}"
 
     def config(self, device: torch.device, *key) -> Config:
-        """The constants for a launch on `device`; the caller must not change them."""
+        """The configuration of a launch on `device`; the caller must not modify it."""
         if _asked is not None:
             _asked[self, key] = None
         found = self._chosen.get((device, key))
@@ -91,7 +88,7 @@ class Tunable:
         return dict(zip(self.fields, key, strict=True))
 
     def candidates(self, **key) -> list[Config]:
-        """The heuristic's constants first, then the rest of the space, each once."""
+        """The heuristic's configuration first, then the rest of the space, without duplicates."""
         found = [self.heuristic(**key)]
         for config in self._space(**key):
             if set(config) != set(found[0]):
@@ -104,7 +101,7 @@ class Tunable:
 
     @contextlib.contextmanager
     def override(self, device: torch.device, key: tuple, config: Config) -> Iterator[None]:
-        """Inside the block these constants are the answer for this key."""
+        """Uses this configuration for this key inside the block."""
         before = self._chosen.get((device, key))
         self._chosen[device, key] = config
         try:
@@ -120,7 +117,7 @@ _asked: dict[tuple[Tunable, tuple], None] | None = None
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[tuple[Tunable, tuple], None]]:
-    """Collects the (tunable, key) that launches ask for inside the block, in order."""
+    """Collects the (tunable, key) pairs that launches look up inside the block, in order."""
     global _asked
     before, _asked = _asked, {}
     try:
@@ -142,16 +139,16 @@ def _path(folder: str, op: str) -> pathlib.Path:
 
 @functools.cache
 def table(folder: str, op: str) -> dict[str, list[dict[str, Any]]]:
-    """Entries by launch; {} where nothing was tuned. Raises ValueError, naming the file, for
-    one that is malformed.
+    """Entries by launch; {} where nothing was tuned. Raises ValueError, naming the file, for a
+    malformed one.
     """
     path = _path(folder, op)
     return read(path)["launches"] if path.exists() else {}
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """A table file: {"schema", "device", "device_type", "launches": {launch: [{"key", "config",
-    ...}]}}.
+    """A table file:
+    {"schema", "device", "device_type", "launches": {launch: [{"key", "config", ...}]}}.
     """
     try:
         document = json.loads(path.read_text())
@@ -169,7 +166,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def tuned(tunable: Tunable) -> Iterator[tuple[str, dict[str, Any], Config]]:
-    """(device folder, key, constants) of every committed entry of a launch, whatever the device.
+    """(device folder, key, configuration) of every committed entry of a launch, on any device.
 
     Raises ValueError for an entry that the launcher could not use.
     """
