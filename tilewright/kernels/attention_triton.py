@@ -1,16 +1,16 @@
-"""Attention in Triton, over one sequence or packed documents: softmax(mask(cap(scale q k^T))) v,
-by an online softmax. The definition is tilewright/ops/attention.py; the method is
-FlashAttention-2's (arXiv:2307.08691).
+"""Attention in Triton, over one sequence or packed documents: softmax(mask(cap(scale q k^T))) v, by
+an online softmax. The definition is tilewright/ops/attention.py; the method is FlashAttention-2's
+(arXiv:2307.08691).
 
-A tile is a block of rows of one document and one head, and walks over the keys that its rows may
+A tile is a block of rows of one document and one head. It loops over the keys that its rows may
 see: those of its document, with CAUSAL up to the last row, with a window from the first row's on.
-Blocks of keys that every row sees take no mask. Where documents lie comes from cu_seqlens on the
-device (`tile_map`), so no launch waits for it. No tile has rows of two documents: what another one
-holds, NaN too, is never read.
+Blocks of keys that every row sees are not masked. Document bounds are read from cu_seqlens on the
+device (`tile_map`), so no launch waits for it. No tile has rows of two documents: another
+document's values, including NaN, are never read.
 
-    _forward       out and the log-sum-exp of each row, a tile of queries at a time.
-    _backward_q    dq and <dout, out>, a tile of queries at a time.
-    _backward_kv   dk and dv, a tile of keys at a time, over the query heads that read it.
+    _forward       out and the log-sum-exp per row, one tile of queries at a time.
+    _backward_q    dq and <dout, out>, one tile of queries at a time.
+    _backward_kv   dk and dv, one tile of keys at a time, over the query heads that read it.
 
 Statistics and sums are float32; probabilities and their gradients are rounded to the operands'
 dtype for the products. No atomics: deterministic. A row's bits depend on its own document alone,
@@ -36,16 +36,16 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _place(tiles_ptr, cu_ptr, capacity, S, Sk, t, tiled, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """Of tile t of a tensor of `tiled` rows: whether there is one, its batch, its first row in its
-    document, where the document begins, and how many queries and keys it has.
+    """Locates tile t of a tensor of `tiled` rows: whether it exists, its batch, its first row in
+    its document, the document's start, and its numbers of queries and keys.
     """
     if PACKED:
         there = t < tl.load(tiles_ptr + 3 * capacity)
         document = tl.load(tiles_ptr + t, mask=there, other=0)
         row = tl.load(tiles_ptr + capacity + t, mask=there, other=0)
         end = tl.load(tiles_ptr + 2 * capacity + t, mask=there, other=0)
-        # cu_seqlens is not checked on a GPU; what is behind its end is a document of its own in the
-        # map.
+        # cu_seqlens is not checked on a GPU; the map treats rows past its end as a document of
+        # their own.
         begin = tl.minimum(tl.maximum(tl.load(cu_ptr + document).to(tl.int32), 0), row)
         batch = t * 0
         first = row - begin
@@ -63,10 +63,10 @@ def _place(tiles_ptr, cu_ptr, capacity, S, Sk, t, tiled, BLOCK: tl.constexpr, PA
 
 @triton.jit
 def _tanh(x):
-    """Through exp2, whose overflow is an infinity that ends at 1."""
+    """tanh through exp2, whose overflow is an infinity that gives 1."""
     e = tl.exp2(tl.abs(x) * 2.8853900817779268)
     y = 1.0 - 2.0 / (e + 1.0)
-    z = x * x  # where that cancels, the series
+    z = x * x  # the series where that cancels
     small = x * (
         1.0 + z * (-0.3333333333333333 + z * (0.13333333333333333 - z * 0.05396825396825397))
     )
@@ -75,8 +75,8 @@ def _tanh(x):
 
 @triton.jit
 def _logits(s, scale, cap, SOFTCAP: tl.constexpr):
-    """Of products s: logits times log2(e), and the derivative of the softcap (s itself where
-    there is none).
+    """Logits times log2(e) from products s, and the derivative of the softcap (s itself without
+    one).
     """
     if SOFTCAP:
         y = _tanh(s * (scale / cap))
@@ -86,7 +86,7 @@ def _logits(s, scale, cap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _seen(rows, columns, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Which columns a row sees, by their positions."""
+    """Which columns each row sees, by position."""
     mask = (columns < keys) & (rows == rows)
     if CAUSAL:
         mask = mask & (columns <= rows)
@@ -99,8 +99,8 @@ def _seen(rows, columns, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexp
 def _columns(
     first, last, keys, window, STEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """Blocks of STEP keys for queries at positions `first` to `last`: where the first begins, where
-    those that need no mask begin and end, and the end.
+    """Blocks of STEP keys for queries at positions `first` to `last`: the start of the first, the
+    start and end of those that need no mask, and the end.
     """
     low = first * 0
     free = low
@@ -128,9 +128,7 @@ def _rows_of(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Where the queries begin and end that see keys at positions `first` to `last`, by their
-    rows.
-    """
+    """The range of query rows that see keys at positions `first` to `last`."""
     low = first * 0
     high = queries
     if CAUSAL:
@@ -142,7 +140,7 @@ def _rows_of(
 
 @triton.jit
 def _load(at, row, i, d, live, D: tl.constexpr, MASKED: tl.constexpr, EVEN: tl.constexpr):
-    """Rows i from `at`, [i, d]; 0 where they are not live."""
+    """Rows i from `at`, [i, d]; 0 where not live."""
     where = at + i[:, None] * row + d[None, :]
     if MASKED and EVEN:
         return tl.load(where, mask=live[:, None], other=0.0)
@@ -180,8 +178,8 @@ def _attend(
     BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """The online softmax over keys `low` to `high`: top is the largest logit so far, total the
-    sum of powers.
+    """The online softmax over keys `low` to `high`: top is the largest logit so far, total the sum
+    of exponentials.
     """
     j = tl.arange(0, BLOCK_N)
     k_at += low.to(tl.int64) * k_row
@@ -194,7 +192,7 @@ def _attend(
                 _seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), s, float("-inf")
             )
         new = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet
+        base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
@@ -248,7 +246,7 @@ def _forward(
     BLOCK_N: tl.constexpr,
 ):
     EVEN: tl.constexpr = D == WIDTH
-    # The last tiles of a document have the most keys, and begin first.
+    # The last tiles of a document have the most keys, and start first.
     t = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
     there, batch, m, begin, queries, keys = _place(
@@ -266,7 +264,7 @@ def _forward(
         acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        if SINKS:  # a key with that logit, whose value is 0
+        if SINKS:  # a key with this logit, whose value is 0
             top = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + h) * LOG2E
             total = tl.where(top == float("-inf"), 0.0, 1.0)
         low, free, full, high = _columns(
@@ -365,7 +363,7 @@ def _forward(
 
 @triton.jit
 def _power(lse):
-    """What to subtract from logits in base 2. A row without keys, or none at all, gets
+    """The shift of logits in base 2. Rows without keys, and rows that do not exist, get
     probabilities of 0.
     """
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
@@ -663,7 +661,7 @@ def _backward_kv(
     BLOCK_N: tl.constexpr,
 ):
     EVEN: tl.constexpr = D == WIDTH
-    # The first tiles of a document are read by the most queries, and begin first.
+    # The first tiles of a document are read by the most queries, and start first.
     t = tl.program_id(0)
     kv = tl.program_id(1)
     there, batch, n, begin, queries, keys = _place(
@@ -697,9 +695,9 @@ def _backward_kv(
         dk = tl.zeros((BLOCK_N, WIDTH), tl.float32)
         dv = tl.zeros((BLOCK_N, WIDTH), tl.float32)
         low, high = _rows_of(n, n + BLOCK_N - 1, queries, offset, window, BLOCK_M, CAUSAL, WINDOW)
-        # One loop over the heads of the group and their rows: several, or a part without masks,
-        # need more registers for addresses than the two sums leave. So h and m are counted on, and
-        # what needs a mask is asked.
+        # One loop over the heads of the group and their rows: several loops, or an unmasked part,
+        # need more registers for addresses than the two sums leave. So h and m are incremented, and
+        # a condition selects the mask.
         h = head * GROUP
         m = low
         for _ in range(GROUP * tl.cdiv(high - low, BLOCK_M)):
@@ -719,7 +717,8 @@ def _backward_kv(
                 tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, cap, SOFTCAP
             )
             p = tl.exp2(s - power[None, :])
-            # rows that see all of these keys need no mask; what keys there are not is not stored
+            # rows that see all of these keys need no mask; results of keys past the end are not
+            # stored
             if CAUSAL:
                 edge = m + offset < n + BLOCK_N - 1
                 if WINDOW:
@@ -766,7 +765,7 @@ def _backward_kv(
 
 
 def _tiles(cu_seqlens, batch, rows, block):
-    """The map of tiles, its capacity, and how many tiles to launch."""
+    """The tile map, its capacity, and the number of tiles to launch."""
     if cu_seqlens is None:
         return None, 0, batch * cdiv(rows, block)
     tiles = tile_map(cu_seqlens[1:].to(torch.int32), rows, block)
@@ -774,7 +773,7 @@ def _tiles(cu_seqlens, batch, rows, block):
 
 
 def empty_rows(t: torch.Tensor) -> torch.Tensor:
-    """Uninitialized [B, H, S, D], in memory [B, S, H, D]: what a projection reads."""
+    """Uninitialized [B, H, S, D], in memory [B, S, H, D], the layout that a projection reads."""
     B, H, S, D = t.shape
     return t.new_empty(B, S, H, D).transpose(1, 2)
 
@@ -789,7 +788,9 @@ def _key(t, softcap):
 
 
 def _reach(window, q, k, offset):
-    """A window no longer than any two positions are apart: larger ones would leave 32 bits."""
+    """Clamps the window to the largest distance of two positions: larger ones would
+    exceed 32 bits.
+    """
     return min(window, q.shape[2] + k.shape[2] + abs(offset))
 
 
@@ -944,13 +945,13 @@ def backward(
         )
     if sinks is None:
         return dq, dk, dv, lse.new_empty(0)
-    # A sink is a logit whose value is 0, so that of its gradient p (dp - delta) the second part is
+    # A sink is a logit whose value is 0: of its gradient p (dp - delta) only the second part is
     # left.
     share = torch.exp(sinks.float()[:, None] - lse)
     return dq, dk, dv, -(share * delta).sum((0, 2))
 
 
-# ---- constants
+# ---- launch configurations
 
 
 def _forward_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
@@ -998,8 +999,8 @@ def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) 
 
 
 def _backward_kv_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
-    """dk and dv together take half of the registers: what is left holds 32 rows of logits and
-    their gradients.
+    """dk and dv together take half of the registers: the rest holds 32 rows of logits and their
+    gradients.
     """
     if itemsize == 4:
         return {
@@ -1028,10 +1029,10 @@ def _space(heuristic, tiled, walked):
         for block, step in ((128, 128), (128, 64), (64, 64), (64, 32), (128, 32)):
             for warps in (4, 8):
                 for stages in (1, 2, 3):
-                    # What is on the way: keys and values (or queries and gradients) of `stages`,
-                    # and the tile's own.
+                    # In flight: `stages` of keys and values (or queries and gradients), and the
+                    # tile's own.
                     shared = 2 * width * itemsize * (step * stages + block)
-                    elements = block * width // (32 * warps)  # of one sum a thread
+                    elements = block * width // (32 * warps)  # per sum and thread
                     if shared <= (220 if large else 96) * 1024 and elements <= 64:
                         found.append(
                             {tiled: block, walked: step, "num_warps": warps, "num_stages": stages}
@@ -1058,8 +1059,8 @@ def _types(data, more):
 
 
 def _arch(key):
-    # Launches with little shared memory are those of the others (and of sm_80, which the gate does
-    # not compile).
+    # Configurations with little shared memory are for all other architectures (and sm_80, which the
+    # gate does not compile).
     return {"min_arch": 90, "max_arch": 109} if key["large"] else {"min_arch": 110}
 
 
@@ -1082,11 +1083,11 @@ def _specs_of(kernel, name, pointers, strides, sinks, tiled):
             variants = {
                 "packed window softcap sinks": {**variants["packed window sinks"], "SOFTCAP": True}
             }
-        elif (
-            data == "fp32"
-        ):  # its products are long chains of FMAs: each takes the compiler half a minute
+        elif data == "fp32":
+            # Its products are long chains of FMAs, and each takes half a minute to compile.
             variants = {"packed": variants["packed"]}
-        elif not (width == 128 and key["large"]):  # all of the most frequent one, two of the others
+        elif not (width == 128 and key["large"]):
+            # All variants of the most frequent key, two of the others.
             variants = dict(list(variants.items())[2:])
         for label, options in variants.items():
             constexprs = {

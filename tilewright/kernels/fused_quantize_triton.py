@@ -1,10 +1,10 @@
-"""Quantization in Triton with something else in the same pass over memory: the transpose, the
-largest magnitude of a Hadamard transform, silu(gate) * up, RMSNorm, add + RMSNorm. The definitions
-are tilewright/ops/{nvfp4,block_fp8,mxfp8,fused_quantize}.py. A kernel tells MXFP8 by its scales,
+"""Quantization in Triton fused with another op in one pass over memory: the transpose, the largest
+magnitude of a Hadamard transform, silu(gate) * up, RMSNorm, add + RMSNorm. The definitions are
+tilewright/ops/{nvfp4,block_fp8,mxfp8,fused_quantize}.py. A kernel detects MXFP8 by its scales,
 which are bytes.
 
-What is quantized is first rounded to the inputs' dtype, where the op by itself would round it: the
-bytes are those of the two ops one after the other.
+Values are rounded to the inputs' dtype before quantization, where the unfused op would round them:
+the bytes are those of the two ops in sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tilewright.kernels.quantize_triton import (
 )
 from tilewright.kernels.spec import KernelSpec
 
-BLOCK, MX_BLOCK = 128, 32  # columns that share a scale in FP8, and in MXFP8
+BLOCK, MX_BLOCK = 128, 32  # columns that share a scale in FP8 and in MXFP8
 
 
 # ---- NVFP4
@@ -52,8 +52,8 @@ def _largest_transformed(x_ptr, most_ptr, n, signs, SIZE: tl.constexpr, TILE: tl
 
 
 def nvfp4_largest(x: torch.Tensor, hadamard: int, signs: int | None) -> torch.Tensor:
-    """The largest magnitude, float32 [], of the transform of x, whose last dimension divides by
-    `hadamard`.
+    """The largest magnitude, float32 [], of the transform of x, whose last dimension is divisible
+    by `hadamard`.
     """
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
@@ -91,8 +91,8 @@ def _nvfp4_put(
     RANDOM: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Quantizes the tile x at (row0, column0) of a matrix whose first row is number `first` of
-    all.
+    """Quantizes the tile x at (row0, column0) of a matrix whose first row is row
+    `first` overall.
     """
     if RANDOM:
         random = random_bits(at, key, RANDOM)
@@ -137,7 +137,7 @@ def _nvfp4_both(
     RANDOM: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """A tile of HIGH x WIDE of x, and the same of its transpose."""
+    """Quantizes a tile of HIGH x WIDE of x, and its transpose."""
     band = (tl.program_id(0) // tiles).to(tl.int64)
     b = band // bands
     row0 = (band % bands) * HIGH
@@ -184,14 +184,14 @@ def _nvfp4_both(
     )
 
 
-# Of a tile that is also transposed: rows of 128 bytes of bf16 are read, and of 32, a sector, are
-# written. In one of twice the size ptxas spills 40 bytes for sm_90 where rounding is random.
+# A tile that is also transposed: reads are rows of 128 bytes of bf16, and writes rows of 32, a
+# sector. With twice the size ptxas spills 40 bytes for sm_90 with stochastic rounding.
 HIGH, WIDE = 64, 64
 
 
 def _nvfp4_tile(itemsize: int, random: bool) -> tuple[int, int]:
-    """Columns of a tile and warps. Rows of 128 bytes are read: of 64 float32 columns ptxas 12.9
-    spills 4 bytes for sm_100. 16 elements a thread, and 8 where each has random bits: with 16,
+    """Columns of a tile, and warps. Rows of 128 bytes are read: with 64 float32 columns ptxas 12.9
+    spills 4 bytes for sm_100. 16 elements per thread, and 8 where each has random bits: with 16,
     ptxas spills 4 bytes for sm_120.
     """
     return 2 * WIDE // itemsize, (16 if random else 8) * 2 // itemsize
@@ -200,7 +200,7 @@ def _nvfp4_tile(itemsize: int, random: bool) -> tuple[int, int]:
 def nvfp4_quantize_both(
     x: torch.Tensor, global_scale: torch.Tensor, square: bool, seed: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `nvfp4_quantize` gives for x and for its transpose, in one pass."""
+    """`nvfp4_quantize` of x and of its transpose, in one pass."""
     B, R, C = x.shape
     data = x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8)
     scale = x.new_empty((B, R, cdiv(C, 16)), dtype=torch.uint8)
@@ -259,7 +259,7 @@ def _block_fp8_put(
     HARDWARE: tl.constexpr,
 ):
     """Quantizes the tile x at (row0, column0) of a matrix whose first row of blocks is number
-    `first` of all.
+    `first` overall.
     """
     if RANDOM:
         random = random_bits(at, key, RANDOM)
@@ -295,9 +295,9 @@ def _block_fp8_both(
     STRIP: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """A tile of SIDE x SIDE of x, and the same of its transpose, each in strips. The second time x
-    comes from a cache: a tile that is held in registers for both leaves too few of them (ptxas
-    spills 24 bytes for sm_100).
+    """Quantizes a tile of SIDE x SIDE of x, and its transpose, each in strips. The second time x is
+    read from a cache: a tile held in registers for both leaves too few of them (ptxas spills 24
+    bytes for sm_100).
     """
     band = (tl.program_id(0) // tiles).to(tl.int64)
     b = band // bands
@@ -358,8 +358,8 @@ def _block_fp8_both(
 
 
 def _strips(rows: int, columns: int) -> dict:
-    """Of 64 bytes of bf16 where x is turned, or of a block's rows. 16 elements a thread, and 32
-    in the largest.
+    """Strip sizes: 64 bytes of bf16 where x is transposed, or a block's rows. 16 elements per
+    thread, and 32 in the largest.
     """
     side, strip = max(rows, columns, 32), max(rows, 32)
     return {
@@ -374,9 +374,9 @@ def _strips(rows: int, columns: int) -> dict:
 def block_fp8_quantize_both(
     x: torch.Tensor, rows: int, columns: int, seed: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `block_fp8_quantize` gives for x and for its transpose. In one pass where blocks fill a
-    square tile: sides of powers of two up to 128. Not with random rounding, whose words for whole
-    tiles do not fit in registers (ptxas spills 900 bytes and more for sm_90).
+    """`block_fp8_quantize` of x and of its transpose. One pass if blocks fill a square tile:
+    power-of-two sides up to 128. Not with stochastic rounding, whose random words for whole tiles
+    do not fit in registers (ptxas spills 900 bytes and more for sm_90).
     """
     B, R, C = x.shape
     side = max(rows, columns, 32)
@@ -440,9 +440,9 @@ def _mxfp8_both(
     RANDOM: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """A tile of HIGH x WIDE of x, or of silu(x) * up where there is an up, and the same of its
-    transpose. columns and strides in units of UNIT elements, rows (of a matrix) of ROW_UNIT: what
-    it stores is known to be aligned so.
+    """Quantizes a tile of HIGH x WIDE of x, or of silu(x) * up if up is given, and its transpose.
+    columns and strides are in units of UNIT elements, rows (of a matrix) of ROW_UNIT: this makes
+    the alignment of stores explicit.
     """
     R = rows * ROW_UNIT
     C = columns * UNIT
@@ -487,7 +487,7 @@ def _mxfp8_both(
 
 
 def _mxfp8_warps(random: bool) -> int:
-    """16 elements a thread, and 8 where each has random bits."""
+    """16 elements per thread, and 8 where each has random bits."""
     return 16 if random else 8
 
 
@@ -533,7 +533,7 @@ def _both(x, up, B, R, C, seed):
 def mxfp8_quantize_both(
     x: torch.Tensor, seed: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `mxfp8_quantize` gives for x and for its transpose, in one pass."""
+    """`mxfp8_quantize` of x and of its transpose, in one pass."""
     B, R, C = x.shape
     return _both(x.view(B * R, C), None, B, R, C, seed)
 
@@ -541,7 +541,7 @@ def mxfp8_quantize_both(
 def silu_mul_mxfp8_both(
     gate: torch.Tensor, up: torch.Tensor, rows: int, seed: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same of silu(gate) * up.   gate, up [matrices * rows, I] with contiguous columns."""
+    """The same for silu(gate) * up.   gate, up: [matrices * rows, I] with contiguous columns."""
     return _both(gate, up, gate.shape[0] // max(rows, 1), rows, gate.shape[1], seed)
 
 
@@ -565,7 +565,7 @@ def _silu_mul_quantize(
     RANDOM: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """GROUPS blocks of one row. Strides and columns in units of UNIT elements: see
+    """GROUPS blocks of one row. Strides and columns are in units of UNIT elements: see
     activation_triton.
     """
     row = (tl.program_id(0) // tiles).to(tl.int64)
@@ -591,13 +591,12 @@ def _silu_mul_quantize(
     tl.store(inverse_ptr + row * across + g, tl.reshape(inverse, (GROUPS,)), mask=g < across)
 
 
-SILU_TILE = (
-    1024  # elements of a program: with 2 warps, two 128-bit loads of each bf16 operand a thread
-)
+# Elements per program: with 2 warps, two 128-bit loads of each bf16 operand per thread.
+SILU_TILE = 1024
 
 
 def _scales(x, rows, columns, mx):
-    """Room for the inverse scales of rows, and the columns of a block."""
+    """Uninitialized inverse scales of rows, and the columns of a block."""
     block = MX_BLOCK if mx else BLOCK
     return x.new_empty(
         (rows, cdiv(columns, block)), dtype=torch.uint8 if mx else torch.float32
@@ -659,8 +658,8 @@ def _quantize_rows(
     RANDOM: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """y [rows, columns] float32, from column column0 on; `at` in all of x."""
-    if RANDOM:  # D is known to the compiler, and it makes the words of four once by itself
+    """y [rows, columns] float32, from column column0 on; `at`: offsets in all of x."""
+    if RANDOM:  # D is constexpr, so the compiler itself computes the words of four elements once
         random = random_bits(at, key, RANDOM)
     else:
         random = 0
@@ -678,7 +677,7 @@ def _quantize_rows(
 
 @triton.jit
 def _columns(ptr, c, D, ROWS: tl.constexpr):
-    """ptr[c] [1, columns] as float32, 0 from D on. For a tile of one row, loaded in the tile's
+    """ptr[c] [1, columns] as float32, 0 from D on. A tile of one row is loaded in its
     own layout.
     """
     if ROWS == 1:
@@ -718,12 +717,12 @@ def _normalized(
     y = rounded_to(y, DTYPE)
     if KEEP:
         tl.store(y_ptr + at, y.to(DTYPE), mask=mask)
-    return y  # behind the end of a row it is 0, as x and b are there
+    return y  # past the end of a row it is 0, as x and b are there
 
 
 @triton.jit
 def _summed(x_ptr, residual_ptr, sum_ptr, at, mask, STORE: tl.constexpr):
-    """What is normalized, float32: x, or its sum with the residual, rounded to the residual's
+    """The input of the norm, float32: x, or its sum with the residual, rounded to the residual's
     dtype.
     """
     x = widened(tl.load(x_ptr + at, mask=mask, other=0.0))
@@ -763,8 +762,8 @@ def _rmsnorm_quantize(
     KEEP: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """rmsnorm_triton._forward, whose sums and order of operations it keeps, and the
-    quantization of its rows.
+    """rmsnorm_triton._forward, with the same sums and order of operations, and the quantization of
+    its rows.
     """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = tl.program_id(1)
@@ -845,9 +844,9 @@ def _rmsnorm_quantize(
 
 
 def _registers(wider: bool) -> dict:
-    """Of a launch whose residual is wider than x. Without a bound ptxas aims at 48 registers a
-    thread for sm_90 in rows of 4,096, and spills 8 bytes for them; with this one, which the largest
-    block has, it takes 58.
+    """The register limit of a launch whose residual is wider than x. Without it, ptxas targets 48
+    registers per thread for sm_90 with rows of 4,096, and spills 8 bytes; with this limit, which
+    the largest block needs, it uses 58.
     """
     return {"maxnreg": 128} if wider else {}
 
@@ -865,9 +864,9 @@ def rmsnorm_quantize(
     mx: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [.., D] -> bytes of codes [rows, D], inverse scales [rows, ceil(D / 128)] (mx: bytes of
-    scales [rows, ceil(D / 32)]), what was quantized [rows, D], or [0, D] unless it is to be kept,
-    and the sum with the residual [rows, D], or [0, D] without one. With the constants of rmsnorm's
-    launch, or of add_rmsnorm's, which decide the order of its sums.
+    scales [rows, ceil(D / 32)]), the quantized input [rows, D] if `keep`, else [0, D], and the sum
+    with the residual [rows, D], or [0, D] without one. Uses rmsnorm's or add_rmsnorm's launch
+    configuration, which determines the order of its sums.
     """
     T, H, D = launchers.sizes(x, weight)
     rows, add = T * H, residual is not None
@@ -1008,8 +1007,8 @@ def block_fp8_gate() -> list[KernelSpec]:
 
 
 def mxfp8_gate(silu: bool = False) -> list[KernelSpec]:
-    """Matrices whose sides are multiples of 16; and of silu(gate) * up of an odd number of rows, of
-    which the transpose is stored byte by byte.
+    """Matrices whose sides are multiples of 16; and silu(gate) * up with an odd number of rows,
+    whose transpose is stored byte by byte.
     """
     found = []
     for d, row_unit, random in (
@@ -1060,7 +1059,7 @@ def mxfp8_gate(silu: bool = False) -> list[KernelSpec]:
 
 def silu_mul_gate() -> list[KernelSpec]:
     """Rows aligned to 16 bytes, and an odd width, whose rows are read element by element. The codes
-    of 8 elements of a thread are 8 bytes.
+    of a thread's 8 elements are 8 bytes.
     """
     found = []
     for d, by, random, mx in (
@@ -1112,9 +1111,9 @@ _WIDTHS = (
     8192,
     16384,
     65536,
-)  # of which a program has several rows, one, and a part of one
-# x and weight, whether there is a bias, whether the normalized row is rounded, random rounding,
-# whether it is kept.
+)  # several rows per program, one, and a part of one
+# x and weight, whether there is a bias, whether the normalized row is rounded, stochastic rounding,
+# whether the normalized row is returned.
 _NORMS = (
     ("bf16", "bf16", False, True, False, False),
     ("bf16", "fp32", True, True, False, True),
@@ -1131,7 +1130,7 @@ def rmsnorm_gate() -> list[KernelSpec]:
 
 
 def add_rmsnorm_gate() -> list[KernelSpec]:
-    """The residual in x's dtype, and in float32 where the normalized row is not rounded then;
+    """The residual in x's dtype, and in float32 where the normalized row is then not rounded;
     MXFP8.
     """
     return [

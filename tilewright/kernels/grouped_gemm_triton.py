@@ -1,22 +1,22 @@
-"""Grouped GEMMs in Triton, and the fused ones that a mixture-of-experts MLP is made of. The
-definition is tilewright/ops/grouped_gemm.py.
+"""Grouped GEMMs in Triton, and the fused ones of a mixture-of-experts MLP. The definition is
+tilewright/ops/grouped_gemm.py.
 
 Rows are sorted by expert: those of expert e end at offsets[e], and the tail behind offsets[-1]
-belongs to none. All is found on the device, so no launch waits for it:
+belongs to none. Everything is computed on the device, so no launch waits for it:
 
     _map_tiles   the tiles of BLOCK_M rows, none with rows of two experts: expert, first row and
                  end of each.
-    _gemm        out[r] = f(x[r] @ w[e(r)]): a persistent grid walks the tiles. The tail's tiles
-                 come last and have nothing to sum, so that they write zeros.
-    _dweight     dweight[e] = the sum over e's rows of dy[r]^T x[r]; one block a tile of dweight.
+    _gemm        out[r] = f(x[r] @ w[e(r)]): a persistent grid loops over the tiles. The tail's
+                 tiles come last and sum nothing, so that they write zeros.
+    _dweight     dweight[e] = the sum over e's rows of dy[r]^T x[r]; one block per tile of dweight.
 
-Operands come through tensor descriptors (TMA) where they can: 16-bit elements, rows at multiples of
-16 bytes, compute capability 9.0 and up. Gathered rows, float32 and odd strides are read through
-pointers. Descriptors of weights have a dimension for the experts, so that what is past a weight's
-edge is zero and not the next expert's.
+Operands are read through tensor descriptors (TMA) if possible: 16-bit elements, rows at multiples
+of 16 bytes, compute capability 9.0 and up. Gathered rows, float32 and odd strides are read through
+pointers. Descriptors of weights have an expert dimension, so that reads past a weight's edge give
+zeros and not the next expert's values.
 
 float32 accumulation; no atomics. GATHER: row r is row slots[r] // TOP_K of the matrix, so no
-permuted copy is made.
+permuted copy is needed.
 """
 
 from __future__ import annotations
@@ -39,13 +39,12 @@ from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
-# What _gemm does with a tile of x @ w.
+# What _gemm computes from a tile of x @ w.
 PLAIN, SWIGLU, DSWIGLU = 0, 1, 2
-MAP_ROWS = (
-    128  # of a tile of the map that all products of a layer share; _gemm may take it in several
-)
+# Rows per tile of the map that all products of a layer share; _gemm may split it.
+MAP_ROWS = 128
 _TILE_BLOCK = 128  # tiles that a program of _map_tiles writes at a time
-_SLOTS, _COLUMNS = 8, 256  # of a program of _router_gradient that reads dy and a bias
+_SLOTS, _COLUMNS = 8, 256  # per program of _router_gradient that reads dy and a bias
 
 
 @triton.jit(do_not_specialize=["R", "capacity"])
@@ -59,11 +58,11 @@ def _map_tiles(
     BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Program e writes expert e's tiles, program E the tail's and the number of all.
+    """Program e writes expert e's tiles, program E the tail's and the total number.
 
-    tiles: experts [capacity], first rows [capacity], ends [capacity], number of tiles. Offsets that
-    break the rules are cut to them, so that no access leaves the tensors: also where they ask for
-    more than 2^31 tiles.
+    tiles: experts [capacity], first rows [capacity], ends [capacity], number of tiles. Invalid
+    offsets are clamped so that no access leaves the tensors, also where they would need more than
+    2^31 tiles.
     """
     e = tl.program_id(0)
     i = tl.arange(0, EXPERTS)
@@ -88,7 +87,7 @@ def _map_tiles(
 
 @triton.jit
 def _halves(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of a tile; in registers."""
+    """The left and right halves of a tile, in registers."""
     return tl.split(tl.permute(tl.reshape(t, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
@@ -112,8 +111,8 @@ def _gated(
     UP_LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """a, da/dg, v and dv/du of ops.activation.Gate, float32: a * v is what is made of a gate
-    and an up.
+    """a, da/dg, v and dv/du of ops.activation.Gate, float32: a * v is the result for a gate and an
+    up.
     """
     dv = 1.0
     if ACTIVATION == 3:
@@ -126,7 +125,7 @@ def _gated(
         da = s * (1.0 - soft * soft) + ALPHA * a * (1.0 - s)
     else:
         v, z = u, g
-        if UP_LIMIT is not None:  # written so that NaN stays
+        if UP_LIMIT is not None:  # written so that NaN propagates
             v = tl.where(u > UP_LIMIT, UP_LIMIT, tl.where(u < -UP_LIMIT, -UP_LIMIT, u))
             dv = tl.where(v == u, 1.0, 0.0)
         v += OFFSET
@@ -166,7 +165,7 @@ def _h_epilogue(
     UP_LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """h of a gate and an up that were rounded as they are in memory."""
+    """h of a gate and an up, rounded as they are in memory."""
     a, _, v, _ = _gated(
         gate.to(tl.float32), up.to(tl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET
     )
@@ -221,7 +220,7 @@ def _pairs_epilogue(
     UP_LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """Of COLUMNS interleaved gates and ups, from column 2 n of pre on."""
+    """Stores COLUMNS interleaved gates and ups, from column 2 n of pre on, and their h."""
     acc = acc.to(h_ptr.dtype.element_ty)
     if STORE_PRE:
         both = 2 * n + tl.arange(0, COLUMNS)
@@ -270,12 +269,12 @@ def _dgate_epilogue(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """From dh, the gradient of the unweighted h, COLUMNS columns from n on: writes that of the
-    pre-activation and, if asked, scale * h. Returns <dh, h> of each row. known: rows whose
+    """From dh, the gradient of the unweighted h, COLUMNS columns from n on: writes the gradient of
+    the pre-activation and, with STORE_H, scale * h. Returns <dh, h> per row. known: rows whose
     pre-activation was written; the tail's is not read.
 
-    In SPLIT pieces, one after the other: the barrier keeps the loads of a piece, and the registers
-    that they take, behind the one before.
+    In SPLIT pieces, one after the other: the barrier keeps the loads of a piece, and their
+    registers, behind the previous piece.
     """
     if SPLIT > 1:
         HALF: tl.constexpr = COLUMNS // 2
@@ -353,7 +352,7 @@ def _dgate_epilogue(
             tl.store(dpre_ptr + at, dg, mask=mask)
         h = a * v
         if STORE_H:
-            # h is rounded before it is weighted: that is what the down projection was fed.
+            # h is rounded before it is weighted: that was the down-projection's input.
             hw = scale[:, None] * h.to(dtype).to(tl.float32)
             tl.store(hw_ptr + r[:, None] * N + c[None, :], hw.to(dtype), mask=mask)
         dot = tl.sum(tl.where(inside, dh * h, 0.0), axis=1)
@@ -402,27 +401,26 @@ def _gemm(
     GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """N: columns of the result.   K: what is summed over.   x: [rows, K], pointer or descriptor.
+    """N: columns of the result.   K: the summed dimension.   x: [rows, K], pointer or descriptor.
 
     w: [E, N, K], or TRANSPOSED [E, K, N]. With SWIGLU [E, 2 N, K], gates first: a tile of BLOCK_N
-        columns is half of gates and half of the ups that belong to them, BLOCK_N // 2 columns of h;
-        its descriptor is of [E, 2, N, K].
-        INTERLEAVED: rows of w are gate, up, gate, up, ..., as are columns of pre and of its
-        gradient.
-    BIAS: bias [E, N], with SWIGLU [E, 2 N] in the order of w's rows, is added to x @ w before that
-    is rounded. ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET: what h is made by, see `_gated`.
+        columns has half gates and half the matching ups, BLOCK_N // 2 columns of h; its descriptor
+        is [E, 2, N, K].
+    INTERLEAVED: rows of w are gate, up, gate, up, ..., as are columns of pre and of its gradient.
+    BIAS: bias [E, N], with SWIGLU [E, 2 N] in the order of w's rows, is added to x @ w before
+        rounding.
+    ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET: define h, see `_gated`.
     PLAIN: out [rows, N] = x @ w.
     SWIGLU: out [rows, N] = h, and with STORE_PRE pre [rows, 2 N] = x @ w.
     DSWIGLU: x @ w is the gradient of h, without the row's router weight. pre is read, out [rows, 2
         N] is its gradient, partial [rows, tiles of N] = <x @ w, h> over the tile, and with STORE_H
         hw [rows, N] = router weight * h.
-    MAP_ROWS: of a tile of the map, which is taken in MAP_ROWS // BLOCK_M pieces; those behind its
-    end do nothing.
-    SPLIT: pieces that DSWIGLU takes a tile in, for registers.
+    MAP_ROWS: rows per tile of the map, computed in MAP_ROWS // BLOCK_M pieces; those past its end
+        do nothing.
+    SPLIT: pieces of a tile in DSWIGLU, to save registers.
     """
-    WIDE: tl.constexpr = (
-        BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N
-    )  # columns of N that a tile covers
+    # Columns of N per tile.
+    WIDE: tl.constexpr = BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N
     HALVES: tl.constexpr = EPILOGUE == 1 and not INTERLEAVED
     i = tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
@@ -431,8 +429,8 @@ def _gemm(
     m_tiles = tl.load(tiles_ptr + 3 * capacity) * PIECES
     n_tiles = tl.cdiv(N, WIDE)
     for t in range(tl.program_id(0), m_tiles * n_tiles, tl.num_programs(0)):
-        # Blocks that run together have GROUP tiles of rows and a few of columns: L2 holds what they
-        # read.
+        # Blocks that run together share GROUP tiles of rows and a few of columns: L2 holds their
+        # operands.
         first = t // (GROUP * n_tiles) * GROUP
         height = tl.minimum(m_tiles - first, GROUP)
         inside = t - first * n_tiles
@@ -451,7 +449,7 @@ def _gemm(
             source = r
         if not TMA_X:
             x_at = x + source[:, None] * x_stride + ks[None, :]
-        # Of w's rows: the tile's first, all, and those that are there.
+        # Rows of w: the tile's first, all, and those that exist.
         start = n_tile * BLOCK_N
         if HALVES:  # row j of the tile: gate n + j, or up n + j - WIDE
             column = tl.where(j < WIDE, n + j, N + n + j - WIDE)
@@ -615,7 +613,7 @@ def _dweight(
             a = tl.load(x + at[:, None] * x_stride + ks[None, :], mask=(ks < K)[None, :], other=0.0)
         acc = tl.dot(tl.trans(g), a, acc, input_precision=PRECISION)
     if whole < end:
-        # Rows behind the expert's are another's, or the tail's: both factors become 0, since 0 *
+        # Rows past the expert's end are another's, or the tail's: both factors become 0, since 0 *
         # NaN is NaN.
         live = whole + rs < end
         if GATHER_DY or GATHER_X:
@@ -696,8 +694,8 @@ def _router_gradient(
 
 
 def _aligned(*tensors: torch.Tensor) -> bool:
-    """Whether rows start at multiples of 16 elements: what Triton takes note of when it makes wide
-    loads, and more than the 16 bytes that descriptors need.
+    """Whether rows start at multiples of 16 elements: what Triton detects for wide loads, and more
+    than the 16 bytes that descriptors need.
     """
     return all(
         t.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in t.stride()[:-1])
@@ -706,12 +704,12 @@ def _aligned(*tensors: torch.Tensor) -> bool:
 
 
 def _fits(x: torch.Tensor, w: torch.Tensor, N: int) -> bool:
-    """`_aligned` for all of a `_gemm`, whose results have rows of N or 2 N."""
+    """`_aligned` for all operands of a `_gemm`, whose results have rows of N or 2 N."""
     return _aligned(x, w) and N % 16 == 0
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:
-    """A matrix with contiguous rows that do not overlap; a copy only where t is not one."""
+    """A matrix with contiguous rows that do not overlap; a copy only if t is not one."""
     return t if t.stride(1) == 1 and t.stride(0) >= t.shape[1] else t.contiguous()
 
 
@@ -724,16 +722,16 @@ def _weights(w: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, bool]:
 
 
 def _key(N: int, K: int, x: torch.Tensor, rows: int, experts: int, aligned: bool) -> tuple:
-    """Of a Tunable. rows: of an average expert, as a power of two, 1,024 at most, which few
-    token counts tell apart.
+    """A Tunable's key. rows: per average expert, as a power of two up to 1,024, so that token
+    counts share few keys.
     """
     average = min(1024, next_power_of_2(max(1, rows // experts)))
     return N, K, x.element_size(), average, aligned, large_shared_memory(x.device)
 
 
 def map_size(rows: int, E: int, block: int = MAP_ROWS) -> int:
-    """Elements of `tile_map`'s result: each of E experts and the tail has at most one tile that
-    is not whole.
+    """Elements of `tile_map`'s result: each of E experts and the tail has at most one
+    partial tile.
     """
     return 3 * ((rows + (E + 1) * (block - 1)) // block) + 1
 
@@ -741,8 +739,8 @@ def map_size(rows: int, E: int, block: int = MAP_ROWS) -> int:
 def tile_map(
     offsets: torch.Tensor, rows: int, block: int = MAP_ROWS, whole: bool = False
 ) -> torch.Tensor:
-    """Tiles of `block` rows: for `_gemm` and for attention. whole: what is behind the last tile is
-    0, as a result of an operator has to be a function of its arguments.
+    """Tiles of `block` rows, for `_gemm` and for attention. whole: entries past the last tile are
+    0, since an operator's result must be a function of its arguments.
     """
     E = offsets.shape[0]
     make = torch.zeros if whole else torch.empty
@@ -763,7 +761,7 @@ def tile_map(
     return tiles
 
 
-# silu(gate) * up, of halves.
+# silu(gate) * up of halves.
 SILU_MUL = {
     "ACTIVATION": 0,
     "INTERLEAVED": False,
@@ -777,7 +775,7 @@ SILU_MUL = {
 class _Tokens(NamedTuple):
     """The rows of a product: those of x, or, with slots, row r is x's row slots[r] // top_k.
 
-    offsets: ends of the experts' rows.   tiles: `tile_map` of the offsets, if it is known.
+    offsets: ends of the experts' rows.   tiles: `tile_map` of the offsets, if already computed.
     """
 
     offsets: torch.Tensor
@@ -787,7 +785,7 @@ class _Tokens(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """What `_gemm` writes (pre: with DSWIGLU it is read), by its names."""
+    """The tensors that `_gemm` writes (pre: read with DSWIGLU), by its argument names."""
 
     out: torch.Tensor
     pre: torch.Tensor | None = None
@@ -808,8 +806,8 @@ def _launch(
     bias=None,
     gate=SILU_MUL,
 ):
-    """One `_gemm`. x is a matrix with contiguous rows, w and transposed as `_weights` gives them,
-    bias a contiguous matrix or None.
+    """Launches one `_gemm`. x is a matrix with contiguous rows, w and transposed are from
+    `_weights`, bias is a contiguous matrix or None.
     """
     offsets, slots, top_k, tiles = tokens
     out, pre, hw, partial = outputs
@@ -892,9 +890,8 @@ def forward(
     bias: torch.Tensor | None = None,
     tiles: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y [R, N] from x [R, K], weight [E, N, K] and perhaps bias [E, N], which needs a K that is not
-    0; zeros in the
-    tail. tiles: `tile_map` of the offsets; None: it is made here.
+    """y [R, N] from x [R, K], weight [E, N, K] and optional bias [E, N], which needs K > 0; zeros
+    in the tail. tiles: `tile_map` of the offsets; None: computed here.
     """
     return _product(FORWARD, x, weight, offsets, False, bias, tiles)
 
@@ -917,7 +914,7 @@ def backward_weight(
     """dweight [E, N, K] from dy [R, N] and x [R, K]; zeros for an expert without rows.
 
     slots [R] int32: row r of the operand named by `gather` ("x" or "dy") is its row slots[r] //
-    top_k.
+        top_k.
     """
     dy, x = _rows(dy), _rows(x)
     E, N, K = offsets.shape[0], dy.shape[1], x.shape[1]
@@ -959,8 +956,8 @@ def backward_weight(
 
 
 def _gathered(config: dict) -> dict:
-    """Constants of `_dweight` for gathered rows, whose numbers Triton loads in stages of their own:
-    with as many stages it would keep half as many tiles on their way.
+    """The launch configuration of `_dweight` for gathered rows, whose indices Triton loads in
+    separate stages: with as many stages it would keep half as many tiles in flight.
     """
     return {**config, "num_stages": 2 * config["num_stages"] - 1}
 
@@ -983,8 +980,8 @@ def up_swiglu(
     interleaved.
 
     slots [R] int32: row r is token slots[r] // top_k. pre = x[token] @ gate_up_proj[e]^T + bias[e],
-    rounded once; h = silu(gate) * up of the rounded pre, or what the constants in `gate` say. Zeros
-    in the tail. R, I and H are not 0.
+    rounded once; h = silu(gate) * up of the rounded pre, or as the constants in `gate` define it.
+    Zeros in the tail. R, I and H are not 0.
     """
     rows, N = slots.shape[0], gate_up_proj.shape[1] // 2
     pre = torch.empty((rows, 2 * N), dtype=x.dtype, device=x.device) if keep_pre else None
@@ -1017,14 +1014,19 @@ def down_dswiglu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(dpre [R, 2 I], dexpert_weight [T, K] fp32, weighted h [R, I] or None) of a MoE MLP.
 
-    dy [T, H]: of the layer's result.   down_proj [E, H, I].   pre [R, 2 I]: contiguous, as
-    `up_swiglu` kept it. expert_weight [T, K] fp32.   sorted_slots: offsets [E], slots [R] and
-    position [T, K], int32, as `sort_by_expert` gives them.
-    bias [E, H]: that of the down-projection.   gate: as in `up_swiglu`. With dh = dy[token] @
-    down_proj[e], which is not kept: dexpert_weight = <dh, h> + <dy[token], bias[e]>, and dpre is
-    the gradient for weight * dh. weight * h is what the gradient of down_proj is made of:
-    backward_weight(dy, weighted h, ..., "dy"). Zeros in the tail and for sentinels. R, I and H are
-    not 0.
+    dy [T, H]: of the layer's result.
+    down_proj [E, H, I].
+    pre [R, 2 I]: contiguous, as `up_swiglu` saved it.
+    expert_weight [T, K] fp32.
+    sorted_slots: offsets [E], slots [R] and position [T, K], int32, as `sort_by_expert` returns
+        them.
+    bias [E, H]: that of the down-projection.
+    gate: as in `up_swiglu`.
+
+    With dh = dy[token] @ down_proj[e], which is not stored: dexpert_weight = <dh, h> + <dy[token],
+    bias[e]>, and dpre is the gradient for weight * dh. weight * h is the input of down_proj's
+    gradient: backward_weight(dy, weighted h, ..., "dy"). Zeros in the tail and for sentinels. R, I
+    and H are not 0.
     """
     offsets, slots, position = sorted_slots
     rows, K, N = slots.shape[0], dy.shape[1], down_proj.shape[2]
@@ -1077,7 +1079,7 @@ def down_dswiglu(
     return dpre, dweight, hw
 
 
-# ---- constants
+# ---- launch configurations
 
 
 def _constants(m, n, k, warps, stages, per_sm, group=8, split=1) -> dict:
@@ -1093,20 +1095,20 @@ def _constants(m, n, k, warps, stages, per_sm, group=8, split=1) -> dict:
     }
 
 
-# Without alignment each element is a load of its own, through registers. float32 is multiplied
+# Without alignment each element is loaded separately, through registers. float32 is multiplied
 # without tensor cores.
 _ODD = _constants(64, 64, 32, 4, 2, 2)
 _FP32 = _constants(64, 64, 32, 4, 3, 2)
 
 
 def _gemm_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
-    """Large: tiles of 128 x 256, which read half as often from L2 what they multiply, if K is long
-    enough that little time goes into filling the pipeline and writing the tile. Else 96 KiB of
-    operands on their way: two blocks on an SM, one of which multiplies while the other does that;
-    and on sm_120, one.
+    """With `large`, tiles of 128 x 256, which read their operands from L2 half as often, if K is
+    long enough that filling the pipeline and writing the tile take little time. Else 96 KiB of
+    operands in flight: two blocks per SM, one of which multiplies while the other fills or writes;
+    on sm_120, one.
     """
     if itemsize == 4:
-        # With 32 columns of K a step and a bias, ptxas 12.9 spills 8 bytes for sm_120.
+        # With 32 columns of K per step and a bias, ptxas 12.9 spills 8 bytes for sm_120.
         return _FP32 if large else {**_FP32, "BLOCK_K": 16}
     if not aligned:
         return _ODD
@@ -1147,8 +1149,8 @@ def _gemm_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: 
 
 
 def _up_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
-    """A tile's columns are of gates and of ups. Two blocks on an SM: one multiplies while the other
-    writes pre and h, which are as many bytes as it has read.
+    """A tile's columns are gates and ups. Two blocks per SM: one multiplies while the other writes
+    pre and h, which are as many bytes as it has read.
     """
     if itemsize == 4 or not aligned or rows <= 64:
         return _gemm_heuristic(N, K, itemsize, rows, aligned, large)
@@ -1156,7 +1158,7 @@ def _up_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large
 
 
 def _up_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
-    """Of wider tiles an epilogue in one piece spills."""
+    """With wider tiles, an epilogue in one piece spills."""
     return [
         c
         for c in _gemm_space(N, K, itemsize, rows, aligned, large)
@@ -1165,12 +1167,11 @@ def _up_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bo
 
 
 def _down_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
-    """SPLIT: the epilogue holds a sum, a gate, an up and what comes of them for each element of a
-    piece. Two blocks on
-    an SM, where it has room for them: the epilogue reads and writes more than the product reads.
+    """SPLIT: the epilogue holds a sum, a gate, an up and their results for each element of a piece.
+    Two blocks per SM, if they fit: the epilogue reads and writes more than the product reads.
     """
     if itemsize == 4 or not aligned:
-        # In float32 four pieces: with one or two ptxas spills 8 bytes for sm_100 or sm_120 with the
+        # Four pieces in float32: with one or two ptxas spills 8 bytes for sm_100 or sm_120 with the
         # gate of gpt-oss.
         return {
             **(_FP32 if itemsize == 4 else _ODD),
@@ -1206,7 +1207,7 @@ _WEIGHT_NAMES = ("BLOCK_N", "BLOCK_K", "BLOCK_R", "num_warps", "num_stages", "GR
 def _dweight_heuristic(
     N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool
 ) -> dict:
-    """As for `_gemm`. Rows are what is summed over."""
+    """As for `_gemm`. Rows are the summed dimension."""
     if itemsize == 4 or not aligned:
         shape = (64, 64, 32, 4, 3 if itemsize == 4 else 2)
     else:
@@ -1250,8 +1251,8 @@ def _dweight_space(
 _TYPES = {2: "bf16", 4: "fp32"}
 _MATRIX = {90: ("wgmma",), 100: ("tcgen05",)}
 _COPIES = {90: ("wgmma", "tma"), 100: ("tcgen05", "tma")}
-# For sm_120, ptxas 12.9 gives each TMA load a branch that calls a function of its own for shared
-# memory of another block of a cluster, with 8 bytes of stack. Without clusters it is never taken.
+# For sm_120, ptxas 12.9 gives each TMA load a branch to a function for shared memory of another
+# block of a cluster, with 8 bytes of stack. Without clusters it is never taken.
 _TMA_STACK = {120: 8}
 
 
@@ -1266,8 +1267,8 @@ def _about(key: dict) -> str:
 
 
 def _needs(key: dict, tma: bool) -> dict:
-    """What a spec says of alignment and instructions. Without alignment nothing is wider than an
-    element; float32 without TF32 has no matrix instructions.
+    """A spec's alignment and instructions. Without alignment no access is wider than an element;
+    float32 without TF32 has no matrix instructions.
     """
     if not key["aligned"]:
         return {"load": 8 * key["itemsize"], "store": 8 * key["itemsize"]}
@@ -1281,7 +1282,7 @@ def _needs(key: dict, tma: bool) -> dict:
     }
 
 
-# gpt-oss's, for the gate.
+# The gate of gpt-oss, for the compile gate.
 _CLAMPED = {
     "ACTIVATION": 0,
     "INTERLEAVED": True,
@@ -1293,17 +1294,16 @@ _CLAMPED = {
 
 
 def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
-    """One without a bias; and where there may be one, or another gate, gpt-oss's, whose weights
-    are transposed.
+    """One spec without a bias; and with a bias or another gate, gpt-oss's, whose weights are
+    transposed.
     """
 
     def spec(key: dict, config: dict, kind: str, transposed: bool, gate: dict) -> KernelSpec:
         t = _TYPES[key["itemsize"]]
         c = {n: v for n, v in config.items() if n not in ("per_sm", "num_warps", "num_stages")}
+        # The down-projection's bias is added where it is the forward.
         m, n, k = c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"]
-        bias = (
-            bool(kind) and epilogue != DSWIGLU
-        )  # that of the down-projection is added where it is the forward
+        bias = bool(kind) and epilogue != DSWIGLU
         halves = epilogue == SWIGLU and not gate["INTERLEAVED"]
         block = [2, n // 2, k] if halves else [k, n] if transposed else [n, k]
         tma = key["itemsize"] == 2 and key["aligned"]
@@ -1359,7 +1359,7 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         found = [spec(key, config, "", transposed, SILU_MUL)]
         if epilogue != PLAIN:
-            # down_proj [E, I, H] is read the other way round than a [E, H, I] is.
+            # down_proj [E, I, H] is read with the opposite layout of [E, H, I].
             found.append(spec(key, config, " gpt-oss", epilogue == SWIGLU, _CLAMPED))
         elif not transposed:
             found.append(spec(key, config, " biased", True, SILU_MUL))
@@ -1410,7 +1410,9 @@ def _dweight_specs(key: dict, config: dict) -> list[KernelSpec]:
 
 
 def gate() -> tuple[KernelSpec, ...]:
-    """The small kernels, whose constants are not searched: a few numbers a thread, at any place."""
+    """The small kernels, whose configurations are not tuned: a few numbers per thread, at any
+    position.
+    """
     return (
         KernelSpec(
             _map_tiles,
@@ -1512,4 +1514,4 @@ DOWN_DSWIGLU = Tunable(
     _gemm_specs("down_dswiglu", DSWIGLU, True, True),
 )
 TUNABLES = (FORWARD, BACKWARD_X, BACKWARD_WEIGHT)
-FUSED = (UP_SWIGLU, DOWN_DSWIGLU)  # for the op that is made of them
+FUSED = (UP_SWIGLU, DOWN_DSWIGLU)  # for the op composed of them

@@ -1,19 +1,18 @@
 """Sorting slots by expert, and moving rows there and back, in Triton. The definitions are in
 tilewright/ops/permute.py.
 
-T = tokens, K = experts a token, R = T * K slots and rows, E = experts, H = columns.
+T = tokens, K = experts per token, R = T * K slots and rows, E = experts, H = columns.
 
 The counting sort is two launches, and its prefix sums are added in a fixed order. `_histogram`: a
 program counts the experts of a run of slots, in tiles of TILE. `_place`: each program adds the
-counts of all runs before its own, which together are small, and then places its tiles: within a
-tile a slot's rank is the number of equal ones before it.
+counts of all preceding runs, which together are small, and then places its tiles: within a tile a
+slot's rank is the number of equal ones before it.
 
 Rows move by token: a program reads a row of x once and writes it K times, or reads K rows and
-writes their sum, so that no byte travels twice. Rows without a slot's data come last; program t
-also clears those of them that have the numbers t K to t K + K - 1. Row strides and H come in units
-of UNIT elements, 16 bytes where they are multiples of
-that: it is then in the code that rows are aligned, where Triton by itself takes note of multiples
-of 16 elements only.
+writes their sum, so that no byte is moved twice. Rows without a slot come last; program t also
+clears those among rows t K to t K + K - 1. Row strides and H are in units of UNIT elements, 16
+bytes where they are multiples of that: row alignment is then explicit in the code, whereas Triton
+detects multiples of 16 elements only.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
-TILE = 128  # slots; ranks cost TILE comparisons a slot, and smaller tiles more counts
-EXPERTS = 128  # of one program of `_histogram`: TILE * EXPERTS comparisons are 64 a thread
-RUNS = 128  # at most; each program of `_place` reads the counts of all, 128 KiB for 256 experts
+TILE = 128  # slots; ranks cost TILE comparisons per slot, and smaller tiles more counts
+EXPERTS = 128  # per program of `_histogram`: TILE * EXPERTS comparisons are 64 per thread
+RUNS = 128  # at most; each program of `_place` reads all counts, 128 KiB for 256 experts
 COUNTS = 64  # programs that count used rows
 
 
@@ -47,11 +46,14 @@ def _histogram(
         slot = tile * TILE + tl.arange(0, TILE)
         own = tl.load(index_ptr + slot, mask=slot < R, other=-1)
         own = tl.where((own < 0) | (own > E), E, own).to(
+            # Compared before the cast, which drops high bits.
             tl.int32
-        )  # before the cast, which drops high bits
+        )
         count = tl.sum(
-            (own[:, None] == expert[None, :]).to(tl.int32), axis=0
-        )  # column E is not stored
+            # Column E is not stored.
+            (own[:, None] == expert[None, :]).to(tl.int32),
+            axis=0,
+        )
         tl.store(tile_ptr + tile * E + expert, count, mask=expert < E)
         total += count
     tl.store(run_ptr + tl.program_id(0) * E + expert, total, mask=expert < E)
@@ -89,8 +91,8 @@ def _place(
     ends = tl.cumsum(total, axis=0)
     if run == 0:
         tl.store(offsets_ptr + expert, ends, mask=expert < E)
-    next_row = ends - total + before  # of each expert
-    # Of the slots before this run, those that are no expert's have theirs.
+    next_row = ends - total + before  # per expert
+    # Slots before this run that have no expert come first.
     next_other = tl.sum(total, axis=0) + run * steps * TILE - tl.sum(before, axis=0)
     lane = tl.arange(0, TILE)
     for step in range(steps):
@@ -115,8 +117,8 @@ def _place(
 def sort(
     expert_index: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """expert_index [T, K] int32 or int64, contiguous -> offsets [E], slots [R], position [T,
-    K], all int32.
+    """expert_index [T, K] int32 or int64, contiguous -> offsets [E], slots [R], position [T, K],
+    all int32.
     """
     R = expert_index.numel()
     offsets, slots = (expert_index.new_empty(n, dtype=torch.int32) for n in (num_experts, R))
@@ -165,23 +167,23 @@ def sort(
 
 
 def _spread_heuristic(columns: int, itemsize: int) -> dict:
-    """16 elements a thread: two 128-bit loads of 16-bit elements, and as many stores for each
-    expert.
+    """16 elements per thread: two 128-bit loads of 16-bit elements, and as many stores
+    per expert.
     """
     block = 2048 if columns % 2048 == 0 else min(1024, next_power_of_2(columns))
     return {"BLOCK": block, "num_warps": max(1, block // 512)}
 
 
 def _collect_heuristic(columns: int, itemsize: int) -> dict:
-    """8 elements a thread: one 128-bit load of each of up to 8 rows of 16-bit elements in
-    flight, 128 bytes.
+    """8 elements per thread: one 128-bit load of each of up to 8 rows of 16-bit elements in flight,
+    128 bytes.
     """
     block = min(1024, next_power_of_2(columns))
     return {"BLOCK": block, "num_warps": max(1, block // 256)}
 
 
 def _space(columns: int, itemsize: int) -> list[dict]:
-    """One to four 128-bit accesses of each row a thread, 16 elements at most."""
+    """One to four 128-bit accesses of each row per thread, at most 16 elements."""
     return [
         {"BLOCK": block, "num_warps": warps}
         for block in (512, 1024, 2048, 4096)
@@ -191,15 +193,15 @@ def _space(columns: int, itemsize: int) -> list[dict]:
 
 
 def _backward_space(columns: int, itemsize: int) -> list[dict]:
-    """8 rows at a time, with a running product each: 8 columns a thread are 64 registers of
-    sums.
+    """8 rows at a time, with a running product each: 8 columns per thread are 64
+    registers of sums.
     """
     return [c for c in _space(columns, itemsize) if c["BLOCK"] // (32 * c["num_warps"]) <= 8]
 
 
 @triton.jit(do_not_specialize=["steps"])
 def _count(position_ptr, used_ptr, R, steps, BLOCK: tl.constexpr):
-    """How many slots of a run have a row."""
+    """Counts the slots of a run that have a row."""
     found = tl.zeros([BLOCK], tl.int32)
     for step in range(steps):
         slot = (tl.program_id(0).to(tl.int64) * steps + step) * BLOCK + tl.arange(0, BLOCK)
@@ -209,7 +211,7 @@ def _count(position_ptr, used_ptr, R, steps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _clear(out_ptr, used_ptr, t, c, mask, columns, K, UNIT: tl.constexpr, COUNTS: tl.constexpr):
-    """Zeros at columns c of those of token t's K rows that no slot has."""
+    """Writes zeros at columns c of those of token t's K rows that no slot uses."""
     used = tl.sum(tl.load(used_ptr + tl.arange(0, COUNTS)), axis=0)
     first = t * K
     if first + K > used:
@@ -304,7 +306,7 @@ def _backward(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """A program walks one token's dy once for UNROLL of its experts."""
+    """A program loops over one token's dy once for UNROLL of its experts."""
     t = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     for first in range(0, K, UNROLL):
@@ -342,7 +344,7 @@ def _unroll(K: int) -> int:
 
 
 def _used(position: torch.Tensor) -> torch.Tensor:
-    """COUNTS parts of the number of rows in use."""
+    """The number of rows in use, as COUNTS partial counts."""
     used = position.new_empty(COUNTS)
     steps = max(1, cdiv(position.numel(), COUNTS * 1024))
     launch(_count, (COUNTS,), position, used, position.numel(), steps, BLOCK=1024, num_warps=4)
@@ -351,7 +353,7 @@ def _used(position: torch.Tensor) -> torch.Tensor:
 
 def spread(x: torch.Tensor, position: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
     """x [T, H] with contiguous columns, position [T, K] -> rows [T * K, H], zero from offsets[-1]
-    on; without offsets that number is counted.
+    on; without offsets the used rows are counted.
     """
     K, columns = position.shape[1], x.shape[1]
     rows = x.new_empty((position.numel(), columns))
@@ -413,7 +415,7 @@ def collect(
 def backward(
     dy: torch.Tensor, rows: torch.Tensor | None, weight: torch.Tensor, position: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of rows and of weight; the latter is empty where rows are not given."""
+    """Gradients of rows and of weight; the latter is empty if rows are not given."""
     (T, K), columns = position.shape, dy.shape[1]
     drows = dy.new_empty((T * K, columns))
     dweight = weight.new_empty((T, K) if rows is not None else 0)
@@ -460,7 +462,7 @@ _TYPES = {
 
 
 def _specs(kernel):
-    """Rows aligned to 16 bytes, no argument saying of more; and in bf16 an odd width."""
+    """Rows aligned to 16 bytes with no argument divisible by more; and an odd width in bf16."""
     name = kernel.fn.__name__[1:]
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
@@ -502,7 +504,7 @@ def _specs(kernel):
 
 def sort_gate() -> list[KernelSpec]:
     """The counting sort, for Qwen3-30B-A3B's experts and DeepSeek-V3's. Its tables are small beside
-    the rows that are moved next, and places are scattered by nature.
+    the rows that are moved next, and its writes are scattered by nature.
     """
     types = {
         **_TYPES,

@@ -1,12 +1,11 @@
-"""What stands between a merged projection and attention, in Triton: RMSNorm of each head of q and
-k, and rotary embedding. The definition is tilewright/ops/qk_norm_rope.py.
+"""The ops between a merged projection and attention, in Triton: RMSNorm of each head of q and k,
+and rotary embedding. The definition is tilewright/ops/qk_norm_rope.py.
 
-qkv is [B, S, (HQ + 2 HK) D]: a token's heads lie next to each other. A program takes a token: some
-heads of q at a time, then of k, so that the table row is read once; each head is in registers from
-its load to its store, as the two halves (or neighbors) that are rotated into each other and what
-is not rotated. Sums are fp32. The weights' gradients are kept by each program over the tokens that
-it walks through, and added in fixed order: no atomics, the same bits every run on one kind of
-device.
+qkv is [B, S, (HQ + 2 HK) D]: a token's heads are adjacent. A program processes a token: some heads
+of q at a time, then of k, so that the table row is read once; each head stays in registers from its
+load to its store, as the two halves (or neighbors) that are rotated into each other and the
+unrotated rest. Sums are fp32. Each program accumulates the weights' gradients over its tokens, and
+they are added in fixed order: no atomics, the same bits every run on one kind of device.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ def _load_pairs(
     BLOCK_R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """What is rotated into each other, [BLOCK_H, BLOCK_R] twice, in fp32. at: pointers to
-    heads, [BLOCK_H, 1].
+    """The pairs that are rotated into each other, [BLOCK_H, BLOCK_R] twice, in fp32. at: pointers
+    to heads, [BLOCK_H, 1].
     """
-    if INTERLEAVED:  # one contiguous read, taken apart in registers
+    if INTERLEAVED:  # one contiguous read, split in registers
         both = tl.arange(0, 2 * BLOCK_R)
         x = tl.load(at + both[None, :], mask=rows & (both < 2 * HALF)[None, :], other=0.0).to(
             tl.float32
@@ -85,8 +84,8 @@ def _angles(
     BLOCK_R: tl.constexpr,
     HAS_POS: tl.constexpr,
 ):
-    """cos and sin of token t, [1, BLOCK_R]; NaN where its position is outside the tables, of
-    which nothing is read.
+    """cos and sin of token t, [1, BLOCK_R]; NaN, without a read, where its position is outside the
+    tables.
     """
     p = s
     if HAS_POS:
@@ -96,7 +95,7 @@ def _angles(
     inside = (i < HALF) & (row >= 0) & (row < P)
     cos = tl.load(cos_ptr + row * HALF + i, mask=inside, other=float("nan")).to(tl.float32)
     sin = tl.load(sin_ptr + row * HALF + i, mask=inside, other=float("nan")).to(tl.float32)
-    # Behind the last pair: sums over a head must not see a NaN that is nobody's position.
+    # Past the last pair: a NaN that belongs to no position must not enter sums over a head.
     return tl.where(i < HALF, cos, 0.0)[None, :], tl.where(i < HALF, sin, 0.0)[None, :]
 
 
@@ -110,8 +109,8 @@ def _weights(
     BLOCK_D: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """A norm's weights, as heads come: [1, BLOCK_R] twice, and [1, BLOCK_D] of what is not
-    rotated.
+    """A norm's weights in the layout of heads: [1, BLOCK_R] twice, and [1, BLOCK_D] for the
+    unrotated rest.
     """
     one = tl.zeros([1, 1], tl.int32)
     a, b = _load_pairs(w_ptr + one, one == 0, HALF, 1, BLOCK_R, INTERLEAVED)
@@ -156,7 +155,9 @@ def _write_heads(
             if 2 * HALF < D:
                 rest = tl.load(x + d[None, :], mask=unturned, other=0.0).to(tl.float32)
                 total += tl.sum(rest * rest, axis=1)
-            if INPLACE:  # threads may hold copies of what one of them is about to overwrite
+            if (
+                INPLACE
+            ):  # threads may hold copies of elements that one of them is about to overwrite
                 tl.debug_barrier()
             rstd = 1.0 / tl.sqrt(total / D + eps)
             if KEEP:
@@ -289,7 +290,7 @@ def _heads_gradient(
     NORM: tl.constexpr,
     GIVEN: tl.constexpr,
 ):
-    """dx of one token's heads; the sums for dw, with what they add to them."""
+    """dx of one token's heads; the sums for dw, with these heads' contribution."""
     if NORM and GIVEN:
         wa, wb, w_rest = _weights(w_ptr, offset, D, HALF, BLOCK_R, BLOCK_D, INTERLEAVED)
     d = 2 * HALF + tl.arange(0, BLOCK_D)
@@ -301,7 +302,7 @@ def _heads_gradient(
         if GIVEN:
             dy = dy_ptr + (h.to(tl.int64) * dy_head)[:, None]
             ya, yb = _load_pairs(dy, rows, HALF, BLOCK_H, BLOCK_R, INTERLEAVED)
-            a = ya * cos + yb * sin  # back by the same angle
+            a = ya * cos + yb * sin  # rotate back by the same angle
             b = yb * cos - ya * sin
             if NORM:
                 x = x_ptr + (h * D)[:, None]
@@ -406,7 +407,9 @@ def _backward(
     DK: tl.constexpr,
     DV: tl.constexpr,
 ):
-    """The gradient of tokens p, p + programs, ..., and what they add to those of the weights."""
+    """The gradient of tokens p, p + programs, ..., and their contribution to the weights'
+    gradients.
+    """
     p = tl.program_id(0)
     qa = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
     qb = qa
@@ -415,7 +418,7 @@ def _backward(
     q_rest = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     k_rest = q_rest
     for token in range(p, tokens, tl.num_programs(0)):
-        t = token + tl.full([], 0, tl.int64)  # the interpreter's is a Python int
+        t = token + tl.full([], 0, tl.int64)  # a Python int in the interpreter
         b = t // S
         s = t % S
         cos, sin = _angles(cos_ptr, sin_ptr, pos_ptr, t, s, P, HALF, BLOCK_R, HAS_POS)
@@ -497,7 +500,7 @@ def _backward(
         _store_weights(at + D, ka, kb, k_rest, D, HALF, BLOCK_R, BLOCK_D, INTERLEAVED)
 
 
-# ---- constants
+# ---- launch configurations
 
 
 def _blocks(D: int, half: int) -> dict:
@@ -506,19 +509,19 @@ def _blocks(D: int, half: int) -> dict:
 
 
 def _pairs(D: int, half: int) -> int:
-    """Pairs of a head that a tile has room for, or of what is not rotated, as many elements."""
+    """The pairs of a head that a tile covers, or as many unrotated elements."""
     blocks = _blocks(D, half)
     return max(blocks["BLOCK_R"], blocks["BLOCK_D"] // 2)
 
 
 def _heuristic(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> dict:
-    """About 1,024 pairs in flight a program: 8 a thread, a 128-bit load of 16-bit elements."""
+    """About 1,024 pairs in flight per program: 8 per thread, a 128-bit load of 16-bit elements."""
     most = next_power_of_2(max(HQ, HK))  # wide enough for all heads
     return {"BLOCK_H": max(1, min(most, 1024 // _pairs(D, half))), "num_warps": 4}
 
 
 def _space(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> list[dict]:
-    """A 128-bit load or two of each half a thread."""
+    """One or two 128-bit loads of each half per thread."""
     return [
         {"BLOCK_H": block_h, "num_warps": warps}
         for block_h in (4, 8, 16, 32)
@@ -529,15 +532,14 @@ def _space(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> li
 
 
 def _backward_heuristic(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> dict:
-    """As many programs a multiprocessor as fit there: four warps with 128 registers a thread
-    for D = 128.
-    """
+    """As many programs as fit on an SM: four warps with 128 registers per thread for D = 128."""
     c = _heuristic(D, half, itemsize, HQ, HK, norm)
     limit = None
     if norm and 2 * half < D:
-        # The sums of what is not rotated are wide: with 64 features of 192, 255 registers.
+        # The sums of the unrotated rest are wide: with 64 features of 192, 255 registers.
         c["BLOCK_H"] = max(1, c["BLOCK_H"] // 2)
-        # Triton 3.6's ptxas keeps to 168 registers for sm_100 and spills 8 bytes, unless told to.
+        # For sm_100, the ptxas of Triton 3.6 limits itself to 168 registers and spills 8 bytes,
+        # unless the limit is explicit.
         limit = 168 if old_ptxas() else None
     return {**c, "PROGRAMS": 4, "maxnreg": limit}
 
@@ -568,7 +570,7 @@ def forward(
     interleaved: bool,
 ) -> None:
     """Writes q, k [B, H, S, D] and, if given, rstd [B, S, HQ + HK]. q and k: each token's heads
-    next to each other, or those of qkv itself.
+    adjacent, or the views in qkv itself.
     """
     B, HQ, S, D = q.shape
     HK, half, norm = k.shape[1], cos.shape[1], q_weight is not None
@@ -629,8 +631,8 @@ def backward(
     offset: float,
     interleaved: bool,
 ) -> None:
-    """Writes dqkv [B, S, (HQ + 2 HK) D] and, with weights, their gradients, [D] each. A
-    gradient that is None is zero.
+    """Writes dqkv [B, S, (HQ + 2 HK) D] and, with weights, their gradients, [D] each. A gradient
+    that is None is zero.
     """
     B, S, W = dqkv.shape
     D, half, norm = W // (HQ + 2 * HK), cos.shape[1], q_weight is not None
@@ -683,7 +685,7 @@ def backward(
         summed(dw, dq_weight, dk_weight)
 
 
-# ---- what the compile gate compiles
+# ---- specs for the compile gate
 
 
 def _specs(
