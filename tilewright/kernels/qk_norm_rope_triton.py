@@ -155,9 +155,8 @@ def _write_heads(
             if 2 * HALF < D:
                 rest = tl.load(x + d[None, :], mask=unturned, other=0.0).to(tl.float32)
                 total += tl.sum(rest * rest, axis=1)
-            if (
-                INPLACE
-            ):  # threads may hold copies of elements that one of them is about to overwrite
+            if INPLACE:
+                # Threads may hold copies of elements that one of them is about to overwrite.
                 tl.debug_barrier()
             rstd = 1.0 / tl.sqrt(total / D + eps)
             if KEEP:

@@ -1,21 +1,19 @@
 """NF4, NVFP4, block-scaled FP8 and MXFP8 in Triton. The definitions are in
-tilewright/ops/{nf4,nvfp4,block_fp8,mxfp8}.py, and the rounding in tilewright/ops/quantize.py; what
-is quantized has the same bytes there and here.
+tilewright/ops/{nf4,nvfp4,block_fp8,mxfp8}.py, and the rounding in tilewright/ops/quantize.py;
+quantized bytes are the same there and here.
 
-HARDWARE says which conversions the GPU has (see `conversions`): those of e4m3 from compute
-capability 8.9 on, those of e2m1 from 10.0 on. They give the same bits as the integer operations on
-float32 that stand in for them elsewhere: on older GPUs, in the interpreter, whose casts round in
-their own way, and wherever rounding is random. NaN is the
-exception: its code is unspecified, and it comes only from a block whose scale shows it. Divisions
-are `div_rn`, which are correctly rounded.
+HARDWARE selects the GPU's conversion instructions (see `conversions`): e4m3 from compute capability
+8.9 on, e2m1 from 10.0 on. They give the same bits as the integer operations on float32 that replace
+them elsewhere: on older GPUs, in the interpreter, whose casts round differently, and with
+stochastic rounding. NaN is the exception: its code is unspecified, and it comes only from a block
+whose scale shows it. Divisions are `div_rn`, which is correctly rounded.
 
-What is read or written element by element is held to few instructions an element, since at the
-speed of memory a GPU has time for ten to twenty. A scale is loaded once for the elements that share
-it, and a thread of a dequantization
-takes eight elements at a time: what it reads is then laid out as what it stores, and needs no
-shared memory.
+Elementwise loads and stores have a budget of few instructions per element, since at memory
+bandwidth a GPU has time for ten to twenty. A scale is loaded once for the elements that share it.
+In dequantization a thread processes eight elements at a time: loads then have the layout of stores,
+and need no shared memory.
 
-Each kernel reads its input once: a program holds whole blocks in registers, takes their largest
+Each kernel reads its input once: a program holds whole blocks in registers, computes their largest
 magnitudes (a NaN is the largest), rounds and packs.
 """
 
@@ -33,9 +31,9 @@ from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.math_triton import largest_magnitude, widened
 from tilewright.kernels.spec import KernelSpec
 
-TILE = 2048  # elements of a program that quantizes
-OUT = 512  # elements that a program of dequantization stores at a time: eight a thread of two warps
-PARTS = 4  # how many times: their loads are all issued first
+TILE = 2048  # elements per program that quantizes
+OUT = 512  # elements that a dequantizing program stores at a time: eight per thread of two warps
+PARTS = 4  # number of such stores; their loads are all issued first
 
 
 # ---- rounding
@@ -83,10 +81,10 @@ def _to_e4m3(v, random, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def from_e4m3(code, HARDWARE: tl.constexpr):
-    """float32 of bytes. Exact either way."""
+    """float32 values of e4m3 bytes, exact with and without HARDWARE."""
     if HARDWARE:
         v = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:  # subnormal numbers too, without subnormal float32 on the way
+    else:  # covers subnormals, without subnormal float32 intermediates
         c = code.to(tl.int32)
         u = c & 0x7F
         small = u < 8
@@ -98,7 +96,7 @@ def from_e4m3(code, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _from_e2m1(code):
-    """Codes 0 to 15. The halves of 0, 1, 2, 3, 4, 6, 8, 12."""
+    """The halved values 0, 1, 2, 3, 4, 6, 8, 12 of codes 0 to 15."""
     u = code & 7
     e = u >> 1
     v = tl.where(u < 2, u, (2 + (u & 1)) << tl.where(e > 0, e - 1, 0)).to(tl.float32) * 0.5
@@ -106,7 +104,7 @@ def _from_e2m1(code):
 
 
 _BYTES = "abcd"
-# Four bytes of two codes each, of four numbers for the low halves and four for the high ones. The
+# Four bytes of two codes each, from four numbers for the low halves and four for the high ones. The
 # first operand of the instruction becomes the high half.
 _TO_E2M1: tl.constexpr = tl.constexpr(f"""
 {{
@@ -118,12 +116,12 @@ mov.b32 $0, {{e2m1_a, e2m1_b, e2m1_c, e2m1_d}};
 
 
 def _halves(low: int, high: int) -> str:
-    """Two float16 in `both` as the numbers of two results."""
+    """The PTX that unpacks two float16 in `both` to two results."""
     return f"mov.b32 {{half_a, half_b}}, both;\ncvt.f32.f16 ${low}, half_a;\ncvt.f32.f16 ${high}, half_b;\n"
 
 
-# The reverse, by way of float16, which holds all of e2m1's values: four for the low halves, four
-# for the high ones.
+# The reverse, through float16, which represents all e2m1 values: four for the low halves, four for
+# the high ones.
 _FROM_E2M1: tl.constexpr = tl.constexpr(f"""
 {{
 .reg .b8 e2m1_a, e2m1_b, e2m1_c, e2m1_d;
@@ -136,8 +134,8 @@ mov.b32 {{e2m1_a, e2m1_b, e2m1_c, e2m1_d}}, $8;
 
 
 def _by_e4m3(sign: str, code: str, first: int) -> str:
-    """Four results from `first` on, of the halves whose signs and magnitudes these instructions
-    move into place.
+    """Four results from `first` on, from the halves whose signs and magnitudes these instructions
+    shift into place.
     """
     pairs = (
         f"cvt.rn.f16x2.e4m3x2 both, {pair};\nmul.rn.f16x2 both, both, "
@@ -152,8 +150,8 @@ mov.b32 {{first, second}}, code;
 {"".join(pairs)}"""
 
 
-# The reverse on GPUs that convert e4m3 alone: the three bits of a magnitude, two places up, are
-# e4m3's for a 64th of it, subnormal numbers included.
+# The reverse on GPUs that convert only e4m3: the three magnitude bits, shifted by two, are the e4m3
+# code of 1/64 of the value, subnormals included.
 _FROM_E2M1_BY_E4M3: tl.constexpr = tl.constexpr(f"""
 {{
 .reg .b32 sign, code, both, by;
@@ -167,15 +165,14 @@ mov.b32 by, 0x54005400;
 
 @triton.jit
 def _to_e2m1(v, random, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
-    """Bytes of two codes of float32 v [.., 2], the first in the low half.   HARDWARE: to nearest,
-    by the GPU.
+    """Bytes of two codes each from float32 v [.., 2], the first in the low half.   HARDWARE: round
+    to nearest with the GPU's instruction.
 
-    That the two agree to the bit: both round to nearest with ties to even, where neighboring codes
-    are those of neighboring numbers, so that even codes have even mantissas; both make 6 of what
-    is above; and both keep the sign, of -0.0 and of what becomes zero too (subnormal float32 does,
-    flushed or not). NaN, which the instruction would make 6, is the one difference. It comes only
-    from an x or a scale that is not finite, which `quantize_nvfp4` refuses, or shows in
-    global_scale.
+    Both ways agree bitwise: both round to nearest with ties to even, where neighboring codes are
+    those of neighboring numbers, so that even codes have even mantissas; both clamp to 6; and both
+    keep the sign, of -0.0 and of what rounds to zero too (subnormal float32 does, flushed or not).
+    NaN, which the instruction converts to 6, is the one difference. It comes only from a non-finite
+    x or scale, which `quantize_nvfp4` refuses, or shows in global_scale.
     """
     if HARDWARE:
         first, second = tl.split(v)
@@ -192,9 +189,7 @@ def _to_e2m1(v, random, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def from_e2m1(both, HARDWARE: tl.constexpr):
-    """The numbers (float32) of the low and of the high halves of bytes. Each is exact either
-    way.
-    """
+    """float32 values of the low and high halves of bytes, exact with and without HARDWARE."""
     if HARDWARE:
         ASM: tl.constexpr = _FROM_E2M1 if HARDWARE == 2 else _FROM_E2M1_BY_E4M3
         low, high = tl.inline_asm_elementwise(
@@ -213,10 +208,10 @@ def from_e2m1(both, HARDWARE: tl.constexpr):
 
 @triton.jit
 def random_bits(element, key, RANDOM: tl.constexpr):
-    """32 bits for each element (int64): see `philox` in tilewright/ops/quantize.py. RANDOM: 2 if
-    each four in a row begin with a multiple of four, and so are the words of one block, else 1.
+    """32 bits per element (int64): see `philox` in tilewright/ops/quantize.py. RANDOM: 2 if each
+    four in a row begin at a multiple of four and so share one Philox block, else 1.
     """
-    if RANDOM == 2:  # of four the first, which the thread that holds them has
+    if RANDOM == 2:  # the first of four, in the thread that holds them
         block, _ = tl.split(tl.reshape(element >> 2, (element.numel // 4, 2, 2)))
         block, _ = tl.split(block)
     else:
@@ -234,15 +229,13 @@ def random_bits(element, key, RANDOM: tl.constexpr):
 
 
 def random_kind(seed: int | None, *sides: int) -> int:
-    """RANDOM of a kernel whose rows, and what else begins within a row, are so many elements
-    long.
-    """
+    """RANDOM of a kernel whose rows, and other runs within a row, have this many elements."""
     return 0 if seed is None else 1 if any(n % 4 for n in sides) else 2
 
 
 @triton.jit
 def _spread(scale, N: tl.constexpr):
-    """The scales of N elements, from those of their groups."""
+    """Broadcasts the scales of groups to their N elements."""
     GROUPS: tl.constexpr = scale.shape[0]
     return tl.reshape(tl.broadcast_to(scale[:, None], (GROUPS, N // GROUPS)), (N,))
 
@@ -256,7 +249,7 @@ def _scaled(v, scale, N: tl.constexpr):
 
 @triton.jit
 def _with_noise(v, size, first, seed, step, layer, N: tl.constexpr, NOISE: tl.constexpr):
-    """v [N] of elements from `first` on, with noise of size [N]. NOISE: 2 if `first` is a
+    """v [N] of elements from `first` on, with noise of magnitude size [N]. NOISE: 2 if `first` is a
     multiple of four, else 1.
     """
     return tl.fma(aqn_triton.normals(first, seed, step, layer, N, NOISE == 2), size, v)
@@ -274,14 +267,13 @@ def _nf4_quantize(
     half = tl.arange(0, BLOCK // 2)
     at = pid * (GROUPS * BLOCK) + tl.arange(0, GROUPS * BLOCK)
     v = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    v = tl.reshape(
-        v, (GROUPS, BLOCK // 2, 2)
-    )  # after the load: one of pairs would be of pairs in machine code too
+    # Reshaped after the load: a load of pairs would stay one of pairs in machine code.
+    v = tl.reshape(v, (GROUPS, BLOCK // 2, 2))
     most = largest_magnitude(largest_magnitude(v, 2), 1)
     least = tl.where(most < 1e-38, 1e-38, most)
     scaled = v * tl.div_rn(1.0, least)[:, None, None]
     whole = (g + 1) * BLOCK <= n
-    if (pid + 1) * GROUPS * BLOCK > n:  # a last block that is shorter divides
+    if (pid + 1) * GROUPS * BLOCK > n:  # the divisor of a shorter last block
         scaled = tl.where(
             whole[:, None, None],
             scaled,
@@ -321,7 +313,7 @@ def _nf4_dequantize(
     PARTS: tl.constexpr,
     NOISE: tl.constexpr,
 ):
-    """pair: of each byte the two numbers, side by side in 64 bits."""
+    """pair: for each byte the two values, as one 64-bit word."""
     start = tl.program_id(0).to(tl.int64) * (OUT * PARTS)
     left = n - start
     i = tl.arange(0, OUT)
@@ -402,13 +394,12 @@ def nf4_dequantize(
     step: int,
     layer: int,
 ) -> torch.Tensor:
-    """pairs: float32 [512], the two numbers of each byte.   table: of the 256 codes of scales.
-    alpha and what
-    follows: of the noise.
+    """pairs: float32 [512], the two values of each byte.   table: the values of the 256 scale
+    codes.   alpha, seed, step, layer: of the noise.
     """
     out = data.new_empty(n, dtype=dtype)
     if n:
-        # A block of scales is whole within what is stored at a time.
+        # A block of scales lies within one store.
         launch(
             _nf4_dequantize,
             (cdiv(n, max(OUT, block) * PARTS),),
@@ -439,8 +430,8 @@ def nf4_dequantize(
 
 @triton.jit
 def _nvfp4_scales(most, total, HARDWARE: tl.constexpr):
-    """Bytes of the scales of groups with these largest magnitudes, and what their elements are
-    multiplied by.
+    """Bytes of the scales of groups with these largest magnitudes, and the multipliers of their
+    elements.
     """
     wanted = tl.div_rn(tl.div_rn(most, 6.0), total)
     wanted = tl.where(wanted < 0.001953125, 0.001953125, wanted)
@@ -455,7 +446,7 @@ def _nvfp4_scales(most, total, HARDWARE: tl.constexpr):
 @triton.jit
 def nvfp4_tile(v, total, random, TALL: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
     """Packed codes [rows, columns / 2] and scales [rows, columns / 16] of float32 v [rows,
-    columns]; TALL rows share theirs.
+    columns]; TALL rows share a scale.
     """
     ROWS: tl.constexpr = v.shape[0]
     GROUPS: tl.constexpr = v.shape[1] // 16
@@ -466,8 +457,12 @@ def nvfp4_tile(v, total, random, TALL: tl.constexpr, RANDOM: tl.constexpr, HARDW
     if RANDOM:
         random = tl.reshape(random, (ROWS // TALL, TALL, GROUPS, 8, 2))
     code = _to_e2m1(
-        v, random, RANDOM, HARDWARE == 2 and not RANDOM
-    )  # behind the end of x there are zeros: codes 0
+        # Past the end of x there are zeros: codes 0.
+        v,
+        random,
+        RANDOM,
+        HARDWARE == 2 and not RANDOM,
+    )
     scale = tl.broadcast_to(scale[:, None, :], (ROWS // TALL, TALL, GROUPS))
     return tl.reshape(code, (ROWS, GROUPS * 8)), tl.reshape(scale, (ROWS, GROUPS))
 
@@ -486,8 +481,8 @@ def _nvfp4_rows(
     RANDOM: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """GROUPS groups of one row. Each is one thread's, in loads of 16 bytes: their largest
-    magnitudes need no exchange, and no other thread computes their scales.
+    """GROUPS groups of one row, each in one thread, in loads of 16 bytes: the largest magnitude
+    needs no exchange, and no other thread computes the scale.
     """
     VEC: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     PARTS: tl.constexpr = 16 // VEC
@@ -532,9 +527,9 @@ def _nvfp4_quantize(
     HARDWARE: tl.constexpr,
     HADAMARD: tl.constexpr,
 ):
-    """TALL rows, of one block each way, and GROUPS blocks across. width: bytes of a row, an
-    argument so that the code can know what it is a multiple of.   HADAMARD: 0, or the size of the
-    transform that comes first.
+    """TALL rows, of one block each way, and GROUPS blocks across. width: bytes per row, an argument
+    so that Triton specializes on its divisibility.   HADAMARD: 0, or the size of the transform that
+    is applied first.
     """
     band = (tl.program_id(0) // tiles).to(tl.int64)
     r = (band % bands) * TALL + tl.arange(0, TALL)
@@ -627,7 +622,7 @@ def _noise_kind(alpha: float, C: int) -> int:
 
 
 def _parts(C: int) -> int:
-    """How many times a program of a row of C elements stores: no more than the row has."""
+    """The number of stores of a program with C elements per row: no more than the row has."""
     return min(PARTS, next_power_of_2(cdiv(C, OUT)))
 
 
@@ -641,7 +636,8 @@ def nvfp4_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [matrices, rows, C] -> bytes of codes [.., .., ceil(C / 2)], bytes of scales [.., ..,
     ceil(C / 16)].
-    hadamard: 0, or the size of the transform of x that is quantized.   signs: its seed.
+
+    hadamard: 0, or the size of the transform applied to x before quantization.   signs: its seed.
     """
     B, R, C = x.shape
     groups = cdiv(C, 16)
@@ -695,7 +691,7 @@ def nvfp4_quantize(
 
 
 def _nvfp4_warps(groups: int, random: bool) -> int:
-    """Two groups a thread, one where each element has random bits."""
+    """Two groups per thread, one where each element has random bits."""
     return max(1, groups // (32 if random else 64))
 
 
@@ -743,8 +739,8 @@ def nvfp4_dequantize(
 
 @triton.jit
 def _fp8_scales(most, MX: tl.constexpr):
-    """What blocks with these largest magnitudes are multiplied by, and the inverses: of MXFP8
-    bytes of exponents.
+    """Multipliers for blocks with these largest magnitudes, and the inverse scales: for MXFP8,
+    exponent bytes.
     """
     if MX:
         bits = most.to(tl.int32, bitcast=True)
@@ -762,7 +758,7 @@ def _fp8_scales(most, MX: tl.constexpr):
 
 @triton.jit
 def _from_e8m0(byte):
-    """float32 of exponents' bytes: 2^-127 is a subnormal number, and 255 is NaN."""
+    """float32 values of exponent bytes: 2^-127 is subnormal, and 255 is NaN."""
     e = byte.to(tl.int32)
     bits = tl.where(e == 0, 0x400000, e << 23)
     return tl.where(e == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
@@ -778,9 +774,7 @@ def fp8_tile(
     HARDWARE: tl.constexpr,
     MX: tl.constexpr,
 ):
-    """Codes of float32 v [rows, columns] and the inverse scales of its blocks, which are ROWS x
-    COLUMNS.
-    """
+    """Codes of float32 v [rows, columns] and the inverse scales of its ROWS x COLUMNS blocks."""
     HIGH: tl.constexpr = v.shape[0]
     WIDE: tl.constexpr = v.shape[1]
     v = tl.reshape(v, (HIGH // ROWS, ROWS, WIDE // COLUMNS, COLUMNS))
@@ -857,8 +851,8 @@ def _block_fp8_dequantize(
     NOISE: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """SPAN: columns that share a scale wherever a multiple of them begins: no more than OUT,
-    and a power of two.
+    """SPAN: columns that share a scale from any multiple of SPAN on: at most OUT, and a power of
+    two.
     """
     row = tl.program_id(0) // tiles
     start = (tl.program_id(0) % tiles) * (OUT * PARTS)
@@ -945,7 +939,7 @@ def _quantize(x, rows, columns, seed, scales):
 
 
 def _warps(elements: int, random: bool) -> int:
-    """32 elements a thread; 16 where each has random bits, but in the largest tiles."""
+    """32 elements per thread; 16 where each has random bits, except in the largest tiles."""
     return max(1, min(16, elements // (512 if random else 1024)))
 
 
@@ -1007,8 +1001,8 @@ def mxfp8_dequantize(
 # ---- for the compile gate
 
 NOISES = ((0, ""), (2, " noise"))
-# HARDWARE -> what says it in a label, and what a spec says of the GPUs that launch it. Where only
-# e4m3 counts, 1 and 2 compile to the same.
+# HARDWARE -> its label, and the spec's fields for the GPUs that launch it. Where only e4m3 matters,
+# 1 and 2 compile to the same code.
 E4M3 = {"min_arch": 89, "uses": {90: ("e4m3",), 100: ("e4m3",), 120: ("e4m3",)}}
 E2M1 = {
     1: ("", {"min_arch": 89, "max_arch": 99}),
@@ -1160,7 +1154,7 @@ def nvfp4_dequantize_gate() -> list[KernelSpec]:
 
 
 def _fp8_quantize_specs(name: str, scales: str, blocks) -> list[KernelSpec]:
-    """blocks: what says it in a label, rows, columns, and blocks in a tile."""
+    """blocks: label, rows, columns, and blocks per tile."""
     found = []
     for d in ("bf16", "fp32"):
         for label, rows, columns, groups in blocks:

@@ -7,7 +7,7 @@ tilewright/ops/quantized_linear.py.
     _fp8         y = x w^T of matrices in block-scaled FP8, without dequantizing.
 
 `_few_rows` computes y^T = w x^T: a tensor core takes 64 rows or more of its first factor, which N
-has and x has not, and that factor may come from registers, where the numbers are made. float32
+has and x does not, and that factor may come from registers, where it is dequantized. float32
 accumulation; no atomics.
 """
 
@@ -28,7 +28,7 @@ from tilewright.kernels.tuning import Tunable
 
 NF4, NVFP4, BLOCK_FP8 = 0, 1, 2
 FORMATS = {"nf4": NF4, "nvfp4": NVFP4, "block_fp8": BLOCK_FP8}
-MOST_ROWS = 64  # of x, in a tile of `_few_rows`
+MOST_ROWS = 64  # rows of x in a tile of `_few_rows`
 
 
 @triton.jit
@@ -56,10 +56,10 @@ def _tile(
 ):
     """Rows n (int64) and columns k to k + BLOCK_K - 1 of the weight in float32; 0 past its edges.
 
-    width: bytes of a row.   across: scales of a row.   GROUP: columns of the tile that share a
-    scale, of the SPAN that
-    a scale is for.   ROWS: rows that share one (block FP8).   extra: the offset of nested scales,
-    or the global scale.
+    width: bytes per row.   across: scales per row.
+    GROUP: columns of the tile that share a scale, of the SPAN columns per scale.
+    ROWS: rows that share a scale (block FP8).
+    extra: the offset of nested scales, or the global scale.
     HARDWARE: see quantize_triton.
     """
     if FORMAT == 2:
@@ -78,8 +78,9 @@ def _tile(
         groups: tl.constexpr = BLOCK_K // GROUP
         first = k + tl.arange(0, groups) * GROUP
         known = (
+            # Past the edge a scale is 0, and so are its values.
             live[:, None] & (first < K)[None, :]
-        )  # past the edge a scale is 0, and so is what it scales
+        )
         at = n[:, None] * across + (first // SPAN)[None, :]
         if FORMAT == 1:
             scale = from_e4m3(tl.load(scale_ptr + at, mask=known, other=0), HARDWARE) * tl.load(
@@ -134,8 +135,8 @@ def _few_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out [T, N], or float32 sums [pieces, T, N], each over `piece` columns, a multiple of
-    BLOCK_K.
+    """out [T, N], or float32 sums [pieces, T, N], each over `piece` columns, a multiple
+    of BLOCK_K.
     """
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = n < N
@@ -186,13 +187,13 @@ def _sum_pieces(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out [size] = the sum of sums [SPLIT, size], and bias [N] for each N of them."""
+    """out [size] = the sum of sums [SPLIT, size], plus bias [N] on each run of N."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
     at = i
     for _ in tl.static_range(SPLIT):
         acc += tl.load(sums_ptr + at, mask=i < size, other=0.0)
-        at += size  # in 64 bits: all pieces may have more than 2^31 elements
+        at += size  # in 64 bits: all pieces together may exceed 2^31 elements
     if BIAS:
         acc += tl.load(bias_ptr + i % N, mask=i < size, other=0.0).to(tl.float32)
     tl.store(out_ptr + i, acc.to(out_ptr.dtype.element_ty), mask=i < size)
@@ -202,8 +203,8 @@ def _sum_pieces(
 
 
 def constants(x: torch.Tensor, format: str, N: int, block: list[int]) -> dict | None:
-    """What `few_rows` is launched with, or None where the weight should be dequantized: many rows,
-    or scales that change within what the kernel takes at a time.
+    """The launch configuration of `few_rows`, or None if the weight should be dequantized: many
+    rows, or scales that change within a step of the kernel.
     """
     T, K = x.shape
     span = {"nf4": block[:1], "nvfp4": [16], "block_fp8": block[1:]}[format][0]
@@ -230,10 +231,11 @@ def few_rows(
     not 0.
 
     weight: (data, scale, nested, table, extra, values).
-    data, scale: bytes; of NF4 and block FP8 without double quantization, scale is float32.
-        nested, table, extra: nested_absmax, the 256 values of the codes of scales, and the offset,
-        of double quantization; extra is also NVFP4's global scale.   values: of NF4's 16 codes.
-        config: from `constants`.
+    data, scale: bytes; scale is float32 for NF4 without double quantization and for block FP8.
+    nested, table, extra: of double quantization: nested_absmax, the values of the 256 scale codes,
+        and the offset; extra is also NVFP4's global scale.
+    values: of NF4's 16 codes.
+    config: from `constants`.
     """
     data, scale, nested, table, extra, values = weight
     T, K = x.shape
@@ -302,15 +304,15 @@ def _block_t(T: int) -> int:
 
 
 _NAMES = ("fused", "BLOCK_N", "BLOCK_K", "SPLIT", "num_warps", "num_stages")
-_BLOCKS = 264  # two for each of an H200's multiprocessors
+_BLOCKS = 264  # two per SM of an H200
 
 
 def _heuristic(format: int, N: int, K: int, itemsize: int, rows: int) -> dict:
-    """Not measured on a GPU; `bench tune` searches it. Dequantizing writes and reads two bytes an
+    """Not measured on a GPU; `bench tune` searches it. Dequantizing writes and reads two bytes per
     element beside the half byte (NF4, NVFP4) that both ways read: eight times the traffic, and
-    three kernels. In registers the numbers are made once more for each 64 rows. So one tile of rows
-    is the least where it must pay; float32 has no tensor cores and so is bound by arithmetic
-    sooner. SPLIT: enough blocks for all multiprocessors, of four steps at least.
+    three kernels. In registers, dequantization is repeated for each 64 rows. So it must pay for at
+    least one tile of rows; float32 has no tensor cores and so is compute-bound sooner. SPLIT:
+    enough blocks for all SMs, of at least four steps.
     """
     fused = rows <= (MOST_ROWS if itemsize == 2 else 16)
     n, k = (64, 64) if itemsize == 2 else (32, 32)
@@ -432,13 +434,14 @@ def _fp8(
     GROUP: tl.constexpr,
 ):
     """out [T, N].   x [T, K] with scales [T, across], w [N, K] with scales [ceil(N / 128), across];
-    a scale is for 128 columns. The tensor cores sum over these alone, since FP8 sums there keep few
-    bits; the rest is float32's.
+    one scale per 128 columns. The tensor cores sum only within these, since FP8 sums there keep few
+    bits; the rest is accumulated in float32.
     """
     n_tiles, m_tiles = tl.cdiv(N, BLOCK_N), tl.cdiv(T, BLOCK_M)
     first = (
+        # Neighboring programs share rows and columns, for L2.
         tl.program_id(0) // (GROUP * n_tiles) * GROUP
-    )  # neighbors share rows and columns, which L2 then holds
+    )
     height = tl.minimum(m_tiles - first, GROUP)
     inside = tl.program_id(0) - first * n_tiles
     t = (first + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -449,8 +452,9 @@ def _fp8(
     w_at = w_ptr + n.to(tl.int64)[None, :] * K + ks[:, None]
     x_scale_at = x_scale_ptr + t.to(tl.int64) * across
     w_scale_at = (
+        # One scale for the tile: BLOCK_N <= 128.
         w_scale_ptr + (n_tile * BLOCK_N // 128).to(tl.int64) * across
-    )  # one for the tile: BLOCK_N <= 128
+    )
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for b in range(across):
         left = K - b * 128
@@ -475,8 +479,8 @@ def fp8(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """y [T, N] from x [T, K] and w [N, K], float8_e4m3fn, contiguous, with scales for 1 x 128
-    and 128 x 128 blocks.
+    """y [T, N] from x [T, K] and w [N, K], float8_e4m3fn, contiguous, with scales for 1 x 128 and
+    128 x 128 blocks.
     """
     (T, K), N = x.shape, w.shape[0]
     out = torch.empty((T, N), dtype=dtype, device=x.device)
@@ -507,7 +511,7 @@ _FP8_NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages")
 
 
 def _fp8_heuristic(N: int, K: int, rows: int, large: bool) -> dict:
-    """Not measured on a GPU. Two sums, of the tensor cores and of float32, are 128 registers a
+    """Not measured on a GPU. Two sums, of the tensor cores and of float32, are 128 registers per
     thread for tiles of 128 x 128 on eight warps; sm_120, whose tensor cores take both factors from
     registers, has room for half.
     """

@@ -1,12 +1,12 @@
 """RMSNorm and add + RMSNorm in CuTe DSL, for sm_90 and sm_100. The definition is
 tilewright/ops/rmsnorm.py.
 
-T = rows / H, H = heads (1 unless the weight is 2-D), D = columns. Row (t, h) lies at (t * H + h) *
-D. A row is read once and stays in registers, whatever its width: in those of part of a warp, of a
-block, or, from 16,384 columns on (backward: 8,192), of a cluster of up to 8 blocks, which add their
-sums through distributed shared memory. Sums and the weight gradient are fp32; each block adds up
-the weight gradient of its rows, and the blocks' shares are added in
-fixed order: no atomics, the same bits every run on one kind of device.
+T = rows / H, H = heads (1 unless the weight is 2-D), D = columns. Row (t, h) starts at (t * H + h)
+* D. A row is read once and stays in registers, whatever its width: of part of a warp, of a block,
+or, from 16,384 columns on (backward: 8,192), of a cluster of up to 8 blocks, which add their sums
+through distributed shared memory. Sums and the weight gradient are fp32; each block accumulates the
+weight gradient of its rows, and the blocks' partial sums are added in fixed order: no atomics, the
+same bits every run on one kind of device.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tilewright.kernels.device import multiprocessors
 from tilewright.kernels.spec import CuteSpec
 
 # Widest row of one block. Forward: 512 threads with 32 elements of x each. Backward also holds dy,
-# w and the sums for dw and db, and the next row's x and dy, so 16 elements each; in a cluster its
-# blocks have 256 threads, which may have 255 registers, as long as 8 of them are enough for the
-# row. Not tuned on a GPU.
+# w, the sums for dw and db, and the next row's x and dy, so 16 elements each; in a cluster its
+# blocks have 256 threads, which may have 255 registers, as long as 8 blocks are enough for the row.
+# Not tuned on a GPU.
 ONE_BLOCK = 16384
 ONE_BLOCK_BACKWARD = 8192
 SHARED_BACKWARD = 4096
@@ -37,12 +37,13 @@ PER_THREAD_BACKWARD = 16
 
 @dataclass(frozen=True)
 class Plan:
-    """How a row of D columns is dealt out: chunk k of a thread is `vec` columns from `column(...)`
-    on.
+    """How a row of D columns is partitioned: chunk k of a thread is `vec` columns from
+    `column(...)` on.
 
-    threads: that share a row in one block.   rows: of a block at once; 1 if threads > 32.
-    cluster: blocks a row.
-    chunks: of a thread.
+    threads: threads per row in one block.
+    rows: rows per block at once; 1 if threads > 32.
+    cluster: blocks per row.
+    chunks: chunks per thread.
     """
 
     D: int
@@ -63,8 +64,8 @@ class Plan:
         return max(1, self.threads // 32)
 
     def column(self, rank, thread, k):
-        """First column of chunk k of a thread of block `rank`: neighbors in a warp read
-        neighboring chunks.
+        """First column of chunk k of a thread of block `rank`: neighbors in a warp read neighboring
+        chunks.
         """
         return ((k * self.cluster + rank) * self.threads + thread) * self.vec
 
@@ -79,23 +80,25 @@ def plan(D: int, H: int, vec: int, backward: bool = False) -> Plan:
     if backward:
         cluster = 1 if D <= ONE_BLOCK_BACKWARD else tw.cluster_for(D, SHARED_BACKWARD)
     threads = 1
-    while threads < 32 and threads * 16 < D:  # narrow rows share a warp, with 16 elements a thread
+    while threads < 32 and threads * 16 < D:
+        # Narrow rows share a warp, with 16 elements per thread.
         threads *= 2
     chunks = -(-(16 if threads < 32 or D <= 512 else per_thread) // vec)
     total = -(-D // vec)
     if total > threads * chunks:
         threads = 32 * -(-total // (32 * chunks * cluster))
         if (
+            # More threads (416, say) take more registers for addresses, and spilled.
             backward and cluster > 1 and threads > 256
-        ):  # 416, say, take more registers for addresses, and spilled
+        ):
             threads = 512
     chunks = -(-total // (threads * cluster))
     return Plan(D, H, vec, chunks, threads, max(1, 128 // threads) if threads <= 32 else 1, cluster)
 
 
 def _wanted(p: Plan, k: int, column, live):
-    """The condition under which chunk k is read: None if always. live: whether the row exists;
-    None if it does.
+    """The condition under which chunk k is read: None if always. live: whether the row exists; None
+    if it does.
     """
     inside = None if p.whole(k) else column < p.D
     if inside is None or live is None:
@@ -104,7 +107,7 @@ def _wanted(p: Plan, k: int, column, live):
 
 
 def _where(p: Plan):
-    """Block and head. The only head is the constant 0, which takes no registers."""
+    """Block and head. A single head is the constant 0, which takes no registers."""
     block, h, _ = cute.arch.block_idx()
     return block, h if p.H > 1 else 0
 
@@ -159,8 +162,8 @@ def _forward(
     if first:
         rstd[row] = scale
 
-    # The weights come after the sum: their loads, from L2, would cost registers while the row is on
-    # its way.
+    # The weights are loaded after the sum: their loads, from L2, would cost registers while the row
+    # is in flight.
     for k in cutlass.range_constexpr(p.chunks):
         inside = _wanted(p, k, columns[k], None)
         w = tw.load(weight, Int64(h) * p.D + columns[k], p.vec, inside).load().to(Float32) + offset
@@ -196,8 +199,9 @@ def _launch_forward(
         block=(p.block, 1, 1),
         cluster=tw.shape(p.cluster),
         stream=stream,
+        # Otherwise it spilled 8 bytes at 40 registers, D=4100.
         min_blocks_per_mp=int(p.vec * x.dtype.width < 128),
-    )  # else it spilled 8 bytes at 40 registers, D=4100
+    )
 
 
 def _read_rows(x, dy, rstd, t, T, h, columns, p: Plan):
@@ -228,9 +232,9 @@ def _backward(
     round_xhat: cutlass.Constexpr,
     ahead: cutlass.Constexpr,
 ):
-    """dx, and this cluster's share of dw and db: it takes blocks of rows c, c + P, c + 2P, ... of
-    one head. ahead: it reads the next rows while it works on these, and keeps the weights; else it
-    reads those from L1 again.
+    """dx, and this cluster's partial sums of dw and db over blocks of rows c, c + P, c + 2P, ... of
+    one head. ahead: prefetches the next rows during these, and keeps the weights in registers;
+    otherwise the weights are reread from L1.
     """
     group = cute.arch.thread_idx()[0] // p.threads
     thread = cute.arch.thread_idx()[0] % p.threads
@@ -261,8 +265,9 @@ def _backward(
     if const_expr(ahead):
         coming = _read_rows(x, dy, rstd, Int64(c) * p.rows + group, T, h, columns, p)
     rounds = Int32(
+        # The same in all blocks of a cluster.
         ((T + p.rows - 1) // p.rows - c + P - 1) // P
-    )  # the same in all blocks of a cluster
+    )
     for i in cutlass.range(rounds, unroll=1):
         t = Int64(c) * p.rows + group + i * rows
         row = t * p.H + h
@@ -320,8 +325,8 @@ def _store_share(
     thread: Int32,
     p: cutlass.Constexpr,
 ):
-    """Adds up what the block's groups of threads have, in fixed order, and writes it to
-    out[share:].
+    """Adds the partial sums of the block's groups of threads in fixed order, and writes the result
+    to out[share:].
     """
     if const_expr(p.rows > 1):
         part = cute.make_tensor(
@@ -405,16 +410,15 @@ forward, add_forward = launchers.rmsnorm_forwards(_run_forward)
 
 
 def _clusters(x: torch.Tensor, p: Plan, T: int) -> int:
-    """How many clusters share the rows of a head: enough that the heads together give every
-    multiprocessor about 512 threads, with 128 registers each. Each also costs a row of dw to write
-    and to add.
+    """Clusters that share the rows of a head: enough that the heads together give every SM about
+    512 threads, with 128 registers each. Each also costs a row of dw to write and to add.
     """
     blocks = multiprocessors(x.device) * max(1, 512 // p.block)
     return max(1, min(-(-T // p.rows), blocks // (p.cluster * p.H)))
 
 
 def _registers(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, has_bias: bool) -> int:
-    """That a thread needs for this row's and the next one's x and dy, for w, dw and db."""
+    """Registers per thread for this row's and the next one's x and dy, for w, dw and db."""
     data, others = (
         2 * (x.element_size() + dy.element_size()),
         weight.element_size() + 4 + 4 * has_bias,
@@ -440,11 +444,11 @@ def backward(
     P = _clusters(x, p, T)
     dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
     # 512 threads have 128 registers each; where these took 72 of them, ptxas spilled up to 24
-    # bytes. 256 have 255, but ptxas keeps to 128, for a second block's sake, and spills 8 to 16
-    # bytes, unless told that one is enough.
+    # bytes. 256 have 255, but ptxas limits itself to 128, for a second block, and spills 8 to 16
+    # bytes, unless one block per SM is specified.
     many = _registers(dy, x, weight, has_bias) > 64
     ahead, alone = p.block <= 256 or not many, many or p.cluster > 1
-    # Without registers to read ahead there are none for db either: PyTorch adds up dy.
+    # Without registers to prefetch there are none for db either: PyTorch sums dy.
     db = (
         torch.empty((P, H, D), dtype=torch.float32, device=x.device) if has_bias and ahead else None
     )
@@ -476,7 +480,7 @@ def backward(
 
 
 def specs() -> list[CuteSpec]:
-    """What the launchers above launch, for the compile gate: rows shared by part of a warp, a warp,
+    """Launches of the launchers above, for the compile gate: rows shared by part of a warp, a warp,
     a block and clusters, and one of odd width; few options and all of them.
     """
     bf16, fp32 = torch.bfloat16, torch.float32
@@ -489,8 +493,9 @@ def specs() -> list[CuteSpec]:
     for D in (128, 1024, 4096, 4097, 8192, 16384, 32768, 65536):
         variants = (usual,) if D in (4097, 32768) else (usual, float_weight, all_float)
         needs = (
+            # A row begins at a multiple of 2 bytes.
             {"load": 0, "store": 0} if D == 4097 else {}
-        )  # a row begins at a multiple of 2 bytes
+        )
         for data, weight_type, bias, cast in variants:
 
             def new(*shape, dtype=data):

@@ -1,10 +1,10 @@
 """RMSNorm and add + RMSNorm in Triton. The definition is tilewright/ops/rmsnorm.py.
 
-T = rows / H, H = heads (1 unless the weight is 2-D), D = columns. Row (t, h) lies at (t * H + h) *
-D. A program holds BLOCK_T rows of one head in registers while D <= 16,384 (backward: 8,192); wider
-rows are walked in column blocks and read a second time, mostly from L2. Sums and the weight
-gradient are fp32. The weight gradient is accumulated per program and reduced by a second kernel in
-fixed order: no atomics, the same bits every run on one kind of device.
+T = rows / H, H = heads (1 unless the weight is 2-D), D = columns. Row (t, h) starts at (t * H + h)
+* D. A program holds BLOCK_T rows of one head in registers while D <= 16,384 (backward: 8,192);
+wider rows are processed in column blocks and read a second time, mostly from L2. Sums and the
+weight gradient are fp32. The weight gradient is accumulated per program and reduced by a second
+kernel in fixed order: no atomics, the same bits every run on one kind of device.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
-WHOLE_ROW = (
-    16384  # widest row kept in registers: 16,384 fp32 over 512 threads is 32 registers an operand
-)
+# Widest row kept in registers: 16,384 fp32 over 512 threads is 32 registers per operand.
+WHOLE_ROW = 16384
 # The same in backward, which holds x, dy, w and the sum for dw (and db): at 16,384 columns ptxas
-# spills up to 1,336 bytes a thread for sm_90 to sm_120, whether w is kept or loaded again for every
+# spills up to 1,336 bytes per thread for sm_90 to sm_120, whether w is kept or reloaded for every
 # row; at 8,192 none.
 WHOLE_ROW_BACKWARD = 8192
 WALK_BLOCK = 8192  # column block beyond those
-# Of rows that a block of the backward has on their way, in shared memory: what sm_120 has for one
-# block, and half of what sm_90 has for all.
+# Bytes of rows that a block of the backward has in flight, in shared memory: all that sm_120 has
+# for one block, and half of what sm_90 has for all.
 STAGED_BYTES = 96 * 2**10
-# Rows of so many columns share a program. For D=128 on sm_100 ptxas spills 8 bytes in the float32
-# forward with 16 elements a thread.
+# Rows up to this many columns share a program. For D=128 on sm_100 ptxas spills 8 bytes in the
+# float32 forward with 16 elements per thread.
 NARROW = 512
 
 
 def _heuristic(D: int, backward: bool) -> dict:
-    """Aims at 16 to 32 elements a thread in one operand."""
+    """Targets 16 to 32 elements per thread in one operand."""
     walk = (WHOLE_ROW_BACKWARD if backward else WHOLE_ROW) < D
     block_d = WALK_BLOCK if walk else launchers.next_power_of_2(D)
     block_t = max(
-        1, 1024 // block_d
-    )  # narrow rows (QK norm) share a program: a warp's loads stay 512 B
+        # Narrow rows (QK norm) share a program: a warp's loads stay 512 B.
+        1,
+        1024 // block_d,
+    )
     warp = 256 if block_t > 1 and not backward else 512
     return {
         "BLOCK_D": block_d,
@@ -50,8 +51,8 @@ def _heuristic(D: int, backward: bool) -> dict:
 
 
 def _blocks(D: int, backward: bool, least: int, most: int) -> list[dict]:
-    """Half, as many and twice as many rows a program, on 1 to 16 warps with `least` to `most`
-    elements a thread.
+    """Half, as many and twice as many rows per program, on 1 to 16 warps with `least` to `most`
+    elements per thread.
     """
     base = _heuristic(D, backward)
     found = []
@@ -76,19 +77,19 @@ def _forward_space(D: int, itemsize: int, add: bool) -> list[dict]:
 
 
 def _backward_heuristic(D: int, itemsize: int) -> dict:
-    """STAGES: steps of the loop over rows that are under way; all but one of them are loads
-    into shared memory.
+    """STAGES: loop iterations over rows in flight; all but one of them are loads into shared
+    memory.
     """
     c = _heuristic(D, True)
     return {**c, "STAGES": 1 if c["BLOCK_D"] < D else _most_stages(c, itemsize)}
 
 
 def _most_stages(c: dict, itemsize: int) -> int:
-    step = 3 * c["BLOCK_T"] * c["BLOCK_D"] * itemsize  # of dy, x and dsum
-    # In narrow rows ptxas spills 4 bytes for sm_100 and sm_120 with a step that is loaded ahead.
+    step = 3 * c["BLOCK_T"] * c["BLOCK_D"] * itemsize  # dy, x and dsum
+    # In narrow rows ptxas spills 4 bytes for sm_100 and sm_120 with one prefetched step.
     if c["BLOCK_D"] <= NARROW:
         return 1
-    # ptxas 12.9 spills 4 bytes for sm_120 with two steps of 4,096 float32 columns ahead.
+    # ptxas 12.9 spills 4 bytes for sm_120 with two prefetched steps of 4,096 float32 columns.
     ahead = 1 if itemsize == 4 and c["BLOCK_D"] > 2048 else 2
     return 1 + min(ahead, STAGED_BYTES // step)
 
@@ -108,7 +109,7 @@ def _backward_space(D: int, itemsize: int) -> list[dict]:
 
 @triton.jit
 def _weight(w_ptr, h, start, offset, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """What columns from `start` on are multiplied by, [BLOCK_D]."""
+    """The multipliers of columns from `start` on, [BLOCK_D]."""
     c = start + tl.arange(0, BLOCK_D)
     return tl.load(w_ptr + h * D + c, mask=c < D, other=0.0).to(tl.float32) + offset
 
@@ -178,8 +179,8 @@ def _forward(
             c = start + cols
             mask = in_t[:, None] & (c < D)[None, :]
             at = row[:, None] * D + c[None, :]
-            # recomputed from the inputs: this program's other threads may not see the stored sum
-            # yet
+            # recomputed from the inputs: the sum stored by this program's other threads may not be
+            # visible yet
             if ADD:
                 x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
                 x += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -217,8 +218,8 @@ def _backward(
     ROUND_XHAT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx, and this program's share of dw and db: rows p, p + P, p + 2P, ... of one head, in
-    registers.
+    """dx, and this program's partial sums of dw and db over rows p, p + P, p + 2P, ... of one head,
+    in registers.
     """
     p = tl.program_id(0)
     h = tl.program_id(1)
@@ -228,12 +229,12 @@ def _backward(
     w = _weight(w_ptr, h, 0, offset, D, BLOCK_D)
     dw = tl.zeros([BLOCK_D], tl.float32)
     db = tl.zeros([BLOCK_D], tl.float32)
-    # Where a thread may have but one product of a sum, products are rounded first: of an fma with
-    # the first addition of an exchange between threads, each of two threads would have another last
-    # bit, and either could be the one that is kept. Seen of dw in narrow rows of 16 bits on four
-    # warps; not in float32, where with a bias and D=128 ptxas would spill 8 bytes for sm_90.
+    # Where a thread may have a single product of a sum, products are rounded first: with an fma
+    # into the first addition of an exchange between threads, two threads would differ in the last
+    # bit, and either result could be stored. Seen for dw in narrow 16-bit rows on four warps; not
+    # in float32, where with a bias and D=128 ptxas would spill 8 bytes for sm_90.
     APART: tl.constexpr = BLOCK_T > 1 and x_ptr.dtype.element_ty != tl.float32
-    # The same of c, of a float32 weight and a D that no four divide.
+    # The same for c, with a float32 weight and a D that is not a multiple of four.
     RAGGED: tl.constexpr = APART and D % 4 != 0 and w_ptr.dtype.element_ty == tl.float32
     for block in tl.range(p, tl.cdiv(T, BLOCK_T), P, num_stages=STAGES):
         t = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
@@ -284,7 +285,7 @@ def _backward_walk(
     BLOCK_D: tl.constexpr,
     DSUM: tl.constexpr,
 ):
-    """dx of one wide row, in two walks over its columns."""
+    """dx of one wide row, in two passes over its columns."""
     row = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
     h = tl.program_id(1)
     cols = tl.arange(0, BLOCK_D)
@@ -349,8 +350,8 @@ def _sum_programs(
     partial_ptr, out_ptr, second_ptr, P, COLUMNS, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr
 ):
     """out [COLUMNS] = the sum over the P rows of partial, in their order by BLOCK_P, rounded once.
-    With second [COLUMNS], partial is [P, 2, COLUMNS], and of a grid's second dimension 1 makes that
-    one.
+    With second [COLUMNS], partial is [P, 2, COLUMNS], and programs with index 1 in the grid's
+    second dimension compute second.
     """
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     p = tl.arange(0, BLOCK_P)
@@ -375,14 +376,16 @@ def _sum_programs(
 _SUM = {
     "BLOCK_P": 32,
     "BLOCK": 32,
-}  # a warp reads 128 bytes of each row; 128 programs for 4,096 columns
+    # A warp reads 128 bytes of each row; 128 programs for 4,096 columns.
+}
 
 
 def summed(
     partial: torch.Tensor, out: torch.Tensor, second: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """out, which takes the sum over the first dimension of partial [P, *out.shape], contiguous and
-    float32, in one launch; with second, of out's shape, partial is [P, 2, *out.shape].
+    """Writes to out, and returns, the sum over the first dimension of partial [P, *out.shape],
+    contiguous and float32, in one launch; with second, of out's shape, partial is [P, 2,
+    *out.shape].
     """
     columns = out.numel()
     launch(
@@ -399,11 +402,13 @@ def summed(
 
 
 def resident(registers: int, shared: int, warps: int, of: object) -> int:
-    """How many blocks a multiprocessor holds at a time, at least 1. registers: a thread. shared:
-    bytes a block.
-    of: the device's properties, as torch.cuda.get_device_properties gives them.
+    """Blocks that an SM holds at a time, at least 1.
 
-    Registers are given out to warps in units of 256, of shared memory a block costs 1 KiB more
+    registers: per thread.
+    shared: bytes per block.
+    of: the device's properties, as torch.cuda.get_device_properties returns them.
+
+    Registers are allocated to warps in units of 256; a block costs 1 KiB more shared memory
     (compute capability 8.0 and up; CUDA C++ Programming Guide, "Technical Specifications").
     """
     by_warp = max(1, -(-32 * registers // 256)) * 256
@@ -433,13 +438,14 @@ def _sharing(
 ) -> int:
     """Programs that share the rows of each of `groups` columns of a grid: together as many as the
     device holds at a time, so that there is no second, partial wave. key: what registers and shared
-    memory follow beside the constants.
+    memory depend on besides the constants.
     """
     each = 4 * groups
     if x.is_cuda:
         of = torch.cuda.get_device_properties(x.device)
         key = (kernel, x.device, warps, *key, *constants.values())
-        if key not in _resident:  # compiled by the warm-up as by the launch, and loaded by `run`
+        if key not in _resident:
+            # The warm-up compiles what the launch compiles, and `run` loads it.
             compiled = kernel.warmup(*arguments, **constants, num_warps=warps, grid=(1,))
             _ = compiled.run
             _resident[key] = resident(compiled.n_regs, compiled.metadata.shared, warps, of)
@@ -497,8 +503,11 @@ def backward(
     block_d, warps = c["BLOCK_D"], c["num_warps"]
     walk = block_d < D
     db = torch.empty(
-        0, dtype=torch.float32, device=x.device
-    )  # stands for both until the number of programs is known
+        # A stand-in for both until the number of programs is known.
+        0,
+        dtype=torch.float32,
+        device=x.device,
+    )
     if walk:
         launch(
             _backward_walk,
@@ -545,12 +554,12 @@ def backward(
     if has_bias:
         db = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
     launch(kernel, (P, H, columns), *arguments(dw, db), **constants, num_warps=warps)
-    # Of every head the bias is one, and so it is a sum over heads too.
+    # All heads share one bias, so it is a sum over heads too.
     dbias = summed(db.view(P * H, D), weight.new_empty(D)) if has_bias else weight.new_empty(0)
     return dx, summed(dw, torch.empty_like(weight)), dbias
 
 
-# The usual training step; float32 weights, which cost most registers in forward; and all in
+# The usual training step; float32 weights, which need the most registers in forward; and all in
 # float32: x, weight, whether there is a bias, whether the normalized row is rounded.
 _TYPES = {
     2: (("bf16", "bf16", False, True), ("bf16", "fp32", True, True)),
@@ -653,8 +662,8 @@ TUNABLES = (FORWARD, BACKWARD)
 
 
 def gate() -> tuple[KernelSpec, ...]:
-    """What sums the programs' shares, whose constants are not searched: 16 bytes a thread of
-    what it reads.
+    """The reduction of the programs' partial sums, whose configuration is not tuned: 16 bytes per
+    thread of its input.
     """
     return tuple(
         KernelSpec(

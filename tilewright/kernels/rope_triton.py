@@ -40,7 +40,7 @@ def _heads(
         x = x_ptr + (h.to(tl.int64) * x_head)[:, None]
         y = y_ptr + (h.to(tl.int64) * y_head)[:, None]
         mask = (h < H)[:, None] & (i < HALF)[None, :]
-        if INTERLEAVED:  # one contiguous read, taken apart in registers
+        if INTERLEAVED:  # one contiguous read, split in registers
             both = tl.arange(0, 2 * BLOCK_R)
             wide = (h < H)[:, None] & (both < 2 * HALF)[None, :]
             pair = tl.load(x + both[None, :], mask=wide, other=0.0).to(tl.float32)
@@ -64,7 +64,7 @@ def _heads(
                 (b * cos[None, :] + a * sin[None, :]).to(y_ptr.dtype.element_ty),
                 mask=mask,
             )
-        if COPY:  # the features that are not rotated
+        if COPY:  # the unrotated features
             d = 2 * HALF + tl.arange(0, BLOCK_D)
             rest = (h < H)[:, None] & (d < D)[None, :]
             tl.store(y + d[None, :], tl.load(x + d[None, :], mask=rest), mask=rest)
@@ -114,8 +114,9 @@ def _rotate(
     i = tl.arange(0, BLOCK_R)
     row = p + tl.zeros([BLOCK_R], tl.int64)
     inside = (
+        # An id outside the tables reads nothing and rotates to NaN.
         (i < HALF) & (row >= 0) & (row < P)
-    )  # an id outside the tables reads nothing and rotates to NaN
+    )
     at = row * HALF + i
     cos = tl.load(cos_ptr + at, mask=inside, other=float("nan")).to(tl.float32)
     sin = tl.load(sin_ptr + at, mask=inside, other=float("nan")).to(tl.float32)
@@ -157,17 +158,17 @@ def _rotate(
 
 
 def _heuristic(half: int, itemsize: int, HQ: int, HK: int) -> dict:
-    """8 pairs a thread, a 128-bit load of 16-bit elements. Of 64 features of 192, with which four
-    warps spill, half as many threads.
+    """8 pairs per thread, a 128-bit load of 16-bit elements. For 64 features of 192, with which
+    four warps spill, half as many threads.
     """
     warps = 4 if half > 32 else 2
     return {"BLOCK_H": max(1, 256 * warps // next_power_of_2(half)), "num_warps": warps}
 
 
 def _space(half: int, itemsize: int, HQ: int, HK: int) -> list[dict]:
-    """A 128-bit load or two of each half a thread. Fewer than one pair would break in-place use:
-    two threads would load an element that one of them overwrites. (With 64 features of 192, 16
-    pairs a thread spill, and so do 8 of four warps.)
+    """One or two 128-bit loads of each half per thread. Fewer than one pair would break in-place
+    use: two threads would load an element that one of them overwrites. (With 64 features of 192, 16
+    pairs per thread spill, and so do 8 on four warps.)
     """
     block_r, most = next_power_of_2(half), 16 if half > 32 else 8
     return [

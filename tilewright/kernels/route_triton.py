@@ -1,16 +1,15 @@
-"""Choosing experts for tokens in Triton. The definition, and the formulas, are in
+"""Top-k routing of tokens to experts in Triton. The definition, and the formulas, are in
 tilewright/ops/route.py.
 
-T = tokens, E = experts, K = experts a token. A program holds ROWS whole rows in registers, WIDTH =
-GP * SP columns
-each: groups and the experts of a group, each padded to a power of two, so that a reshape separates
-groups; padding comes after real columns, and column order is expert order. Choices compare integers
-in the order of their floats,
-which makes ties exact: the largest of a row, lower column first, K times.
+T = tokens, E = experts, K = experts per token. A program holds ROWS whole rows in registers, WIDTH
+= GP * SP columns each: groups and the experts of a group, each padded to a power of two, so that a
+reshape separates groups; padding comes after real columns, and column order is expert order.
+Choices compare integers in the order of their floats, which makes ties exact: the largest of a row,
+lower column first, K times.
 
-Forward: programs walk disjoint runs of tokens and keep sums of probabilities and counts of choices;
-one last program adds the programs' sums in order. Backward: one pass, nothing kept but logits,
-choices and counts.
+Forward: programs process disjoint runs of tokens and accumulate probabilities and counts of
+choices; the last program adds the programs' sums in order. Backward: one pass from logits, choices
+and counts alone.
 """
 
 from __future__ import annotations
@@ -27,24 +26,25 @@ from tilewright.kernels.tuning import Tunable
 LOWEST = tl.constexpr(-0x80000000)  # below the key of -inf
 HIGHEST = tl.constexpr(0x7FFFFFFF)
 TINY = tl.constexpr(1e-20)
-# at most, of the forward: as many rows of partial sums as one program adds in a few microseconds
+# At most this many programs in forward: as many rows of partial sums as one program adds in a few
+# microseconds.
 PROGRAMS = 256
 
 
 def _forward_heuristic(width: int) -> dict:
-    """8 elements a thread of each of half a dozen tiles, so that two programs find registers on a
-    multiprocessor: all PROGRAMS run at once.
+    """8 elements per thread of each of half a dozen tiles, so that two programs fit in an SM's
+    registers: all PROGRAMS run at once.
     """
     return {"ROWS": max(1, 2048 // width), "num_warps": 8}
 
 
 def _backward_heuristic(width: int) -> dict:
-    """Half as many elements a thread, in programs that are as small as a row of 512 allows."""
+    """Half as many elements per thread, in programs as small as a row of 512 allows."""
     return {"ROWS": max(1, 512 // width), "num_warps": 4 if width <= 1024 else 8}
 
 
 def _space(width: int) -> list[dict]:
-    """4 to 16 elements a thread."""
+    """4 to 16 elements per thread."""
     return [
         {"ROWS": rows, "num_warps": warps}
         for warps in (4, 8)
@@ -54,13 +54,13 @@ def _space(width: int) -> list[dict]:
 
 
 def _backward_space(width: int) -> list[dict]:
-    """Without 8 elements a thread, for which ptxas spills a few bytes."""
+    """Without 8 elements per thread, for which ptxas spills a few bytes."""
     return [c for c in _space(width) if c["ROWS"] * width != 256 * c["num_warps"]]
 
 
 @triton.jit
 def _keys(x):
-    """Integers in the order of floats; -0 is 0, and NaN is above all, as torch.sort has it."""
+    """Integers in the order of floats; -0 equals 0, and NaN is above all, as in torch.sort."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ HIGHEST, bits)
     return tl.where(x != x, HIGHEST, keys)
@@ -68,7 +68,7 @@ def _keys(x):
 
 @triton.jit
 def _columns(SIZE: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr):
-    """The expert of each column, and whether there is one."""
+    """The expert of each column, and whether it exists."""
     column = tl.arange(0, GP * SP)
     if GROUPS == 1:
         expert = column
@@ -179,8 +179,7 @@ def _forward(
         w = s
         if RENORMALIZE:
             w = s / (tl.sum(tl.where(rank < K, s, 0.0), axis=1) + TINY)[:, None]
-        # Each of the K chosen columns stores to its own place: nothing has to be moved between
-        # threads.
+        # Each of the K chosen columns stores to its own position: no data moves between threads.
         chosen = (rank < K) & inside[:, None]
         at = t[:, None] * K + rank
         tl.store(
@@ -307,7 +306,7 @@ def results(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
 
 
 def _rows(constants: dict, T: int) -> int:
-    """Rows a program, fewer for a few tokens."""
+    """Rows per program, fewer for a few tokens."""
     return min(constants["ROWS"], next_power_of_2(max(1, T)))
 
 
@@ -480,8 +479,8 @@ def _spec(kernel, label, constexprs, warps, data, **more):
         types["count_ptr"] = "*i64"
     chosen = {n: v for n, v in constexprs.items() if n in kernel.arg_names}
     signature = {n: types[n] for n in kernel.arg_names if n in types}
-    # Rows are a small part of a model's traffic and as short as a line of cache; results go to
-    # scattered places.
+    # Rows are a small part of a model's traffic and as short as a cache line; results are
+    # scattered.
     return KernelSpec(
         kernel,
         label,
@@ -517,7 +516,7 @@ def _specs(kernel):
 
 
 def gate() -> list[KernelSpec]:
-    """What no constants are searched for."""
+    """The kernels without tuned configurations."""
     return [
         _spec(_finish, f"finish E={E}", {"E": E, "WIDTH": E, "ROWS": 4096 // E}, 8, "bf16")
         for E in (128, 256)

@@ -1,15 +1,14 @@
-"""Statistics of rows of logits, and the logits' gradient from theirs, in CuTe DSL for sm_90 and
-sm_100. The definition, and the formulas, are in tilewright/ops/_softmax_stats.py.
+"""Statistics of rows of logits, and their gradient, in CuTe DSL for sm_90 and sm_100. The
+definition, and the formulas, are in tilewright/ops/_softmax_stats.py.
 
-T = rows, V = columns; rows are contiguous and may lie further apart than V. Forward: a row of up to
-16,384 columns is walked once by one block, a wider one by a cluster of 2, 4 or 8, each thread with
-a running maximum and running sums of its own, so that nothing waits during the walk; at its end
-warps merge by shuffles and blocks through distributed
-shared memory. Backward: elementwise, in place if asked; rows whose gradients are all 0 are written
-without being read. Exponentials are base 2.
+T = rows, V = columns; rows are contiguous, with any row stride >= V. Forward: one block reads a row
+of up to 16,384 columns once, a cluster of 2, 4 or 8 a wider one, each thread with its own running
+maximum and sums, so that nothing waits during the loop; at its end warps merge by shuffles and
+blocks through distributed shared memory. Backward: elementwise, in place if requested; rows whose
+gradients are all 0 are written without being read. Exponentials are base 2.
 
 Any V, any stride and any address: the elements before the first multiple of 16 bytes and after the
-last one (`head` and the tail) are taken one by one, the rest in chunks of 16 bytes.
+last one (`head` and the tail) are processed one by one, the rest in chunks of 16 bytes.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ from tilewright.kernels import cute as tw
 from tilewright.kernels import launchers
 from tilewright.kernels.spec import CuteSpec
 
-ONE_BLOCK = 16384  # columns that one block walks alone
+ONE_BLOCK = 16384  # columns that a single block processes
 THREADS = 256
-# Chunks of 16 bytes that a thread has in flight: 64 KiB a multiprocessor at four blocks of 256
-# threads, where 25 KiB cover its share of the memory's latency. Not tuned on a GPU.
+# Chunks of 16 bytes in flight per thread: 64 KiB per SM at four blocks of 256 threads, where 25 KiB
+# cover its share of the memory latency. Not tuned on a GPU.
 UNROLL = 4
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-FLOOR = -1024.0  # stands for what lies further below the peak: see softmax_stats_triton.py
+FLOOR = -1024.0  # replaces values further below the peak: see softmax_stats_triton.py
 LAST = 0x7FFFFFFF
 
-# Of a thread's state: largest logit, its z, and the sums of e, e (z - PEAK) and w (z - z of the
-# row's first column).
+# A thread's state: largest logit, its z, and the sums of e, e (z - PEAK) and w (z - z of the row's
+# first column).
 TOP, PEAK, S, SZ, SW = range(5)
-SCALED = (2, 3, 5, 6)  # of what backward knows of a row: the gradients of its statistics
+SCALED = (2, 3, 5, 6)  # indices of a row's inputs in backward that are gradients of its statistics
 
 
 @dataclass(frozen=True)
 class Options:
-    """vec: elements in a chunk.   cluster: blocks a row.   scale: 0 for none, 1 for one number,
-    2 for one a row.
+    """vec: elements per chunk.   cluster: blocks per row.   scale: 0 for none, 1 for a scalar, 2
+    for one per row.
     """
 
     vec: int
@@ -60,7 +59,7 @@ class Options:
     scale: int = 0
 
     def chunk(self, rank, thread, k):
-        """The k-th chunk that a thread of block `rank` takes."""
+        """The index of the k-th chunk of a thread of block `rank`."""
         return (k * self.cluster + rank) * THREADS + thread
 
 
@@ -91,7 +90,7 @@ def _capped(x, cap: tuple, o: Options):
 
 
 def _cap(x: Float32, cap: tuple, o: Options) -> Float32:
-    """The same of one number, which `_tanh` wants as a vector."""
+    """The same for a scalar, which `_tanh` takes as a vector."""
     if not o.capped:
         return x
     out = cute.make_rmem_tensor(1, Float32)
@@ -105,7 +104,7 @@ def _finite(x: Float32) -> Float32:
 
 
 def _lower(old: Float32, new: Float32) -> Float32:
-    """By how much an old peak lies below the new one, made finite by `_finite`."""
+    """The distance of an old peak below the new one, made finite by `_finite`."""
     return cute.arch.fmax(old - new, Float32(FLOOR))
 
 
@@ -114,7 +113,7 @@ def _exp(x):
 
 
 def _bits(x, dtype, other):
-    """x, of dtype, read as a number of another one."""
+    """Bitcasts x from dtype to other."""
     out = cute.make_rmem_tensor(1, dtype)
     out[0] = x
     return cute.recast_tensor(out, other)[0]
@@ -141,8 +140,8 @@ def _whole_chunks(start: cute.Pointer, head: Int32, o: Options) -> cute.Pointer:
 
 
 def _loose(thread: Int32, head: Int32, body: Int32, V: Int32, o: Options):
-    """(column, whether there is one) of the loose element that a thread takes: those of the
-    head, then the tail.
+    """(column, whether it exists) of the loose element of a thread: those of the head, then the
+    tail.
     """
     column = cutlass.select_(thread < head, thread, body * o.vec + thread)
     return column, column < V
@@ -164,8 +163,8 @@ def _take(
     cap: tuple,
     o: cutlass.Constexpr,
 ):
-    """Takes chunks (first columns in `columns`, ascending) into a thread's running maximum and
-    sums. wanted: whether only those count whose condition holds; the others are -inf.
+    """Adds chunks (first columns in `columns`, ascending) to a thread's running maximum and sums.
+    wanted: whether only elements whose condition holds count; the others are -inf.
     """
     n = cute.size(chunks[0])
     here = -Float32.inf
@@ -178,8 +177,9 @@ def _take(
             .reduce(cute.ReductionOp.MAX, init_val=-Float32.inf, reduction_profile=0),
         )
     if const_expr(
+        # A thread's loose element, which comes first, may lie past its chunks.
         o.argmax
-    ):  # a thread's loose element, which it takes first, may lie behind its chunks
+    ):
         if (here > state[TOP]) | ((here == state[TOP]) & (columns[0] < best[0])):
             first = Int32(LAST)
             for i in cutlass.range_constexpr(len(chunks) - 1, -1, -1):
@@ -187,7 +187,7 @@ def _take(
                     first = cutlass.select_(chunks[i][j].to(Float32) == here, columns[i] + j, first)
             best[0] = first
     state[TOP] = cute.arch.fmax(state[TOP], here)
-    peak = _cap(state[TOP], cap, o)  # the largest z but for rounding, which does not matter
+    peak = _cap(state[TOP], cap, o)  # the largest z up to rounding, which does not matter
     shift = _finite(peak)
     lower = _lower(state[PEAK], shift)
     shrink = _exp(lower)
@@ -196,8 +196,7 @@ def _take(
         state[SZ] = (state[SZ] + state[S] * lower) * shrink
     state[S] = state[S] * shrink
     for i in cutlass.range_constexpr(len(chunks)):
-        # exp(-inf) is 0 and adds nothing, but softcap makes -inf a number and 0 * -inf would be
-        # NaN.
+        # exp(-inf) is 0 and adds nothing, but softcap makes -inf finite and 0 * -inf would be NaN.
         if const_expr(wanted and (o.capped or o.smooth)):
             if conditions[i]:
                 _add(chunks[i], columns[i], weight, origin, state, shift, cap, o)
@@ -241,7 +240,7 @@ def _weights(weight: cute.Pointer, column: Int32, n: int) -> cute.TensorSSA:
 
 
 def _join(a: tuple, b: tuple) -> tuple:
-    """Maximum, sums and index of two sets of columns from those of each."""
+    """Merges the maximum, sums and index of two sets of columns."""
     top, peak = cute.arch.fmax(a[TOP], b[TOP]), cute.arch.fmax(a[PEAK], b[PEAK])
     shift = _finite(peak)
     lower, also = _lower(a[PEAK], shift), _lower(b[PEAK], shift)
@@ -290,14 +289,15 @@ def _forward(
     buffer = tw.exchange_buffer(6, warps, o.cluster)
     if const_expr(o.cluster > 1):
         cute.arch.cluster_arrive_relaxed(
+            # The wait is after the loop: all blocks have started then.
             aligned=True
-        )  # waited for after the walk: all blocks have begun then
+        )
 
     cap = (softcap, inverse)
     start = logits + row * stride
     head, body = _split(start, V, o)
     chunks = _whole_chunks(start, head, o)
-    origin = Float32(0.0)  # of the weighted sum, as long as the row's peak is not known
+    origin = Float32(0.0)  # of the weighted sum, while the row's peak is unknown
     if const_expr(o.smooth):
         origin = _finite(_cap(start[0].to(Float32), cap, o))
     state = cute.make_rmem_tensor(5, Float32)
@@ -472,7 +472,7 @@ def _backward(
     part = cute.arch.block_idx()[1]
     start = logits + row * stride
     out_start = out + row * out_stride
-    head, body = _split(start, V, o)  # of `out` too: the launcher has seen to it
+    head, body = _split(start, V, o)  # also of `out`: the launcher ensures it
 
     y = target[row]
     learn = (g_log_sum[row] != 0.0) | ((g_target[row] != 0.0) & (y >= 0) & (y < V))
@@ -505,7 +505,7 @@ def _backward(
     at = [(part * UNROLL + k) * THREADS + thread for k in range(UNROLL)]
     if (part + 1) * (
         UNROLL * THREADS
-    ) <= body:  # no conditions: all reads are under way before the first is used
+    ) <= body:  # unconditional: all reads are in flight before the first is used
         _write(chunks, out_chunks, at, None, head, learn, y, numbers, weight, cap, o)
     else:
         _write(
@@ -535,9 +535,7 @@ def _write(
     cap: tuple,
     o: cutlass.Constexpr,
 ):
-    """Gradients of this thread's chunks; zeros, and nothing read, in a row that none is to
-    learn from.
-    """
+    """Writes the gradients of this thread's chunks; zeros, without reads, in an ignored row."""
     ds = [cute.make_rmem_tensor(o.vec, out.dtype) for a in at]
     for k in cutlass.range_constexpr(len(at)):
         ds[k].fill(0.0)
@@ -550,8 +548,9 @@ def _write(
             d = cute.make_rmem_tensor(o.vec, Float32)
             d.fill(0.0)
             if const_expr(
+                # There are no weights past the row's end.
                 conditions is not None and o.weights
-            ):  # there are no weights beyond the row's end
+            ):
                 if conditions[k]:
                     _gradient(xs[k], d, head + at[k] * o.vec, y, numbers, weight, cap, o)
             else:
@@ -574,7 +573,7 @@ def _gradient(
     cap: tuple,
     o: cutlass.Constexpr,
 ):
-    """Of the elements x from `column` on, into d."""
+    """Writes the gradients of the elements x from `column` on to d."""
     n = const_expr(cute.size(x))
     peak, log_sum, g_log_sum, g_target, mean, g_mean, g_weighted = numbers
     z = x.load().to(Float32)
@@ -583,8 +582,10 @@ def _gradient(
         z = cap[0] * t
     below = z - peak
     p = cute.math.exp2(
-        below * LOG2E - log_sum * LOG2E, fastmath=True
-    )  # one FMA an element, and log_sum is small
+        # One FMA per element, and log_sum is small.
+        below * LOG2E - log_sum * LOG2E,
+        fastmath=True,
+    )
     if const_expr(o.mean):
         v = p * (g_log_sum + g_mean + g_mean * (cute.where(below > FLOOR, below, FLOOR) - mean))
     else:
@@ -659,7 +660,7 @@ def forward(
     entropy: bool,
     argmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Results that were not asked for are empty."""
+    """Results that were not requested are empty."""
     T, V = logits.shape
     peak, log_sum, picked, weighted, mean, best = launchers.statistics(
         logits, smooth, entropy, argmax
@@ -699,8 +700,8 @@ def forward(
 
 
 def _common(logits: torch.Tensor, out: torch.Tensor) -> int:
-    """Elements in the widest chunks, up to 16 bytes, whose bounds fall alike in both tensors'
-    rows.
+    """Elements in the widest chunks, up to 16 bytes, whose bounds are aligned alike in both
+    tensors' rows.
     """
     itemsize = logits.element_size()
     apart = math.gcd(
@@ -754,8 +755,8 @@ backward, backward_ = launchers.statistics_backwards(_run_backward)
 
 
 def specs() -> list[CuteSpec]:
-    """What the launchers above launch, for the compile gate: no option and all of them. V is no
-    constant of a kernel, but the cluster that it asks for is.
+    """Launches of the launchers above, for the compile gate: no option and all of them. V is not a
+    constant of a kernel, but the cluster size that depends on it is.
     """
     found = []
     for data in (torch.bfloat16, torch.float32):
@@ -768,7 +769,7 @@ def specs() -> list[CuteSpec]:
             y, rows = new(4, dtype=torch.int64), new(4)
             more = rows if everything else None
             softcap = 30.0 if everything else 0.0
-            for V in (16000, 32000, 50257, 128256):  # forward stores a number or two a row
+            for V in (16000, 32000, 50257, 128256):  # forward stores a number or two per row
                 x, w = new(4, V, dtype=data), new(V) if everything else None
                 found.append(
                     tw.spec(
@@ -805,7 +806,8 @@ def specs() -> list[CuteSpec]:
             )
             apart = new(4, V + 1, dtype=data)[
                 :, :V
-            ]  # rows one element further apart than those of the gradient
+                # A row stride one element larger than the gradient's.
+            ]
             found.append(
                 tw.spec(
                     f"cute backward {label} odd stride",

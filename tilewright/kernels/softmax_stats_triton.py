@@ -1,19 +1,18 @@
-"""Statistics of rows of logits, and the logits' gradient from theirs, in Triton. The definition,
-and the formulas, are in tilewright/ops/_softmax_stats.py.
+"""Statistics of rows of logits, and their gradient, in Triton. The definition, and the formulas,
+are in tilewright/ops/_softmax_stats.py.
 
-T = rows, V = columns; rows are contiguous and may lie further apart than V. Forward: a program
-walks one row once, in column blocks, and keeps a running maximum (a scalar) and running sums (a
-lane of the block each,
-reduced at the end). Backward: a program an output block; one read, one write, in place if asked.
-Exponentials are base 2. Rows whose gradients are all 0 are written without being read. Between them
-`_losses`, one program: losses, their sum and their derivatives from the statistics, so that nothing
-is left to small kernels.
+T = rows, V = columns; rows are contiguous, with any row stride >= V. Forward: a program reads one
+row once, in column blocks, with a running maximum (a scalar) and running sums (one per lane of the
+block, reduced at the end). Backward: one program per output block; one read, one write, in place if
+requested. Exponentials are base 2. Rows whose gradients are all 0 are written without being read.
+Between them `_losses`, one program, computes losses, their sum and their derivatives from the
+statistics, so that no small kernels are needed.
 
-A row that does not start at a multiple of 16 bytes (V odd, say) is walked from the multiple of 16
-bytes below its start, so that all loads but those of its first and last block stay 128 bits wide.
-Strides come in units of UNIT elements and V in units of V_UNIT, 16 bytes where they are multiples
-of that: it is then in the code that rows and masks are aligned, where Triton by itself takes note
-of multiples of 16 elements only (32 bytes, of bf16).
+A row that does not start at a multiple of 16 bytes (V odd, say) is processed from the multiple of
+16 bytes below its start, so that all loads but those of its first and last block stay 128 bits
+wide. Strides are in units of UNIT elements and V in units of V_UNIT, 16 bytes where they are
+multiples of that: alignment of rows and masks is then explicit in the code, whereas Triton detects
+multiples of 16 elements only (32 bytes, in bf16).
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from tilewright.kernels.tuning import Tunable
 
 
 def _forward_heuristic(V: int, itemsize: int, plain: bool) -> dict:
-    """16 elements a thread, as many running sums beside them, 48 registers (bf16, sm_90); the loop
-    copies two blocks ahead, 80 KiB in flight a multiprocessor.
+    """16 elements per thread, as many running sums beside them, 48 registers (bf16, sm_90); the
+    loop prefetches two blocks, 80 KiB in flight per SM.
     """
     return {"BLOCK": 4096, "STAGES": 3, "num_warps": 8}
 
@@ -49,9 +48,9 @@ def _forward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
 
 
 def _backward_heuristic(V: int, itemsize: int, plain: bool) -> dict:
-    """No sums are kept: 32 elements per thread, so 64 bytes of bf16 in flight. (In float32 with 16,
-    ptxas spills 32 bytes for sm_120.) The ptxas of older Tritons spills 4 bytes of bf16 there with
-    32, so that it gets 16, which take a fifth more instructions.
+    """There are no sums: 32 elements per thread, so 64 bytes of bf16 in flight. (In float32 with
+    16, ptxas spills 32 bytes for sm_120.) The ptxas of older Tritons spills 4 bytes of bf16 there
+    with 32, and so uses 16, which take a fifth more instructions.
     """
     return {"BLOCK": 4096, "num_warps": 8 if old_ptxas() and itemsize == 2 else 4}
 
@@ -65,7 +64,7 @@ def _backward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# Stands for what lies further below the peak, -inf too: its exponential is 0 all the same, and 0 *
+# Replaces values further below the peak, including -inf: the exponential is 0 all the same, and 0 *
 # -inf is NaN.
 FLOOR = tl.constexpr(-1024.0)
 
@@ -86,8 +85,8 @@ def _finite(x):
 
 @triton.jit
 def _row_start(row, stride, UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr):
-    """Offset from which a row is walked, and how many elements before the row's own first one
-    that is.
+    """The offset at which processing of a row starts, and how many elements before the row's own
+    first one that is.
     """
     own = row * stride * UNIT
     start = own
@@ -128,13 +127,13 @@ def _forward(
     row = tl.program_id(0).to(tl.int64)
     start, before = _row_start(row, stride, UNIT, VECTOR, PEEL)
     lanes = tl.arange(0, BLOCK)
-    extent = V + before  # columns to walk, those before the row's first included
+    extent = V + before  # columns to process, those before the row's first included
     full = extent // BLOCK * BLOCK
     x_ptr = logits_ptr + start + lanes
     top = float("-inf")  # largest logit so far; peak is its z
     peak = float("-inf")
     best = 0
-    origin = 0.0  # of the weighted sum, as long as the row's peak is not known
+    origin = 0.0  # of the weighted sum, while the row's peak is unknown
     if SMOOTH:
         first = tl.load(logits_ptr + row * stride * UNIT).to(tl.float32)
         origin = _finite(_capped(first, softcap, inverse, CAPPED))
@@ -143,8 +142,8 @@ def _forward(
     sw = tl.zeros([BLOCK], tl.float32)
 
     # Only the first block (if it starts before the row) and the last are masked: a mask that is not
-    # constant over 16 bytes would split their loads. Blocks 0 to `edge` and `full` to the end are
-    # those; one body serves all three.
+    # constant over 16 bytes would split their loads. They are blocks 0 to `edge` and `full` to the
+    # end; one body serves all three ranges.
     edge = 0
     if PEEL:
         edge = BLOCK
@@ -264,7 +263,7 @@ def _step(
     MEAN: tl.constexpr,
     ARGMAX: tl.constexpr,
 ):
-    """Takes one block x (masked lanes: -inf) into the running maximum and sums."""
+    """Adds one block x (masked lanes: -inf) to the running maximum and sums."""
     here = tl.max(x, axis=0)
     if ARGMAX:
         first = tl.min(tl.where(x == here, c, 0x7FFFFFFF), axis=0)
@@ -274,10 +273,14 @@ def _step(
     if CAPPED and MASKED:
         z = tl.where(mask, z, float("-inf"))
     higher = _capped(
-        top, softcap, inverse, CAPPED
-    )  # the largest z but for rounding, which does not matter
+        # The largest z up to rounding, which does not matter.
+        top,
+        softcap,
+        inverse,
+        CAPPED,
+    )
     shift = _finite(higher)
-    # Above 0 only once a logit was inf, and then 0 times its exponential could be NaN.
+    # Above 0 only after an infinite logit, and then 0 times its exponential could be NaN.
     lower = tl.minimum(tl.maximum(peak - shift, FLOOR), 0.0)
     shrink = tl.exp2(lower * LOG2E)
     below = z - shift
@@ -296,7 +299,7 @@ def _step(
 
 @triton.jit
 def _scaled(g, scale):
-    """g * scale, 0 where g is: an infinite scale leaves ignored rows 0."""
+    """g * scale, 0 where g is 0: an infinite scale leaves ignored rows 0."""
     return tl.where(g == 0.0, 0.0, g * scale)
 
 
@@ -331,8 +334,9 @@ def _backward(
     SCALE: tl.constexpr,
 ):
     """dlogits = (p (g_log_sum + g_mean + g_mean (z - peak - mean)) + g_weighted w + [c = y]
-    g_target) (1 - tanh^2),
-    every g times a scale. SCALE: 0 for none, 1 for one number, 2 for one a row.
+    g_target) (1 - tanh^2), every g times a scale.
+
+    SCALE: 0 for none, 1 for a scalar, 2 for one per row.
     """
     V = V * V_UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -368,8 +372,9 @@ def _backward(
 
     first = tl.program_id(1) * BLOCK
     inner = (first >= before) & (
+        # Unmasked: loads and stores stay wide.
         first + BLOCK <= V + before
-    )  # needs no mask: loads and stores stay wide
+    )
     if learn & inner:
         x = tl.load(logits_ptr + start + at).to(tl.float32)
         d = _gradient(
@@ -447,7 +452,7 @@ def _gradient(
         t, slope = tanh_and_derivative(x * inverse)
         x = softcap * t
     below = x - peak
-    p = tl.exp2(below * LOG2E - log_sum * LOG2E)  # one FMA an element, and log_sum is small
+    p = tl.exp2(below * LOG2E - log_sum * LOG2E)  # one FMA per element, and log_sum is small
     if MEAN:
         d = p * (g_log_sum + g_mean + g_mean * (tl.maximum(below, FLOOR) - mean))
     else:
@@ -465,13 +470,13 @@ def _gradient(
 
 # ---- losses
 
-# Rows at a time: 32 warps, since there is one program, which waits for memory; 128 bits a thread.
+# Rows at a time: 32 warps, since there is one program, which waits for memory; 128 bits per thread.
 LOSS_BLOCK, LOSS_WARPS = tl.constexpr(4096), 32
 
 
 @triton.jit
 def _weight(class_weight_ptr, y, learn, WEIGHTS: tl.constexpr):
-    """Of targets to learn from; 0 for the others."""
+    """The class weights of targets; 0 for ignored ones."""
     if WEIGHTS:
         w = tl.load(class_weight_ptr + y, mask=learn, other=0.0)
     else:
@@ -513,12 +518,12 @@ def _losses(
     DIVIDE: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """The loss of each of `rows` rows, their sum on top of that of the rows before (unless FIRST),
-    and its derivatives.
+    """The loss of each of `rows` rows, their sum on top of that of the preceding rows (unless
+    FIRST), and its derivatives.
 
     DIVISOR: "" for none, "count" for that of all T targets, "tensor" or "number" for num_tokens,
-    "known" for what an
-    earlier launch has found.   DIVIDE: whether the sum and the derivatives are divided.
+        "known" for the result of an earlier launch.
+    DIVIDE: whether the sum and the derivatives are divided.
     """
     lanes = tl.arange(0, LOSS_BLOCK)
     divisor = 1.0
@@ -598,8 +603,8 @@ def losses(
     losses so far times their token weights, and its derivatives in these rows' log_sum, target and
     weighted (None without label smoothing).
 
-    stats: of these rows.   before: the total of the rows before them; None for the first, which
-    give the divisor.
+    stats: of these rows.   before: the total of the preceding rows; None for the first call, which
+    computes the divisor.
     """
     first, smooth = before is None, asked.label_smoothing != 0
     number, tensor = 1.0, None
@@ -614,7 +619,7 @@ def losses(
         and asked.num_tokens.device == asked.target.device
     ):
         how, tensor = "tensor", asked.num_tokens
-    else:  # also of a tensor on the CPU, which needs no wait
+    else:  # also for a CPU tensor, which needs no synchronization
         how, number = "number", float(asked.num_tokens)
     target = asked.target[rows]
     n, T = target.shape[0], asked.target.shape[0]
@@ -660,16 +665,16 @@ def losses(
     return total, g[0], g[1], g[2] if smooth else None
 
 
-# ---- a gradient that was made in forward, by the upstream gradient
+# ---- scaling a gradient computed in forward by the upstream gradient
 
 SCALE_BLOCK = tl.constexpr(4096)
 
 
 @triton.jit(do_not_specialize=["n"])
 def _scale(out_ptr, factor_ptr, n):
-    """out *= factor, in float32; nothing is read or written where the factor is 1. A grid of few
-    programs walks the blocks, since to launch as many as there are blocks would take time even if
-    none did anything.
+    """out *= factor, in float32; nothing is read or written if the factor is 1. A grid of few
+    programs loops over the blocks, since launching one per block would take time even if none did
+    anything.
     """
     factor = tl.load(factor_ptr)
     if factor != 1.0:
@@ -681,8 +686,7 @@ def _scale(out_ptr, factor_ptr, n):
             tl.store(out_ptr + at + lanes, (x * factor).to(out_ptr.dtype.element_ty))
         if (
             program == 0
-            # a mask that is not constant over 16 bytes splits accesses: only where there must be
-            # one
+            # A mask that is not constant over 16 bytes splits accesses: only where needed.
         ):
             mask = full + lanes < n
             x = tl.load(out_ptr + full + lanes, mask=mask).to(tl.float32)
@@ -690,10 +694,10 @@ def _scale(out_ptr, factor_ptr, n):
 
 
 def scale_(out: torch.Tensor, factor: torch.Tensor) -> None:
-    """out *= factor [] float32, without a wait for the factor. out is contiguous."""
+    """out *= factor [] float32, without synchronizing on the factor. out is contiguous."""
     n = out.numel()
     if n:
-        # Four programs of eight warps fill a multiprocessor's bandwidth.
+        # Four programs of eight warps saturate an SM's bandwidth.
         most = 4 * multiprocessors(out.device) if out.is_cuda else 2
         launch(
             _scale, (min(most, launchers.cdiv(n, SCALE_BLOCK.value)),), out, factor, n, num_warps=8
@@ -706,7 +710,7 @@ def vector(t: torch.Tensor) -> int:
 
 
 def units(V: int, *tensors: torch.Tensor) -> dict[str, int]:
-    """Elements in which row strides and V are counted."""
+    """The units, in elements, of row strides and V."""
     size = vector(tensors[0])
     return {
         "UNIT": size if all(t.stride(0) % size == 0 for t in tensors) else 1,
@@ -715,9 +719,9 @@ def units(V: int, *tensors: torch.Tensor) -> dict[str, int]:
 
 
 def peels(V: int, *tensors: torch.Tensor) -> bool:
-    """Whether rows start off a multiple of 16 bytes, all tensors' alike, so that walking them from
-    the multiple below helps. Where their row strides differ it cannot be had for both, and where
-    memory itself is off 16 bytes (a view into the middle of something) not at all.
+    """Whether rows start off a multiple of 16 bytes, alike in all tensors, so that processing from
+    the multiple below helps. Different row strides cannot both be aligned, and memory that itself
+    is off 16 bytes (a view into the middle of a tensor) not at all.
     """
     strides = {t.stride(0) for t in tensors}
     return len(strides) == 1 and strides.pop() % vector(tensors[0]) != 0 and V > 0
@@ -732,7 +736,7 @@ def forward(
     entropy: bool,
     argmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Results that were not asked for are empty."""
+    """Results that were not requested are empty."""
     T, V = logits.shape
     peak, log_sum, picked, weighted, mean, best = launchers.statistics(
         logits, smooth, entropy, argmax
@@ -822,8 +826,8 @@ backward, backward_ = launchers.statistics_backwards(_launch_backward)
 
 
 def _specs(kernel):
-    """No option or all of them, whole and odd row strides. Whole ones are multiples of 16 bytes,
-    and no argument says that they are of more.
+    """No option and all of them, whole and odd row strides. Whole ones are multiples of 16 bytes,
+    and no argument is divisible by more.
     """
     types = {
         "target_ptr": "*i64",
@@ -878,7 +882,7 @@ def _specs(kernel):
                     signature,
                     {n: v for n, v in constexprs.items() if n in kernel.arg_names},
                     config["num_warps"],
-                    # Forward writes a few scalars a row, and no vector.
+                    # Forward writes a few scalars per row, and no vector.
                     store=0 if kernel is _forward else 128,
                 )
             )
@@ -912,7 +916,7 @@ TUNABLES = (FORWARD, BACKWARD)
 
 
 def gate() -> list[KernelSpec]:
-    """The kernels without constants to tune: no option and all of them."""
+    """The kernels without tuned configurations: no option and all of them."""
     pointers = {
         f"{n}_ptr": "*fp32"
         for n in (

@@ -368,9 +368,8 @@ def once(name: str, backward: Callable) -> Callable:
         with torch.no_grad():
             results = backward(ctx, *grads)
         behind = [t for t in ctx.saved_tensors if t is not None and t.requires_grad]
-        if (
-            not behind
-        ):  # as where gradients are made in forward: nothing here that an error could be tied to
+        if not behind:
+            # As where gradients are made in forward: nothing here that an error could be tied to.
             raise RuntimeError(
                 f"{name} has no derivative within torch.func; {_ADVICE}"
                 if in_transform()
