@@ -273,7 +273,7 @@ def _nf4_quantize(
     least = tl.where(most < 1e-38, 1e-38, most)
     scaled = v * tl.div_rn(1.0, least)[:, None, None]
     whole = (g + 1) * BLOCK <= n
-    if (pid + 1) * GROUPS * BLOCK > n:  # the divisor of a shorter last block
+    if (pid + 1) * GROUPS * BLOCK > n:  # a shorter last block divides by absmax instead
         scaled = tl.where(
             whole[:, None, None],
             scaled,

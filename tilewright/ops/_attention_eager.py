@@ -11,7 +11,7 @@ from tilewright.ops import _checks
 
 def _logits(q, k, together, variant, offset):
     """[B, Hq, S, Sk], -inf where a query does not see a key.   together: cu_seqlens of documents
-    that are masked in whole rows; None: all is one document.
+    that are masked in whole rows; None: one document.
     """
     causal, window, softcap, scale = variant
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -35,15 +35,15 @@ def _logits(q, k, together, variant, offset):
 
 
 def host_seqlens(cu_seqlens, tokens):
-    """cu_seqlens on the host; checked on CUDA too, since this waits for the device anyway."""
+    """cu_seqlens on the host; checked on CUDA too, since the copy synchronizes anyway."""
     return (
         _checks.cu_seqlens(cu_seqlens, tokens, wait=True) if cu_seqlens.is_cuda else cu_seqlens
     ).tolist()
 
 
 def by_document(fn, tensors, cu_seqlens):
-    """fn's results [B, H, S, ...], computed for each document by itself. Nothing of one document is
-    multiplied with anything of another, not by 0 either, which would turn infinities into NaN.
+    """fn's results [B, H, S, ...], computed separately per document. Values of one document are
+    never multiplied with another's, not even by 0, which would turn infinities into NaN.
     """
     if cu_seqlens is None:
         return fn(*tensors)
@@ -53,13 +53,13 @@ def by_document(fn, tensors, cu_seqlens):
         if a < b
     ]
     if not results:
-        return fn(*tensors)  # without tokens still differentiable
+        return fn(*tensors)  # differentiable without tokens too
     return tuple(torch.cat(parts, 2) for parts in zip(*results, strict=True))
 
 
 def _per_document(fn, tensors, cu_seqlens):
     """`by_document` of fn(*tensors, None); in compiled code fn(*tensors, cu_seqlens), which masks:
-    a graph holds no loop over values that the host would have to read.
+    a graph cannot loop over values that the host would have to read.
     """
     if torch.compiler.is_compiling():
         return fn(*tensors, cu_seqlens)

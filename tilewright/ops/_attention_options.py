@@ -1,4 +1,4 @@
-"""The options of attention, their checks, and what of them an implementation may not compute."""
+"""The options of attention, their checks, and those that an implementation may not support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilewright.ops import _checks
 
 
 class Variant(NamedTuple):
-    """Which attention an implementation computes. window: 0 for none.   softcap: 0.0 for none."""
+    """The variant of attention to compute. window: 0 for none.   softcap: 0.0 for none."""
 
     causal: bool = True
     window: int = 0
@@ -22,13 +22,13 @@ class Variant(NamedTuple):
 def variant_of(
     head_dim: int, causal: bool, window: int | None, softcap: float | None, scale: float | None
 ) -> Variant:
-    """From options that `check_options` has passed."""
+    """From options that passed `check_options`."""
     scale = head_dim**-0.5 if scale is None else float(scale)
     return Variant(causal, window or 0, float(softcap or 0.0), scale)
 
 
 class Request(NamedTuple):
-    """What a call of attention asks for. Built with keywords, of calls by `request_of`."""
+    """A request for attention. Built with keywords; for a call, by `request_of`."""
 
     head_dim: int
     causal: bool = True
@@ -68,8 +68,8 @@ def request_of(
 
 
 def _head_width(D: int) -> int:
-    """D, for a Request. Where Dynamo traces it as a symbol, one width stands for all that every
-    implementation takes, and any other becomes a constant of the graph.
+    """D, for a Request. Where Dynamo traces it as a symbol, one width represents all that every
+    implementation supports, and any other becomes a constant of the graph.
     """
     if torch.compiler.is_dynamo_compiling():
         if D % 8 == 0 and D <= 128:
@@ -135,14 +135,14 @@ def check_options(causal, window, softcap, scale):
         )
 
 
-# ---- what implementations do not compute
+# ---- unsupported options
 
 WINDOW, SOFTCAP, SINKS = "a sliding window", "a softcap", "sinks"
 PART = "a part of the keys with its log-sum-exp"
 
 
 def lacking(**features: str) -> Callable[[Request], str | None]:
-    """`refuses` for requests with `features`, fields of a Request, each with its name in words."""
+    """`refuses` for requests with `features`: fields of a Request, each with its name in words."""
 
     def refuses(request: Request) -> str | None:
         absent = [words for name, words in features.items() if getattr(request, name)]

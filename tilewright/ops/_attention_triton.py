@@ -1,4 +1,4 @@
-"""Attention by our own Triton kernels: two operators and one autograd formula."""
+"""Attention by Tilewright's Triton kernels: two operators and one autograd formula."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def _backward(ctx, dout, _):
 
 
 class _Fused:
-    """attention, and the two halves of a part of the keys, on one set of launchers."""
+    """attention, and the two passes over a part of the keys, on one set of launchers."""
 
     def __init__(self, kernels):
-        self.__name__ = self.__qualname__ = "attention_triton"  # as functions have them
+        self.__name__ = self.__qualname__ = "attention_triton"  # function attributes
         self._kernels = kernels
         self._forward = define("attention_triton", self._launch_forward, self._fake_forward)
         self._backward = define(

@@ -1,4 +1,4 @@
-"""Attention by kernels of others: PyTorch's, and FlashAttention 3 and 4."""
+"""Attention by third-party kernels: PyTorch's, and FlashAttention 3 and 4."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tilewright.ops._layout import last_contiguous
 
 
 def _fused(q, k, v, variant):
-    q, k, v = map(last_contiguous, (q, k, v))  # else PyTorch takes its path with S x Sk scores
+    q, k, v = map(last_contiguous, (q, k, v))  # otherwise PyTorch takes its path with S x Sk scores
     grouped = False
-    if q.shape[1] != k.shape[1]:  # a constant, where compiled code has the heads as symbols
+    if q.shape[1] != k.shape[1]:  # a constant, where compiled code has symbolic heads
         grouped = True
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=variant.causal, scale=variant.scale, enable_gqa=grouped
@@ -45,7 +45,7 @@ def attention_sdpa(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
 def _aligned_at_the_first_key(
     lacks: Callable[[Request], str | None],
 ) -> Callable[[Request], str | None]:
-    """`lacks`, and what all refuse that pass is_causal on."""
+    """`lacks`, and the limits of all implementations that pass is_causal on."""
 
     def refuses(request: Request) -> str | None:
         if request.shorter and request.causal:
@@ -65,8 +65,8 @@ sdpa_refuses = _aligned_at_the_first_key(
 
 @functools.cache
 def varlen():
-    """torch.nn.attention.varlen's function and whether it takes grouped heads, or the reason why it
-    cannot be used.
+    """torch.nn.attention.varlen's function and whether it supports grouped heads, or the reason why
+    it is unavailable.
     """
     try:
         function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -123,12 +123,12 @@ def native():
 
 
 def _rows(t):
-    """[B, H, S, D] as [B S, H, D], a view where the memory layout allows it."""
+    """[B, H, S, D] as [B S, H, D], a view if the memory layout allows it."""
     return t.transpose(1, 2).flatten(0, 1)
 
 
 def _boundaries(q, cu_seqlens, max_seqlen):
-    """int32 cu_seqlens of documents, or of a batch's sequences, and the longest."""
+    """int32 cu_seqlens of documents, or of a batch's sequences, and the longest length."""
     B, _, S, _ = q.shape
     if cu_seqlens is None:
         return torch.arange(0, B * S + 1, S, dtype=torch.int32, device=q.device), S
@@ -142,8 +142,8 @@ def _boundaries(q, cu_seqlens, max_seqlen):
 
 
 class Flash(NamedTuple):
-    """One of flash-attn's packages. capabilities: major versions of the compute capability that it
-    is written for.
+    """One of flash-attn's packages. capabilities: supported major versions of the compute
+    capability.
     """
 
     distribution: str
@@ -152,7 +152,7 @@ class Flash(NamedTuple):
     capabilities: tuple[int, ...]
     lacks: Callable[[Request], str | None]
     head_dims: dict[int, int]  # the widest, by major version of the compute capability
-    whole: object  # its argument for an unlimited window
+    whole: object  # its value for an unlimited window
 
     def missing(self, device_type: str) -> str | None:
         if reason := platform.no_distribution(self.distribution, self.oldest):
@@ -204,7 +204,7 @@ class Flash(NamedTuple):
                     max_seqlen_k=longest,
                     **options,
                 )
-            # Version 4, and early 3, return the log-sum-exp too.
+            # Version 4, and early 3, also return the log-sum-exp.
             out = out[0] if isinstance(out, tuple) else out
             return (out if cu_seqlens is None else out.unsqueeze(0)).transpose(1, 2)
 
@@ -212,7 +212,7 @@ class Flash(NamedTuple):
 
 
 FLASH = {
-    # Older betas give sinks no gradient, without a word, and know no backward of softcap on packed
+    # Older betas silently give sinks no gradient, and have no backward of softcap on packed
     # documents.
     "flash_attention_4": Flash(
         "flash-attn-4",

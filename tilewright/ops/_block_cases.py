@@ -1,4 +1,4 @@
-"""The cases that formats with scales for blocks of rows or columns share."""
+"""Cases shared by formats with scales for blocks of rows or columns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tilewright.registry import Case, Cost
 
 
 def draw(device, dtype, seed, shape):
-    """Normal values, the start of the first row zeros, and some columns so much smaller than others
-    that scales of their blocks are subnormal or nearly nothing.
+    """Normal values, with zeros at the start of the first row, and some columns so much smaller
+    than others that scales of their blocks are subnormal or nearly zero.
     """
     x = cases.randn(
         *shape,
@@ -71,7 +71,7 @@ def all_cases(make, bits):
 
 
 def timed_cases(name, bits, *, passes=1, results=1, **options):
-    """Activations, in so many passes over memory, with so many results of these bits."""
+    """Activations, with this number of passes over memory and of results, each of these bits."""
 
     def case(device, tags):
         shape = (cases.TOKENS[device], cases.MODELS["qwen3-8b"].hidden)

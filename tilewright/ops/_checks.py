@@ -1,5 +1,5 @@
-"""Argument checks that public functions share. Each raises one error that names the argument, its
-value and what is accepted. TypeError for a wrong type or dtype, ValueError for a wrong shape or
+"""Argument checks shared by public functions. Each raises one error that names the argument, its
+value and what is accepted: TypeError for a wrong type or dtype, ValueError for a wrong shape or
 value.
 """
 
@@ -18,7 +18,7 @@ from tilewright.ops._library import define
 from tilewright.registry import FLOATS, ImplementationUnavailable, short
 
 ACCEPTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# The range of numbers > 0 that are finite in float32, as kernels take them, with a finite inverse.
+# Numbers > 0 that are finite in float32, the kernels' dtype, and have a finite inverse.
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 INT64 = torch.iinfo(torch.int64)
 
@@ -44,13 +44,13 @@ def dense(name: str, t: torch.Tensor) -> None:
 def number(name: str, value: object, low: float, high: float, accepted: str) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not low <= value <= high:  # also NaN, and ints that no float holds
+    if not low <= value <= high:  # also NaN, and ints that no float represents
         raise ValueError(f"{name} must be {accepted}, got {value!r}")
 
 
 def overlaps_itself(t: torch.Tensor) -> bool:
-    """Whether elements of t may share memory: where a stride is no larger than the extent of the
-    smaller ones.
+    """Whether elements of t may share memory: a stride is no larger than the extent of the smaller
+    ones.
     """
     if t.numel() == 0:
         return False
@@ -64,7 +64,7 @@ def overlaps_itself(t: torch.Tensor) -> bool:
     return False
 
 
-# What an op does under torch.autocast: the same as PyTorch's function for it on that device type.
+# The behavior of an op under torch.autocast: that of PyTorch's function for it on this device type.
 CONVENTIONS = {
     "products": "as `F.linear` and `F.scaled_dot_product_attention`: computes in autocast's dtype",
     "norm": "as `F.rms_norm`: computes in float32 and returns it; on a CPU, whose lists leave "
@@ -90,11 +90,13 @@ def autocasts(device: str) -> bool:
 
 
 def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]:
-    """A decorator that says what torch.autocast does to a public function. `Op.autocast` reads it.
+    """A decorator that gives a public function its torch.autocast behavior. `Op.autocast` reads it.
 
-    convention: one of CONVENTIONS.   arguments: tensors that "products" and "norm" cast, the
-        function's first argument first, whose device type counts.
-    As in PyTorch, each is cast by itself, if it is float32, bfloat16 or float16 (float64 is not
+    convention: one of CONVENTIONS.
+    arguments: tensors that "products" and "norm" cast, the function's first argument first, whose
+        device type decides.
+
+    As in PyTorch, each is cast separately, if it is float32, bfloat16 or float16 (float64 is not
     cast) and on that device type; gradients return in its own dtype. Within "products" autocast is
     off. Casts come before checks of dtypes. Where autocast is off, a call costs one query.
     """
@@ -113,7 +115,7 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
             tensor = args[0] if args else kwargs.get(names[0])
             if not isinstance(tensor, torch.Tensor):
                 return fn(*args, **kwargs)
-            # The two flags cost less than the device's type.
+            # The two flags are faster than the device's type.
             device = "cuda" if tensor.is_cuda else "cpu" if tensor.is_cpu else tensor.device.type
             if not autocasts(device):
                 return fn(*args, **kwargs)
@@ -134,7 +136,7 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
                 with torch.autocast(device, enabled=False):
                     return fn(*args, **kwargs)
             except ImplementationUnavailable as error:
-                # The dtype that it names may not be the caller's.
+                # The dtype in its message may not be the caller's.
                 raise ImplementationUnavailable(
                     f"{error}; under torch.autocast, which makes {', '.join(arguments)} "
                     f"{short(dtype)}"
@@ -147,7 +149,7 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
 
 def no_autocast(t: torch.Tensor) -> contextlib.AbstractContextManager:
     """A context without autocast on t's device: kernels do not follow it, so their substitutes in
-    PyTorch may not either.
+    PyTorch must not either.
     """
     return (
         torch.autocast(t.device.type, enabled=False)
@@ -185,9 +187,9 @@ def choice(name: str, value: object, accepted: tuple) -> None:
 def cu_seqlens(cu: torch.Tensor, tokens: int, *, wait: bool) -> torch.Tensor:
     """cu_seqlens as int64 [documents + 1]: from 0, never decreasing, to `tokens`.
 
-    wait: check the values on a CUDA device too, which waits for it. On a CPU they are always
-    checked, in compiled code when it runs: the check is an operator, whose result the caller must
-    use.
+    wait: also check the values on a CUDA device, which synchronizes. On a CPU they are always
+        checked, in compiled code at run time: the check is an operator, whose result the caller
+        must use.
     """
     same_device(cu_seqlens=cu)
     if cu.dtype not in (torch.int32, torch.int64):

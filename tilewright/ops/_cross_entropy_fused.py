@@ -1,4 +1,4 @@
-"""cross_entropy on the fused kernels: an operator for each set of kernels, one autograd formula for
+"""cross_entropy on the fused kernels: one operator per set of kernels, one autograd formula for
 all.
 """
 
@@ -73,7 +73,7 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, g_total, g_losses, *others):
     none = (None,) * 11
-    g = g_losses if g_total is None else g_total  # the loss is made of one of the two
+    g = g_losses if g_total is None else g_total  # the loss is computed from one of the two
     if g is None:
         return (None, None, None, None, *none)
     logits, target, class_weight, peak, log_sum, g_log_sum, g_target, g_weighted, losses, by = (
@@ -83,8 +83,8 @@ def _backward(ctx, g_total, g_losses, *others):
     dlogits = d_token_weight = None
     if ctx.needs_input_grad[0]:
         if overwrite and not torch.compiler.is_compiling():
-            # Writes by a custom operator are not counted by themselves; counted, they make a second
-            # backward an error.
+            # Writes by a custom operator do not bump versions; with the bump, a second backward is
+            # an error.
             torch.autograd.graph.increment_version(logits)
         _, mine, weight = shard(logits.shape[-1], target.view(-1), class_weight, group_of(group))
         dlogits = ctx.backward_op(
@@ -174,7 +174,8 @@ class Fused:
     ]:
         """The sum of the losses times their token weights, divided if `mean`; the losses; peak,
         log_sum, mean and argmax of the rows; the sum's derivatives in log_sum, target and weighted;
-        the divisor. What the call does not ask for is empty. overwrite is for the autograd formula.
+        the divisor. Results that the call does not request are empty. overwrite is for the autograd
+        formula.
         """
         T, columns = logits.shape
         smooth, flat = label_smoothing != 0, target.view(-1)
@@ -220,5 +221,5 @@ class Fused:
 
 @functools.cache
 def fused(name: str) -> Fused:
-    """The implementation on the kernels of that name."""
+    """The implementation on the kernels of this name."""
     return Fused(name)

@@ -1,7 +1,7 @@
 """How `ep_moe_mlp` moves rows between ranks: PyTorch's all-to-all, or DeepEP's kernels.
 
-A transport sends rows to the ranks of their experts and gives back a route, by which results, and
-the gradients of both, travel. Letters are those of expert_parallel.py.
+A transport sends rows to the ranks of their experts and returns a route, which results, and the
+gradients of both, follow. Letters are those of expert_parallel.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ once = once_across("ep_moe_mlp")
 
 @dataclass(frozen=True)
 class DeepEP:
-    """How DeepEP communicates. buffer_size_gb: its buffer for NVLink on each GPU, in 10^9 bytes;
-    num_sms: the multiprocessors that its kernels take, an even number.
+    """DeepEP options. buffer_size_gb: its NVLink buffer on each GPU, in 10^9 bytes; num_sms: the
+    SMs that its kernels use, an even number.
     """
 
     buffer_size_gb: float = 2.0
@@ -31,7 +31,7 @@ class DeepEP:
 
 
 def no_deepep(device_type: str) -> str | None:
-    """None if DeepEP can carry such tensors here, else the reason."""
+    """None if DeepEP supports such tensors here, else the reason."""
     if reason := platform.no_module("deep_ep"):
         return reason
     if device_type != "cuda":
@@ -40,18 +40,18 @@ def no_deepep(device_type: str) -> str | None:
 
 
 def sort_slots(index: torch.Tensor, num_experts: int) -> Order:
-    """`sort_by_expert` of an index that fits, by what `auto` stands for, whatever is pinned."""
+    """`sort_by_expert` of a valid index, by the implementation of `auto`, whatever is pinned."""
     sort = PERMUTE.part(DispatchOn(index.device))
     return Order(*sort(None, index.contiguous(), num_experts)[1:])
 
 
 def sum_rows(rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """The sum of each line of positions, those of -1 left out. The rows may be fewer than the
+    """The sum of rows at each line of positions, skipping -1. There may be fewer rows than
     positions.
     """
     if rows.shape[0] == 0 or position.shape[0] == 0:
         return rows.new_zeros((position.shape[0], rows.shape[1]))
-    # The C++ kernel wants as many rows as positions.
+    # The C++ kernel needs as many rows as positions.
     fewer = rows.shape[0] < position.numel() and not rows.is_cuda
     name = "eager" if fewer else UNPERMUTE.unpinned(rows)
     return UNPERMUTE.pick(name, rows)(rows, None, position)
@@ -72,9 +72,9 @@ def transport_of(name: str, group: dist.ProcessGroup, deepep: DeepEP | None):
 class AllToAll:
     """`torch.distributed.all_to_all_single` with uneven splits.
 
-    A route of S rows: token [S], whose rows they are, sorted by destination; position [T, K] int32,
-    the row that a slot added, -1 where a slot before it had added it; row [T, K], the row that
-    serves a slot, -1 for none; sent and received, how many rows go to and come from each rank.
+    A route of S rows: token [S], the rows' tokens, sorted by destination; position [T, K] int32,
+    the row that a slot added, -1 if a slot before it had added it; row [T, K], the row that serves
+    a slot, -1 for none; sent and received, the numbers of rows to and from each rank.
     """
 
     def __init__(self, group):
@@ -87,14 +87,14 @@ class AllToAll:
         return *Send.apply(x, weight, own, route), pairs, route
 
     def plan(self, index, E):
-        """The route, the indices [S, K] that travel with rows, and how many pairs of row and
-        expert come here.
+        """The route, the indices [S, K] that are sent with rows, and the number of (row, expert)
+        pairs that arrive here.
         """
         index = index.long()
         K, n, L = index.shape[1], self.size, E // self.size
         outside = (index < 0) | (index >= E)
         rank = torch.where(outside, n, index // L)
-        # A slot adds a row if no slot before it has the same rank. argmax gives the first.
+        # A slot adds a row if no slot before it has the same rank. argmax returns the first.
         first = (rank[:, :, None] == rank[:, None, :]).to(torch.uint8).argmax(-1)
         adds = first == torch.arange(K, device=index.device)
         ends, slots, position = sort_slots(torch.where(adds, rank, n), n)
@@ -104,7 +104,7 @@ class AllToAll:
         out = out[:, :n].t().contiguous()  # rows and pairs for each rank
         into = torch.empty_like(out)
         dist.all_to_all_single(into, out, group=self.group)
-        sizes = torch.cat((out, into)).tolist()  # the one place where the host waits
+        sizes = torch.cat((out, into)).tolist()  # the only synchronization with the host
         rows_out, rows_in = ([row for row, _ in part] for part in (sizes[:n], sizes[n:]))
         sent = slots[: sum(rows_out)].long()
         token, to = sent // K, rank.flatten()[sent]
@@ -125,7 +125,7 @@ class _Route(NamedTuple):
     received: list[int]
 
     def there(self, rows):
-        """Rows to the ranks of their experts."""
+        """Sends rows to the ranks of their experts."""
         into = rows.new_empty((sum(self.received), *rows.shape[1:]))
         dist.all_to_all_single(
             into, rows.contiguous(), self.received, self.sent, group=self.transport.group
@@ -148,7 +148,7 @@ class _Route(NamedTuple):
         return rows, words[:, :K].contiguous(), words[:, K:].contiguous().view(weight.dtype)
 
     def forward_backward(self, drows, dweight, needs):
-        """Gradients of x and weight, each None where it is not needed."""
+        """Gradients of x and weight, each None if not needed."""
         dx = sum_rows(self.back(drows), self.position) if needs[0] else None
         if not needs[1]:
             return dx, None
@@ -197,14 +197,14 @@ class DeepEPTransport:
     """DeepEP's normal kernels (github.com/deepseek-ai/DeepEP, `Buffer`), written from its published
     interface.
 
-    This has never run on the GPUs that it needs: what the tests run is a stand-in for the package.
+    This has never run on the GPUs that it requires: the tests run a stand-in for the package.
     """
 
     def __init__(self, group, options):
         self.group, self.size, self.options = group, dist.get_world_size(group), options
 
     def buffer(self, x):
-        """One for a group and set of options; it lives as long as the process."""
+        """One per group and set of options; it lives as long as the process."""
         from deep_ep import Buffer
 
         key = (self.group, self.options)
@@ -212,9 +212,8 @@ class DeepEPTransport:
             row = x.shape[1] * max(2, x.element_size())
             configs = (Buffer.get_dispatch_config(self.size), Buffer.get_combine_config(self.size))
             least = max(c.get_nvl_buffer_size_hint(row, self.size) for c in configs)
-            size = (
-                int(self.options.buffer_size_gb * 1e9) // 128 * 128
-            )  # DeepEP wants whole blocks of 128 bytes
+            # DeepEP requires whole blocks of 128 bytes.
+            size = int(self.options.buffer_size_gb * 1e9) // 128 * 128
             if size < least:
                 raise ValueError(
                     f"deepep.buffer_size_gb must be at least {least / 1e9:.3g} for {self.size} "
@@ -251,11 +250,11 @@ class _DeepEPRoute:
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_expert,
         )
-        self.pairs = sum(counts)  # on the host: DeepEP waits for them itself
+        self.pairs = sum(counts)  # on the host: DeepEP itself waits for them
         return rows, own, weight
 
     def forward_backward(self, drows, dweight, needs):
-        # One kernel carries both; where only weights are wanted the rows travel all the same.
+        # One kernel moves both; if only weights are needed the rows are sent all the same.
         dweight = dweight.contiguous() if needs[1] else None
         dx, dweight, _ = self.buffer.combine(drows.contiguous(), self.handle, topk_weights=dweight)
         return dx if needs[0] else None, dweight

@@ -1,8 +1,8 @@
-"""What ops over the experts of a mixture share: the checks of a routing and its draws in cases,
-rows and token slots, and the backward of the gated activation between two products.
+"""Shared code of ops over a mixture's experts: checks of a routing and its draws in cases, rows and
+token slots, and the backward of the gated activation between two products.
 
-T = tokens, K = experts per token, R = T K rows in the order of their experts, E = experts,
-H = width of the model, I = inner width of an expert.
+T = tokens, K = experts per token, R = T K rows in the order of their experts, E = experts, H =
+model width, I = inner width of an expert.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Weight(NamedTuple):
         return self.packed.shape
 
     def dense(self) -> torch.Tensor:
-        """The tensor. For a quantized weight it is a new one, to be dropped after one product."""
+        """The tensor. For a quantized weight it is a new one, to be freed after one product."""
         return dense(self.packed, self.dtype, self.implementation)
 
 
@@ -55,7 +55,7 @@ class Experts(NamedTuple):
 
 class Saved(NamedTuple):
     """Saved for backward: gates and ups pre [R, 2 I], the order of rows (see `permute.Order`), and
-    Triton's map of tiles (else empty).
+    Triton's tile map (else empty).
     """
 
     pre: torch.Tensor
@@ -66,7 +66,7 @@ class Saved(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients of `moe_mlp` are asked for."""
+    """Which gradients of `moe_mlp` are needed."""
 
     x: bool
     gate_up: bool
@@ -97,7 +97,7 @@ def projection_noises(noise: AQN | None) -> tuple[AQN | None, AQN | None]:
 
 
 def expert_of(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The experts of rows in sorted order, by row number; the last one for rows of the tail."""
+    """The experts of rows in sorted order, by row number; the last expert for rows of the tail."""
     expert = torch.searchsorted(offsets, rows.to(torch.int32), right=True)
     return expert.clamp_(max=offsets.shape[0] - 1)
 
@@ -110,10 +110,10 @@ def rows_to_slots(values: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
 def gate_backward(
     dh: torch.Tensor, pre: torch.Tensor, weight: torch.Tensor, gate: Gate = SWIGLU
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(weight * h, dpre, <dh, h>) per row, in float32: what stands between the two products of the
+    """(weight * h, dpre, <dh, h>) per row, in float32: the step between the two products of the
     backward. It may overwrite dh.
     """
-    # In place where possible: there are T K rows.
+    # In place if possible: there are T K rows.
     a, da, v, dv = gate_parts(pre, gate)
     dh = dh.float()
     h = (a * v).to(pre.dtype).float()  # as the forward rounded it
@@ -129,8 +129,8 @@ def gate_backward(
 
 
 def over_grouped_gemm(name: str, load: Callable[[], Callable], **fields) -> Implementation:
-    """The implementation of an op that is composed of this one of `grouped_gemm`; it can run where
-    that can.
+    """The implementation of an op that is composed with this implementation of `grouped_gemm`,
+    available where that is.
 
     fields: of the Implementation, where they differ.
     """
@@ -142,7 +142,7 @@ def draw_routing(
 ) -> torch.Tensor:
     """An expert_index [T, K] for cases.
 
-    kind: "uniform"; "skewed" (Zipf); "half", where half of the experts get nothing; "one", where
+    kind: "uniform"; "skewed" (Zipf); "half", where half of the experts get no tokens; "one", where
         the last gets all (K is 1); "sentinels", where two fifths of the slots have no expert here;
         "none", where all have none.
     """

@@ -1,4 +1,4 @@
-"""The cases of the ops with their results in FP8: those of the ops, with less precise results."""
+"""The cases of the ops with FP8 results: those of the unfused ops, with less precise results."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def _silu_case(name, rows, inner, *, tags=cases.CONTRACT, options=(), **layout):
 
 
 def _norm_case(name, shape, *, add=False, tags=cases.CONTRACT, options=(), **parameters):
+    # x, residual, sum
     n, moved = (
         math.prod(shape),
         1 + dict(options).get("return_normalized", False) + 2 * add,
-    )  # x, residual, sum
+    )
     case = norm_case(name, shape, add=add, **parameters)
     return Case(
         name,

@@ -1,4 +1,4 @@
-"""The operators of the ops with their results in FP8, and the calls of their implementations."""
+"""The operators of the ops with FP8 results, and the calls of their implementations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _fake_rmsnorm(x, residual, weight, bias, eps, offset, round_xhat, seed, keep
 class _Fused:
     """The calls of one implementation and its operators.
 
-    dtypes: what rmsnorm's kernels read weight and bias in; others come to them as float32.
+    dtypes: those of weight and bias that rmsnorm's kernels read; others are cast to float32.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class _Fused:
         eps, offset, cast = norm
         if weight.dtype not in self.dtypes:  # bias has weight's dtype
             weight, bias = weight.float(), None if bias is None else bias.float()
-        # The llama cast rounds to the dtype that is normalized, which for a float32 residual stream
-        # is no rounding.
+        # The llama cast rounds to the dtype of the norm's input, which is no rounding for a float32
+        # residual stream.
         round_xhat = cast == "llama" and (residual is None or residual.dtype == x.dtype)
         return self.norm(
             x.contiguous(),

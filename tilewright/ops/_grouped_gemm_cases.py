@@ -9,7 +9,7 @@ from tilewright.registry import Case, Cost
 
 
 def _ends(shares: list[float], rows: int) -> list[int]:
-    """Offsets of experts whose numbers of rows are as these shares."""
+    """Offsets of experts whose numbers of rows are proportional to these shares."""
     whole, ends, total = sum(shares), [], 0.0
     for share in shares:
         total += share
@@ -18,21 +18,21 @@ def _ends(shares: list[float], rows: int) -> list[int]:
 
 
 def _uniform(experts: int, seed: int) -> list[float]:
-    """Shares that differ by a few per cent, as those of a balanced router do."""
+    """Shares that differ by a few percent, as those of a balanced router do."""
     return (1 + 0.05 * torch.randn(experts, generator=cases.generator("cpu", seed))).tolist()
 
 
 def _skewed(experts: int, seed: int) -> list[float]:
-    """Zipf's: the first expert has as many rows as the second and the third together, and so
-    on; in random order.
+    """Zipf's: the first expert has as many rows as the second and the third together, and so on; in
+    random order.
     """
     order = torch.randperm(experts, generator=cases.generator("cpu", seed))
     return (1 / (1 + order.double())).tolist()
 
 
 def case(name, experts, rows, n, k, counts=None, shares=_uniform, tags=cases.CONTRACT):
-    """counts: rows of each expert, in place of shares; what they leave of `rows` is the tail,
-    which is NaN.
+    """counts: rows of each expert, in place of shares; the rest of `rows` is the tail, which is
+    NaN.
     """
 
     def make(device, dtype, seed):
@@ -90,7 +90,8 @@ def _timed():
             shares=_skewed,
             tags=cases.CUDA,
         ),
-        # A quarter of the experts: all, with gradients and float64 truth, are 20 GiB.
+        # A quarter of the experts: all of them, with gradients and the float64 reference, need 20
+        # GiB.
         case(f"{qwen}-32e_up_4_rows", 32, 32 * 4, 2 * inner, hidden, tags=cases.CPU),
         case(f"{qwen}-32e_up_32_rows", 32, 32 * 32, 2 * inner, hidden, tags=cases.CPU),
         case(f"{qwen}-32e_down_32_rows", 32, 32 * 32, hidden, inner, tags=cases.CPU),
@@ -109,9 +110,8 @@ def _timed():
 
 CASES = (
     case("ragged", 4, 37, 21, 19, (5, 20, 0, 12)),
-    case(
-        "aligned", 3, 150, 144, 80, (129, 0, 21)
-    ),  # rows and edges that divide no tile, at multiples of 16
+    # Rows and edges that no tile divides, at multiples of 16.
+    case("aligned", 3, 150, 144, 80, (129, 0, 21)),
     case("tail", 4, 30, 24, 16, (3, 0, 9, 7)),
     case("tail_odd", 2, 9, 7, 5, (2, 4)),
     case("no_rows", 3, 0, 8, 16, (0, 0, 0)),
@@ -119,7 +119,7 @@ CASES = (
     case("one_expert_has_all", 5, 33, 16, 32, (0, 0, 33, 0, 0)),
     case("one_expert", 1, 20, 12, 8, (20,)),
     case("many_experts", 40, 64, 6, 8, tuple(i % 4 for i in range(40))),
-    case("long", 2, 300, 8, 24, (283, 17)),  # more rows than a tile of any size
+    case("long", 2, 300, 8, 24, (283, 17)),  # more rows than any tile
     *_timed(),
     case("big", 4, 2**19 + 8, 4096, 64, tags=cases.BIG),
     case("big_weight", 33, 33 * 8, 8192, 8192, tags=cases.BIG),

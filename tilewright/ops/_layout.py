@@ -14,13 +14,13 @@ def empty_dense_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def last_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
-    """x, or a copy if its last dimension is not contiguous, which kernels read."""
+    """x, or a copy if its last dimension is not contiguous, as kernels require."""
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def share_no_element(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether q and k are certain to share no element: their address ranges do not meet, or both
-    fit into disjoint parts of a period that their larger strides are multiples of, as slices of one
+    """Whether q and k provably share no element: their address ranges are disjoint, or both fit
+    into disjoint parts of a period that their larger strides are multiples of, as slices of one
     projection do.
     """
     distance = k.data_ptr() - q.data_ptr()
@@ -46,7 +46,7 @@ def share_no_element(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def check_overwritable(name: str, x: torch.Tensor, compiling: bool) -> None:
-    """Raises ValueError if autograd cannot follow an overwritten x, or elements of it share
+    """Raises ValueError if autograd cannot track an in-place write to x, or its elements share
     memory.
     """
     if x.stride(-1) != 1 and x.numel():
@@ -54,7 +54,7 @@ def check_overwritable(name: str, x: torch.Tensor, compiling: bool) -> None:
             f"inplace=True needs {name} with a contiguous last dimension, got strides "
             f"{list(x.stride())}; pass {name}.contiguous() or inplace=False"
         )
-    # Without elements nothing is shared, whatever the strides are: PyTorch may have put 0 there.
+    # An empty tensor shares nothing, whatever its strides: PyTorch may have set them to 0.
     if x.numel() and any(
         n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)
     ):
@@ -74,7 +74,7 @@ def check_overwritable(name: str, x: torch.Tensor, compiling: bool) -> None:
             f"inplace=True cannot overwrite {name}, a leaf that requires grad or a view of one; "
             "pass inplace=False"
         )
-    # Dynamo cannot trace this question; it refuses such a view with an error of its own.
+    # Dynamo cannot trace this query; it refuses such a view with its own error.
     if not compiling and _torch.is_view(x) and not _torch.may_be_changed(x):
         raise ValueError(
             f"inplace=True cannot overwrite {name}, a view that autograd does not let change, as "

@@ -1,6 +1,4 @@
-"""How a pair of launchers becomes a `torch.library` operator that autograd and torch.compile
-understand.
-"""
+"""Makes a pair of launchers a `torch.library` operator that supports autograd and torch.compile."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ _LIBRARY = torch.library.Library("tilewright", "FRAGMENT")
 _ADVICE = "use implementation='eager'"
 
 
-# Asked in each call of an operator. The first is a constant where Dynamo traces, so that it sees no
-# other.
+# Queried in each operator call. The first is a constant under Dynamo, which then traces no other.
 _tracing, _recording = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _modes, _function_modes = _torch.torch_dispatch_modes, _torch.torch_function_modes
 _profiled, _traced, _any_requires_grad = (
@@ -32,8 +29,8 @@ _profiled, _traced, _any_requires_grad = (
 _in_forward_mode = _torch.in_forward_mode
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Types, by those of a schema, that launchers take as they are. The dispatcher converts others, or
-# refuses them.
+# Types, by those of a schema, that launchers take unchanged. The dispatcher converts or refuses
+# others.
 _TYPES = {
     "Tensor": _PLAIN,
     "float": (float,),
@@ -46,25 +43,25 @@ _TYPES = {
     "List[SymInt]": (list,),
     "List[float]": (list,),
     "List[bool]": (list,),
-    "List[Tensor]": (list,),  # whose elements a call looks at
+    "List[Tensor]": (list,),  # whose elements a call inspects
 }
 
 
 class Operator:
-    """A `torch.library` operator, which is called past the dispatcher where nothing needs it.
+    """A `torch.library` operator whose calls bypass the dispatcher where possible.
 
     A call through the dispatcher converts its arguments three times, which takes longer than a
-    launch. So plain tensors on a CPU or a CUDA device go straight to the launcher; where a graph is
-    recorded, by an autograd.Function. Whatever traces, transforms or watches operators
-    (torch.compile, other tensors, modes, torch.func, forward-mode derivatives, torch.jit.trace, the
-    profiler) gets the operator itself: `overload`.
+    launch. So plain tensors on a CPU or a CUDA device go directly to the launcher; where a graph is
+    recorded, through an autograd.Function. Everything that traces, transforms or observes operators
+    (torch.compile, tensor subclasses, modes, torch.func, forward-mode derivatives, torch.jit.trace,
+    the profiler) gets the operator itself: `overload`.
     """
 
     def __init__(self, overload: Callable, launch: Callable, *, cuda: bool):
         self.overload, self._launch, self._cuda = overload, launch, cuda
-        self.__name__ = self.__qualname__ = overload.name()  # as functions have them
-        self._apply: Callable | None = None  # of the launcher with its derivative
-        self._first: dict[tuple[type, ...], int] = {}  # types of arguments -> `_first_tensor`
+        self.__name__ = self.__qualname__ = overload.name()  # function attributes
+        self._apply: Callable | None = None  # the launcher with its derivative
+        self._first: dict[tuple[type, ...], int] = {}  # argument types -> `_first_tensor`
         self._lists = tuple(
             i
             for i, a in enumerate(overload._schema.arguments)
@@ -112,8 +109,8 @@ class Operator:
         return (self._apply or self.overload)(*args)
 
     def _first_tensor(self, types: tuple[type, ...]) -> int:
-        """Its place in arguments of these types; -1 where not all of them are such that the
-        launcher takes them.
+        """The first tensor's index in arguments of these types; -1 unless the launcher takes all of
+        them.
         """
         schema = self.overload._schema
         if schema.is_mutable or len(types) != len(schema.arguments):
@@ -133,8 +130,8 @@ class Operator:
 
 
 def from_kernels(module: str, name: str) -> Callable[[], Any]:
-    """A function that imports `tilewright.kernels.<module>` when it is called and returns what it
-    finds there under `name`, or, where that is a function, what it returns.
+    """A function that imports `tilewright.kernels.<module>` when called and returns its attribute
+    `name`, or, if that is a function, its result.
 
     For `Implementation.tunables` and `Implementation.gate`, so that importing an op imports no
     kernel.
@@ -154,8 +151,8 @@ def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = 
     fake: same signature, returns empty tensors of the right shapes, dtypes and strides.
     mutates: names of arguments that `fn` writes.
 
-    The low-level Library is used, not torch.library.custom_op: same operator, about half the host
-    time a call.
+    It uses the low-level Library, not torch.library.custom_op: same operator, about half the host
+    time per call.
     """
     _LIBRARY.define(
         name + torch.library.infer_schema(fn, mutates_args=mutates),
@@ -165,14 +162,14 @@ def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = 
     _LIBRARY.impl(name, on_its_device(fn), "CUDA")
     torch.library.register_fake(f"tilewright::{name}", fake, lib=_LIBRARY)
     op = Operator(getattr(torch.ops.tilewright, name).default, fn, cuda=True)
-    if op.has_lists:  # PyTorch's own fallback of vmap takes no lists
+    if op.has_lists:  # PyTorch's own vmap fallback does not support lists
         rule = functools.partial(_one_by_one, op.overload)
         torch.library.register_vmap(f"tilewright::{name}", rule, lib=_LIBRARY)
     return op
 
 
 def _one_by_one(overload, info, in_dims, *args):
-    """A rule of torch.vmap: calls the operator for each element of the batch."""
+    """A torch.vmap rule: calls the operator for each element of the batch."""
 
     def element(i, arg, dim):
         if isinstance(dim, (list, tuple)):
@@ -189,7 +186,7 @@ def _one_by_one(overload, info, in_dims, *args):
 
 
 def _tensors(args: Iterable[object]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, those in lists too."""
+    """The tensors among arguments, including those in lists."""
     for arg in args:
         if isinstance(arg, torch.Tensor):
             yield arg
@@ -199,7 +196,7 @@ def _tensors(args: Iterable[object]) -> Iterator[torch.Tensor]:
 
 def on_its_device(fn: Callable) -> Callable:
     """fn(*args), run with the device of its first CUDA tensor current, on whose stream kernels are
-    launched. A device that is current already is left alone.
+    launched. Nothing is switched if it is current already.
     """
 
     @functools.wraps(fn)
@@ -216,7 +213,7 @@ def on_its_device(fn: Callable) -> Callable:
 
 
 def adopt(name: str, fake: Callable) -> Operator:
-    """The same for an operator that the C++ extension has defined: adds its fake and returns it."""
+    """Adds a fake to an operator that the C++ extension has defined, and returns the operator."""
     torch.library.register_fake(f"tilewright::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.tilewright, name).default
     on_cpu = functools.partial(overload.redispatch, _torch.CPU_KERNELS)
@@ -233,12 +230,13 @@ def differentiate(
 ) -> None:
     """Gives an operator its autograd formula, and refuses derivatives that it does not have.
 
-    backward_op: the operator that the formula launches, which finds it as `ctx.backward_op`. So one
-    formula, a function of its module, serves all implementations of an op.
+    backward_op: the operator that the formula launches, available as `ctx.backward_op`. So one
+        formula, a module-level function, serves all implementations of an op.
+    twice: the formula consists of differentiable calls only.
 
-    Kernels have no formulas of their own, so autograd would take what a formula returns for a
-    constant: a second derivative would be wrong and nothing would say so. twice: the formula is
-    made of differentiable calls only. Forward-mode tangents would be dropped as silently.
+    Kernels have no formulas of their own, so autograd would treat the results of a formula as
+    constants: a second derivative would be silently wrong. Forward-mode tangents would be dropped
+    as silently.
 
     Tensors in a list (`Tensor[]`) have no gradient: the formula returns None for the list.
     """
@@ -249,7 +247,7 @@ def differentiate(
         ctx.backward_op = backward_op
         setup_context(ctx, inputs, output)
 
-    def listed(ctx, *grads):  # where PyTorch gives each element of a list an input of its own
+    def listed(ctx, *grads):  # where PyTorch makes each element of a list a separate input
         results = formula(ctx, *grads)
         return tuple(
             [None] * len(need) if isinstance(need, list) else grad
@@ -266,19 +264,18 @@ def differentiate(
         save(ctx, args, result)
         return result
 
-    # The same, past the dispatcher.
+    # The same, bypassing the dispatcher.
     direct = type(
         name.replace("::", "_"),
         (torch.autograd.Function,),
         {"forward": staticmethod(forward), "backward": staticmethod(formula)},
     )
-    op._apply = super(
-        torch.autograd.Function, direct
-    ).apply  # without Function's own, which prepares for torch.func
+    # Skips Function's own apply, which prepares for torch.func.
+    op._apply = super(torch.autograd.Function, direct).apply
 
     class InTransform(_torch.SingleLevelFunction):
-        """What `kernel` applies, for one level of torch.func's transforms, which the operator's
-        dispatch is at.
+        """The Function that `kernel` applies, for the level of torch.func's transforms at which the
+        operator is dispatched.
         """
 
         @staticmethod
@@ -308,8 +305,8 @@ def differentiate(
 
 
 def refuse_tangents(name: str, *args: object) -> None:
-    """Raises RuntimeError, in the name of an operator that would drop it, if an argument has a
-    forward-mode tangent.
+    """Raises RuntimeError, naming an operator that would drop it, if an argument has a forward-mode
+    tangent.
     """
     if _in_forward_mode():
         for arg in _tensors(args):
@@ -319,8 +316,8 @@ def refuse_tangents(name: str, *args: object) -> None:
 
 @contextlib.contextmanager
 def _single_level():
-    """PyTorch refuses a Function within torch.func's transforms, which is to be one at every
-    level, unless told.
+    """Enables a Function for a single level of torch.func's transforms, which PyTorch refuses by
+    default.
     """
     allowed = _torch.single_level_allowed()
     _torch.allow_single_level(True)
@@ -331,8 +328,8 @@ def _single_level():
 
 
 def _refuse_beneath(name, tensors):
-    """Refuses grad of grad, and grad of what autograd records: an outer level would see nothing
-    of this one.
+    """Refuses grad of grad, and grad of tensors that autograd records: an outer level would not see
+    this one.
     """
     for t in _tensors(tensors):
         while _torch.is_wrapped(t):
@@ -342,7 +339,7 @@ def _refuse_beneath(name, tensors):
 
 
 class _WithoutFirst:
-    """A context whose first input is left out."""
+    """A context without its first input."""
 
     def __init__(self, ctx):
         self._ctx, self.needs_input_grad = ctx, ctx.needs_input_grad[1:]
@@ -356,9 +353,7 @@ def _again(name: str) -> str:
 
 
 def once(name: str, backward: Callable) -> Callable:
-    """A backward(ctx, *grads) that refuses derivatives of what it returns, in the name of an
-    operator.
-    """
+    """A backward(ctx, *grads) that refuses derivatives of its results, naming an operator."""
     again = _again(name)
 
     def refusing(ctx, *grads):
@@ -369,16 +364,16 @@ def once(name: str, backward: Callable) -> Callable:
             results = backward(ctx, *grads)
         behind = [t for t in ctx.saved_tensors if t is not None and t.requires_grad]
         if not behind:
-            # As where gradients are made in forward: nothing here that an error could be tied to.
+            # As where the forward computes gradients: there is no tensor to attach an error to.
             raise RuntimeError(
                 f"{name} has no derivative within torch.func; {_ADVICE}"
                 if in_transform()
                 else again
             )
         behind += [g for g in grads if g is not None and g.requires_grad]
-        # torch.autograd.function.once_differentiable ties its error to new leaves, so that
-        # autograd.grad with respect to the real ones walks past it. This one is tied to what the
-        # result is made of.
+        # torch.autograd.function.once_differentiable attaches its error to new leaves, so that
+        # autograd.grad with respect to the real ones bypasses it. This one is attached to the
+        # inputs of the result.
         several = isinstance(results, tuple)
         results = results if several else (results,)
         error = _torch.DelayedError(again.encode(), len(results) + len(behind))
@@ -389,8 +384,8 @@ def once(name: str, backward: Callable) -> Callable:
 
 
 def once_across(name: str) -> Callable[[Callable], Callable]:
-    """A decorator of a backward that communicates, in the name of an op. Communication has no
-    graph: a second derivative would leave out what went through it, and say nothing.
+    """A decorator of a backward that communicates, naming an op. Communication has no graph: a
+    second derivative would silently leave out everything that went through it.
     """
 
     def decorate(backward: Callable) -> Callable:
@@ -409,11 +404,11 @@ def once_across(name: str) -> Callable[[Callable], Callable]:
 
 
 class _ReadOnce:
-    """A context whose saved tensors can be asked for twice: checkpointing gives them out once."""
+    """A context whose saved tensors can be read twice: checkpointing returns them once."""
 
     def __init__(self, ctx):
         self._ctx = ctx
 
-    def __getattr__(self, name):  # only for what is not here yet
+    def __getattr__(self, name):  # called only for missing attributes
         value = self.__dict__[name] = getattr(self._ctx, name)
         return value

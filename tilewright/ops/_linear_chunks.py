@@ -1,13 +1,13 @@
-"""The chunk loop of the fused linear losses: how many rows a chunk has, its logits, and the
-gradients that are summed over chunks.
+"""The chunk loop of the fused linear losses: rows per chunk, their logits, and the gradients that
+are summed over chunks.
 
-Rows in a chunk (`chunk_rows`) follow from shapes and dtypes alone, so that they, and with them the
-bits, are the same in every run, on every rank, and in a captured CUDA graph. n chunks hold T V s /
-n bytes of logits at a time (s: bytes of a logit), and from the second on 4 V H bytes, in which the
-gradient of a bfloat16 weight is summed. There is one chunk where that needs no more memory than the
-chunks of a fixed budget (on a GPU 1 GiB, on a CPU 64 MiB, or a tuned one for this H and V). Chunks
-of a budget have budget / (V s) rows, rounded down to a multiple of 128 (CPU: 32) but at least one
-such tile, evened out over the least number of chunks that hold T.
+The chunk size in rows (`chunk_rows`) follows from shapes and dtypes alone, so that it, and with it
+the bits, are the same in every run, on every rank, and in a captured CUDA graph. n chunks need T V
+s / n bytes of logits at a time (s: bytes per logit), and from the second on 4 V H bytes, in which
+the gradient of a bfloat16 weight is summed. There is one chunk if that needs no more memory than
+the chunks of a fixed budget (on a GPU 1 GiB, on a CPU 64 MiB, or a tuned one for this H and V).
+Chunks of a budget have budget / (V s) rows, rounded down to a multiple of 128 (CPU: 32) but at
+least one such tile, balanced over the smallest number of chunks that cover T.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tilewright.ops import _products
 
 MiB = 2**20
 # The budget of several chunks. On a CPU smaller chunks read and write the weight's gradient more
-# often, and larger ones leave the caches. On a GPU: 1 GiB makes GEMMs of 4,096 rows at V = 128,256.
+# often, and larger ones exceed the caches. On a GPU: 1 GiB makes GEMMs of 4,096 rows at V =
+# 128,256.
 CHUNK = Tunable(
     "linear_cross_entropy",
     "chunk",
@@ -33,19 +34,20 @@ CHUNK = Tunable(
         {"budget_mib": n} for n in ((256, 512, 2048) if cuda else (8, 16, 32, 128, 256))
     ],
 )
-# The block of the logits' gradient that is cast to float32 at a time where the GEMM needs that. A
-# core's cache holds it.
+# The block of the logits' gradient that is cast to float32 at a time where the GEMM needs that. It
+# fits in a core's cache.
 BLOCK_BYTES = MiB
-# ATen's GEMMs from 16-bit operands into a float32 result, and onto one: CUDA only.
+# ATen's GEMMs from 16-bit operands into, and accumulating onto, a float32 result: CUDA only.
 HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 class Precision(NamedTuple):
-    """What is float32 though the operands are not.
+    """What is float32 although the operands are not.
 
-    fp32_sums: sums over chunks of the gradients of weight and bias.   fp32_logits: the logits.
-    learns: whether weight gets a gradient at all, on which the chunks depend. Those of backward
-        must be those of forward, whose logits it computes again.
+    fp32_sums: sums over chunks of the gradients of weight and bias.
+    fp32_logits: the logits.
+    learns: whether weight gets a gradient at all, on which the chunks depend. Backward must use the
+        chunks of forward, whose logits it recomputes.
     """
 
     fp32_sums: bool = False
@@ -59,19 +61,19 @@ def chunk_rows(
     chunk_size: int | None = None,
     precision: Precision = Precision(),  # noqa: B008 (a constant)
 ) -> int:
-    """Rows of x [T, H] in a chunk, at least 1; weight: [V, H], this rank's. The module's docstring
+    """Rows of x [T, H] per chunk, at least 1; weight: [V, H], this rank's. The module's docstring
     has the rule.
     """
     (T, H), V = x.shape, weight.shape[0]
     if chunk_size is None:
         cuda, size = x.device.type == "cuda", x.element_size()
         tile = 128 if cuda else 32
-        # Float32 logits have their gradient in x's dtype beside them.
+        # Float32 logits need their gradient in x's dtype beside them.
         logit = size if size >= 4 or not precision.fp32_logits else 4 + size
         budget = CHUNK.config(x.device, H, V, size, cuda)["budget_mib"] * MiB
         chunk_size = max(budget // (V * logit) // tile, 1) * tile
         chunks = max(-(-T // chunk_size), 1)
-        # In float16 sums are in float32 anyway: see `summed_dtype`.
+        # float16 accumulates in float32 anyway: see `summed_dtype`.
         summed = precision.fp32_sums and precision.learns and weight.dtype == torch.bfloat16
         sums = 4 * V * H if summed else 0
         if T * V * logit <= T * V * logit / chunks + sums:
@@ -86,7 +88,7 @@ def _multiplies_here(t: torch.Tensor) -> bool:
 
 
 def _gemm(out, a, b, add: bool, alpha: float = 1.0) -> None:
-    """out (+)= alpha * a b. out: of the factors' dtype, or float32 where `_multiplies_here`."""
+    """out (+)= alpha * a b. out: in the factors' dtype, or float32 where `_multiplies_here`."""
     if out.dtype == torch.float32 and _multiplies_here(a):
         _products.product_(out, a, b, add=add, scale=alpha)
     elif not add and alpha == 1.0:
@@ -96,7 +98,7 @@ def _gemm(out, a, b, add: bool, alpha: float = 1.0) -> None:
 
 
 class Gradients:
-    """The gradients of x, weight and bias, filled chunk by chunk. need: which of the three."""
+    """The gradients of x, weight and bias, accumulated chunk by chunk. need: which of the three."""
 
     def __init__(
         self,
@@ -175,7 +177,7 @@ def divides_later(x: torch.Tensor) -> bool:
 
 def summed_dtype(dtype: torch.dtype, fp32_sums: bool) -> torch.dtype:
     """The dtype in which the gradient of the sum of losses is saved for backward, for a weight of
-    this dtype. It is not divided by the number of tokens yet, so it could overflow in float16.
+    this dtype. It is not yet divided by the number of tokens, so it could overflow in float16.
     """
     return torch.float32 if fp32_sums and dtype == torch.float16 else dtype
 
@@ -188,7 +190,9 @@ def logits_chunks(
     scale: float,
     fp32_logits: bool,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows, and scale * (x weight^T + bias) of them in a buffer that the next chunk overwrites."""
+    """Yields rows, and scale * (x weight^T + bias) of them in a buffer that the next chunk
+    overwrites.
+    """
     T = x.shape[0]
     wide = fp32_logits and x.dtype != torch.float32
     buffer = x.new_empty((min(chunk, T), weight.shape[0]), dtype=torch.float32 if wide else x.dtype)

@@ -59,7 +59,7 @@ class Fused:
         return total, *(t if n else None for t, n in zip(extra, options.extra, strict=True))
 
     def _each(self, x, weight, bias, labels, options, precision, chunk_size):
-        """The loss of each row. labels.class_weight: as `floats` gives it."""
+        """The loss per row. labels.class_weight: as returned by `floats`."""
         target, weights, token_weight, _, group = labels
         V = weight.shape[0] * (1 if group is None else torch.distributed.get_world_size(group))
         here, target = presence(target, V, options.ignore_index).reshape(-1), target.reshape(-1)
@@ -121,9 +121,9 @@ class Fused:
 
 
 def logprob_of(stats: Stats, here: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy of each row, 0 where `here` is."""
-    # A cap is rounded: z_y may be an ulp above the peak, and lse an ulp below z_y, where p = 1 and
-    # the gradient is 0.
+    """Log-probability and entropy per row, 0 where `here` is 0."""
+    # A capped logit is rounded: z_y may be an ulp above the peak, and lse an ulp below z_y, where p
+    # = 1 and the gradient is 0.
     return (
         torch.where(here == 0, 0.0, (stats.target - stats.log_sum).clamp_max(0.0) * here),
         torch.where(here == 0, 0.0, entropy(stats).clamp_min(0.0) * here),
@@ -132,5 +132,5 @@ def logprob_of(stats: Stats, here: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 @functools.cache
 def fused(name: str) -> Fused:
-    """The implementation on the kernels of that name."""
+    """The implementation on the kernels of this name."""
     return Fused(name)

@@ -1,5 +1,5 @@
-"""What linear_cross_entropy and linear_logprob share: the checks of a language model's head, its
-logits in plain PyTorch, and their cases.
+"""Shared code of linear_cross_entropy and linear_logprob: the checks of a language model's head,
+its logits in plain PyTorch, and their cases.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ACCUMULATE = ("fp32", "bf16")
 
 
 def check_chunks(accumulate, chunk_size):
-    """Raises ValueError for an option that no inputs could make right."""
+    """Raises ValueError for an option that is invalid for all inputs."""
     _checks.choice("accumulate", accumulate, ACCUMULATE)
     if chunk_size is not None and (
         not isinstance(chunk_size, int) or not 1 <= chunk_size <= _checks.INT64.max
@@ -51,7 +51,7 @@ def check_head(x, weight, bias, labels: Labels, fp32_logits: bool) -> None:
     if isinstance(labels.target, torch.Tensor):
         _checks.shape("target", labels.target, tuple(x.shape[:-1]), "x without its last dimension")
     _checks.same_device(x=x, weight=weight, bias=bias)
-    # What the logits would be, in shape, dtype and device: one element, expanded to V * T.
+    # The shape, dtype and device of the logits: one element, expanded to V * T.
     check_labels(x.new_empty(1).expand(*x.shape[:-1], weight.shape[0]), labels)
 
 
@@ -67,7 +67,7 @@ def logits_of(x, weight, bias, fp32_logits):
 
 
 def atol(dtype, kwargs):
-    """The default of the contract, but for two cases.
+    """The contract's default, except in two cases.
 
     fp32_logits: the twin then rounds nothing between its inputs and its gradients, while a GEMM of
     16-bit operands needs the gradient of the logits in 16 bits. That is half an eps of each of a
@@ -164,8 +164,8 @@ def timed(logprob=False):
 
 
 def offsets(**options):
-    """In float32, whatever x is: rounded to 16 bits, such logits would differ by whole numbers
-    from truth's.
+    """In float32, whatever x's dtype: rounded to 16 bits, such logits would differ from the
+    reference by whole numbers.
     """
     return [
         case(

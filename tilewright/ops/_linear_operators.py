@@ -1,5 +1,5 @@
-"""The operators of the fused linear losses, around one set of statistics kernels. They compute the
-logits a chunk of rows at a time.
+"""The operators of the fused linear losses, on one set of statistics kernels. They compute the
+logits one chunk of rows at a time.
 """
 
 from __future__ import annotations
@@ -160,9 +160,8 @@ def _backward_fused(ctx, g, *others):
 
 
 def _scale(acc: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """acc *= factor [] float32, in float32. Where acc is bfloat16, a CUDA factor without dimensions
-    would be rounded to it first; on a CPU one is not, and one with a dimension makes a float32 copy
-    of acc.
+    """acc *= factor [] float32, in float32. If acc is bfloat16, a 0-dim CUDA factor would be
+    rounded to it first; a CPU one is not, and a 1-dim one makes a float32 copy of acc.
     """
     return acc.mul_(factor.reshape(1) if acc.is_cuda else factor)
 
@@ -170,10 +169,12 @@ def _scale(acc: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 def _times_upstream(
     acc: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, scale_: Callable
 ) -> torch.Tensor:
-    """acc * factor in dtype: in acc's memory if the graph is freed. scale_(acc, factor) then leaves
-    it alone if the factor is 1.
+    """acc * factor in dtype, in acc's memory if the graph is freed; scale_(acc, factor) then skips
+    a factor of 1.
     """
-    if type(acc) is not torch.Tensor or _torch.keeps_graph():  # other types: torch.compile traces
+    if (
+        type(acc) is not torch.Tensor or _torch.keeps_graph()
+    ):  # tensor subclasses: torch.compile traces
         return _scale(acc.clone(), factor).to(dtype)
     scale_(acc, factor)
     return acc.to(dtype)
@@ -182,7 +183,7 @@ def _times_upstream(
 def _joined(
     parts: list[Stats], like: torch.Tensor, wanted: tuple[str, ...] = Stats._fields
 ) -> Stats:
-    """Statistics of all rows; an empty tensor stands for one that is not computed."""
+    """Statistics of all rows; an empty tensor represents one that is not computed."""
     joined = []
     for name in Stats._fields:
         pieces = [p for part in parts if name in wanted and (p := getattr(part, name)) is not None]
@@ -196,10 +197,10 @@ def _joined(
 
 
 class Operators:
-    """Around the statistics kernels of one implementation.
+    """The operators on the statistics kernels of one implementation.
 
-    statistics: differentiable in each statistic.   fused: the sum of the losses, whose forward
-    computes the gradients too.
+    statistics: differentiable in each statistic.
+    fused: the sum of the losses, whose forward also computes the gradients.
     """
 
     def __init__(self, name: str):
@@ -333,8 +334,8 @@ class Operators:
         torch.Tensor,
         torch.Tensor,
     ]:
-        """The sum of the losses times their token weights, divided if `mean` (but for float16: see
-        `divides_later`), the losses, lse, entropy and argmax, the gradients of the sum, and the
+        """The sum of the losses times their token weights, divided if `mean` (except in float16:
+        see `divides_later`), the losses, lse, entropy and argmax, the gradients of the sum, and the
         divisor.
         """
         smooth, flat = label_smoothing != 0, target.view(-1)

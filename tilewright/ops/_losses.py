@@ -1,5 +1,5 @@
-"""What cross_entropy and linear_cross_entropy share: a loss's labels and options, their checks, and
-the losses in plain PyTorch.
+"""Shared code of cross_entropy and linear_cross_entropy: a loss's labels and options, their checks,
+and the losses in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class CrossEntropyOutput(NamedTuple):
-    """loss, and per token what the call returns beside it (else None): lse, entropy in nats,
-    argmax. Only loss is differentiable.
+    """loss, and the requested per-token results (else None): lse, entropy in nats, argmax. Only
+    loss is differentiable.
     """
 
     loss: torch.Tensor
@@ -46,8 +46,8 @@ class Labels(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The options of a loss. softcap: 0.0 for none.   lse, entropy, argmax: whether the call
-    returns them.
+    """The options of a loss. softcap: 0.0 for none.   lse, entropy, argmax: whether they are
+    returned.
     """
 
     ignore_index: int = -100
@@ -65,7 +65,7 @@ class Options(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a loss asks for that not every implementation computes. sharded: the vocabulary is."""
+    """Features of a loss that not every implementation supports. sharded: the vocabulary is."""
 
     sharded: bool = False
 
@@ -85,7 +85,7 @@ def whole_rows_only(request: Request) -> str | None:
 
 
 def check_options(ignore_index, label_smoothing, z_loss, softcap, reduction):
-    """Raises TypeError or ValueError for an option that no logits could make right."""
+    """Raises TypeError or ValueError for an option that is invalid for all logits."""
     if not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
     if not _checks.INT64.min <= ignore_index <= _checks.INT64.max:
@@ -160,14 +160,14 @@ def check_labels(logits: torch.Tensor, labels: Labels) -> None:
 
 
 def reshaped(losses: torch.Tensor, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
-    """In that shape, and not as a view: FSDP2 warns where a module returns one."""
+    """In this shape, but not as a view: FSDP2 warns if a module returns one."""
     return losses if losses.shape == shape else losses.reshape(shape).clone()
 
 
 def output(
     loss: torch.Tensor, extra: list[torch.Tensor | None], options: Options, shape: torch.Size
 ) -> torch.Tensor | CrossEntropyOutput:
-    """What the public functions return, for targets of this shape."""
+    """The public functions' result, for targets of this shape."""
     loss = reshaped(loss, shape if options.reduction == "none" else ())
     if not any(options.extra):
         return loss
@@ -240,16 +240,16 @@ def losses_eager(rows, target, here, class_weight, y_weight, options, group):
 
 
 def losses_of_torch(rows, target, here, class_weight, y_weight, options, group):
-    """F.cross_entropy on float32 logits (in bf16 it would round its log-probabilities), with what
-    it lacks around it: softcap before, z-loss after, lse and entropy beside it. It takes no sharded
-    vocabulary.
+    """F.cross_entropy on float32 logits (in bf16 it would round its log-probabilities), with the
+    missing parts around it: softcap before, z-loss after, lse and entropy beside it. It supports no
+    sharded vocabulary.
     """
-    # A pass over the logits, left out where there is nothing to ignore if that may be looked at.
+    # A pass over the logits, skipped if there is nothing to ignore and the host may check that.
     if here.is_cuda or torch.compiler.is_compiling() or not here.all():
         rows = without_gradient(rows, here == 0)
     z = capped(rows.to(torch.promote_types(rows.dtype, torch.float32)), options.softcap)
-    # One that is out of range stands for some class, and `here` makes a NaN of it: ignored, it
-    # would have no gradient.
+    # A target out of range is replaced by some class, and `here` makes it NaN: ignored, it would
+    # have no gradient.
     kept = torch.where(here == 0, -100, target.clamp(0, rows.shape[-1] - 1))
     losses = torch.nn.functional.cross_entropy(
         z,
@@ -261,14 +261,14 @@ def losses_of_torch(rows, target, here, class_weight, y_weight, options, group):
     )
     lse = None
     if options.z_loss or options.lse:
-        # Relative to the peak: the gradient of a rounded lse would have its rounding in it.
+        # Relative to the peak: otherwise the gradient would contain the rounding of lse.
         peak = peak_of(z)
         lse = peak + (z - peak[:, None]).logsumexp(-1)
     if options.z_loss:
         losses = losses + options.z_loss * lse.square()
     losses = torch.where(here == 0, 0.0, losses * here)
     log_p = z.detach().log_softmax(-1) if options.entropy else None
-    # A masked-out class has p = 0 and log p = -inf, and counts 0.
+    # A masked-out class has p = 0 and log p = -inf, and contributes 0.
     H = (
         None
         if log_p is None
@@ -286,7 +286,7 @@ def losses_of_torch(rows, target, here, class_weight, y_weight, options, group):
 
 
 def floats(t: torch.Tensor | None) -> torch.Tensor | None:
-    """As kernels take them: float32, one after the other."""
+    """As kernels take them: contiguous float32."""
     return None if t is None else t.to(torch.float32).contiguous()
 
 

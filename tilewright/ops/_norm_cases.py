@@ -42,9 +42,8 @@ def norm_case(
         return {**kw, **options}
 
     def cost(itemsize):
-        n = (
-            rows * D * itemsize
-        )  # forward: x in, y out (add: + residual in, sum out); backward: x, dy in, dx out
+        # Forward: x in, y out (add: + residual in, sum out); backward: x, dy in, dx out.
+        n = rows * D * itemsize
         return Cost((4 if add else 2) * n, (4 if add else 3) * n, 4 * rows * D, 8 * rows * D)
 
     return Case(name, make, cost, tags)

@@ -23,9 +23,8 @@ def permute_eager(x, expert_index, num_experts):
     offsets, slots, position = sort_eager(expert_index, num_experts)
     if x is None:
         return None, offsets, slots, position
-    acc = torch.promote_types(
-        x.dtype, torch.float32
-    )  # for the backward: a sum over each token's rows
+    # For the backward: a sum over each token's rows.
+    acc = torch.promote_types(x.dtype, torch.float32)
     rows = x.to(acc).index_select(0, slots // expert_index.shape[1])
     used = torch.arange(slots.shape[0], device=x.device) < offsets[-1]
     return torch.where(used[:, None], rows, 0).to(x.dtype), offsets, slots, position

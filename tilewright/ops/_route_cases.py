@@ -9,9 +9,9 @@ from tilewright.registry import Case, Cost
 
 
 def _apart(logits, bias, groups):
-    """Rows in which two choices differ by rounding only become another row: there any
-    implementation may choose as it rounds. A thousandth of a score's spacing is far more than
-    float32 loses.
+    """Replaces rows in which two choices differ only by rounding: there any implementation may
+    choose by its own rounding. A thousandth of a score's spacing is far more than the float32
+    error.
     """
     s = torch.sigmoid(logits.double()) + (0 if bias is None else bias.double())
     near = torch.zeros(s.shape[0], dtype=torch.bool, device=s.device)
@@ -67,9 +67,10 @@ def case(
             **options,
         }
 
+    # Logits in; out: int64 indices and fp32 weights; backward: those and a gradient.
     def cost(
         itemsize,
-    ):  # logits in; out: int64 indices and fp32 weights; backward: those and a gradient
+    ):
         return Cost(
             T * E * itemsize + 12 * T * k,
             2 * T * E * itemsize + 12 * T * k,
@@ -80,8 +81,8 @@ def case(
     return Case(name, make, cost, tags)
 
 
-# E, K and options of models' routers, and tokens of timed cases: on a GPU as many as make its
-# permuted rows large.
+# E, K and options of models' routers, and tokens of timed cases: on a GPU enough for the permuted
+# rows to be large.
 _DEEPSEEK = {
     "score": "sigmoid",
     "renormalize": True,
@@ -115,9 +116,8 @@ def all_cases():
         case("strided", 12, 20, 2, strided=True),
         case("skewed", 25, 8, 2, skew=True),
         case("masked", 8, 13, 2, masked=True, renormalize=True),
-        case(
-            "ties", 320, 10, 4, ties=True
-        ),  # more than gradcheck takes: ties are where nothing is differentiable
+        # Larger than gradcheck accepts: the op is not differentiable at ties.
+        case("ties", 320, 10, 4, ties=True),
         case("rounded", 50, 6, 2, renormalize=True, round_to=4),
         case("many_experts", 3, 700, 8, renormalize=True),
     ]
