@@ -45,12 +45,10 @@ def _histogram(
         tile = tl.program_id(0).to(tl.int64) * steps + step
         slot = tile * TILE + tl.arange(0, TILE)
         own = tl.load(index_ptr + slot, mask=slot < R, other=-1)
-        own = tl.where((own < 0) | (own > E), E, own).to(
-            # Compared before the cast, which drops high bits.
-            tl.int32
-        )
+        # Compared before the cast, which drops high bits.
+        own = tl.where((own < 0) | (own > E), E, own).to(tl.int32)
+        # Column E is not stored.
         count = tl.sum(
-            # Column E is not stored.
             (own[:, None] == expert[None, :]).to(tl.int32),
             axis=0,
         )

@@ -456,8 +456,8 @@ def nvfp4_tile(v, total, random, TALL: tl.constexpr, RANDOM: tl.constexpr, HARDW
     v = v * inverse[:, None, :, None, None]
     if RANDOM:
         random = tl.reshape(random, (ROWS // TALL, TALL, GROUPS, 8, 2))
+    # Past the end of x there are zeros: codes 0.
     code = _to_e2m1(
-        # Past the end of x there are zeros: codes 0.
         v,
         random,
         RANDOM,

@@ -77,10 +77,8 @@ def _tile(
         both = tl.load(data_ptr + n[:, None] * width + byte[None, :], mask=inside, other=0)
         groups: tl.constexpr = BLOCK_K // GROUP
         first = k + tl.arange(0, groups) * GROUP
-        known = (
-            # Past the edge a scale is 0, and so are its values.
-            live[:, None] & (first < K)[None, :]
-        )
+        # Past the edge a scale is 0, and so are its values.
+        known = live[:, None] & (first < K)[None, :]
         at = n[:, None] * across + (first // SPAN)[None, :]
         if FORMAT == 1:
             scale = from_e4m3(tl.load(scale_ptr + at, mask=known, other=0), HARDWARE) * tl.load(
@@ -438,10 +436,8 @@ def _fp8(
     bits; the rest is accumulated in float32.
     """
     n_tiles, m_tiles = tl.cdiv(N, BLOCK_N), tl.cdiv(T, BLOCK_M)
-    first = (
-        # Neighboring programs share rows and columns, for L2.
-        tl.program_id(0) // (GROUP * n_tiles) * GROUP
-    )
+    # Neighboring programs share rows and columns, for L2.
+    first = tl.program_id(0) // (GROUP * n_tiles) * GROUP
     height = tl.minimum(m_tiles - first, GROUP)
     inside = tl.program_id(0) - first * n_tiles
     t = (first + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -451,10 +447,8 @@ def _fp8(
     x_at = x_ptr + t.to(tl.int64)[:, None] * K + ks[None, :]
     w_at = w_ptr + n.to(tl.int64)[None, :] * K + ks[:, None]
     x_scale_at = x_scale_ptr + t.to(tl.int64) * across
-    w_scale_at = (
-        # One scale for the tile: BLOCK_N <= 128.
-        w_scale_ptr + (n_tile * BLOCK_N // 128).to(tl.int64) * across
-    )
+    # One scale for the tile: BLOCK_N <= 128.
+    w_scale_at = w_scale_ptr + (n_tile * BLOCK_N // 128).to(tl.int64) * across
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for b in range(across):
         left = K - b * 128

@@ -87,10 +87,8 @@ def plan(D: int, H: int, vec: int, backward: bool = False) -> Plan:
     total = -(-D // vec)
     if total > threads * chunks:
         threads = 32 * -(-total // (32 * chunks * cluster))
-        if (
-            # More threads (416, say) take more registers for addresses, and spilled.
-            backward and cluster > 1 and threads > 256
-        ):
+        # More threads (416, say) take more registers for addresses, and spilled.
+        if backward and cluster > 1 and threads > 256:
             threads = 512
     chunks = -(-total // (threads * cluster))
     return Plan(D, H, vec, chunks, threads, max(1, 128 // threads) if threads <= 32 else 1, cluster)
@@ -264,10 +262,8 @@ def _backward(
     coming = None
     if const_expr(ahead):
         coming = _read_rows(x, dy, rstd, Int64(c) * p.rows + group, T, h, columns, p)
-    rounds = Int32(
-        # The same in all blocks of a cluster.
-        ((T + p.rows - 1) // p.rows - c + P - 1) // P
-    )
+    # The same in all blocks of a cluster.
+    rounds = Int32(((T + p.rows - 1) // p.rows - c + P - 1) // P)
     for i in cutlass.range(rounds, unroll=1):
         t = Int64(c) * p.rows + group + i * rows
         row = t * p.H + h
@@ -492,10 +488,8 @@ def specs() -> list[CuteSpec]:
     found = []
     for D in (128, 1024, 4096, 4097, 8192, 16384, 32768, 65536):
         variants = (usual,) if D in (4097, 32768) else (usual, float_weight, all_float)
-        needs = (
-            # A row begins at a multiple of 2 bytes.
-            {"load": 0, "store": 0} if D == 4097 else {}
-        )
+        # A row begins at a multiple of 2 bytes.
+        needs = {"load": 0, "store": 0} if D == 4097 else {}
         for data, weight_type, bias, cast in variants:
 
             def new(*shape, dtype=data):

@@ -37,8 +37,8 @@ def _heuristic(D: int, backward: bool) -> dict:
     """Targets 16 to 32 elements per thread in one operand."""
     walk = (WHOLE_ROW_BACKWARD if backward else WHOLE_ROW) < D
     block_d = WALK_BLOCK if walk else launchers.next_power_of_2(D)
+    # Narrow rows (QK norm) share a program: a warp's loads stay 512 B.
     block_t = max(
-        # Narrow rows (QK norm) share a program: a warp's loads stay 512 B.
         1,
         1024 // block_d,
     )
@@ -502,8 +502,8 @@ def backward(
     c = BACKWARD.config(x.device, D, x.element_size())
     block_d, warps = c["BLOCK_D"], c["num_warps"]
     walk = block_d < D
+    # A stand-in for both until the number of programs is known.
     db = torch.empty(
-        # A stand-in for both until the number of programs is known.
         0,
         dtype=torch.float32,
         device=x.device,

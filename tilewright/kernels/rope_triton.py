@@ -113,10 +113,8 @@ def _rotate(
         p = tl.load(pos_ptr + t)
     i = tl.arange(0, BLOCK_R)
     row = p + tl.zeros([BLOCK_R], tl.int64)
-    inside = (
-        # An id outside the tables reads nothing and rotates to NaN.
-        (i < HALF) & (row >= 0) & (row < P)
-    )
+    # An id outside the tables reads nothing and rotates to NaN.
+    inside = (i < HALF) & (row >= 0) & (row < P)
     at = row * HALF + i
     cos = tl.load(cos_ptr + at, mask=inside, other=float("nan")).to(tl.float32)
     sin = tl.load(sin_ptr + at, mask=inside, other=float("nan")).to(tl.float32)

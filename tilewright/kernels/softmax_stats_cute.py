@@ -176,10 +176,8 @@ def _take(
             .to(Float32)
             .reduce(cute.ReductionOp.MAX, init_val=-Float32.inf, reduction_profile=0),
         )
-    if const_expr(
-        # A thread's loose element, which comes first, may lie past its chunks.
-        o.argmax
-    ):
+    # A thread's loose element, which comes first, may lie past its chunks.
+    if const_expr(o.argmax):
         if (here > state[TOP]) | ((here == state[TOP]) & (columns[0] < best[0])):
             first = Int32(LAST)
             for i in cutlass.range_constexpr(len(chunks) - 1, -1, -1):
@@ -288,10 +286,8 @@ def _forward(
     warps = const_expr(THREADS // 32)
     buffer = tw.exchange_buffer(6, warps, o.cluster)
     if const_expr(o.cluster > 1):
-        cute.arch.cluster_arrive_relaxed(
-            # The wait is after the loop: all blocks have started then.
-            aligned=True
-        )
+        # The wait is after the loop: all blocks have started then.
+        cute.arch.cluster_arrive_relaxed(aligned=True)
 
     cap = (softcap, inverse)
     start = logits + row * stride
@@ -547,10 +543,8 @@ def _write(
         for k in cutlass.range_constexpr(len(at)):
             d = cute.make_rmem_tensor(o.vec, Float32)
             d.fill(0.0)
-            if const_expr(
-                # There are no weights past the row's end.
-                conditions is not None and o.weights
-            ):
+            # There are no weights past the row's end.
+            if const_expr(conditions is not None and o.weights):
                 if conditions[k]:
                     _gradient(xs[k], d, head + at[k] * o.vec, y, numbers, weight, cap, o)
             else:
@@ -581,8 +575,8 @@ def _gradient(
         t, slope = _tanh(z * cap[1])
         z = cap[0] * t
     below = z - peak
+    # One FMA per element, and log_sum is small.
     p = cute.math.exp2(
-        # One FMA per element, and log_sum is small.
         below * LOG2E - log_sum * LOG2E,
         fastmath=True,
     )

@@ -272,8 +272,8 @@ def _step(
     z = _capped(x, softcap, inverse, CAPPED)
     if CAPPED and MASKED:
         z = tl.where(mask, z, float("-inf"))
+    # The largest z up to rounding, which does not matter.
     higher = _capped(
-        # The largest z up to rounding, which does not matter.
         top,
         softcap,
         inverse,
@@ -371,10 +371,8 @@ def _backward(
     )
 
     first = tl.program_id(1) * BLOCK
-    inner = (first >= before) & (
-        # Unmasked: loads and stores stay wide.
-        first + BLOCK <= V + before
-    )
+    # Unmasked: loads and stores stay wide.
+    inner = (first >= before) & (first + BLOCK <= V + before)
     if learn & inner:
         x = tl.load(logits_ptr + start + at).to(tl.float32)
         d = _gradient(

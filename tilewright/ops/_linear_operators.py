@@ -172,9 +172,8 @@ def _times_upstream(
     """acc * factor in dtype, in acc's memory if the graph is freed; scale_(acc, factor) then skips
     a factor of 1.
     """
-    if (
-        type(acc) is not torch.Tensor or _torch.keeps_graph()
-    ):  # tensor subclasses: torch.compile traces
+    if type(acc) is not torch.Tensor or _torch.keeps_graph():
+        # Tensor subclasses: torch.compile traces.
         return _scale(acc.clone(), factor).to(dtype)
     scale_(acc, factor)
     return acc.to(dtype)

@@ -26,8 +26,8 @@ _GPT_OSS = Gate(alpha=1.702, limit=7.0, up_limit=7.0, up_offset=1.0, interleaved
 
 
 def case(name, sizes, kind="uniform", tags=cases.CONTRACT, format=None, **options):
-    """sizes: T, E, K, H, I.   kind: of `draw_routing`.   format: of quantized weights.
-    options: of `_inputs`.
+    """sizes: T, E, K, H, I.   kind: of `draw_routing`.   format: of quantized weights.   options:
+    of `_inputs`.
     """
     small = tags == cases.CONTRACT
 
@@ -44,8 +44,8 @@ def case(name, sizes, kind="uniform", tags=cases.CONTRACT, format=None, **option
 def _inputs(sizes, kind, small, device, dtype, seed, *, biases=False, gate=None, transposed=False):
     """biases: with both.   transposed: weights in memory as [E, H, 2 I] and [E, I, H].
 
-    In a small case whose gate has limits, x and what makes gates and ups are multiples of 1 and
-    1/8: then sums are exact in every dtype, and none is near a limit, where a rounding would decide
+    In a small case whose gate has limits, x and the inputs of gates and ups are multiples of 1 and
+    1/8: then sums are exact in every dtype, and none is near a limit, where rounding would decide
     whether there is a gradient.
     """
     (T, E, K, H, I), g = sizes, cases.generator(device, seed)
@@ -103,7 +103,7 @@ CASES = (
     case("no_tokens", (0, 3, 2, 16, 8)),
     case("skewed", (64, 16, 4, 32, 16), "skewed"),
     case("biases", (37, 5, 2, 24, 19), "sentinels", biases=True),
-    # Limits between the eighths that gates and ups are.
+    # Limits between the multiples of 1/8 of gates and ups.
     case(
         "gpt_oss",
         (37, 5, 2, 24, 19),
@@ -152,7 +152,7 @@ CASES = (
         transposed=True,
     ),
     # A quarter of DeepSeek-V3's experts, and of Qwen3's on a CPU: all of them, with gradients and
-    # float64 truth, are more than the memory there is.
+    # the float64 reference, exceed the memory.
     case("deepseek-v3-64e_8192", (8192, 64, 8, 7168, 2048), tags=cases.CUDA),
     case("qwen3-30b-a3b-32e_128", (128, 32, *_QWEN[1:]), tags=cases.CPU),
     case("qwen3-30b-a3b-32e_512", (512, 32, *_QWEN[1:]), tags=cases.CPU),

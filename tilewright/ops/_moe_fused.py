@@ -1,5 +1,5 @@
-"""The implementations of `moe_mlp`: two operators each, with one autograd formula for all, and what
-they launch: Triton's fused kernels, or a grouped GEMM composed with other ops' parts.
+"""The implementations of `moe_mlp`: two operators each, with one autograd formula for all, and
+their launches: Triton's fused kernels, or a grouped GEMM composed with other ops.
 
 Letters are those of moe.py.
 """
@@ -33,7 +33,7 @@ _T = torch.Tensor
 
 
 class Launches(Protocol):
-    """What an implementation launches. No size is 0; weights may be quantized."""
+    """The launches of an implementation. No size is 0; weights may be quantized."""
 
     def forward(
         self, x: _T, experts: Experts, index: _T, weight: _T, keep: bool
@@ -43,21 +43,21 @@ class Launches(Protocol):
     def backward(
         self, dy: _T, x: _T | None, experts: Experts, weight: _T, of: Saved, needs: Needs
     ) -> tuple[_T | None, ...]:
-        """The gradients of x, both projections, the routing's weights and both biases; None for
-        those that `needs` does not ask for. x is None unless gate_up's is asked for.
+        """The gradients of x, both projections, the routing's weights and both biases; None unless
+        `needs` requests it. x is None unless gate_up's is requested.
         """
 
 
 # ---- the operators
 
-# Where inputs that can have a gradient are among the forward's: x, the projections' data, the
-# routing's weights, biases.
+# Indices of the forward's inputs that can have a gradient: x, the projections' data, the routing's
+# weights, biases.
 _DIFFERENTIABLE = (0, 1, 5, 10, 12, 13)
 _INPUTS = 15
 
 
 def gate_numbers(gate: Gate) -> list[float]:
-    """A gate as an argument of an operator; 0 for no limit."""
+    """A gate as an operator argument; 0 for no limit."""
     limits = float(gate.limit or 0), float(gate.up_limit or 0)
     activation = float(ACTIVATIONS.index(gate.activation))
     return [activation, float(gate.alpha), *limits, float(gate.up_offset), float(gate.interleaved)]
@@ -76,7 +76,7 @@ def _gate_of(numbers):
 
 
 def map_size(R: int, E: int) -> int:
-    """Elements of Triton's map of tiles; tests hold it to kernels.grouped_gemm_triton.map_size,
+    """Elements of Triton's tile map; tests check it against kernels.grouped_gemm_triton.map_size,
     which needs Triton.
     """
     return 3 * ((R + (E + 1) * 127) // 128) + 1
@@ -86,7 +86,7 @@ def _setup(ctx, inputs, output):
     x, weight, down_bias, ctx.gate = inputs[0], inputs[10], inputs[13], inputs[14]
     gate_up, down = Packed(*inputs[1:5]), Packed(*inputs[5:9])
     tensors, ctx.projections = to_save(gate_up, down)
-    # x is for the gradient of gate_up_proj, which a quantized one has not.
+    # x is for the gradient of gate_up_proj, which a quantized one does not have.
     own = x if gate_up.is_dense else None
     ctx.save_for_backward(own, weight, down_bias, *output[1:], *tensors)
     ctx.mark_non_differentiable(*output[1:])
@@ -198,7 +198,7 @@ class Fused:
         results = self.launches.backward(
             dy, x, experts, expert_weight, Saved(*saved), Needs(*needs)
         )
-        # Results may not share memory.
+        # Results must not share memory.
         return tuple(
             (expert_weight if i == 3 else dy).new_empty(0) if g is None else g
             for i, g in enumerate(results)
@@ -240,7 +240,7 @@ class Fused:
 
 
 def _constants(gate):
-    """Of the Triton kernels."""
+    """A gate's constants for the Triton kernels."""
     return {
         "ACTIVATION": ACTIVATIONS.index(gate.activation),
         "INTERLEAVED": gate.interleaved,
@@ -252,7 +252,7 @@ def _constants(gate):
 
 
 class _Triton:
-    """Gathers and the activation are in the products' kernels."""
+    """Gathers and the activation are fused into the products' kernels."""
 
     def __init__(self, gemm, rows):
         self.gemm, self.rows = gemm, rows  # the kernels' modules
@@ -260,7 +260,7 @@ class _Triton:
     def forward(self, x, experts, index, weight, keep):
         gate_up, down, gate_up_bias, down_bias, gate = experts
         offsets, slots, position = self.rows.sort(index, gate_up.shape[0])
-        # Of this pass and of its backward.
+        # For this pass and its backward.
         tiles = self.gemm.tile_map(offsets, slots.shape[0], whole=True)
         pre, h = self.gemm.up_swiglu(
             x,
@@ -311,7 +311,7 @@ class _Triton:
         return dx, dgate_up, ddown, dweight if needs.weight else None, dgate_up_bias, ddown_bias
 
 
-# The gradient of a bias is a product, too: of an expert's rows with a column of ones, or of the
+# The gradient of a bias is a product too: of an expert's rows with a column of ones, or with the
 # routing's weights.
 
 
@@ -336,8 +336,8 @@ def load_triton() -> Fused:
 
 
 def add_bias(rows: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor) -> torch.Tensor:
-    """The rows of each expert and its bias, rounded. (To the tail is added what it would be of the
-    last expert: nobody reads that.)
+    """The rows of each expert plus its bias, rounded. (The tail gets the last expert's bias; it is
+    never read.)
     """
     if bias is None:
         return rows
@@ -345,8 +345,8 @@ def add_bias(rows: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tenso
 
 
 class Composed:
-    """The grouped GEMM of this name; the rest is what `auto` would take, whatever is pinned. The
-    gathered rows are a copy, which lives as long as one product.
+    """The grouped GEMM of this name; other ops use the implementation of `auto`, whatever is
+    pinned. The gathered rows are a copy, which lives as long as one product.
     """
 
     def __init__(self, name):

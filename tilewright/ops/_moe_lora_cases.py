@@ -11,7 +11,7 @@ from tilewright.ops.nf4 import quantize_nf4
 from tilewright.ops.nvfp4 import quantize_nvfp4
 from tilewright.registry import Case, Cost
 
-MODES = {  # leading sizes of gate_A and up_A, gate_B and up_B, down_A, down_B; 0 stands for E
+MODES = {  # leading sizes of gate_A and up_A, gate_B and up_B, down_A, down_B; 0 represents E
     "per_expert": (0, 0, 0, 0),
     "shared": (1, 1, 1, 1),
     "hybrid_shared": (1, 0, 0, 1),

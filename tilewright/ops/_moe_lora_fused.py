@@ -1,5 +1,5 @@
 """The implementations of `moe_lora`: two operators each, with one autograd formula for all,
-composed of a grouped GEMM and other ops' parts.
+composed of a grouped GEMM and other ops.
 
 Letters are those of moe_lora.py.
 """
@@ -24,7 +24,7 @@ _T = torch.Tensor
 
 
 class Adapters(NamedTuple):
-    """The factors of the three projections, as `moe_lora` has them."""
+    """The factors of the three projections, as in `moe_lora`."""
 
     gate_A: _T
     gate_B: _T
@@ -35,15 +35,15 @@ class Adapters(NamedTuple):
 
 
 class Low(NamedTuple):
-    """A's results, saved for backward: those of gate and up together, and of down; of tokens where
-    the factor (of down: B) is shared, else of rows.
+    """A's results, saved for backward: those of gate and up together, and of down; per token if the
+    factor (of down: B) is shared, else per row.
     """
 
     gate_up: _T
     down: _T
 
 
-# Where inputs that can have a gradient are among the forward's: x, the routing's weights, adapters.
+# Indices of the forward's inputs that can have a gradient: x, the routing's weights, adapters.
 _DIFFERENTIABLE = (0, *range(2, 9))
 _INPUTS = 19
 
@@ -97,7 +97,7 @@ def _backward(ctx, dy, *_):
 class _Fused:
     """One implementation: its two operators, and the call.
 
-    launches: what computes both passes. No size is 0 there.
+    launches: computes both passes. No size is 0 there.
     """
 
     def __init__(self, name: str, launches: Composed):
@@ -179,7 +179,7 @@ class _Fused:
             results = self.launches.backward(
                 base, dy, x, weight, adapters, (pre, Low(*rest[:2]), Order(*rest[2:])), scale, needs
             )
-        # Results may not share memory.
+        # Results must not share memory.
         return tuple(
             (weight if i == 1 else dy).new_empty(0) if g is None else g
             for i, g in enumerate(results)
@@ -200,8 +200,8 @@ class _Fused:
 
 
 class Composed:
-    """Both passes over the grouped GEMM of this name; the rest is what `auto` would take, whatever
-    is pinned.
+    """Both passes over the grouped GEMM of this name; other ops use the implementation of `auto`,
+    whatever is pinned.
     """
 
     def __init__(self, name: str):
@@ -239,7 +239,7 @@ class Composed:
         token = slots // index.shape[1]
         rows = x[token]
         A = torch.cat((adapters.gate_A, adapters.up_A), 1)  # one pass over the rows for both
-        low = self._times(x if _is_shared(A) else rows, A, offsets)  # of tokens if A is shared
+        low = self._times(x if _is_shared(A) else rows, A, offsets)  # per token if A is shared
         low_rows = _at_rows(low, token, offsets) if _is_shared(A) else low
         pre = self.product(rows, gate_up.dense(), offsets)
         del rows
@@ -254,7 +254,7 @@ class Composed:
         rows = self.product(h, down.dense(), offsets)
         del h
         B, collect = adapters.down_B, UNPERMUTE.part(x)
-        if _is_shared(B):  # of tokens, with the weights of their experts
+        if _is_shared(B):  # per token, with the weights of its experts
             low_down = collect(low_down, weight, position)
             y = collect(rows, weight, position).add_(low_down @ B[0].t(), alpha=scale)
         else:
@@ -275,9 +275,9 @@ class Composed:
         scale: float,
         needs: list[bool],
     ) -> tuple[_T | None, ...]:
-        """The gradients of x, the routing's weights and the adapters, None where not needed.
+        """The gradients of x, the routing's weights and the adapters, None if not needed.
 
-        of: pre, A's results and the order of rows, which forward returned.
+        of: pre, A's results and the order of rows, as forward returned them.
         """
         need_x, need_weight, *need_factors = needs
         pre, low, (offsets, slots, position) = of
@@ -304,7 +304,7 @@ class Composed:
             upstream = self.backward_x(dy_rows, B, offsets).mul_(scale)
         dh = self.backward_x(dy_rows, down.dense(), offsets)
         dh = dh.add_(self._times_transposed(upstream, A, offsets))
-        h, dpre, dots = gate_backward(dh, pre, column)  # h with the weights of its rows
+        h, dpre, dots = gate_backward(dh, pre, column)  # h weighted per row
         del dh
         if needs[0]:
             dA = self._gradient(upstream, h, A, offsets)
@@ -337,7 +337,7 @@ class Composed:
         upstream = torch.cat(upstream, 1)
         collect, dx, dA = UNPERMUTE.part(dpre), None, None
         if _is_shared(A):
-            upstream = collect(upstream, None, position)  # of tokens
+            upstream = collect(upstream, None, position)  # per token
             if need_A:
                 dA = (upstream.t() @ x)[None]
             if need_x:
@@ -349,7 +349,7 @@ class Composed:
             if need_x:
                 dx = self.backward_x(dpre, gate_up.dense(), offsets)
                 dx = collect(dx.add_(self.backward_x(upstream, A, offsets)), None, position)
-        # Copies: two results of an operator may not share memory.
+        # Copies: two results of an operator must not share memory.
         dgate_A, dup_A = (
             part.clone(memory_format=torch.contiguous_format) if need else None
             for part, need in zip(
@@ -377,20 +377,18 @@ def _is_shared(factor):
 
 
 def _at_rows(of_tokens, token, offsets):
-    """Rows of the rank of an adapter from those of tokens; the tail is 0, as a grouped GEMM
-    leaves it.
-    """
+    """Rows of an adapter's rank from those of tokens; the tail is 0, as from a grouped GEMM."""
     tail = torch.arange(token.shape[0], device=token.device) >= offsets[-1]
     return of_tokens[token].masked_fill_(tail[:, None], 0)
 
 
 def _ranks(adapters):
-    """Of gate and up."""
+    """The ranks of gate and up."""
     return adapters.gate_A.shape[1], adapters.up_A.shape[1]
 
 
 def _split(low, adapters):
-    """A's results of gate and of up."""
+    """A's results for gate and for up."""
     return low.split(_ranks(adapters), -1)
 
 
@@ -400,5 +398,5 @@ def _fused(name):
 
 
 def load(name: str) -> Callable:
-    """The call of an implementation, by its name."""
+    """The call of the implementation of this name."""
     return _fused(name).moe_lora

@@ -1,5 +1,5 @@
-"""Checks of expert indices and positions, whose values are looked at where that waits for no
-device.
+"""Checks of expert indices and positions, whose values are read only without a device
+synchronization.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MOST_EXPERTS = 4096  # the sort keeps a number for each in registers
 
 
 def checked_index(index, num_experts):
-    """index, contiguous; its values are checked where that does not wait for a device."""
+    """index, contiguous; its values are checked if that does not synchronize."""
     _checks.same_device(expert_index=index)
     _checks.dense("expert_index", index)
     if index.dtype not in (torch.int32, torch.int64):
@@ -59,7 +59,7 @@ def _look_at_position(position: torch.Tensor) -> torch.Tensor:
     return position.clone(memory_format=torch.contiguous_format)
 
 
-# Operators, so that torch.compile leaves the look at values for run time, and ones whose result is
+# Operators, so that torch.compile defers the check of values to run time, with a result that is
 # used, so that they are not removed.
 _checked_index = define(
     "checked_expert_index",

@@ -15,15 +15,13 @@ import torch.nn.functional as F
 from tilewright import platform
 from tilewright.ops._library import define, differentiate
 
-# Below, packing a factor takes as long as multiplying it.
+# Below this, packing a factor takes as long as multiplying it.
 ROWS = 48
 
 
 @functools.cache
 def takes(dtype: torch.dtype) -> bool:
-    """Whether this processor and this build multiply two CPU matrices of this dtype into
-    float32.
-    """
+    """Whether this processor and build multiply two CPU matrices of this dtype into float32."""
     return platform.no_cpp("cpu") is None and torch.ops.tilewright.product_cpp_takes(dtype)
 
 
@@ -32,9 +30,11 @@ def product_(
 ) -> None:
     """out (+)= scale * a b, without autograd.
 
-    a: [M, S], b: [S, N], both float32 or both bfloat16, for which `takes` is true; copied unless
-    rows or columns are contiguous.   out: [M, N] float32 on the CPU, rows contiguous. Summed in
-    float32, in an order that depends on shapes alone.
+    a, b: [M, S] and [S, N], both float32 or both bfloat16, for which `takes` is true; copied unless
+        rows or columns are contiguous.
+    out: [M, N] float32 on the CPU, rows contiguous.
+
+    Accumulates in float32, in an order that depends on shapes alone.
     """
     torch.ops.tilewright.product_cpp_.default(a, b, out, scale, add)
 
@@ -57,7 +57,7 @@ def _formula(ctx, dy):
     da = db = None
     if ctx.needs_input_grad[0]:
         da = _operator(dy, b.t())
-    if ctx.needs_input_grad[1]:  # in b's memory layout, which is that of a layer's weight
+    if ctx.needs_input_grad[1]:  # in b's memory layout, that of a layer's weight
         db = _operator(dy.t(), a).t() if b.stride(0) == 1 else _operator(a.t(), dy)
     return da, db
 

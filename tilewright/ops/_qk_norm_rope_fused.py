@@ -17,14 +17,14 @@ from tilewright.ops.rope import rope_eager
 
 
 class Heads(NamedTuple):
-    """How many heads of queries and of keys qkv holds."""
+    """The numbers of query and key heads in qkv."""
 
     q: int
     kv: int
 
 
 class HeadNorm(NamedTuple):
-    """The RMSNorm of each head; without weights there is none."""
+    """The RMSNorm of each head; None weights mean no norm."""
 
     q_weight: torch.Tensor | None = None
     k_weight: torch.Tensor | None = None
@@ -38,8 +38,8 @@ def _by_head(qkv, heads):
 
 
 def slices(qkv, heads):
-    """q, k and v as views of qkv, [B, H, S, D]. Autograd lets them be overwritten, and pads each
-    one's gradient.
+    """q, k and v as views of qkv, [B, H, S, D]. Autograd allows in-place writes to them, and pads
+    each one's gradient.
     """
     (hq, hk), whole = heads, _by_head(qkv, heads)
     return tuple(
@@ -48,8 +48,8 @@ def slices(qkv, heads):
 
 
 def pieces(qkv, heads):
-    """The same; autograd does not let them be overwritten, and puts their gradients next to
-    each other.
+    """The same; autograd does not allow in-place writes to them, and concatenates their
+    gradients.
     """
     return tuple(
         t.transpose(1, 2) for t in _by_head(qkv, heads).split((heads.q, heads.kv, heads.kv), 2)
@@ -119,19 +119,21 @@ def _setup(ctx, inputs, output):
 def _gradients(ctx, backward_op, dq, dk, dv):
     if dq is None and dk is None and dv is None:
         return (None,) * 11
-    saved = ctx.saved_tensors  # read once: checkpointing gives them out once
+    saved = ctx.saved_tensors  # read once: checkpointing returns them once
     dqkv, *of_weights = backward_op(dq, dk, dv, *saved, *ctx.options)
     return dqkv, *(of_weights if saved[2] is not None else (None, None)), *(None,) * 8
 
 
 def _backward(ctx, dq, dk, drstd):
-    """The operator's own derivative does not know v, which cannot be its result: it is a view."""
+    """The operator's own derivative does not include v, which cannot be its result: it
+    is a view.
+    """
     return _gradients(ctx, ctx.backward_op, dq, dk, None)
 
 
 def _with_v(operator: Operator, backward_op: Operator, title: str) -> type[torch.autograd.Function]:
-    """The operator with v as a third result, so that one kernel writes the whole gradient of
-    qkv.
+    """The operator with v as a third result, so that one kernel writes the whole
+    gradient of qkv.
     """
     refusing = once(title, lambda ctx, *grads: _gradients(ctx, backward_op, *grads))
 
@@ -140,7 +142,7 @@ def _with_v(operator: Operator, backward_op: Operator, title: str) -> type[torch
         def forward(ctx, *inputs):
             q, k, rstd = operator(*inputs)
             _save(ctx, inputs, rstd)
-            # Dynamo traces with all gradients, and does not know this call.
+            # Dynamo traces with all gradients, and does not support this call.
             if not torch.compiler.is_dynamo_compiling():
                 ctx.set_materialize_grads(False)
             return q, k, slices(inputs[0], Heads(inputs[6], inputs[7]))[2]
@@ -155,14 +157,15 @@ def _with_v(operator: Operator, backward_op: Operator, title: str) -> type[torch
 
 
 class Fused:
-    """One implementation: the call, and what `in_place` needs of it.
+    """One implementation: the call, and its launchers for `in_place`.
 
-    write, gradients: launchers as in kernels/qk_norm_rope_triton.py.   dtypes: those of weights
-    that they read; others are cast to float32, in which the kernels compute.
+    write, gradients: launchers as in kernels/qk_norm_rope_triton.py.
+    dtypes: those of weights that they read; others are cast to float32, in which the kernels
+        compute.
     """
 
     def __init__(self, name: str, write: Callable, gradients: Callable, dtypes=_checks.ACCEPTED):
-        self.__name__ = self.__qualname__ = f"qk_norm_rope_{name}"  # as functions have them
+        self.__name__ = self.__qualname__ = f"qk_norm_rope_{name}"  # function attributes
         self._write, self._gradients, self._dtypes = write, gradients, dtypes
         self.operator = define(f"qk_norm_rope_{name}", self._launch, _fake)
         self.backward_op = define(
@@ -188,7 +191,7 @@ class Fused:
         return w if w is None else (w if w.dtype in self._dtypes else w.float()).contiguous()
 
     def _overwrite(self, qkv, heads, norm, rotation):
-        """q and k over their part of qkv."""
+        """Writes q and k over their part of qkv."""
         q, k, _ = slices(qkv, heads)
         weights = self._parameter(norm.q_weight), self._parameter(norm.k_weight)
         cos, sin, positions, interleaved = rotation.for_kernels()
@@ -349,12 +352,12 @@ def in_place(
     compiling = torch.compiler.is_compiling()
     check_overwritable("qkv", qkv, compiling)
     if compiling:
-        # The compiler decides where results lie; the copies tell it that they may lie here.
+        # The compiler decides where results are stored; the copies allow it to store them here.
         new, own = fn(qkv, heads, norm, rotation), slices(qkv, heads)
         for x, y in zip(own[:2], new[:2], strict=True):
             x.copy_(y)
         return own
-    # Before anything is written, so that a tensor that autograd refuses stays as it was.
+    # Before anything is written, so that a tensor that autograd refuses is unchanged.
     _Overwritten.apply(qkv, *rotation, heads, fn)
     with torch.no_grad():
         data = qkv.detach()
@@ -368,15 +371,15 @@ def in_place(
 
 
 def _rotate_back_eager(d, heads, rotation):
-    """The gradient of qkv before a rotation, from the gradient of the rotated one."""
+    """The gradient of qkv before a rotation, from that of the rotated one."""
     q, k, v = pieces(d, heads)
     parts = *rope_eager(q, k, rotation.inverse()), v
     return torch.cat([t.transpose(1, 2) for t in parts], 2).flatten(2)
 
 
 class _Overwritten(torch.autograd.Function):
-    """Tells autograd that q and k are rotated in place. qkv is not saved: the backward needs only
-    the angles.
+    """Registers the in-place rotation of q and k with autograd. qkv is not saved: the backward
+    needs only the angles.
     """
 
     @staticmethod

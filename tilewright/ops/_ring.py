@@ -1,4 +1,4 @@
-"""The ring: keys and values travel while the blocks of the step before are computed."""
+"""The ring: keys and values are transferred while the previous step's blocks are computed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Transfer:
             if t is not None
         ]
         self.works = dist.batch_isend_irecv(ops) if ops else []
-        self.message = message  # keeps its memory until it was sent
+        self.message = message  # keeps its memory alive until it is sent
 
     def wait(self):
         """The received tensor, or None. On CUDA the stream waits, the host does not."""
@@ -35,8 +35,8 @@ class _Transfer:
 
 
 def _meet(cp, device):
-    """NCCL needs all ranks of a group in its first call, and the first message may be between two
-    of them.
+    """NCCL requires all ranks of a group in its first call, and the first message may be between
+    two of them.
     """
     if device.type == "cuda" and cp.ring not in _met:
         dist.all_reduce(torch.zeros(1, device=device), group=cp.ring)
@@ -44,8 +44,8 @@ def _meet(cp, device):
 
 
 def _room(intervals, like):
-    """Memory for those rows of keys and values, [2, rows, B, Hk, D] in the dtype of `like`; None
-    for none.
+    """Uninitialized keys and values for those rows, [2, rows, B, Hk, D] in the dtype of `like`;
+    None for none.
     """
     B, heads, _, D = like.shape
     return like.new_empty(2, sum(b - a for a, b in intervals), B, heads, D) if intervals else None
@@ -77,7 +77,7 @@ def _rows(t, rows):
 
 
 def _own_documents(cu_seqlens, begin, packed, rows):
-    """cu_seqlens of a chunk, computed on the device, which the host does not wait for."""
+    """cu_seqlens of a chunk, computed on the device without synchronizing."""
     return cu_seqlens.clamp(begin, begin + rows) - begin if packed else None
 
 
@@ -89,7 +89,7 @@ def _block_options(block, options):
 
 
 class Ring(torch.autograd.Function):
-    """Attention of own queries to the keys of all ranks, by a plan (`_ring_plan.plan`)."""
+    """Attention of this rank's queries to the keys of all ranks, by a plan (`_ring_plan.plan`)."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, cu_seqlens, cp, plan, options):
@@ -140,7 +140,7 @@ class Ring(torch.autograd.Function):
         with _checks.no_autocast(q):
             dq, dk, dv = _ring_backward(dout, q, k, v, out, lse, cu_seqlens, cp, plan, ctx.options)
         dsinks = None
-        if sinks is not None:  # a sink has a share of the softmax and no value
+        if sinks is not None:  # a sink has a share of the softmax but no value
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             dsinks = (
                 -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)

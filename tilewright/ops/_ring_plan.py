@@ -1,8 +1,8 @@
 """What each rank of a ring computes and sends: chunks, documents and windows as intervals.
 
-Ring rank r of R has chunks r and 2 R - 1 - r of a sequence that is cut in 2 R chunks. A chunk and a
-document are intervals, so that two chunks share at most one document, and what one chunk's queries
-see of another's keys is a rectangle.
+Ring rank r of R has chunks r and 2 R - 1 - r of a sequence that is split into 2 R chunks. A chunk
+and a document are intervals, so two chunks share at most one document, and the keys of one chunk
+that another's queries see form a rectangle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Block(NamedTuple):
     """A rectangle: queries [a, b) of this rank's rows, keys [a, b) of the rows of a step.
 
     offset: the distance from its first key to its first query where the window cuts it, None where
-    every query sees every key.
+        every query sees every key.
     """
 
     queries: tuple[int, int]
@@ -26,8 +26,9 @@ class Block(NamedTuple):
 
 
 class Step(NamedTuple):
-    """send: intervals of this rank's rows that ring rank r + t needs.   receive: intervals of the
-    rows of r - t, concatenated.   blocks: what is computed with them.
+    """send: intervals of this rank's rows that ring rank r + t needs.
+    receive: intervals of the rows of r - t, concatenated.
+    blocks: what is computed with them.
     """
 
     send: tuple[tuple[int, int], ...]
@@ -36,8 +37,10 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """steps: from t = 0, which sends nothing, to R - 1.   chunks: for each of this rank's two,
-    where it begins in the sequence, and whether it holds more than one document.   rows: per chunk.
+    """steps: from t = 0, which sends nothing, to R - 1.
+    chunks: for each of this rank's two, its start in the sequence, and whether it contains more
+        than one document.
+    rows: per chunk.
     """
 
     steps: tuple[Step, ...]
@@ -45,12 +48,12 @@ class Plan(NamedTuple):
     rows: int
 
 
-@functools.lru_cache(maxsize=64)  # the layers of a model ask for the same
+@functools.lru_cache(maxsize=64)  # all layers of a model request the same plan
 def plan(
     ends: tuple[int, ...], S: int, ring: int, rank: int, causal: bool, window: int | None
 ) -> Plan:
-    """What ring rank `rank` of `ring` computes and sends for documents that end at `ends`. Every
-    rank makes its own plan, and the plans agree.
+    """The plan of ring rank `rank` of `ring` for documents that end at `ends`. Every rank computes
+    its own plan, and the plans agree.
     """
     rows = S // (2 * ring)
     steps = []
@@ -83,7 +86,7 @@ def _chunks(rank, ring):
 
 
 def _blocks(to, source, ends, rows, ring, causal, window):
-    """What queries of ring rank `to` see of the keys of `source`, but for a chunk's own keys."""
+    """The keys of `source` that queries of ring rank `to` see, except a chunk's own keys."""
     blocks = []
     for (q_at, i), (k_at, j) in itertools.product(
         enumerate(_chunks(to, ring)), enumerate(_chunks(source, ring))
@@ -106,8 +109,8 @@ def _blocks(to, source, ends, rows, ring, causal, window):
 
 
 def _shared(late, early, rows, ends):
-    """The beginning of chunk `late` and the end of chunk `early` that one document holds; None
-    for none.
+    """The start of chunk `late` and the end of chunk `early` that share a document;
+    None if none.
     """
     first = late * rows
     after = bisect.bisect_right(ends, first)
@@ -118,7 +121,7 @@ def _shared(late, early, rows, ends):
 
 
 def _joined(blocks):
-    """Merges whole rectangles side by side: a causal step then is a single one."""
+    """Merges adjacent whole rectangles: a causal step then is a single one."""
     for x, y in itertools.permutations(blocks, 2):
         if x.offset is not None or y.offset is not None:
             continue
@@ -142,7 +145,7 @@ def united(intervals):
 
 
 def _within(intervals, part):
-    """`part`, which one of the intervals holds, in their concatenation."""
+    """`part`, which lies in one of the intervals, as an interval of their concatenation."""
     before = 0
     for a, b in intervals:
         if a <= part[0] and part[1] <= b:

@@ -18,10 +18,11 @@ from tilewright.ops._library import define, differentiate, on_its_device
 
 
 class Rotation(NamedTuple):
-    """The angles of each token, as implementations take them.
+    """The angles per token, as implementations take them.
 
-    cos, sin: [P, R / 2], without gradients.   positions: the row of each token, int64 [B, S]; None
-    where token s of a sequence has row s.   interleaved: pairs are neighbors.
+    cos, sin: [P, R / 2], without gradients.
+    positions: the table row per token, int64 [B, S]; None if token s of a sequence uses row s.
+    interleaved: pairs are neighbors.
     """
 
     cos: torch.Tensor
@@ -68,14 +69,15 @@ def _backward(ctx, dq, dk):
 
 
 class Fused:
-    """One implementation: the call, and what `in_place` needs of it.
+    """One implementation: the call, and its launcher for `in_place`.
 
     launch: (q, k, q_out, k_out, cos, sin, positions, interleaved, inverse), writes q_out and k_out.
-    rotate: the launcher on its tensors' device.   operator: the same out of place.
+    rotate: the launcher on its tensors' device.
+    operator: the same out of place.
     """
 
     def __init__(self, name: str, launch: Callable):
-        self.__name__ = self.__qualname__ = f"rope_{name}"  # as functions have them
+        self.__name__ = self.__qualname__ = f"rope_{name}"  # function attributes
         self._launch = launch
         self.rotate = on_its_device(launch)
         self.operator = define(f"rope_{name}", self._launch_new, _fake)
@@ -125,7 +127,7 @@ def in_place(fn: Callable, q: torch.Tensor, k: torch.Tensor | None, rotation: Ro
     for name, x in named:
         check_overwritable(name, x, compiling)
     if compiling:
-        # The compiler decides where results lie; the copies tell it that they may lie here.
+        # The compiler decides where results are stored; the copies allow it to store them here.
         for (_, x), new in zip(named, fn(q, k, rotation), strict=False):
             x.copy_(new)
         return q, k
@@ -137,9 +139,9 @@ def in_place(fn: Callable, q: torch.Tensor, k: torch.Tensor | None, rotation: Ro
             "inplace=False"
         )
     rotation = Rotation(*rotation.for_kernels())
-    # One Function per tensor: autograd lets a Function overwrite a view only if that is all it
-    # returns. They come before the one launch that writes both, so that a tensor that autograd
-    # refuses stays as it was.
+    # One Function per tensor: autograd lets a Function overwrite a view only if that is its only
+    # result. They precede the single launch that writes both, so that a tensor that autograd
+    # refuses is unchanged.
     for _, x in named:
         _Overwritten.apply(x, *rotation, fn)
     with torch.no_grad():
@@ -155,8 +157,8 @@ def in_place(fn: Callable, q: torch.Tensor, k: torch.Tensor | None, rotation: Ro
 
 
 class _Overwritten(torch.autograd.Function):
-    """Tells autograd that x is rotated in place. x is not saved: the backward needs only the
-    angles.
+    """Registers the in-place rotation of x with autograd. x is not saved: the backward needs only
+    the angles.
     """
 
     @staticmethod

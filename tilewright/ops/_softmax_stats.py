@@ -1,4 +1,4 @@
-"""Statistics of each row of logits, from which every softmax loss here follows. Shared by
+"""Statistics of rows of logits, from which every softmax loss here is computed. Shared by
 cross_entropy and linear_cross_entropy.
 
 T = rows, V = columns, y = target; z = softcap * tanh(logits / softcap), or logits where softcap is
@@ -11,19 +11,19 @@ T = rows, V = columns, y = target; z = softcap * tanh(logits / softcap), or logi
     mean     = sum_c p_c (z_c - peak), p = softmax z              (entropy = log_sum - mean)
     argmax   = first index of the largest logit                   (any index if the row has a NaN)
 
-Losses consist of differences of logits, and lse = peak + log_sum is rounded at its own size: at
-logits of 1e6, to 1/16. So all but the peak are relative to it, and a constant added to a row
-changes none of them. The peak counts as a constant: what depends on it alone has no gradient. A
-loss with gradients g in the others has, with respect to the logits,
+Losses are sums of differences of logits, while lse = peak + log_sum is rounded at its own
+magnitude: at logits of 1e6, to 1/16. So all but the peak are relative to it, and a constant added
+to a row changes none of them. The peak is treated as a constant: what depends on it alone has no
+gradient. A loss with gradients g in the others has, with respect to the logits,
 
     dlogits_c = (g_log_sum p_c + g_target [c = y] + g_weighted w_c
                  + g_mean p_c (1 + z_c - peak - mean)) * (1 - (z_c / softcap)^2)
     p_c       = exp((z_c - peak) - log_sum)
 
-so one kernel that computes the statistics and one that turns their gradients into dlogits serve all
-losses. Between them there is arithmetic on [T] vectors: `combine` in plain PyTorch, or `losses`,
-which also has its derivatives, in one kernel. Statistics are float32 (float64 for float64 logits,
-eager only). A class that is masked out by a logit of -inf contributes nothing to log_sum and mean.
+so one kernel for the statistics and one from their gradients to dlogits serve all losses. Between
+them there is arithmetic on [T] vectors: `combine` in plain PyTorch, or `losses`, which also
+computes its derivatives, in one kernel. Statistics are float32 (float64 for float64 logits, eager
+only). A class that is masked out by a logit of -inf contributes nothing to log_sum and mean.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def stats_eager(
 def capped(z: torch.Tensor, softcap: float) -> torch.Tensor:
     """softcap * tanh(z / softcap), or z where softcap is 0.
 
-    The derivative of torch.tanh is 1 - tanh^2, which has few digits left where tanh is near 1, and
-    none from 9.1 on (in float32). Here it is that of (1 - q) / (1 + q), which has them all; near 0,
-    where 1 - q has lost its digits, it is that of tanh.
+    The derivative of torch.tanh is 1 - tanh^2, which has few significant digits where tanh is near
+    1, and none from 9.1 on (in float32). Here it is that of (1 - q) / (1 + q), which keeps them
+    all; near 0, where 1 - q cancels, it is that of tanh.
     """
     if not softcap:
         return z
@@ -95,14 +95,14 @@ def peak_of(z: torch.Tensor) -> torch.Tensor:
 
 
 def finite(peak: torch.Tensor) -> torch.Tensor:
-    """0 for a peak that is infinite or NaN."""
+    """The peak; 0 where it is infinite or NaN."""
     return torch.nan_to_num(peak, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def without_gradient(logits: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
-    """logits [T, V], whose ignored rows get a gradient of 0 whatever they hold; their statistics do
-    not change. A loss of 0 would not suffice: autograd multiplies its gradient, 0, by the logits,
-    and 0 * NaN is NaN.
+    """logits [T, V], whose ignored rows get a gradient of 0 whatever their values; their statistics
+    do not change. A loss of 0 would not suffice: autograd multiplies its gradient, 0, by the
+    logits, and 0 * NaN is NaN.
     """
     return torch.where(ignored[:, None], logits.detach(), logits)
 
@@ -120,17 +120,18 @@ def combine(
     z_loss: float = 0.0,
     weight_sum: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Loss of each row, before token weights and reduction; 0 for ignored rows:
+    """Loss per row, before token weights and reduction; 0 for ignored rows:
 
         (1 - e) w_y (lse - z_y) + e / V * sum_c w_c (lse - z_c) + z_loss * lse^2
 
     with e = label_smoothing. The differences are computed relative to the peak. Differentiable in
     the statistics.
 
-    stats: of whole rows, with `weighted` where label_smoothing is not 0.   presence: [T], as
-    `presence` returns it.   y_weight: [T], the class weight of each row's target, or None for ones.
-    V: size of the whole vocabulary.   weight_sum: scalar tensor, sum of the class weights; None for
-    V.
+    stats: of whole rows, with `weighted` where label_smoothing is not 0.
+    presence: [T], as `presence` returns it.
+    y_weight: [T], the class weight of each row's target, or None for ones.
+    V: size of the whole vocabulary.
+    weight_sum: scalar tensor, sum of the class weights; None for V.
     """
     loss = stats.log_sum - stats.target
     if y_weight is not None:
@@ -141,17 +142,18 @@ def combine(
             total * stats.log_sum - stats.weighted
         )
     if z_loss:
-        # where: an ignored row's lse may be infinite or NaN, and the gradient 0 times that.
+        # where: an ignored row's lse may be infinite or NaN, and so would 0 times it in the
+        # gradient.
         loss = loss + z_loss * torch.where(presence == 0, 0.0, stats.lse).square()
     return torch.where(presence == 0, 0.0, loss * presence)
 
 
 def entropy(stats: Stats) -> torch.Tensor:
-    """Entropy of softmax z in nats, [T]. `stats` must hold `mean`."""
+    """Entropy of softmax z in nats, [T]. `stats` must have `mean`."""
     return stats.log_sum - stats.mean
 
 
-# ---- losses and their derivatives in the statistics, for one pass over the gradient
+# ---- losses and their derivatives in the statistics, in one pass
 
 
 def losses_in_torch(
@@ -206,7 +208,7 @@ def losses_in_torch(
 
 
 class StatsGradients(NamedTuple):
-    """Gradients of a loss in the statistics of its rows, [T] each; None stands for zeros."""
+    """Gradients of a loss in the statistics of its rows, [T] each; None means zeros."""
 
     log_sum: torch.Tensor | None = None
     target: torch.Tensor | None = None
@@ -251,9 +253,10 @@ def _fake_backward_(
 class Kernels:
     """The kernels of one implementation, without autograd.
 
-    statistics: the launcher of the statistics.   dlogits, dlogits_: the operators of the logits'
-    gradient, the second one in place.   losses: (stats, rows, asked, found, before) -> the total
-    and its derivatives in the statistics.   scale_: acc *= factor, for an upstream gradient.
+    statistics: the launcher of the statistics.
+    dlogits, dlogits_: the operators of the logits' gradient, out of place and in place.
+    losses: (stats, rows, asked, found, before) -> the total and its derivatives in the statistics.
+    scale_: acc *= factor, for an upstream gradient.
     """
 
     def __init__(
@@ -311,8 +314,9 @@ class Kernels:
     ) -> torch.Tensor:
         """The gradient of the logits from the gradients of the statistics, times `scale`.
 
-        stats: peak, log_sum and, for a gradient in the mean, mean are read.   scale: [], [T], or
-        None for 1.   inplace: overwrites the logits' memory, and returns a view of it.
+        stats: peak, log_sum and, for a gradient in the mean, mean are read.
+        scale: [], [T], or None for 1.
+        inplace: overwrites the logits' memory, and returns a view of it.
         """
 
         def vector(g):
@@ -340,7 +344,7 @@ class Kernels:
 
 
 def _scale_in_torch_(acc: torch.Tensor, factor: torch.Tensor) -> None:
-    """acc *= factor [], on a CPU, where reading the factor costs nothing."""
+    """acc *= factor [], on a CPU, where reading the factor is free."""
     if factor.item() != 1:
         acc.mul_(factor)
 
@@ -355,7 +359,7 @@ def triton() -> Kernels:
 
 @functools.cache
 def cute() -> Kernels:
-    """Those in CuTe DSL for sm_90 and sm_100, with losses in PyTorch."""
+    """The kernels in CuTe DSL for sm_90 and sm_100, with losses in PyTorch."""
     from tilewright.kernels import softmax_stats_cute as k
 
     return Kernels.define("cute", k, losses_in_torch, _scale_in_torch_)
@@ -363,7 +367,7 @@ def cute() -> Kernels:
 
 @functools.cache
 def cpp() -> Kernels:
-    """Those in C++ for the CPU (float32 and bfloat16), with losses in PyTorch."""
+    """The kernels in C++ for the CPU (float32 and bfloat16), with losses in PyTorch."""
     return Kernels(
         torch.ops.tilewright.softmax_stats_cpp_forward.default,
         adopt("softmax_stats_cpp_backward", _fake_backward),

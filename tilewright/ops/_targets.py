@@ -1,6 +1,6 @@
-"""Targets of a loss: which rows to learn from, and what a target out of range does.
+"""Targets of a loss: ignored rows, and the handling of a target out of range.
 
-The losses read targets on the device, so that no loss waits for it: a target that is neither in the
+The losses read targets on the device, so that no loss synchronizes: a target that is neither in the
 vocabulary nor ignore_index makes its row's loss and gradient NaN, and the divisor of "mean" does
 not count it. On a CPU, and within `checked_targets`, it is an IndexError.
 """
@@ -48,7 +48,7 @@ def _may_read(target: torch.Tensor) -> bool:
 
 
 def check(target: torch.Tensor, V: int, ignore_index: int) -> None:
-    """Raises IndexError for the first target that is neither in [0, V) nor ignore_index, where the
+    """Raises IndexError for the first target that is neither in [0, V) nor ignore_index, if the
     host may read it.
     """
     if not _may_read(target):
@@ -82,8 +82,8 @@ def _fake_presence(target, V, ignore_index):
     return torch.empty_like(target, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
-# An operator, so that torch.compile leaves the check of values for run time, and one whose result
-# is used, so that it is not removed.
+# An operator, so that torch.compile defers the check of values to run time, with a result that is
+# used, so that it is not removed.
 presence = define("target_presence", _presence, _fake_presence)
 """presence(target int64 [...], V, ignore_index) -> float32 [...]: 1 for a row to learn from, 0
 where target is ignore_index, NaN where it is neither that nor in [0, V) and `check` may not read
@@ -93,8 +93,8 @@ it."""
 def divisor(
     here: torch.Tensor, y_weight: torch.Tensor | None, num_tokens: torch.Tensor | float | None
 ) -> torch.Tensor | float:
-    """The divisor of "mean": num_tokens, or the sum of the weights of the targets to learn from; 1
-    for 0.
+    """The divisor of "mean": num_tokens, or the sum of the non-ignored targets'
+    weights; 1 for 0.
     """
     if num_tokens is None:
         num_tokens = (here == 1).to(here.dtype)
@@ -106,7 +106,7 @@ def divisor(
 
 
 def weight_of(target: torch.Tensor, class_weight: torch.Tensor | None) -> torch.Tensor | None:
-    """[T], the class weight of each target; for a target that is no class, that of some class."""
+    """[T], the class weight of each target; some class's weight for an invalid target."""
     return (
         None if class_weight is None else class_weight[target.clamp(0, class_weight.shape[0] - 1)]
     )

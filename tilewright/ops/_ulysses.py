@@ -1,4 +1,4 @@
-"""Ulysses: each rank trades heads for tokens by an all-to-all, and back."""
+"""Ulysses: ranks exchange heads for tokens by an all-to-all, and back."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ def _exchanged(message, cp):
 
 
 def _heads_for_tokens(tensors, cp):
-    """[B, U h, s, D] each, of own tokens, to [B, h, U s, D] of own heads. One message carries
-    all.
-    """
+    """[B, U h, s, D] each, of own tokens, to [B, h, U s, D] of own heads, all in one message."""
     message = torch.cat(
         [t.unflatten(1, (cp.ulysses_size, -1)).permute(1, 3, 0, 2, 4) for t in tensors], 3
     )
@@ -30,7 +28,7 @@ def _heads_for_tokens(tensors, cp):
 
 
 def _tokens_for_heads(tensors, cp):
-    """The reverse. In memory [s, B, heads, D], which is what a projection reads."""
+    """The reverse. In memory [s, B, heads, D], the layout that a projection reads."""
     message = torch.cat(
         [t.unflatten(2, (cp.ulysses_size, -1)).permute(2, 3, 0, 1, 4) for t in tensors], 3
     )
@@ -43,8 +41,8 @@ class Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, cp):
-        # Query head h reads head h // groups of keys. With each of those `again` times, every rank
-        # gets as many, and its queries read them in order.
+        # Query head h reads head h // groups of keys. With each key head repeated `again` times,
+        # every rank gets as many, and its queries read them in order.
         groups = q.shape[1] // k.shape[1]
         ctx.cp, ctx.again = cp, groups // math.gcd(groups, q.shape[1] // cp.ulysses_size)
         if ctx.again > 1:

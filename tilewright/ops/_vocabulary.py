@@ -12,7 +12,7 @@ from tilewright.ops._targets import within
 
 class _Across(torch.autograd.Function):
     """Statistics of whole rows from those of this rank's shard. Every rank computes the same loss
-    from the result and differentiates it by itself, so gradients are those of the local shard and
+    from the result and differentiates it separately, so gradients are those of the local shard and
     need no communication.
     """
 
@@ -21,15 +21,15 @@ class _Across(torch.autograd.Function):
         reduce = torch.distributed.all_reduce
         op = torch.distributed.ReduceOp
         low = float("-inf")
-        whole = torch.where(log_sum == low, low, peak)  # a shard that is masked out has no peak
+        whole = torch.where(log_sum == low, low, peak)  # a masked-out shard has no peak
         reduce(whole, op.MAX, group)
         whole = finite(whole)
-        shift = peak - whole  # from "relative to this shard's peak" to "relative to the row's"
+        shift = peak - whole  # from relative to this shard's peak to relative to the row's
         share = torch.where(log_sum == low, 0.0, torch.exp(log_sum + shift))
         parts = [share, torch.where(inside, target + shift, 0.0)]
         if weighted is not None:
             parts.append(weighted + total * shift)
-        if mean is not None:  # a shard that is masked out has no mean either
+        if mean is not None:  # a masked-out shard has no mean either
             mean = mean + shift
             parts.append(torch.where(share == 0, 0.0, share * mean))
         parts = torch.stack(parts)
@@ -69,8 +69,10 @@ def across(
     per rank of `group` in rank order. Two all-reduces of at most [4, T] (four with argmax).
     Differentiable in this rank's statistics.
 
-    stats: those of this rank's shard, of the following.   logits: [T, V / world].   target: [T],
-    counted from the shard's first column.   class_weight: [V / world] or None.
+    stats: those of this rank's shard, of the following.
+    logits: [T, V / world].
+    target: [T], relative to the shard's first column.
+    class_weight: [V / world] or None.
     """
     columns = logits.shape[-1]
     total = columns if class_weight is None else class_weight.sum()
@@ -89,7 +91,7 @@ def across(
 
 
 def named(group: torch.distributed.ProcessGroup | None) -> str:
-    """A group's name, since operators' schemas have strings and no groups. `group_of` is the
+    """A group's name, since operators' schemas have strings but no groups. `group_of` is the
     inverse.
     """
     return "" if group is None else group.group_name
@@ -105,7 +107,7 @@ def shard(
     class_weight: torch.Tensor | None,
     group: torch.distributed.ProcessGroup | None,
 ) -> tuple[int, torch.Tensor, torch.Tensor | None]:
-    """(whole vocabulary, target and class weights as this rank's columns see them)."""
+    """(whole vocabulary, target and class weights relative to this rank's columns)."""
     if group is None:
         return columns, target, class_weight
     start = torch.distributed.get_rank(group) * columns
@@ -128,7 +130,7 @@ def shard_stats_eager(
     gradients are 0, where autograd's formulas for logsumexp and softmax give NaN.
     """
     options = softcap, smooth, entropy, argmax
-    if softcap:  # it makes a number of -inf
+    if softcap:  # it makes -inf finite
         return stats_eager(logits, target, class_weight, *options)
     low = float("-inf")
     empty = (logits == low).all(-1)

@@ -1,5 +1,5 @@
-"""A weight as four arguments of an operator, whatever holds it: a tensor, or a quantized one with
-the noise that is added to it. So an operator that multiplies by weights has one schema for all.
+"""A weight as four arguments of an operator: a tensor, or a quantized one with the noise that is
+added to it. So an operator that multiplies by weights has one schema for all.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ DEQUANTIZE: dict[type[Quantized], Op] = {
     MXFP8: DEQUANTIZE_MXFP8,
 }
 FORMATS = ("dense", "nf4", "nvfp4", "block_fp8", "mxfp8")
-_BLOCK_SIZES = {"nf4": 1, "block_fp8": 2}  # integers that a format's block takes; others have none
+_BLOCK_SIZES = {"nf4": 1, "block_fp8": 2}  # integers of a format's block; others have none
 
 
 def check_quantized(q: object) -> None:
-    """Raises TypeError for what is not one of the quantized tensors."""
+    """Raises TypeError unless q is one of the quantized tensors."""
     if type(q) not in DEQUANTIZE:
         raise TypeError(f"q must be an NF4, NVFP4, BlockFP8 or MXFP8, got {type(q).__name__}")
 
@@ -43,7 +43,7 @@ def dequantize(
     implementation: str = "auto",
 ) -> torch.Tensor:
     """`dequantize_nf4`, `dequantize_nvfp4`, `dequantize_block_fp8` or `dequantize_mxfp8`, by q's
-    format, whose arguments these are.
+    format, with the same arguments.
     """
     check_quantized(q)
     options = {} if noise is None else {"noise": noise}
@@ -56,7 +56,7 @@ class Packed(NamedTuple):
     data: the tensor itself, the only one that can have a gradient, or codes; FP8 as bytes, which
         share memory.
     scales: the other tensors of a quantized weight, in its order; FP8 and E8M0 as bytes.
-    ints: the format's place in FORMATS; of a quantized weight also the noise's seed, step and
+    ints: the format's index in FORMATS; for a quantized weight also the noise's seed, step and
         layer, NF4's block_size or block FP8's rows and columns, and the weight's shape.
     alpha: the noise's scale, 0 for none.
     """
@@ -91,7 +91,7 @@ def _packed(format, data, scales, q, block=(), noise=None):
 
 
 def pack(weight: torch.Tensor | Quantized, noise: AQN | None = None) -> Packed:
-    """Raises TypeError for FP8 of another kind: its bytes would be taken for those of this one."""
+    """Raises TypeError for other kinds of FP8: their bytes would be misread as this one's."""
     if isinstance(weight, torch.Tensor):
         return Packed(weight, [], [0], 0.0)
     q = weight
@@ -114,7 +114,7 @@ def _bytes(name, t, dtype):
 
 
 def unpack(p: Packed, dtype: torch.dtype) -> tuple[Quantized, AQN | None]:
-    """The quantized tensor, as one of this dtype, and its noise."""
+    """The quantized tensor, with this dtype, and its noise."""
     shape = tuple(p.shape)
     if p.format == "nf4":
         absmax, nested, offset = p.scales if len(p.scales) == 3 else (*p.scales, None, None)
@@ -129,7 +129,7 @@ def unpack(p: Packed, dtype: torch.dtype) -> tuple[Quantized, AQN | None]:
 
 
 def dense(p: Packed, dtype: torch.dtype, implementation: str | None = None) -> torch.Tensor:
-    """The tensor that a packed weight stands for.
+    """The dense tensor of a packed weight.
 
     implementation: of `dequantize_*`; None: the `unpinned` one.
     """
@@ -142,7 +142,7 @@ def dense(p: Packed, dtype: torch.dtype, implementation: str | None = None) -> t
 
 
 def check_parts(p: Packed) -> None:
-    """For kernels that read a matrix's codes themselves: what `dequantize_*` checks."""
+    """The checks of `dequantize_*`, for kernels that read a matrix's codes directly."""
     N, K = p.shape
     if p.format == "nf4":
         nf4_format.check_parts(p.data, p.scales, N * K, p.block[0])
@@ -157,13 +157,13 @@ def check_parts(p: Packed) -> None:
 
 
 def to_save(*weights: Packed) -> tuple[list[torch.Tensor], list[tuple]]:
-    """The tensors of packed weights, for `save_for_backward`, and what else they are made of."""
+    """The tensors of packed weights, for `save_for_backward`, and their other fields."""
     tensors = [t for w in weights for t in (w.data, *w.scales)]
     return tensors, [(len(w.scales), w.ints, w.alpha) for w in weights]
 
 
 def saved(tensors: Sequence[torch.Tensor], rest: Sequence[tuple]) -> list[Packed]:
-    """The weights of which `to_save` made these."""
+    """The weights from which `to_save` made these."""
     weights, at = [], 0
     for count, ints, alpha in rest:
         weights.append(Packed(tensors[at], list(tensors[at + 1 : at + 1 + count]), ints, alpha))
