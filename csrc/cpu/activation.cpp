@@ -1,7 +1,7 @@
 // silu(gate) * up and gelu(gate) * up on the CPU. The definition is tilewright/ops/activation.py.
 //
-// gate and up are [rows, I] with a row stride each, so that the halves of a packed [rows, 2I] tensor need no copy; the
-// backward writes into halves of a packed gradient the same way.
+// gate and up are [rows, I] with their own row strides, so that the halves of a packed [rows, 2I] tensor need no copy;
+// the backward writes into halves of a packed gradient the same way.
 #include <algorithm>
 
 #include "cpu/common.h"
@@ -17,10 +17,10 @@ enum Kind { SILU = 0, GELU_TANH = 1, GELU_ERF = 2 };
 // least relative error (2.3e-8 for z up to 14.5, fitted by reweighted least squares in 40 digits). Since the tail is a
 // product, it keeps its digits, where 1 + erf(x / sqrt 2) would cancel: evaluated in float the relative error is below
 // 3.2e-7 down to the smallest normal number. z^2 / 2 is up to 100, so that its rounding would be a relative error of
-// 4e-6 in the exponential: fma recovers what the product lost, and to first order it is put back.
+// 4e-6 in the exponential: fma recovers the rounding error of the product, which is added back to first order.
 TW_INLINE void normal(float x, float& cdf, float& density) {
   float z = std::fabs(x);
-  z = z > 15.0f ? 15.0f : z;  // both are 0 there; and the square of a larger z could overflow
+  z = z > 15.0f ? 15.0f : z;  // both are 0 there, and the square of a larger z could overflow
   const float square = z * z, lost = std::fmaf(z, z, -square);
   const float e = exp_(-0.5f * square) * (1.0f - 0.5f * lost);
   const float t = 1.0f / std::fmaf(z, 0.345f, 1.0f);
@@ -92,7 +92,8 @@ void with_kind(int64_t kind, F&& f) {
   return f(std::integral_constant<int, GELU_ERF>{});
 }
 
-// The loops trust sizes and element types. A row may be longer than what is read of it, so columns must be contiguous only.
+// The loops trust sizes and element types. A row may be longer than the part that is read, so only columns must be
+// contiguous.
 void check(const char* name, const Tensor& t, const Tensor& gate) {
   STD_TORCH_CHECK(t.is_cpu() && t.dim() == 2 && (t.numel() == 0 || t.size(1) == 1 || t.stride(1) == 1),
                   "tilewright: ", name, " must be a CPU matrix with contiguous rows");
@@ -119,7 +120,7 @@ void for_pieces(int64_t rows, int64_t columns, F&& f) {
   });
 }
 
-// The address of element (row, column); data pointers are fetched once, not for each row.
+// The address of element (row, column); data pointers are fetched once, not per row.
 template <class T>
 struct Rows {
   T* data;

@@ -1,4 +1,4 @@
-// Adaptive quantization noise by itself. The definition is tilewright/ops/aqn.py.
+// Adaptive quantization noise alone. The definition is tilewright/ops/aqn.py.
 #include <algorithm>
 
 #include "cpu/aqn.h"

@@ -1,5 +1,5 @@
 // Adaptive quantization noise on the CPU: normal values, for other kernels to add. The definition is
-// tilewright/ops/aqn.py; the arithmetic is that of tilewright/kernels/aqn_triton.py, where it is explained.
+// tilewright/ops/aqn.py; the arithmetic is that of tilewright/kernels/aqn_triton.py, which explains it.
 #pragma once
 
 #include "cpu/quantize.h"
@@ -53,10 +53,10 @@ TW_INLINE void normal_turn(uint32_t w, float& cos, float& sin) {
   sin = q & 2 ? -b : b;
 }
 
-// Room that `normals` needs for n elements.
+// Size of the buffer that `normals` needs for n elements.
 constexpr int64_t noise_room(int64_t n) { return n + 6; }
 
-// Normal values of elements first to first + n - 1. Returns where in `room` they begin.
+// Normal values of elements first to first + n - 1. Returns their start in `room`.
 inline const float* normals(const Noise& noise, uint64_t first, int64_t n, float* room) {
   const uint64_t block = first >> 2;
   const int64_t blocks = int64_t(((first + uint64_t(n) + 3) >> 2) - block);

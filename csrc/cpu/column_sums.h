@@ -1,4 +1,4 @@
-// Sums over rows, as gradients of weights are, and weights in float. What adds them up is deterministic: see row_chunks.
+// Sums over rows, as for weight gradients, and weights in float. The additions are deterministic: see row_chunks.
 #pragma once
 
 #include <algorithm>
@@ -7,8 +7,8 @@
 
 namespace tw {
 
-// Float for so many rows of each head, then added in double. A float sum over the rows of a chunk would lose more than
-// the twin's own error from a few thousand rows on.
+// Rows per head that are summed in float, then in double. A float sum over the rows of a chunk would have more error
+// than the twin from a few thousand rows on.
 constexpr int64_t ROWS_A_SUM = 64;
 
 inline void flush(std::vector<float>& part, double* total) {
@@ -16,7 +16,7 @@ inline void flush(std::vector<float>& part, double* total) {
   std::fill(part.begin(), part.end(), 0.0f);
 }
 
-// The chunks' sums [chunks, elements of result], added in their order.
+// Adds the chunks' sums [chunks, elements of result] in their order.
 inline void add_chunks(const std::vector<double>& partial, const Tensor& result) {
   const size_t width = size_t(result.numel());
   dispatch(result, [&](auto e) {

@@ -1,4 +1,4 @@
-// What every CPU kernel shares: element types, a vectorizable exp, argument checks.
+// Shared code of all CPU kernels: element types, a vectorizable exp, argument checks.
 //
 // Kernels are plain loops that the compiler vectorizes; setup.py compiles them once per instruction set.
 // Helpers are TW_INLINE: a loop with a call in it is not vectorized.
@@ -47,7 +47,7 @@ TW_INLINE float load(bf16 x) {
   return f;
 }
 
-// Round to nearest even; NaN becomes the quiet NaN (a carry out of its mantissa could make it infinity or zero).
+// Rounds to nearest even; NaN becomes the quiet NaN (a carry out of its mantissa could make it infinity or zero).
 TW_INLINE void store(float* p, float x) { *p = x; }
 TW_INLINE void store(bf16* p, float x) {
   uint32_t u;
@@ -56,7 +56,7 @@ TW_INLINE void store(bf16* p, float x) {
   p->bits = uint16_t((x != x ? 0x7FC00000u : rounded) >> 16);
 }
 
-// What a value becomes when it is rounded to T and read back.
+// A value rounded to T and read back.
 TW_INLINE float round_to(float x, const float*) { return x; }
 TW_INLINE float round_to(float x, const bf16*) {
   bf16 r;
@@ -64,11 +64,11 @@ TW_INLINE float round_to(float x, const bf16*) {
   return load(r);
 }
 
-// exp(x) for float: x = n ln2 + r with |r| <= ln2 / 2, a degree-6 polynomial for exp(r), then a scale by 2^n
-// in two halves so that results down to the smallest subnormal are right. About 1 ulp; exp(-inf) = 0, and NaN
-// stays NaN. Branch-free, so that it vectorizes.
+// exp(x) for float: x = n ln2 + r with |r| <= ln2 / 2, a degree-6 polynomial for exp(r), then a scale by 2^n in two
+// halves so that results down to the smallest subnormal are right. About 1 ulp; exp(-inf) = 0, and NaN stays NaN.
+// Branch-free, so that it vectorizes.
 TW_INLINE float exp_(float x) {
-  float c = x > 88.8f ? 88.8f : x;  // written so that NaN passes through
+  float c = x > 88.8f ? 88.8f : x;  // written so that NaN propagates
   c = c < -104.0f ? -104.0f : c;
   float n = std::nearbyintf(c * 1.44269504088896341f);
   float r = std::fmaf(n, -0.693359375f, c);
@@ -97,7 +97,7 @@ TW_INLINE void sigmoid_pair(float x, float& s, float& q) {
   q = x < 0 ? near : far;
 }
 
-// Long sums are taken in blocks of this many elements, each in float, and the blocks are added in double: the error
+// Long sums are computed in blocks of this many elements, each in float, and the blocks are added in double: the error
 // stays at a few ulp for rows of any length.
 constexpr int64_t SUM_BLOCK = 1024;
 
@@ -114,13 +114,13 @@ const T* in(const std::optional<Tensor>& t) {
   return t.has_value() ? reinterpret_cast<const T*>(t->const_data_ptr()) : nullptr;
 }
 
-// Asks for huge pages behind a large result before it is first written. glibc maps every block above 32 MiB anew and
-// unmaps it when it is freed, so that such a result comes in pages of 4 KiB which the kernel maps and clears one by one:
-// that takes longer than most ops here. Advice only: where huge pages are off, nothing changes.
+// Requests huge pages for a large result before its first write. glibc maps every block above 32 MiB afresh and
+// unmaps it when it is freed, so such a result comes in pages of 4 KiB that the kernel maps and clears one by one: that
+// takes longer than most ops here. Advice only: where huge pages are off, nothing changes.
 constexpr int64_t HUGE_BYTES = 32 << 20;
 
-// Whether so many bytes of huge pages (2 MiB, order 9) lie free. A kernel without them makes some when they are asked for,
-// by moving what others hold, and the first write waits for that: 120 to 260 ms for a result of 224 MiB.
+// Whether this many bytes of huge pages (2 MiB, order 9) are free. A kernel without them creates some on demand, by
+// moving the pages of other processes, and the first write waits for that: 120 to 260 ms for a result of 224 MiB.
 inline bool huge_pages_free(uintptr_t bytes) {
   FILE* file = fopen("/proc/buddyinfo", "r");
   if (file == nullptr) return true;
@@ -158,7 +158,7 @@ inline Tensor huge(Tensor t) {
   return t;
 }
 
-// Calls f with a value of the C++ type that holds a tensor's elements: dispatch(x, [&](auto t) { using T = decltype(t); ... }).
+// Calls f with a value of the C++ type of a tensor's elements: dispatch(x, [&](auto t) { using T = decltype(t); ... }).
 template <class F>
 void dispatch(const Tensor& t, F&& f) {
   switch (t.scalar_type()) {
@@ -172,11 +172,12 @@ inline void check_row_major(const char* name, const Tensor& t) {
   STD_TORCH_CHECK(t.is_cpu() && t.is_contiguous(), "tilewright: ", name, " must be a contiguous CPU tensor");
 }
 
-// Rows per task such that a task moves at least ~32k elements: below that, waking a thread costs more than the work.
+// Rows per task such that a task processes at least ~32k elements: below that, waking a thread costs more than the
+// work.
 inline int64_t grain(int64_t columns) { return columns >= 32768 ? 1 : 32768 / (columns > 0 ? columns : 1); }
 
-// Column sums over rows (weight gradients) are split into a number of chunks that depends on the row count alone,
-// never on the thread count, and added in order: results are the same bits on any number of threads.
+// Column sums over rows (weight gradients) are split into a number of chunks that depends on the row count alone, never
+// on the thread count, and added in order: the same bits on any number of threads.
 inline int64_t row_chunks(int64_t rows) { return rows < 16 ? (rows > 0 ? rows : 1) : 16; }
 
 }  // namespace tw

@@ -1,6 +1,6 @@
-// silu(gate) * up, RMSNorm and add + RMSNorm with their results in FP8 on the CPU, in blocks of 1 x 128, or in MXFP8. The
-// definitions are tilewright/ops/fused_quantize.py. What is quantized is rounded to the inputs' dtype first, in a buffer that stays in
-// cache: the bytes are those of the two ops one after the other.
+// silu(gate) * up, RMSNorm and add + RMSNorm with FP8 results on the CPU, in blocks of 1 x 128, or in MXFP8. The
+// definitions are tilewright/ops/fused_quantize.py. Values are rounded to the inputs' dtype before quantization, in a
+// buffer that stays in cache: the bytes are those of the two ops in sequence.
 #include <algorithm>
 
 #include "cpu/quantize.h"
@@ -12,14 +12,14 @@ namespace {
 template <class S>
 constexpr int64_t BLOCK = std::is_same_v<S, float> ? 128 : 32;   // columns that share a scale
 
-// f with a value of the type of scales.
+// Calls f with a value of the scales' type.
 template <class F>
 void with_scales(bool mx, F&& f) {
   if (mx) return f(uint8_t{});
   return f(float{});
 }
 
-// A row's blocks. row: its number, of rows of n elements. inverse: of the row.
+// Quantizes a row's blocks. row: its number, for rows of n elements. inverse: of the row.
 template <class S, class T>
 void quantize_row(const T* x, int64_t row, int64_t first, int64_t last, int64_t n, std::optional<int64_t> seed,
                   std::vector<uint32_t>& words, uint8_t* code, S* inverse) {
@@ -82,7 +82,7 @@ std::tuple<Tensor, Tensor> silu_mul_quantize(Tensor gate, Tensor up, std::option
   return {data, inverse};
 }
 
-constexpr int64_t SIDE = 32, WIDE = 256;  // rows and columns of a tile that is also turned: 16 KiB of bf16, 32 of float
+constexpr int64_t SIDE = 32, WIDE = 256;  // tile that is also transposed: 16 KiB of bf16, 32 of float
 
 // In MXFP8, and the transposes of matrices of R rows.
 std::tuple<Tensor, Tensor, Tensor, Tensor> silu_mul_mxfp8_both(Tensor gate, Tensor up, int64_t R,
@@ -126,8 +126,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> silu_mul_mxfp8_both(Tensor gate, Tens
   return {data, scale, turned, turned_scale};
 }
 
-// keep: also returns what was quantized; otherwise nothing in its place. The last is the sum with the residual, or
-// nothing.
+// keep: also returns the quantized values; otherwise an empty tensor. The last result is the sum with the residual, or
+// empty.
 std::tuple<Tensor, Tensor, Tensor, Tensor> rmsnorm_quantize(Tensor x, std::optional<Tensor> residual, Tensor weight,
                                                             std::optional<Tensor> bias, double eps, double offset,
                                                             bool round_xhat, std::optional<int64_t> seed, bool keep,

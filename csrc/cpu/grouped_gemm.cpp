@@ -1,20 +1,20 @@
-// One product an expert on the CPU. The definition is tilewright/ops/grouped_gemm.py.
+// One product per expert on the CPU. The definition is tilewright/ops/grouped_gemm.py.
 //
-// R = rows, E = experts, x [R, K], weight [E, N, K], dy and y [R, N]. Every result element is one thread's work, and
-// summed in an order that depends on shapes alone: the same bits on any number of threads, where the product is made
-// here. ATen's sums (see below) may depend on it.
+// R = rows, E = experts, x [R, K], weight [E, N, K], dy and y [R, N]. A single thread computes each result element,
+// summed in an order that depends on shapes alone: the same bits on any number of threads, for products that are
+// computed here. ATen's sums (see below) may depend on it.
 //
-// With AVX-512 the products are made here, for bfloat16 with its dot-product instruction. Two kernels, both of 24 sums
-// in registers, which is more than hides the latency of two multiply-adds a cycle:
-//   dot:    y. x and weight both run along what is summed over, so neither is rearranged, and a weight is read once
-//           from memory: with few rows an expert that is all the time it takes.
+// With AVX-512 the products are computed here, for bfloat16 with its dot-product instruction. Two kernels, both with 24
+// sums in registers, which is more than hides the latency of two multiply-adds per cycle:
+//   dot:    y. x and weight both run along the summed dimension, so neither is rearranged, and a weight is read once
+//           from memory: with few rows per expert that is all the time it takes.
 //   outer:  dx and dweight, where that is the slow dimension of one factor, or of both. 64 columns of it are packed
-//           (bfloat16: rows in pairs, as the instruction wants them), the other factor is broadcast.
+//           (bfloat16: rows in pairs, as the instruction requires), the other factor is broadcast.
 // Without it each expert's product is ATen's; and so are those of bfloat16 for experts with many rows, where oneDNN's
 // kernels are 5 to 30 % faster (AMD EPYC 9005; in float32 ATen's take 1.2 to 2 times as long at any number of rows).
 //
 // A task is a block of columns for one expert, blocks outermost: torch gives each thread a run of tasks, and so every
-// thread gets a like share of every expert, however unequal they are.
+// thread gets an equal share of every expert, however unequal they are.
 #include "cpu/product.h"
 
 namespace tw {
@@ -22,11 +22,11 @@ namespace {
 
 struct Group {
   int64_t begin, end;
-  bool done = false;  // another kernel has taken it
+  bool done = false;  // another kernel has computed it
   int64_t rows() const { return end - begin; }
 };
 
-// The rows of each expert. Offsets were checked above this operator; here they may not lead out of memory.
+// The rows of each expert. Offsets were checked above this operator; here they are only kept within memory.
 std::vector<Group> groups(const Tensor& offsets, int64_t rows) {
   check_row_major("offsets", offsets);
   STD_TORCH_CHECK(offsets.dim() == 1 && offsets.scalar_type() == ScalarType::Int && offsets.numel() > 0,
@@ -76,15 +76,15 @@ Tensor part(const Tensor& t, Group g) {
   return torch::stable::narrow(copy, 0, g.begin, g.rows());
 }
 
-// ---- products made here
+// ---- products computed here
 
 #ifdef TW_OWN_PRODUCTS
 
 constexpr int64_t DOT_ROWS = 4, DOT_COLUMNS = 6;   // 24 sums, 6 weights and an x: 31 of 32 registers
-constexpr int64_t L2_BYTES = 512 << 10;   // of a core's second-level cache, what a block of weights may take
+constexpr int64_t L2_BYTES = 512 << 10;  // of a core's second-level cache, for a block of weights
 constexpr int64_t PANEL_UNITS = STEPS * 256;  // all panels, in units of four bytes: 256 KiB of the second-level cache
-constexpr int64_t SUMS = 32768;               // that wait in memory from one panel to the next
-constexpr int64_t LOW_ROWS = 32, LOW_STEPS = 64;  // with few rows reading takes longest, and wants long runs of memory
+constexpr int64_t SUMS = 32768;  // sums in memory between panels
+constexpr int64_t LOW_ROWS = 32, LOW_STEPS = 64;  // with few rows, reads dominate and need long runs of memory
 
 // y[m][n] = <x[m], w[n]>, of vectors of K elements.
 template <class P, int M, int N>
@@ -124,27 +124,27 @@ TW_BF16 void dot_rows(const typename P::T* x, int64_t x_stride, const typename P
   for (; n < columns; ++n) dot_tile<P, M, 1>(x, x_stride, w + n * K, K, K, y + n, y_stride);
 }
 
-// What a thread works in.
+// A thread's buffers.
 struct Scratch {
   std::vector<uint32_t> panels = std::vector<uint32_t>(size_t(PANEL_UNITS));
   std::vector<float> sums = std::vector<float>(size_t(SUMS));
 };
 
-// The largest blocks that `outer_block` takes a product in.
+// The largest blocks into which `outer_block` splits a product.
 struct Shape {
   int64_t rows, steps, columns;
 };
 
 Shape shape_of(int64_t rows, int64_t steps, int64_t columns) {
   const int64_t all = (columns + OUTER_COLUMNS - 1) / OUTER_COLUMNS * OUTER_COLUMNS;
-  if (steps <= STEPS)  // one panel of each column: no sums wait
+  if (steps <= STEPS)  // one panel per column: no sums in memory
     return {rows, steps, std::min(all, PANEL_UNITS / std::max<int64_t>(steps, 1) / OUTER_COLUMNS * OUTER_COLUMNS)};
   const int64_t high = rows <= LOW_ROWS ? LOW_STEPS : STEPS, width = std::min(all, PANEL_UNITS / high);
   return {std::min(rows, SUMS / width), high, width};
 }
 
-// to [rows, columns] = the sum over `sum` elements of a and b, of which packer(first step, steps, panels) packs steps.
-// columns: at most those of the shape.
+// Writes to `to` [rows, columns] the sum over `sum` elements of a and b; packer(first step, steps, panels) packs steps
+// of b. columns: at most those of the shape.
 template <class P, class Packer>
 void outer_block(Shape shape, int64_t rows, Broadcast a, Packer&& packer, int64_t sum, int64_t columns,
                  typename P::T* to, int64_t stride, Scratch& scratch) {
@@ -168,7 +168,7 @@ void outer_block(Shape shape, int64_t rows, Broadcast a, Packer&& packer, int64_
   }
 }
 
-// From so many rows on it pays to transpose the weights and so to save `dot_tile` its sums across a register.
+// From this many rows on it pays to transpose the weights, which saves `dot_tile` its sums across a register.
 constexpr int64_t MANY = 48;
 
 template <class P>
@@ -218,12 +218,12 @@ void product(const Tensor& x, const Tensor& w, const std::vector<Group>& experts
   });
 }
 
-// to [M, columns] for very few rows, with every element of the weights read once, in the order of memory, and used from
-// a register: sums are in the first-level cache. a(m, n) = d[m * d_stride + n].
+// to [M, columns] for very few rows: every element of the weights is read once, in memory order, and used from a
+// register, with the sums in the first-level cache. a(m, n) = d[m * d_stride + n].
 template <int M>
 void few_rows(const float* d, int64_t d_stride, const float* w, int64_t w_stride, int64_t N, int64_t columns, float* to,
               int64_t stride, float* sums) {
-  constexpr int TOGETHER = 6;  // rows of weights; the numbers that they are multiplied by stay in registers
+  constexpr int TOGETHER = 6;  // rows of weights; their multipliers stay in registers
   const int64_t wide = (columns + 15) / 16 * 16;
   std::memset(sums, 0, size_t(M * wide) * sizeof(float));
   for (int64_t n = 0; n < N; n += TOGETHER) {
@@ -256,8 +256,8 @@ void few_rows(const float* d, int64_t d_stride, const float* w, int64_t w_stride
       _mm512_mask_storeu_ps(to + m * stride + c, first_of(columns - c), _mm512_loadu_ps(sums + m * wide + c));
 }
 
-// Two rows of weights are interleaved in a register, which leaves 32 columns as two vectors of sums: of each 128 bits of
-// weights, the first four columns and the last four.
+// Two rows of weights are interleaved in a register, which leaves 32 columns as two vectors of sums: of each 128 bits
+// of weights, the first four columns and the last four.
 template <int M>
 TW_BF16 void few_rows(const bf16* d, int64_t d_stride, const bf16* w, int64_t w_stride, int64_t N, int64_t columns,
                       bf16* to, int64_t stride, float* sums) {
@@ -306,8 +306,8 @@ TW_BF16 void few_rows(const bf16* d, int64_t d_stride, const bf16* w, int64_t w_
     }
 }
 
-constexpr int64_t FEW = 4;             // rows that `few_rows` is faster for than packing is
-constexpr int64_t FEW_COLUMNS = 1024;  // of a task, for both threads and caches
+constexpr int64_t FEW = 4;  // rows up to which `few_rows` is faster than packing
+constexpr int64_t FEW_COLUMNS = 1024;  // per task, for both threads and caches
 
 template <class P>
 void few_x(const Group& g, const typename P::T* d, int64_t d_stride, const typename P::T* w, int64_t w_stride,
@@ -368,7 +368,7 @@ void outer_x(const Tensor& dy, const Tensor& w, const std::vector<Group>& expert
 template <class P>
 void outer_weight(const Tensor& dy, const Tensor& x, const std::vector<Group>& experts, const Tensor& dw) {
   using T = typename P::T;
-  constexpr int64_t HEIGHT = 96;  // rows of dweight a task: a matrix has enough tasks for all threads
+  constexpr int64_t HEIGHT = 96;  // rows of dweight per task: a matrix has enough tasks for all threads
   const int64_t N = dy.size(1), K = x.size(1), blocks = (N + HEIGHT - 1) / HEIGHT;
   const int64_t E = int64_t(experts.size()), d_stride = dy.stride(0), x_stride = x.stride(0);
   const T *pd = in<T>(dy), *px = in<T>(x);
@@ -406,7 +406,7 @@ void outer_weight(const Tensor& dy, const Tensor& x, const std::vector<Group>& e
   });
 }
 
-// Calls f with Float or Half, if the products are to be made here.
+// Calls f with Float or Half, if the products are computed here.
 template <class F>
 bool own(const Tensor& t, F&& f) {
   if (t.scalar_type() == ScalarType::Float) {
@@ -425,12 +425,12 @@ bool own(const Tensor& t, F&& f) {
 // Rows of a bfloat16 expert from which on ATen is faster.
 constexpr int64_t ATEN_FORWARD = 32, ATEN_BACKWARD = 192;
 
-// Whether an expert's product is left to ATen where other experts' are not.
+// Whether an expert's product is left to ATen while others are computed here.
 bool for_aten(const Tensor& t, const Group& g, int64_t from) {
   return t.scalar_type() == ScalarType::BFloat16 && g.rows() >= from;
 }
 
-// Calls f(expert) for those that ATen takes: all, or with products made here too, those with so many rows.
+// Calls f(expert) for those that ATen computes: all, or, with products computed here too, those with this many rows.
 template <class F>
 void each_for_aten(const Tensor& t, std::vector<Group>& experts, int64_t from, F&& f) {
 #ifdef TW_OWN_PRODUCTS

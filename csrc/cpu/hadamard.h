@@ -1,4 +1,4 @@
-// The block Hadamard transform of a row, for the op and for the quantization behind it. The definition is
+// The block Hadamard transform of a row, for the op and for the quantization that follows it. The definition is
 // tilewright/ops/hadamard.py.
 //
 // Sums are in the definition's order, and products are by +-1 or one rounded product at the end: the same bits.
@@ -8,8 +8,8 @@
 
 namespace tw {
 
-// Bit i: the sign of position i in a block is negative. None without a seed. The lowest bits of the words, of which
-// rounding at random uses the upper 24.
+// Bit i is set if the sign of position i in a block is negative; 0 without a seed. The lowest bits of the words, of
+// which stochastic rounding uses the upper 24.
 inline uint32_t sign_mask(std::optional<int64_t> seed) {
   uint32_t mask = 0;
   if (seed.has_value()) {
@@ -26,7 +26,7 @@ inline void check_size(int64_t size, int64_t columns) {
   STD_TORCH_CHECK(columns % size == 0, "tilewright: columns must divide by ", size, ", got ", columns);
 }
 
-// Eight lanes: what AVX has in one register, and the compiler splits where registers are shorter.
+// Eight lanes: one AVX register; the compiler splits it where registers are shorter.
 typedef float f8 __attribute__((vector_size(32)));
 
 TW_INLINE void butterflies(f8& v) {
@@ -64,7 +64,7 @@ TW_INLINE void hadamard_block(const T* x, const float* signs, U* y) {
   for (int i = 0; i < SIZE; ++i) store(y + i, INVERSE ? flat[i] * scale * signs[i] : flat[i] * scale);
 }
 
-// n elements, which divide by size.
+// n elements, a multiple of size.
 template <bool INVERSE, class T, class U>
 void hadamard_row(const T* x, int64_t n, int64_t size, uint32_t mask, U* y) {
   alignas(32) float signs[32];

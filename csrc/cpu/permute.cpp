@@ -1,6 +1,7 @@
-// Sorting slots by expert, and moving rows there and back, on the CPU. The definitions are in tilewright/ops/permute.py.
+// Sorting slots by expert, and moving rows there and back, on the CPU. The definitions are in
+// tilewright/ops/permute.py.
 //
-// T = tokens, K = experts a token, R = T * K slots and rows, E = experts, H = columns. The counting sort splits slots
+// T = tokens, K = experts per token, R = T * K slots and rows, E = experts, H = columns. The counting sort splits slots
 // into chunks that depend on R alone. Rows move by token: a row of x is read once and written K times, or K rows are
 // read and summed in float, in the order of k.
 #include <algorithm>
@@ -29,7 +30,7 @@ void check_weight(const Tensor& weight, const Tensor& position) {
                   "tilewright: weight must be float32, one for each position");
 }
 
-// A negative position is a slot without a row; none may lie outside of rows.
+// A negative position is a slot without a row; none may be outside of rows.
 void check_rows(const int32_t* position, int64_t R) {
   int32_t top = -1;
   TW_SIMD_MAX(top)
@@ -40,7 +41,7 @@ void check_rows(const int32_t* position, int64_t R) {
 template <class I>
 void sort_slots(const I* index, int64_t R, int64_t E, int32_t* offsets, int32_t* slots, int32_t* position) {
   const int64_t chunks = std::min<int64_t>(16, std::max<int64_t>(1, R / 16384)), buckets = E + 1;
-  std::vector<int64_t> next(size_t(chunks * buckets));  // of each chunk and expert: its count, then its next row
+  std::vector<int64_t> next(size_t(chunks * buckets));  // per chunk and expert: its count, then its next row
   const auto bucket = [&](int64_t slot) {
     const int64_t e = int64_t(index[slot]);
     return e < 0 || e > E ? E : e;
@@ -93,7 +94,7 @@ std::tuple<Tensor, Tensor, Tensor> sort(Tensor expert_index, int64_t num_experts
   return {offsets, slots, position};
 }
 
-// The number of rows that slots have; those after it belong to none.
+// The number of rows that slots use; the rows after it are unused.
 int64_t used(const int32_t* position, int64_t R) {
   int64_t n = 0;
   TW_SIMD_SUM(n)
@@ -101,7 +102,7 @@ int64_t used(const int32_t* position, int64_t R) {
   return n;
 }
 
-// Clears those of token t's K rows that no slot has.
+// Clears those of token t's K rows that no slot uses.
 template <class X>
 TW_INLINE void clear(X* rows, int64_t t, int64_t K, int64_t H, int64_t first) {
   const int64_t begin = std::max(first, t * K), end = (t + 1) * K;
@@ -143,7 +144,7 @@ Tensor spread(Tensor x, Tensor position, std::optional<Tensor> offsets) {
 }
 
 constexpr int64_t PIECE = 1024;  // columns of a sum that stays in the first-level cache
-constexpr int64_t PART = 256;    // of a product that is summed in float, before double
+constexpr int64_t PART = 256;  // elements of a product that are summed in float, before double
 
 Tensor collect(Tensor rows, std::optional<Tensor> weight, Tensor position) {
   check_position(position);
@@ -185,7 +186,7 @@ Tensor collect(Tensor rows, std::optional<Tensor> weight, Tensor position) {
   return y;
 }
 
-// Gradients of rows and of weight; the latter is empty where rows are not given.
+// Gradients of rows and of weight; the latter is empty if rows are not given.
 std::tuple<Tensor, Tensor> backward(Tensor dy, std::optional<Tensor> rows, Tensor weight, Tensor position) {
   check_position(position);
   const int64_t T = position.size(0), K = position.size(1), R = T * K;

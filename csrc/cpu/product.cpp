@@ -1,11 +1,11 @@
-// out (+)= scale * a b on the CPU, in the float32 that products are summed in.
+// out (+)= scale * a b on the CPU, accumulated in float32.
 //
 // a [M, S], b [S, N], both float32 or both bfloat16, rows or columns contiguous; out [M, N] float32, rows contiguous.
-// With AVX-512 only (bfloat16: and its dot-product instruction): `product_cpp_takes` tells. ATen has no product of 16-bit
-// factors with a float32 result on a CPU, and its float32 products took 1.5 to 2.4 times as long as these (MKL on an AMD
-// EPYC 9005).
+// With AVX-512 only (bfloat16: and its dot-product instruction): see `product_cpp_takes`. ATen has no product of 16-bit
+// factors with a float32 result on a CPU, and its float32 products took 1.5 to 2.4 times as long as these (MKL on an
+// AMD EPYC 9005).
 //
-// A task is a block of rows by a block of columns. Every element is one thread's work, and summed in an order that
+// A task is a block of rows by a block of columns. A single thread computes each element, summed in an order that
 // depends on shapes alone: the same bits on any number of threads.
 #include "cpu/product.h"
 
@@ -22,12 +22,12 @@ bool product_takes(ScalarType type) {
 
 #ifdef TW_OWN_PRODUCTS
 
-// Of a task: its sums, its packed columns and its rows are in the second-level cache together.
+// Per task: its sums, its packed columns and its rows fit in the second-level cache together.
 constexpr int64_t ROWS = 256, COLUMNS = 192, PANEL_STEPS = 192;
 
 int64_t divided(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
-// n in equal blocks of at most `most`, each a multiple of `unit`.
+// Splits n into equal blocks of at most `most`, each a multiple of `unit`.
 int64_t even(int64_t n, int64_t most, int64_t unit) { return divided(divided(n, divided(n, most)), unit) * unit; }
 
 struct Factor {
@@ -43,14 +43,14 @@ void multiply(Factor a, Factor b, int64_t M, int64_t S, int64_t N, float* out, i
   const int64_t height = even(M, ROWS, OUTER_ROWS), width = even(N, COLUMNS, OUTER_COLUMNS);
   const int64_t all = steps_of(S, PAIR), length = even(all, PANEL_STEPS, 1);
   const int64_t down = divided(M, height), across = divided(N, width);
-  // Of a that is read where it lies, a step is the next four bytes of a row; the last bfloat16 of an odd row has no
-  // partner there.
+  // If a is read in place, a step is the next four bytes of a row; the last bfloat16 of an odd row has no partner
+  // there.
   const bool direct = a.column == 1 && S % PAIR == 0;
   torch::stable::parallel_for(0, down * across, 1, [&](int64_t lo, int64_t hi) {
     std::vector<uint32_t> panels(size_t(width * length)), rows(direct ? 0 : size_t(height * length));
     std::vector<float> sums(all > length ? size_t(height * width) : 0);
     for (int64_t task = lo; task < hi; ++task) {
-      // Tasks of the same columns are neighbors where there are many columns, else those of the same rows.
+      // Tasks of the same columns are neighbors if there are many columns, else those of the same rows.
       const int64_t i = N > M ? task % down : task / across, j = N > M ? task / down : task % across;
       const int64_t m0 = i * height, m1 = std::min(M, m0 + height), n0 = j * width, n = std::min(width, N - n0);
       for (int64_t s = 0; s < all; s += length) {
@@ -91,7 +91,7 @@ void multiply(Factor a, Factor b, int64_t M, int64_t S, int64_t N, float* out, i
   });
 }
 
-// With a stride of 1 in one dimension, and rows of pairs where bfloat16 is read in pairs along them.
+// t, copied unless one dimension has stride 1, with evenly many rows if bfloat16 is read in pairs along them.
 Tensor along(const Tensor& t, bool pairs) {
   STD_TORCH_CHECK(t.is_cpu() && t.dim() == 2, "tilewright: a and b must be CPU matrices");
   const bool rows = t.stride(1) == 1, columns = t.stride(0) == 1;

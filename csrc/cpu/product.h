@@ -1,6 +1,6 @@
 // Tiles of matrix products with AVX-512, for bfloat16 with its dot-product instruction: 24 sums in registers, which is
-// more than hides the latency of two multiply-adds a cycle. One factor is packed (64 columns of it; bfloat16: rows in
-// pairs, as the instruction wants them), the other one is broadcast. Sums are float32.
+// more than hides the latency of two multiply-adds per cycle. One factor is packed (64 columns of it; bfloat16: rows in
+// pairs, as the instruction requires), the other one is broadcast. Sums are float32.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include <immintrin.h>
 #define TW_OWN_PRODUCTS 1
-// setup.py asks for x86-64-v4, which has no bfloat16: what is called only where the processor has it.
+// setup.py compiles for x86-64-v4, which has no bfloat16: called only where the processor has it.
 #define TW_BF16 __attribute__((target("avx512bf16")))
 #endif
 
@@ -24,14 +24,14 @@ inline bool has_bf16() {
 }
 
 constexpr int64_t OUTER_ROWS = 6, OUTER_COLUMNS = 64;  // 24 sums, 4 of the packed factor and one of the other
-// Steps of a packed panel of 64 columns. Also the longest sum in one register: those of panels are added, so that the
+// Steps of a packed panel of 64 columns. Also the longest sum in one register: the panels' sums are added, so that the
 // error of a sum over many thousand rows stays small.
 constexpr int64_t STEPS = 256;
 
 // A mask of the first n of 16.
 TW_INLINE __mmask16 first_of(int64_t n) { return n >= 16 ? __mmask16(0xFFFF) : __mmask16((1u << n) - 1); }
 
-// 64 bytes of each of two vectors, multiplied and added in pairs; n elements are left.
+// 64 bytes of each of two vectors, multiplied and added in pairs; n: remaining elements.
 struct Float {
   using T = float;
   using Vector = __m512;
@@ -59,16 +59,15 @@ struct Half {
   }
 };
 
-// The factor that is broadcast: 4 bytes (a float, or two bfloat16 that are summed over together) for row m and step s,
-// at base + m * row + s * step bytes.
+// The factor that is broadcast: 4 bytes (a float, or two bfloat16 that are summed together) for row m and step s, at
+// base + m * row + s * step bytes.
 struct Broadcast {
   const char* base;
   int64_t row, step;
 };
 
-// M rows of 64 columns: the sum over steps of a(m, s) * b[s], and with `add` of sums[m], what was summed before. to[m]
-// takes scale times the result, rounded, with `onto` (float alone) added to what it holds; where there is no `to`,
-// sums[m] takes it.
+// M rows of 64 columns: the sum over steps of a(m, s) * b[s], plus, with `add`, the previous sums[m]. to[m] receives
+// scale times the result, rounded, plus its old value with `onto` (float only); without `to`, sums[m] receives it.
 template <class P, int M, class To>
 TW_BF16 void outer_tile(Broadcast a, const uint32_t* b, int64_t steps, float* sums, bool add, To* to, int64_t stride,
                         int64_t columns, float scale = 1, bool onto = false) {
@@ -117,8 +116,8 @@ void outer_tiles(int64_t rows, Broadcast a, const uint32_t* b, int64_t steps, fl
   }
 }
 
-// One step of a packed factor: a row of a matrix, or of bfloat16 two rows (one, and zeros, where there is no second).
-// What is past the columns is 0.
+// One step of a packed factor: a row of a matrix, or for bfloat16 two rows (one, and zeros, if there is no second).
+// Elements past the columns are 0.
 template <class T>
 TW_INLINE void pack(const T* row, const T* second, int64_t columns, uint32_t* to, int64_t width) {
   if constexpr (sizeof(T) == 4) {
@@ -132,7 +131,7 @@ TW_INLINE void pack(const T* row, const T* second, int64_t columns, uint32_t* to
   for (int64_t c = columns; c < width; ++c) to[c] = 0;
 }
 
-// `steps` steps of n rows, into panels of 64 columns. A step at a time, as memory lies.
+// `steps` steps of n rows, into panels of 64 columns. One step at a time, in memory order.
 template <int PAIR, class T>
 void pack_panels(const T* from, int64_t stride, int64_t n, int64_t steps, int64_t columns, uint32_t* panels) {
   for (int64_t s = 0; s < steps; ++s) {
@@ -146,7 +145,8 @@ void pack_panels(const T* from, int64_t stride, int64_t n, int64_t steps, int64_
   }
 }
 
-// 16 rows of 16 units (those from `rows` and `units` on are 0), `stride` apart, to 16 columns of 64 units' width.
+// Transposes 16 rows of 16 units (those from `rows` and `units` on are 0), `stride` apart, to 16 columns of 64 units'
+// width.
 TW_INLINE void transpose(const uint32_t* from, int64_t stride, int64_t rows, int64_t units, uint32_t* to) {
   __m512i a[16], b[16];
   const __mmask16 mask = first_of(units);
@@ -156,7 +156,7 @@ TW_INLINE void transpose(const uint32_t* from, int64_t stride, int64_t rows, int
     b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
     b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
   }
-  for (int i = 0; i < 16; i += 4)  // a[i + j]: of each 128 bits' fourth j, rows i to i + 3
+  for (int i = 0; i < 16; i += 4)  // a[i + j]: fourth j of each 128 bits, rows i to i + 3
     for (int j = 0; j < 2; ++j) {
       a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
       a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
@@ -172,7 +172,7 @@ TW_INLINE void transpose(const uint32_t* from, int64_t stride, int64_t rows, int
   for (int i = 0; i < 16 && i < units; ++i) _mm512_storeu_si512(to + i * OUTER_COLUMNS, b[i]);
 }
 
-// `steps` units of each of `columns` rows, `stride` units apart, as panels whose columns those rows are.
+// Packs `steps` units of each of `columns` rows, `stride` units apart, as panels whose columns are those rows.
 inline void pack_transposed(const uint32_t* from, int64_t stride, int64_t steps, int64_t columns, uint32_t* panels) {
   const int64_t padded = (columns + OUTER_COLUMNS - 1) / OUTER_COLUMNS * OUTER_COLUMNS;
   for (int64_t c = 0; c < padded; c += 16)

@@ -2,9 +2,9 @@
 // tilewright/ops/qk_norm_rope.py.
 //
 // qkv is [B, S, (HQ + 2 HK) D] with a contiguous last dimension; q, k, v and their gradients are [B, H, S, D] with any
-// strides but that. q and k may be qkv's own. Sums as in rmsnorm.cpp: a head's in float over SUM_BLOCK elements, the
+// other strides. q and k may be those in qkv. Sums as in rmsnorm.cpp: a head's in float over SUM_BLOCK elements, the
 // weights' gradients in float over about ROWS_A_SUM heads, both in double beyond. Between the norm and the rotation a
-// head waits in float.
+// head is stored in float.
 #include <algorithm>
 
 #include "cpu/rmsnorm.h"
@@ -27,7 +27,7 @@ struct Heads {
   bool interleaved;
 };
 
-// One head: y, and 1 / rms of x where there are weights w. room: D elements.
+// One head: y, and 1 / rms of x with weights w. room: D elements.
 template <class T>
 float write_head(const T* x, T* y, const float* w, const float* c, const float* s, float* room, Heads n) {
   if (w == nullptr) {
@@ -52,7 +52,7 @@ float write_head(const T* x, T* y, const float* w, const float* c, const float* 
   return r;
 }
 
-// dx of one head with 1 / rms r, and what it adds to dw.
+// dx of one head with 1 / rms r, and its contribution to dw.
 template <class T>
 void head_gradient(const T* dy, const T* x, T* dx, const float* w, float* dw, const float* c, const float* s, float r,
                    float* room, Heads n) {
@@ -81,7 +81,7 @@ void head_gradient(const T* dy, const T* x, T* dx, const float* w, float* dw, co
   for (int64_t i = 0; i < n.D; ++i) store(dx + i, r * (room[i] * w[i] - load(x[i]) * along));
 }
 
-// The loops trust sizes and element types, so everything is checked first. `like`: its element type.
+// The loops trust sizes and element types, so everything is checked first. `like`: the element type.
 void check_heads(const char* name, const Tensor& t, int64_t B, int64_t H, int64_t S, int64_t D, const Tensor& like) {
   STD_TORCH_CHECK(t.is_cpu() && t.dim() == 4 && t.size(0) == B && t.size(1) == H && t.size(2) == S && t.size(3) == D &&
                       (t.numel() == 0 || D == 1 || t.stride(3) == 1) && t.scalar_type() == like.scalar_type(),

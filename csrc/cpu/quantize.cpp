@@ -1,8 +1,8 @@
-// NF4, NVFP4, block-scaled FP8 and MXFP8 on the CPU. The definitions are tilewright/ops/{nf4,nvfp4,block_fp8,mxfp8}.py, and
-// tilewright/ops/quantize.py for the rounding; what is quantized has the same bytes there and here.
+// NF4, NVFP4, block-scaled FP8 and MXFP8 on the CPU. The definitions are tilewright/ops/{nf4,nvfp4,block_fp8,mxfp8}.py,
+// and tilewright/ops/quantize.py for the rounding; quantized bytes are the same there and here.
 //
-// Quantizing is plain loops that the compiler vectorizes. Looking codes up is written for the byte shuffles and
-// permutations of each instruction set, since a loop over a table becomes one scalar load an element.
+// Quantizing is plain loops that the compiler vectorizes. Table lookups of codes are written for the byte shuffles and
+// permutations of each instruction set, since a loop over a table becomes one scalar load per element.
 #include <algorithm>
 
 #include "cpu/aqn.h"
@@ -68,7 +68,7 @@ std::tuple<Tensor, Tensor> nf4_quantize(Tensor x, int64_t block) {
   return {data, absmax};
 }
 
-// One block's 16 values, in the form in which its codes are looked up.
+// One block's 16 values, in the layout that the lookup of its codes uses.
 template <class T>
 struct Values;
 
@@ -176,7 +176,7 @@ Tensor nf4_dequantize(Tensor data, Tensor absmax, std::optional<Tensor> nested_a
       for (int64_t b = begin; b < end; ++b) {
         float scale = scales[nested ? b / 256 : b];
         if (nested) {
-          // Two roundings, as in the definition: the compiler may not make a fused one of what it cannot see.
+          // Two roundings, as in the definition: volatile keeps the compiler from fusing them.
           volatile float product = map[codes[b]] * scale;
           scale = product + mean;
         }
@@ -201,7 +201,7 @@ Tensor nf4_dequantize(Tensor data, Tensor absmax, std::optional<Tensor> nested_a
 
 constexpr int64_t GROUP = 16;
 
-// Codes of a row, packed. inverse: of each element's scale. The loop is as long as the row: one of 16 elements is not
+// Codes of a row, packed. inverse: of each element's scale. The loop covers the whole row: one of 16 elements is not
 // vectorized.
 template <bool RANDOM, class T>
 void nvfp4_codes(const T* x, int64_t n, const float* inverse, const uint32_t* random, uint8_t* code, uint8_t* to) {
@@ -212,7 +212,7 @@ void nvfp4_codes(const T* x, int64_t n, const float* inverse, const uint32_t* ra
   for (int64_t i = 0; i < (n + 1) / 2; ++i) to[i] = uint8_t(code[2 * i] | code[2 * i + 1] << 4);
 }
 
-// most[g] = the larger of it and group g's largest magnitude, as bits. work: room for 24 numbers a group.
+// most[g] = the maximum of most[g] and group g's largest magnitude, as bits. work: room for 24 numbers per group.
 template <class T>
 void nvfp4_largest(const T* x, int64_t n, int32_t* work, int32_t* most) {
   const int64_t groups = ceil_div(n, GROUP);
@@ -230,7 +230,7 @@ void nvfp4_largest(const T* x, int64_t n, int32_t* work, int32_t* most) {
   for (int64_t g = 0; g < groups; ++g) most[g] = std::max(most[g], from[g]);
 }
 
-// What is worked with, for rows of at most n elements.
+// Buffers for rows of at most n elements.
 struct Nvfp4Room {
   std::vector<uint32_t> words;
   std::vector<float> inverse;
@@ -241,14 +241,14 @@ struct Nvfp4Room {
         work(size_t(ceil_div(n, GROUP) * (GROUP + GROUP / 2))), code(size_t(n + 1)) {}
 };
 
-// The codes and the scales of a matrix, and how long its rows are.
+// The codes and the scales of a matrix, and its row lengths.
 struct Nvfp4Rows {
   uint8_t *data, *scale;
   int64_t bytes, groups;
 };
 
-// Rows that share their blocks' scales, n elements of each.   stride: from row to row.   element, pitch: the number of
-// the first element, and from row to row, for random bits.   to: of these elements.
+// Quantizes rows that share their blocks' scales, n elements each.   stride: row stride.   element, pitch: the index of
+// the first element, and its row stride, for random bits.   to: of these elements.
 template <bool RANDOM, class T>
 void nvfp4_band(const T* x, int64_t stride, int64_t rows, int64_t n, float total, uint64_t key, uint64_t element,
                 uint64_t pitch, Nvfp4Rows to, Nvfp4Room& room) {
@@ -270,9 +270,9 @@ void nvfp4_band(const T* x, int64_t stride, int64_t rows, int64_t n, float total
   }
 }
 
-constexpr int64_t TURN_ROWS = 128, TURN_COLUMNS = 64;  // of a tile in NVFP4: 32 KiB
+constexpr int64_t TURN_ROWS = 128, TURN_COLUMNS = 64;  // NVFP4 tile: 32 KiB
 
-// x [matrices, R, C] and, if asked, the transposes; hadamard: 0 or the size of the transform before.
+// x [matrices, rows, C] and, if requested, the transposes; hadamard: 0 or the size of the preceding transform.
 std::tuple<Tensor, Tensor, Tensor, Tensor> nvfp4_any(const Tensor& x, const Tensor& global_scale, bool square,
                                                      std::optional<int64_t> seed, int64_t hadamard,
                                                      std::optional<int64_t> signs, bool transpose) {
@@ -367,7 +367,7 @@ Tensor nvfp4_largest_transformed(Tensor x, int64_t hadamard, std::optional<int64
   return found;
 }
 
-// The values of e2m1's codes have 2 bits of mantissa at most: the upper halves of float32 hold them.
+// The values of e2m1's codes have at most 2 bits of mantissa: the upper halves of float32 represent them.
 constexpr uint16_t E2M1[16] = {0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0,
                                0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040, 0xC080, 0xC0C0};
 
@@ -436,7 +436,7 @@ Tensor nvfp4_dequantize(Tensor data, Tensor scale, Tensor global_scale, int64_t 
   check_bytes("scale", scale, R * groups);
   check_floats("global_scale", global_scale, 1);
   Tensor y = huge(torch::stable::new_empty(data, {R, C}, half ? ScalarType::BFloat16 : ScalarType::Float));
-  float map[256];  // what a block's code stands for
+  float map[256];  // values of a block's codes
   const float total = in<float>(global_scale)[0];
   for (int k = 0; k < 256; ++k) map[k] = from_e4m3(uint8_t(k)) * total;
   with_dtype(half, [&](auto element) {
@@ -472,7 +472,8 @@ void check_tile(int64_t rows, int64_t columns) {
   STD_TORCH_CHECK(rows >= 1 && columns >= 1, "tilewright: a block must have rows and columns");
 }
 
-// x [matrices, R, C] and, if asked, the transposes.   S: of the scales; of MXFP8, in blocks of 1 x 32, uint8_t.
+// x [matrices, R, C] and, if requested, the transposes.   S: type of the scales; uint8_t for MXFP8, in blocks of 1 x
+// 32.
 template <class S>
 std::tuple<Tensor, Tensor, Tensor, Tensor> block_fp8_any(const Tensor& x, int64_t rows, int64_t columns,
                                                          std::optional<int64_t> seed, bool transpose) {
@@ -486,7 +487,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_fp8_any(const Tensor& x, int64_
   Tensor data_t = torch::stable::new_empty(x, {T_B, C, R}, ScalarType::Byte);
   Tensor inverse_t = torch::stable::new_empty(x, {T_B, turned_bands, turned_across}, scales_type<S>());
   const uint64_t key = uint64_t(seed.value_or(0));
-  // Of rows that hold whole blocks both ways, or all rows.
+  // Rows of a band with whole blocks both ways, or all rows.
   const int64_t long_side = std::max(rows, columns), short_side = std::min(rows, columns);
   const int64_t height = !transpose ? rows : long_side % short_side == 0 ? long_side : std::max(R, int64_t(1));
   const int64_t bands = ceil_div(R, height), wide = rows * std::max(int64_t(1), 64 / rows);

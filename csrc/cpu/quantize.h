@@ -1,4 +1,4 @@
-// What the CPU kernels that quantize share: rounding to few bits, random bits, checks. The definitions are in
+// Shared code of the CPU kernels that quantize: rounding to few bits, random bits, checks. The definitions are in
 // tilewright/ops/quantize.py.
 #pragma once
 
@@ -18,7 +18,7 @@ TW_INLINE To bits(From x) {
 
 // ---- rounding
 
-// A code without its sign: see `encode` in quantize.py. random: 32 bits, where RANDOM.
+// A code without its sign: see `encode` in quantize.py. random: 32 bits, with RANDOM.
 template <int MANTISSA, int LOWEST, bool RANDOM>
 TW_INLINE int32_t encode(float v, float largest, uint32_t random) {
   v = std::fabs(v);
@@ -40,7 +40,7 @@ TW_INLINE uint8_t to_e2m1(float v, uint32_t random) {
   return uint8_t(encode<1, 0, RANDOM>(v, 6.0f, random) | (bits<int32_t>(v) >> 28 & 8));
 }
 
-// Exact, and without subnormal numbers, which a processor may be told to flush.
+// Exact, and without subnormals, which a processor may flush.
 TW_INLINE float from_e4m3(uint8_t code) {
   const int32_t u = code & 0x7F;
   const bool small = u < 8;
@@ -84,7 +84,7 @@ inline void philox(uint64_t key, uint64_t first, int64_t n, std::vector<uint32_t
   found = w + (first & 3);
 }
 
-// The largest magnitude as bits, whose order is that of the magnitudes: a NaN is above all numbers, and stays.
+// The largest magnitude as bits, whose order is that of the magnitudes: a NaN is above all numbers, and propagates.
 template <class T>
 TW_INLINE int32_t largest(const T* x, int64_t n) {
   int32_t most = 0;
@@ -96,8 +96,8 @@ TW_INLINE int32_t largest(const T* x, int64_t n) {
   return most;
 }
 
-// What a block with the largest magnitude `found` (bits) is multiplied by.   inverse: what is stored; of MXFP8 the byte
-// of an exponent.
+// The multiplier of a block with the largest magnitude `found` (bits).   inverse: the stored scale; for MXFP8 an
+// exponent byte.
 TW_INLINE float fp8_scale(int32_t found, float& inverse) {
   float most = bits<float>(found);
   most = most < 0x1p-100f ? 0x1p-100f : most;
@@ -112,14 +112,14 @@ TW_INLINE float fp8_scale(int32_t found, uint8_t& inverse) {
   return bits<float>(uint32_t(254 - e) << 23);
 }
 
-// What stored scales stand for.
+// The values of stored scales.
 TW_INLINE float fp8_inverse(float inverse) { return inverse; }
 TW_INLINE float fp8_inverse(uint8_t e) {
   return bits<float>(e == 0 ? 0x00400000u : e == 255 ? 0x7FC00000u : uint32_t(e) << 23);
 }
 
-// One block in FP8: its codes, and its inverse scale, or of MXFP8 (S is uint8_t) its byte.   stride, code_stride: from
-// row to row.   element, pitch: the number of the first element, and from row to row, for random bits.
+// Quantizes one block to FP8: its codes, and its inverse scale, or for MXFP8 (S is uint8_t) its byte.   stride,
+// code_stride: row strides.   element, pitch: the index of the first element, and its row stride, for random bits.
 template <bool RANDOM, class S, class T>
 TW_INLINE S fp8_block(const T* x, int64_t stride, int64_t rows, int64_t n, uint64_t key, uint64_t element,
                       uint64_t pitch, std::vector<uint32_t>& words, uint8_t* code, int64_t code_stride) {
@@ -138,7 +138,7 @@ TW_INLINE S fp8_block(const T* x, int64_t stride, int64_t rows, int64_t n, uint6
   return inverse;
 }
 
-// x turned: row j of the tile is column j of x. It stays in the second-level cache.
+// Transposes x: row j of the tile is column j of x. It stays in the second-level cache.
 template <class T>
 void turn(const T* x, int64_t stride, int64_t rows, int64_t columns, float* tile, int64_t width) {
   for (int64_t r = 0; r < rows; ++r) {

@@ -1,13 +1,13 @@
 // y = x w^T of few rows x and a quantized matrix w, on the CPU. The definition is tilewright/ops/quantized_linear.py.
 //
-// T = rows of x, N = rows of w, K = columns. A few rows of w are made into numbers, a piece of columns at a time, in
-// the first-level cache, and multiplied by all rows of x while they are there: memory gives a weight's codes once, and
-// nothing as large as the weight is ever written. An element of y is one thread's work, summed in an order that depends
-// on K alone: the same bits on any number of threads.
+// T = rows of x, N = rows of w, K = columns. A few rows of w are dequantized, a piece of columns at a time, in the
+// first-level cache, and multiplied by all rows of x while they are there: a weight's codes are read from memory once,
+// and nothing as large as the weight is ever written. A single thread computes each element of y, summed in an order
+// that depends on K alone: the same bits on any number of threads.
 //
-// 4-bit codes are looked up in the 16 values that they have under one scale, rounded to x's dtype, so that rounding
-// costs as little as a scale does. With AVX-512's bfloat16 instruction, products of bfloat16 are of pairs; without it
-// both factors become float32, which holds the same numbers.
+// 4-bit codes are looked up in their 16 values under one scale, rounded to x's dtype, so that rounding costs as little
+// as a scale does. With AVX-512's bfloat16 instruction, products of bfloat16 are of pairs; without it both factors
+// become float32, which represents them exactly.
 #include <algorithm>
 #include <type_traits>
 
@@ -18,7 +18,7 @@
 #endif
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define TW_WIDE 1
-// setup.py asks for x86-64-v4, which has no bfloat16: what is called only where the processor has it.
+// setup.py compiles for x86-64-v4, which has no bfloat16: called only where the processor has it.
 #define TW_BF16 __attribute__((target("avx512bf16")))
 #endif
 
@@ -35,17 +35,17 @@ constexpr float E2M1_VALUES[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0
 
 enum Format { NF4, NVFP4, FP8 };
 constexpr int64_t STEP = 16;     // elements that are looked up together
-constexpr int64_t CHUNK = 1024;  // columns of a piece: with those of x, the first-level cache holds it
+constexpr int64_t CHUNK = 1024;  // columns of a piece: it fits in the first-level cache with those of x
 #if defined(TW_WIDE)
 constexpr int LANES = 16, HIGH = 4, WIDE = 6;  // rows of x and of w in a tile: 24 sums, 6 weights and an x
 #elif defined(__AVX2__)
-constexpr int LANES = 8, HIGH = 2, WIDE = 4;   // of 16 registers
+constexpr int LANES = 8, HIGH = 2, WIDE = 4;  // with 16 registers
 #else
 constexpr int LANES = 4, HIGH = 2, WIDE = 4;
 #endif
 typedef float Vector __attribute__((vector_size(LANES * 4)));
 
-// ---- codes to numbers
+// ---- dequantization
 
 #if defined(TW_WIDE)
 template <class B>
@@ -58,7 +58,7 @@ struct Sixteen<float> {
 };
 #endif
 
-// The 16 values under one scale, rounded to x's dtype (HALF: bfloat16), as numbers of type B.
+// The 16 values under one scale, rounded to x's dtype (HALF: bfloat16), as type B.
 template <class B, bool HALF>
 struct Table {
 #if defined(TW_WIDE)
@@ -125,20 +125,21 @@ struct Weight {
   const uint8_t* data;
   const float* scales;        // or
   const uint8_t* codes;       // of scales: double quantization and NVFP4
-  const float *map, *nested;  // what those codes stand for, and their scales in double quantization
+  const float *map, *nested;  // values of those codes, and their scales in double quantization
   float offset;
-  int64_t columns, rows, span;  // rows, span: that share a scale
+  int64_t columns, rows, span;  // rows, span: rows and columns that share a scale
 
   TW_INLINE float scale(int64_t at) const {
     if (codes == nullptr) return scales[at];
     if (nested == nullptr) return map[codes[at]];
-    // Two roundings, as in the definition: the compiler may not make a fused one of what it cannot see.
+    // Two roundings, as in the definition: volatile keeps the compiler from fusing them.
     volatile float product = map[codes[at]] * nested[at / 256];
     return product + offset;
   }
 };
 
-// n columns from `column` on, both multiples of STEP. Steps do not cross scales, of which each is for a multiple.
+// n columns from `column` on, both multiples of STEP. Steps do not cross scales, each of which covers a multiple of
+// STEP.
 template <Format FORMAT, bool HALF, class B>
 void decode(const Weight& w, int64_t row, int64_t column, int64_t n, B* to) {
   int64_t at = row / w.rows * ((w.columns + w.span - 1) / w.span) + column / w.span;
@@ -244,7 +245,7 @@ TW_INLINE void tiles(int64_t rows, const B* x, int64_t stride, const B* w, int64
   if (rows - m == 1) tile<1>(x + m * stride, stride, w, columns, sums + m * WIDE);
 }
 
-// x: [T, K] of type B.   HALF: x's dtype, and so y's and bias's, is bfloat16.
+// x: [T, K] of type B.   HALF: the dtype of x, and so of y and bias, is bfloat16.
 template <Format FORMAT, bool HALF, class B>
 void product(const B* x, int64_t T, const Weight& w, int64_t N, const Tensor* bias, const Tensor& y) {
   using Y = std::conditional_t<HALF, bf16, float>;
@@ -282,7 +283,7 @@ void by_dtype(const Tensor& x, const Weight& w, int64_t N, const Tensor* bias, c
   product<FORMAT, true>(wide.data(), T, w, N, bias, y);
 }
 
-// format: 0 NF4, 1 NVFP4, 2 FP8.   rows, span: of w that share a scale.   extra: see Weight.
+// format: 0 NF4, 1 NVFP4, 2 FP8.   rows, span: rows and columns of w that share a scale.   extra: see Weight.
 Tensor few_rows(Tensor x, std::optional<Tensor> bias, Tensor data, Tensor scale, std::optional<Tensor> nested,
                 std::optional<Tensor> map, std::optional<Tensor> extra, int64_t format, int64_t N, int64_t rows,
                 int64_t span) {

@@ -1,8 +1,8 @@
 // RMSNorm and add + RMSNorm on the CPU. The definition is tilewright/ops/rmsnorm.py.
 //
-// Rows = all leading dimensions, D = the last one; a 2-D weight [H, D] serves row r with its row r % H.
-// A row's sums are in float over SUM_BLOCK columns and in double over the blocks; those of the weight and bias gradients in
-// float over ROWS_A_SUM rows and in double beyond. A row is read twice, the second time from cache.
+// Rows = all leading dimensions, D = the last one; with a 2-D weight [H, D], row r uses its row r % H. A row's sums are
+// in float over SUM_BLOCK columns and in double over the blocks; those of the weight and bias gradients in float over
+// ROWS_A_SUM rows and in double beyond. A row is read twice, the second time from cache.
 #include <algorithm>
 
 #include "cpu/rmsnorm.h"
@@ -10,7 +10,7 @@
 namespace tw {
 namespace {
 
-// Some rows: dx for each, and what they add to dw [H, D] and db [D].
+// Some rows: dx for each, and their contribution to dw [H, D] and db [D].
 template <class T, class R>
 void backward_rows(int64_t begin, int64_t end, const T* dy, const R* dsum, const R* x, const float* rstd,
                              const float* w, R* dx, float* dw, float* db, Norm n) {
@@ -68,7 +68,7 @@ void check_like_x(const char* name, const Tensor& t, const Tensor& x, bool same_
   STD_TORCH_CHECK(!same_type || t.scalar_type() == x.scalar_type(), "tilewright: ", name, " must have x's dtype");
 }
 
-// `wide` may be float where `narrow` is bfloat16: a residual stream is often kept so.
+// `wide` may be float where `narrow` is bfloat16: a residual stream is often float.
 void check_wider(const char* name, const Tensor& wide, const Tensor& narrow) {
   STD_TORCH_CHECK(wide.scalar_type() == narrow.scalar_type() || wide.scalar_type() == ScalarType::Float,
                   "tilewright: ", name, " must be float32 or of one dtype with what it goes with");
@@ -123,7 +123,7 @@ std::tuple<Tensor, Tensor, Tensor> add_rmsnorm_forward(Tensor x, Tensor residual
   return forward(x, residual, weight, bias, eps, offset, round_xhat);
 }
 
-// x: what was normalized (for add + RMSNorm, the sum). dsum: gradient that arrives at the sum directly.
+// x: the input of the norm (for add + RMSNorm, the sum). dsum: the sum's own gradient.
 std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Tensor> dsum, Tensor x, Tensor rstd,
                                                     Tensor weight, double offset, bool round_xhat, bool has_bias) {
   const Norm n = describe(x, weight, 0, round_xhat);

@@ -1,4 +1,5 @@
-// The rows of RMSNorm, for the op and for the quantization behind it. The definition is tilewright/ops/rmsnorm.py.
+// The rows of RMSNorm, for the op and for the quantization that follows it. The definition is
+// tilewright/ops/rmsnorm.py.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +14,8 @@ struct Norm {
   bool round_xhat;  // llama: the normalized row is rounded to x's dtype before the weight is applied
 };
 
-// One function for all that call it: inlined, or cloned for some arguments, it may be vectorized in another way, and its
-// sums would be others in the last bit.
+// One function for all callers: inlined, or cloned for some arguments, it may be vectorized differently, and its sums
+// would differ in the last bit.
 template <class T, class R>
 __attribute__((noinline, noclone)) void forward_rows(int64_t begin, int64_t end, const T* x, const R* residual, const float* w,
                             const float* bias, T* y, R* sum_out, float* rstd, Norm n) {

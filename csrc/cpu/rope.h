@@ -1,4 +1,4 @@
-// The rotation of one head, and the checks of its tables, for the op and for what normalizes heads first. The
+// The rotation of one head, and the checks of its tables, for the op and for the one that first normalizes heads. The
 // definition is tilewright/ops/rope.py.
 #pragma once
 
@@ -27,7 +27,7 @@ TW_INLINE void rotate_interleaved(const X* x, Y* y, const float* c, const float*
   }
 }
 
-// Before anything is written, and outside the parallel loop, which would replace the message.
+// Checked before anything is written, and outside the parallel loop, which would replace the message.
 inline void check_tables(int64_t B, int64_t S, int64_t D, const Tensor& cos, const Tensor& sin,
                          const std::optional<Tensor>& positions) {
   for (const Tensor& t : {cos, sin}) {

@@ -1,8 +1,9 @@
-// Choosing experts for tokens on the CPU. The definition, and the formulas, are in tilewright/ops/route.py.
+// Top-k routing of tokens to experts on the CPU. The definition, and the formulas, are in tilewright/ops/route.py.
 //
-// T = tokens, E = experts, K = experts a token. A row of logits is a few hundred elements and stays in the first-level
-// cache; each step over it is a loop that vectorizes. Choices compare integers in the order of their floats, so that
-// ties are exact and NaN has a place. Sums over tokens are taken in chunks that depend on T alone, and added in order.
+// T = tokens, E = experts, K = experts per token. A row of logits is a few hundred elements and stays in the
+// first-level cache; each step over it is a loop that vectorizes. Choices compare integers in the order of their
+// floats, so that ties are exact and NaN has a defined order. Sums over tokens are computed in chunks that depend on T
+// alone, and added in order.
 #include <algorithm>
 #include <limits>
 
@@ -15,9 +16,9 @@ constexpr float TINY = 1e-20f;
 constexpr int32_t LOWEST = std::numeric_limits<int32_t>::min();  // below the key of -inf
 constexpr int32_t HIGHEST = std::numeric_limits<int32_t>::max();
 constexpr int64_t MOST = 4096;
-constexpr int64_t CHUNK = 64;  // tokens, at least, of one partial sum
+constexpr int64_t CHUNK = 64;  // minimum tokens per partial sum
 
-// Integers in the order of floats; -0 is 0, and NaN is above all, as torch.sort has it.
+// Integers in the order of floats; -0 equals 0, and NaN is above all, as in torch.sort.
 TW_INLINE int32_t key(float x) {
   int32_t bits;
   const float zero = x == 0.0f ? 0.0f : x;
@@ -26,13 +27,13 @@ TW_INLINE int32_t key(float x) {
   return x != x ? HIGHEST : ordered;
 }
 
-// The largest key, and of equal ones the first.
+// The index of the largest key, the first of equal ones.
 TW_INLINE int64_t best(const int32_t* keys, int64_t n) {
   int32_t top = LOWEST;
   TW_SIMD_MAX(top)
   for (int64_t i = 0; i < n; ++i) top = keys[i] > top ? keys[i] : top;
   int64_t at = 0;
-  for (; at + 16 <= n; at += 16) {  // sixteen at a time until it is there
+  for (; at + 16 <= n; at += 16) {  // sixteen at a time until it is found
     int32_t hits = 0;
     TW_SIMD_SUM(hits)
     for (int64_t i = 0; i < 16; ++i) hits += keys[at + i] == top;
@@ -85,7 +86,7 @@ TW_INLINE void scores(const T* logits, const Options& o, Row& r) {
   r.whole = whole + TINY;
 }
 
-// Leaves the keys of experts outside the best groups at LOWEST. value: what groups are judged by.
+// Sets the keys of experts outside the best groups to LOWEST. value: the scores that rank groups.
 void limit(const float* value, bool two, const Options& o, Row& r) {
   const int64_t size = o.E / o.groups;
   int32_t keys[MOST];

@@ -1,9 +1,9 @@
-// Statistics of rows of logits, and the logits' gradient from theirs, on the CPU. The definition, and the formulas,
-// are in tilewright/ops/_softmax_stats.py.
+// Statistics of rows of logits, and their gradient, on the CPU. The definition, and the formulas, are in
+// tilewright/ops/_softmax_stats.py.
 //
-// T = rows, V = columns. Rows are contiguous and may lie further apart than V. A row is walked once, in blocks of
-// SUM_BLOCK that stay in the first-level cache: z of the block and its maximum, then its sums relative to the largest
-// z so far. Block sums are in float, and are added, and rescaled when the maximum grows, in double.
+// T = rows, V = columns. Rows are contiguous, with any row stride >= V. A row is processed once, in blocks of SUM_BLOCK
+// that stay in the first-level cache: z of the block and its maximum, then its sums relative to the largest z so far.
+// Block sums are in float, and are added, and rescaled when the maximum grows, in double.
 #include <algorithm>
 #include <limits>
 #include <numeric>
@@ -14,7 +14,7 @@ namespace tw {
 namespace {
 
 constexpr float INF = std::numeric_limits<float>::infinity();
-// Stands for what lies further below the peak, -inf too: its exponential is 0 all the same, and 0 * -inf is NaN.
+// Replaces values further below the peak, including -inf: the exponential is 0 all the same, and 0 * -inf is NaN.
 constexpr float FLOOR = -1024.0f;
 
 struct Tanh {
@@ -50,8 +50,8 @@ struct Rows {
 };
 
 struct Outputs {
-  float *peak, *log_sum, *target, *weighted, *mean;  // the last two null where not wanted
-  int64_t* argmax;                        // null where not wanted
+  float *peak, *log_sum, *target, *weighted, *mean;  // the last two are null unless requested
+  int64_t* argmax;  // null unless requested
 };
 
 TW_INLINE float finite(float x) { return std::isfinite(x) ? x : 0.0f; }
@@ -66,7 +66,7 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* ta
     float largest_logit = -INF, peak = -INF;
     int64_t best = 0;
     double sum = 0, sum_z = 0, weighted = 0;
-    const float origin = finite(capped<CAPPED>(load(x[0]), cap));  // of the weighted sum, as long as there is no peak
+    const float origin = finite(capped<CAPPED>(load(x[0]), cap));  // of the weighted sum, until there is a peak
     for (int64_t first = 0; first < n.V; first += SUM_BLOCK) {
       const int64_t size = std::min(SUM_BLOCK, n.V - first);
       const T* xb = x + first;
@@ -133,9 +133,9 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* ta
 }
 
 struct Gradients {
-  const float *peak, *log_sum, *mean, *g_log_sum, *g_target, *g_weighted, *g_mean, *scale;  // may be null: mean, the
-                                                                                            // last three
-  int64_t scales;  // 1, or one a row
+  // mean and the last three may be null
+  const float *peak, *log_sum, *mean, *g_log_sum, *g_target, *g_weighted, *g_mean, *scale;
+  int64_t scales;  // 1, or one per row
 };
 
 // g = p (in_p + g_mean (z - peak - mean)) + g_weighted w + [c = y] g_target, times dz / dlogit.
