@@ -31,7 +31,7 @@ def _silu_case(name, rows, inner, *, tags=cases.CONTRACT, options=(), **layout):
 
 
 def _norm_case(name, shape, *, add=False, tags=cases.CONTRACT, options=(), **parameters):
-    # x, residual, sum
+    # moved: x, residual, sum
     n, moved = (
         math.prod(shape),
         1 + dict(options).get("return_normalized", False) + 2 * add,

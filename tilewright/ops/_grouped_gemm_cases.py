@@ -90,8 +90,7 @@ def _timed():
             shares=_skewed,
             tags=cases.CUDA,
         ),
-        # A quarter of the experts: all of them, with gradients and the float64 reference, need 20
-        # GiB.
+        # A quarter of the experts: all, with gradients and the float64 reference, need 20 GiB.
         case(f"{qwen}-32e_up_4_rows", 32, 32 * 4, 2 * inner, hidden, tags=cases.CPU),
         case(f"{qwen}-32e_up_32_rows", 32, 32 * 32, 2 * inner, hidden, tags=cases.CPU),
         case(f"{qwen}-32e_down_32_rows", 32, 32 * 32, hidden, inner, tags=cases.CPU),

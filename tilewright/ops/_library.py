@@ -29,8 +29,7 @@ _profiled, _traced, _any_requires_grad = (
 _in_forward_mode = _torch.in_forward_mode
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Types, by those of a schema, that launchers take unchanged. The dispatcher converts or refuses
-# others.
+# Schema type -> types that launchers take unchanged. The dispatcher converts or refuses others.
 _TYPES = {
     "Tensor": _PLAIN,
     "float": (float,),

@@ -22,8 +22,7 @@ from tilewright.ops import _products
 
 MiB = 2**20
 # The budget of several chunks. On a CPU smaller chunks read and write the weight's gradient more
-# often, and larger ones exceed the caches. On a GPU: 1 GiB makes GEMMs of 4,096 rows at V =
-# 128,256.
+# often, and larger ones exceed the caches. On a GPU 1 GiB gives GEMMs of 4,096 rows at V=128,256.
 CHUNK = Tunable(
     "linear_cross_entropy",
     "chunk",

@@ -122,8 +122,8 @@ class Fused:
 
 def logprob_of(stats: Stats, here: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy per row, 0 where `here` is 0."""
-    # A capped logit is rounded: z_y may be an ulp above the peak, and lse an ulp below z_y, where p
-    # = 1 and the gradient is 0.
+    # A capped logit is rounded: z_y may be an ulp above the peak, and lse an ulp below z_y, where
+    # p = 1 and the gradient is 0.
     return (
         torch.where(here == 0, 0.0, (stats.target - stats.log_sum).clamp_max(0.0) * here),
         torch.where(here == 0, 0.0, entropy(stats).clamp_min(0.0) * here),
