@@ -199,9 +199,8 @@ def quantize_eager(x, seed, transpose=False):
     B, R, C = x.shape
     v = quantize.pad_to(x.float(), -1, BLOCK)
     blocks = v.view(B, R, v.shape[2] // BLOCK, BLOCK)
-    most = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(
-        -1
-    )  # as bits, of which a NaN has the largest
+    # As bits, of which a NaN has the largest.
+    most = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(-1)
     # For m 2^e with 1 <= m < 2 the scale's exponent is e - 8, plus one where m > 1.75: then the sum
     # carries into the exponent.
     e = ((most + 0x1FFFFF >> 23) - 8).clamp_min(0).masked_fill(most >= 0x7F800000, NAN)

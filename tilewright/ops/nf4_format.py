@@ -143,9 +143,8 @@ class NF4(quantize.Quantized):
         n, nested, offset = math.prod(state["shape"]), None, None
         blocks = -(-n // state["blocksize"])
         absmax = quantize.key(tensors, f"{prefix}.absmax")
-        packed = data.reshape(-1).view(
-            torch.uint8
-        )  # bitsandbytes may store the bytes as another dtype
+        # bitsandbytes may store the bytes as another dtype.
+        packed = data.reshape(-1).view(torch.uint8)
         quantize.part(prefix, packed, torch.uint8, (-(-n // 2),), data)
         if "nested_offset" in state:
             _same_map(

@@ -318,9 +318,8 @@ def _permute_case(
             "num_experts": E,
         }
 
-    def cost(
-        itemsize,
-    ):  # a row in, K out, an index in, two tables out; backward: K rows in, one out, one table in
+    # A row in, K out, an index in, two tables out; backward: K rows in, one out, one table in.
+    def cost(itemsize):
         n = T * (K + 1) * H * itemsize
         return Cost(n + T * K * 16, n + T * K * 4, 0, T * K * H)
 
@@ -344,9 +343,8 @@ def _unpermute_case(
         position = sort_eager(_index(device, g, T, E, K, kind), E)[2]
         return {"rows": rows.requires_grad_(), "expert_weight": weight, "position": position}
 
-    def cost(
-        itemsize,
-    ):  # K rows in, one out; backward: one in, K out, and K in for the weights' gradient
+    # K rows in, one out; backward: one in, K out, and K in for the weights' gradient.
+    def cost(itemsize):
         n = T * (K + 1) * H * itemsize
         return Cost(n + T * K * 8, n + T * K * (H * itemsize + 12), 2 * T * K * H, 3 * T * K * H)
 

@@ -230,9 +230,8 @@ def encode(
     """
     v = v.abs().clamp_max(largest)
     e = ((v.view(torch.int32) >> 23) - 127).clamp_min(lowest)
-    units = v * ((mantissa - e + 127) << 23).view(
-        torch.float32
-    )  # v / 2^(e - mantissa), exactly; at most 16
+    # v / 2^(e - mantissa), exactly; at most 16.
+    units = v * ((mantissa - e + 127) << 23).view(torch.float32)
     if random is None:
         n = units.round().int()
     else:

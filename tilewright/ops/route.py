@@ -176,9 +176,8 @@ def route_eager(
 
 def _choose(x, s, bias, k, sigmoid, groups, topk_groups):
     value = x if bias is None else s + bias
-    order = value.sort(
-        dim=-1, descending=True, stable=True
-    ).indices  # stable: ties by the lower index
+    # Stable: ties by the lower index.
+    order = value.sort(dim=-1, descending=True, stable=True).indices
     if topk_groups < groups:
         runs = (s if bias is None and sigmoid else value).unflatten(-1, (groups, -1))
         two = min(2, runs.shape[-1]) if sigmoid or bias is not None else 1
@@ -213,9 +212,8 @@ def round_tokens(
     E = tokens_per_expert.shape[0]
     expert = expert_index.flatten()
     best_first = expert_weight.detach().flatten().argsort(descending=True, stable=True)
-    order = best_first[
-        expert[best_first].argsort(stable=True)
-    ]  # by expert, best first, ties by slot
+    # By expert, best first, ties by slot.
+    order = best_first[expert[best_first].argsort(stable=True)]
     kept = tokens_per_expert - tokens_per_expert % multiple
     first = tokens_per_expert.cumsum(0) - tokens_per_expert
     own = expert[order]

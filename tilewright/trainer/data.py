@@ -199,9 +199,8 @@ def _fingerprint(entries: list[Dataset], config: Config, vocab: int, shuffle: bo
     read: list[pathlib.Path] = []
     for path in (pathlib.Path(entry.path) for entry in entries):
         read += [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-    if any(
-        entry.type == "text" for entry in entries
-    ):  # not its subfolders: a model's checkpoints may be there
+    # Not its subfolders: a model's checkpoints may be there.
+    if any(entry.type == "text" for entry in entries):
         read += sorted(
             p for p in pathlib.Path(tokenizer).glob("*") if p.suffix in (".json", ".model", ".txt")
         )

@@ -66,9 +66,8 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-SHARD = re.compile(
-    r"model(-g\d+)?-\d{5}-of-\d{5}\.safetensors"
-)  # transformers removes stale ones of such names too
+# transformers removes stale files of such names too.
+SHARD = re.compile(r"model(-g\d+)?-\d{5}-of-\d{5}\.safetensors")
 
 
 def _full_tensors(
@@ -198,9 +197,8 @@ def _write_config(
     if source is not None and source.is_dir():
         for file in tokenizer_files(source):
             shutil.copy(file, folder)
-        if (
-            source / "config.json"
-        ).is_file():  # token ids depend on the tokenizer, not on the model's shape
+        # Token ids depend on the tokenizer, not on the model's shape.
+        if (source / "config.json").is_file():
             theirs = read_config(source)
             config |= {
                 k: theirs[k]

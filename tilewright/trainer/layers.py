@@ -48,9 +48,8 @@ class Attention(nn.Module):
         )
         widths = (self.heads * D, self.kv_heads * D, self.kv_heads * D)
         self.widths, self.merge_qkv = widths, merge_qkv
-        self.apart = (
-            ops.numerics.rmsnorm_native or ops.numerics.rope_native
-        )  # no fused pass computes as PyTorch does
+        # No fused pass computes as PyTorch does.
+        self.apart = ops.numerics.rmsnorm_native or ops.numerics.rope_native
         if merge_qkv:
             self.qkv_proj = Linear(H, sum(widths), bias=False)
         else:

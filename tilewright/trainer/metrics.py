@@ -58,18 +58,16 @@ class Metrics:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         rows = _rows(path) if start and path.is_file() else []
-        kept = [
-            r for r in rows if r["step"] <= start
-        ]  # steps that a resumed run repeats are not reported twice
+        # Steps that a resumed run repeats are not reported twice.
+        kept = [r for r in rows if r["step"] <= start]
         path.write_text("".join(json.dumps(r) + "\n" for r in kept))
         self.file = path.open("a", buffering=1)
         bar = self.train.log_format == "progress_bar"
         self.bar = tqdm(
             total=total, initial=start, unit="step", disable=not (bar and sys.stderr.isatty())
         )
-        self.every = (
-            1 if not bar else max(1, total // 20)
-        )  # without a terminal a bar becomes some twenty lines
+        # Without a terminal a bar becomes some twenty lines.
+        self.every = 1 if not bar else max(1, total // 20)
         self.wandb = None
         if self.train.use_wandb:
             import wandb

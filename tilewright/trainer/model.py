@@ -247,9 +247,8 @@ class Transformer(nn.Module):
         """
         c = self.config
         attention = c.hidden_size * c.head_dim * 2 * (c.num_attention_heads + c.num_key_value_heads)
-        score = (
-            c.num_attention_heads * c.head_dim * sequence
-        )  # causal: half of 2 S for each of two products
+        # Causal: half of 2 S for each of two products.
+        score = c.num_attention_heads * c.head_dim * sequence
         dense = 3 * c.hidden_size * c.intermediate_size
         sparse = (
             3 * c.hidden_size * c.moe_intermediate_size * c.num_experts_per_tok

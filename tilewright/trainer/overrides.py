@@ -67,8 +67,8 @@ class _Loader(yaml.SafeLoader):
         else:
             try:
                 return super().construct_object(node, deep)
-            # From Python's int, float and date (2020-02-31); the others are PyYAML's, for `!!bool
-            # x` and the like.
+            # From Python's int, float and date (2020-02-31); the others are PyYAML's, for
+            # `!!bool x` and the like.
             except (ValueError, KeyError, AttributeError):
                 problem = f"{node.value!r} is no {kind}"
         raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)

@@ -136,9 +136,7 @@ def read_raw(entry: Dataset, data: Data):
     ) as error:  # the latter for empty files
         reason = " ".join(str(error.__cause__ or error).split()) or "there is nothing in it"
         raise ValueError(f"{entry.path}: cannot be read as {kind}: {reason}") from error
-    except (
-        Exception
-    ) as error:  # readers of URLs raise their libraries' exceptions, which have no common base
+    except Exception as error:  # readers of URLs raise exceptions without a common base
         if "://" not in files[0]:
             raise
         reason = " ".join(str(error).split())[:300]
