@@ -1,5 +1,5 @@
-"""The main path on a CPU, end to end: train a tokenizer and a 10 M-parameter model on real text,
-plot the loss curve, export a checkpoint that transformers loads, and sample from it. `make demo`
+"""The main path on a CPU, end to end: a tokenizer, a 10 M-parameter model trained on real text, a
+loss curve, a checkpoint that transformers loads, and a sample from it. `make demo`
 runs it; exits with 1 if the loss misses its bound.
 """
 

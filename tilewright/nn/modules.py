@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
 
     Args:
         dim: D, or (heads, D) for a weight per head (QK norm; x is then [..., heads, D]).
-        eps: As in `ops.rmsnorm`.
+        eps: As in `ops.rmsnorm`, as are `offset` and `cast`.
         offset: Added to the weight.
         cast: Where the normalized row is rounded.
         bias: Adds a bias [D].
