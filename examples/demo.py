@@ -1,6 +1,6 @@
 """The main path on a CPU, end to end: a tokenizer, a 10 M-parameter model trained on real text, a
-loss curve, a checkpoint that transformers loads, and a sample from it. `make demo`
-runs it; exits with 1 if the loss misses its bound.
+loss curve, a checkpoint that transformers loads, and a sample from it. `make demo` runs it;
+exits with 1 if the loss misses its bound.
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ def add_lora(
         targets: The projections (see `matches`), by their own names also where several are fused;
             None: all of PROJECTIONS. In a transformers model a layer that fuses several, as in
             Phi-3, counts as one and gets one adapter.
-        rank: As in LoRALinear and LoRAExperts, as are `alpha`, `rslora` and `dtype`. Each expert has
-            its own adapters.
+        rank: As in LoRALinear and LoRAExperts, as are `alpha`, `rslora` and `dtype`. Each expert
+            has its own adapters.
         alpha: The adapters' scale times `rank`, or with `rslora` times its square root.
         rslora: See `alpha`.
         dtype: Of the adapters.

@@ -150,8 +150,8 @@ class Engine:
     def divide(
         self, denominator: float | torch.Tensor | None = None, max_norm: float = 0.0
     ) -> torch.Tensor:
-        """Divides the gradients of sums (default: by the denominators of all calls since the last
-        step), and clips them to a global norm (0: no clipping).
+        """Divides the gradients of sums by a number (default: the denominators of all calls since
+        the last step), and clips them to a global norm (0: no clipping).
 
         Returns their norm before clipping, on the device.
         """
