@@ -302,7 +302,7 @@ class Op:
         dtype: torch.dtype = torch.float32,
         request: Any = None,
     ) -> Callable:
-        """The callable of an implementation. Only "auto" chooses; an explicit name never falls back.
+        """The callable of an implementation. Only "auto" chooses; a given name never falls back.
 
         Args:
             name: An implementation's name or alias, or "auto".
