@@ -85,7 +85,7 @@ HEAD = 2**14  # rows of the weight that are cast at a time
 
 
 def _of_rows(V):
-    """The rows of a head's weight whose gradient is compared: the last ones, which have the tail."""
+    """The rows of a head's weight whose gradient is compared: the last, which include a tail."""
     return slice(max(0, V - HEAD // 4), V)
 
 
