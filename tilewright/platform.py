@@ -1,9 +1,8 @@
 """Probes what this machine and the current CUDA device can run. The only module that reads
 environment variables.
 
-Each probe returns None if the feature is usable, else a sentence that says why it is not. The
-exception, `tilewright explain`, skipped tests and benchmark listings show that sentence
-unchanged.
+Each probe returns None if the feature is usable, else a sentence that gives the reason. Exceptions,
+`tilewright explain`, skipped tests and benchmark listings show that sentence unchanged.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Implementation:
     def why_not(
         self, device_type: str, dtype: torch.dtype | None = None, request: Any = None
     ) -> str | None:
-        """None if usable for such tensors here, else the reason."""
+        """None if it supports this device type, dtype and request here, else the reason."""
         if reason := self.missing(device_type):
             return reason
         if dtype is not None and dtype not in self.dtypes:
@@ -202,7 +202,7 @@ class Op:
 
     @contextlib.contextmanager
     def fresh_choices(self) -> Iterator[None]:
-        """Uses empty caches of choices within a block, and restores the old ones after it."""
+        """Caches choices separately within a block; the previous caches return after it."""
         before = self._table, self._unpinned
         self._table, self._unpinned = {}, {}
         try:

@@ -20,7 +20,7 @@ A budget records the digest of the source, launch configuration and needs that i
 Kernels with another digest are compiled, and a random tenth of the rest; with --all, everything.
 
     python -m tilewright.bench compile-gate [--op OP] [--arch 90] [--all] [--update] [--space]
-    [--json]
+        [--json]
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from tilewright.selection import operations
 
 @dataclass
 class Plan:
-    """What one run compiles.
+    """The compilations of one run.
 
     digests: by spec name.
     known: budgets by compiler name; None: no budget file.
@@ -180,7 +180,7 @@ def _judge(
     if args.update:
         budgets = {key: b for key, b in (budgets or {}).items() if key not in stale}
         for r in mine:
-            if r.facts and budgeted(r.name):  # what fails is compiled again next time
+            if r.facts and budgeted(r.name):  # failures are compiled again next time
                 fails = problems(r, plan.specs[r.name]) or unmet(r, plan.specs[r.name])
                 facts = {
                     k: v for k, v in asdict(r.facts).items() if k in BUDGETED and v is not None

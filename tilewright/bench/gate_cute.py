@@ -1,6 +1,4 @@
-"""The compile gate's entry for CuTe DSL kernels: facts about a compilation, from its PTX and
-cubin.
-"""
+"""The compile gate's entry for CuTe DSL kernels: facts from a kernel's PTX and cubin."""
 
 from __future__ import annotations
 

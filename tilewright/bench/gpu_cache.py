@@ -72,7 +72,7 @@ class Call:
                 tunable = next(t for t in impl.tunables() if t.name == self.launch)
                 stack.enter_context(tunable.override(pretend.CUDA, self.key, dict(self.config)))
             contract.run(op, impl.name, kwargs)
-            if not self.launch:  # what `run.passes` calls forward
+            if not self.launch:  # the "forward" of `run.passes`
                 with torch.no_grad():
                     op.public(
                         **{
@@ -115,9 +115,10 @@ def calls(
                 found[Call(op.name, op.choose("cuda", dtype), name, "cuda", short)] = None
             if "search" in what and (name, dtype) in unmet and dtype == DTYPE:
                 for impl in launches.usable(op, "cuda", dtype):
+                    # NotImplementedError: it reads values, which meta tensors do not have.
                     with contextlib.suppress(
                         NotImplementedError, registry.ImplementationUnavailable
-                    ):  # reads values
+                    ):
                         for t, key in launches.asked_for(op, impl, case.make("cuda", dtype, 0)):
                             asked.setdefault(
                                 (t.name, key),
@@ -216,9 +217,8 @@ _PROCESS = contextlib.ExitStack()  # contexts that a pool process keeps open unt
 
 
 def _begin(arch: int, key: str) -> None:
-    sys.stdout = sys.stderr = (
-        io.StringIO()
-    )  # compilers are verbose about candidates that do not fit
+    # Compilers are verbose about candidates that do not fit.
+    sys.stdout = sys.stderr = io.StringIO()
     torch.set_num_threads(1)
     _PROCESS.enter_context(_compiling(arch, key, _FOUND))
 

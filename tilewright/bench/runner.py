@@ -5,8 +5,7 @@ A `Unit` produces one JSON document. `work` runs the units of one process in seq
 those whose documents are on disk from the same sources, options and device. `supervise` runs such
 processes: it kills one that hangs or runs out of time, records the unit it was running, and starts
 another process for the rest. So a call always ends in time, a crash costs one unit, and the next
-call resumes: first units that were not reached, then failed ones again, and unfinished ones
-last.
+call resumes: first units that were not reached, then failed ones, last those out of time.
 """
 
 from __future__ import annotations
