@@ -36,7 +36,7 @@ DEVICES = {
 
 
 def no_compiling() -> str | None:
-    """None if `not_launched` can be used in this process, else the reason."""
+    """None if Triton can compile kernels in this process, else the reason."""
     if platform.interpreting():
         return "Triton's interpreter, which TRITON_INTERPRET asks for, compiles nothing"
     return platform.no_module("triton")

@@ -15,7 +15,7 @@ from tilewright.bench import contract
 from tilewright.bench.peers import PEERS
 from tilewright.registry import Op
 
-# The providers that tilewright's own implementations are compared with.
+# Tilewright's own implementations are compared with these.
 BASELINES = ("eager", "compile", "torch", *PEERS)
 
 

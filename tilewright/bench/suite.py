@@ -361,8 +361,7 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
         )
     if task is not None:
         _work(args, groups, task, meta)
-    # The suite's own document covers the device's whole plan, whatever part of it this call was
-    # asked for.
+    # The suite's own document covers the device's whole plan, whichever part this call runs.
     whole = [u for stage in STAGES for u in plan(stage, table.values(), dtypes=DTYPES)]
     try:
         with runner.alone(args.out):
