@@ -1,5 +1,5 @@
-"""Set-up that every test shares. Triton's interpreter must be chosen before any kernel module
-is imported.
+"""Fixtures shared by all tests. Triton's interpreter must be selected before any kernel module is
+imported.
 """
 
 import contextlib

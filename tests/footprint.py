@@ -1,8 +1,8 @@
-"""Counts the memory that a computation would hold, without holding it.
+"""Counts the memory that a computation would allocate, without allocating it.
 
-Tensors are fake: they have shapes, dtypes and storages without bytes. What decides how a
-computation goes on, routing, offsets and targets, is small and is computed as well, so that a look
-at values (`tolist`, `item`) finds them.
+Tensors are fake: they have shapes, dtypes and storages without bytes. Small tensors that determine
+control flow (routing, offsets, targets) are computed as well, so that `tolist` and `item` return
+their values.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ ARITHMETIC = (
 
 
 class Footprint(TorchDispatchMode):
-    """now, peak: bytes of the fake storages alive, and the most of them there were; temporaries
-    inside one operator are not seen. A floating-point number that is read from a tensor without
-    values is 1: `contract.error` reads such.
+    """now, peak: bytes of the fake storages alive, and their maximum; temporaries inside an
+    operator are not counted. Reading a floating-point number from a tensor without values gives 1,
+    as `contract.error` needs.
     """
 
     def __init__(self):
@@ -47,8 +47,8 @@ class Footprint(TorchDispatchMode):
         self._values: dict[int, torch.Tensor] = {}
 
     def restart(self) -> None:
-        """From here on the peak is counted, and of new floating-point numbers none is known:
-        none decides anything.
+        """Counts the peak from here on. New floating-point tensors have no known values: none
+        affects control flow.
         """
         self.peak = self.now
         self.small[True] = 0
@@ -123,6 +123,6 @@ class Footprint(TorchDispatchMode):
 
 @contextlib.contextmanager
 def counting() -> Iterator[Footprint]:
-    """Inside the block every tensor that is made is fake, and counted."""
+    """Inside the block every new tensor is fake, and counted."""
     with FakeTensorMode(allow_non_fake_inputs=True), Footprint() as found:
         yield found

@@ -1,9 +1,9 @@
-"""Triton's interpreter, made faster and more exact for tests.
+"""A faster and more exact Triton interpreter for tests.
 
-It reduces by a function that it does not know (by xor, of which tl.flip is made, or by a kernel's
+Triton's own reduces with functions it does not special-case (xor, which tl.flip uses, or a kernel's
 own) element by element. Here each step combines neighbors in all rows at once: a tree, as in
-compiled kernels. It puts its own functions into triton.language again in each call of a device
-function, which was a fourth of its time. Before Triton 3.9 its fma rounds twice.
+compiled kernels. Triton's also patches triton.language again in each call of a device function,
+which took a fourth of its time. Before Triton 3.9 its fma rounds twice.
 """
 
 import functools
@@ -42,7 +42,7 @@ def create_fma(self, x, y, z):
 
 @functools.cache
 def builtins(package):
-    """Asked before the first of them is replaced."""
+    """Must be called before the first of them is replaced."""
     return [
         (n, getattr(package, n)) for n in dir(package) if tl.core.is_builtin(getattr(package, n))
     ]

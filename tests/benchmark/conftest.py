@@ -1,6 +1,4 @@
-"""Timings are collected only when this folder is named: `pytest tests/benchmark`, not by a bare
-`pytest`.
-"""
+"""Collects timings only when this folder is named: `pytest tests/benchmark`, not a bare `pytest`."""
 
 import pathlib
 

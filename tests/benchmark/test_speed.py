@@ -2,7 +2,7 @@
 
 The contract gates each timing: a baseline that breaks it is skipped with the reason, an
 implementation of this library fails. Providers are timed one after the other here; `python -m
-tilewright.bench run` interleaves them, which is what published numbers come from.
+tilewright.bench run`, the source of published results, interleaves them.
 """
 
 import pytest

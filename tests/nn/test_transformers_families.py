@@ -1,6 +1,6 @@
-"""Every language model of transformers that builds small, its attention computed by tilewright: the
-logits of transformers' eager attention, or a refusal in one sentence. And every class of fused
-experts, likewise.
+"""Every small-buildable language model of transformers, with attention by tilewright: it has the
+logits of transformers' eager attention or is rejected in one sentence. Likewise for every class of
+fused experts.
 """
 
 import collections
@@ -186,9 +186,9 @@ KEPT = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9])
 
 
 def logits(model, padded):
-    """Of rows that differ in the last token, without a mask or, padded, each with padding on the
-    left and without it: [rows, 9, vocabulary], 0 at padding; and how far the last token moves the
-    logits of those before it.
+    """The logits of rows that differ in the last token, without a mask or, if padded, each with
+    padding on the left and without: [rows, 9, vocabulary], 0 at padding; and how far the last token
+    moves the earlier logits.
     """
     tokens, mask = (TOKENS.repeat_interleave(2, 0), KEPT.repeat(2, 1)) if padded else (TOKENS, None)
     inputs = {"input_ids": tokens, "attention_mask": mask}
@@ -209,7 +209,7 @@ def logits(model, padded):
 
 @pytest.fixture
 def attentions(monkeypatch):
-    """Calls of attention; and transformers' tables as they were when the test is over."""
+    """Records calls of attention; transformers' tables are restored after the test."""
     transformers = pytest.importorskip(
         "transformers", minversion="5.7", reason="needs transformers 5.7 or later"
     )
@@ -230,8 +230,8 @@ def attentions(monkeypatch):
 
 
 def check(model, attentions):
-    """ "computed", "refused" or "not asked"; fails where logits are not eager's, or a token sees
-    a later one.
+    """Returns "computed", "refused" or "not asked". Fails where logits differ from eager's, or a
+    token sees a later one.
     """
     expected = [logits(model, padded) for padded in (False, True)]
     model.set_attn_implementation("tilewright")
@@ -307,7 +307,9 @@ REFUSED = {"nemotron_h": "have no gate", "muse_spark": "normalize what each of t
 
 
 def experts_of(module):
-    """The experts that a module of transformers' models defines, drawn large enough for limits."""
+    """The experts that a module of transformers' models defines, with weights large enough to reach
+    the limits.
+    """
     from transformers import PreTrainedConfig
 
     settings = next(
