@@ -18,8 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
         interpreter.install()
 
-# Files that take longest, which may have few tests. A file begun last that takes minutes would
-# leave the other processes of a run without work.
+# The slowest files start first. If one started last, the other workers would idle for minutes.
 LONG = (
     "test_triton_ptx",
     "test_contract",

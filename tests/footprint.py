@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 SMALL = {
     True: 2**22,
     False: 2**23,
-}  # elements of a tensor whose values are known: floating point, or not
+}  # largest tensors whose values are computed: floating point, or not
 LOOKS = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.nonzero.default,
@@ -30,7 +30,7 @@ ARITHMETIC = (
     "bmm",
     "addmm",
     "baddbmm",
-)  # too slow to repeat, and never what a look at values is for
+)  # too slow to repeat, and never read on the host
 
 
 class Footprint(TorchDispatchMode):
@@ -88,7 +88,7 @@ class Footprint(TorchDispatchMode):
                     **tree_map_only(torch.Tensor, self._value, kwargs),
                 )
 
-        if func in LOOKS:  # at values, on which what comes next depends
+        if func in LOOKS:  # reads of values, which control flow depends on
             if (
                 not known
                 and func is torch.ops.aten._local_scalar_dense.default
@@ -107,7 +107,7 @@ class Footprint(TorchDispatchMode):
                 made, filter(torch.is_tensor, tree_leaves(computed())), strict=True
             ):
                 self._remember(fake, value)
-        else:  # what is written over has no known values any more
+        else:  # an overwritten tensor's values are unknown
             for i, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for t in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):

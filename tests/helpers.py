@@ -99,7 +99,7 @@ def processes(number, fn, *arguments):
             pass
     finally:
         for process in context.processes:
-            process.kill()  # of one that has ended, nothing
+            process.kill()  # no effect if it has exited
 
 
 def two_processes(fn, *arguments):
@@ -115,8 +115,8 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr("tilewright.ops._products.takes", lambda dtype: False)
 
 
-# What PyTorch does without a launch: memory and views, and names of what would be followed by a
-# copy if one were made.
+# PyTorch operators without a launch: allocations and views, and wrappers whose copy, if any, is an
+# operator of its own.
 WITHOUT_A_LAUNCH = {
     f"aten::{name}"
     for name in (
@@ -179,5 +179,5 @@ def launches(monkeypatch, run):
             and event.time_range.start >= end
         ):
             found.append(event.name)
-            end = event.time_range.end  # what an operator is made of is part of it
+            end = event.time_range.end  # nested operators are part of it
     return found

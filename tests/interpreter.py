@@ -55,9 +55,7 @@ def patch_builtin(package, builder, scope):
 
 
 patch = interpreter._patch_lang
-patched = (
-    set()
-)  # modules, while a launch runs; and from a device function on, whose scope nobody restores
+patched = set()  # modules patched during a launch; device functions' scopes are never restored
 modules = {}  # by the globals of a function
 
 
@@ -84,5 +82,6 @@ def install():
     interpreter.ReduceOps.generic_reduce = generic_reduce
     third = np.array([1 / 3], np.float32)
     x, z = (interpreter.TensorHandle(v, tl.float32) for v in (third, -(third * third)))
-    if not interpreter.interpreter_builder.create_fma(x, x, z).data.any():  # what the product lost
+    # An exact fma returns the product's rounding error.
+    if not interpreter.interpreter_builder.create_fma(x, x, z).data.any():
         interpreter.InterpreterBuilder.create_fma = create_fma

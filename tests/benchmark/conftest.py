@@ -1,4 +1,4 @@
-"""Collects timings only when this folder is named: `pytest tests/benchmark`, not a bare `pytest`."""
+"""Timings are collected only by `pytest tests/benchmark`, not by a bare `pytest`."""
 
 import pathlib
 

@@ -172,7 +172,7 @@ def test_loss_and_every_gradient_are_those_of_transformers(hf, calls, kind, name
     model = tiny(hf, kind)
     expected = step(model)
     assert not calls
-    # 1e-5: some hundred roundings of float32, in another order.
+    # 1e-5: about a hundred float32 roundings, in another order.
     close(step(model, f"tilewright:{name}"), expected, 1e-5)
     assert calls == [name] * (1 if kind == "deepseek_v3" else 2)  # DeepSeek's first layer is dense
     router = [n for n in expected[1] if n.endswith(("mlp.gate.weight", "router.weight"))]
@@ -286,7 +286,7 @@ def test_autocast_computes_in_its_dtype(hf, monkeypatch):
     assert found[1]["model.layers.0.mlp.experts.down_proj"].dtype == torch.float32
 
 
-# Where transformers' own rotary embedding is not traced whole either (it asks whether a device has
+# Skipped where transformers' own rotary embedding breaks the graph too (it checks a device for
 # autocast).
 WHOLE_GRAPHS = pytest.mark.skipif(
     torch.__version__ < "2.12",
@@ -359,7 +359,7 @@ def test_two_ranks_of_expert_parallelism_add_up(hf, name):
 
 
 def expert_parallel_rank(rank, world, folder):
-    """One rank of the model in `folder`, with each of transformers' ways to send tokens to experts."""
+    """One rank of the model in `folder`, with each of transformers' expert dispatchers."""
     import transformers as hf
     from transformers.distributed import DistributedConfig
 
@@ -461,7 +461,7 @@ def test_an_implementation_of_attention_has_its_names_everywhere(hf, attentions,
                 ask(given)
             except ImplementationUnavailable as error:
                 said.append(str(error))
-    # Either all compute, or all say why this one cannot.
+    # Either all compute, or all give the reason.
     assert len(said) in (0, 6) and all(
         sentence.startswith(f"attention[{name}]: ") for sentence in said
     ), said
@@ -603,7 +603,7 @@ DENSE = {
     },
     "gpt_oss": {**MODELS["gpt_oss"], "num_key_value_heads": 1, "sliding_window": 4},
     "deepseek_v3": MODELS["deepseek_v3"],
-    "persimmon": {},  # its layers are given no position ids
+    "persimmon": {},  # its layers get no position ids
 }
 ATTENTIONS = [i.name for i in ATTENTION.implementations]
 
@@ -757,7 +757,7 @@ def test_generation_with_a_cache_and_padding_gives_eagers_tokens(hf, attentions)
     model.set_attn_implementation("tilewright")
     found = model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False)
     assert torch.equal(found, expected) and len(attentions) > 2 * 6
-    # Padding that is not on the left of what is cached.
+    # Padding that is not to the left of the cached keys.
     out = model(tokens, use_cache=True)
     with pytest.raises(
         ImplementationUnavailable, match="takes padding on the left of cached keys only"
@@ -910,13 +910,13 @@ def test_a_window_takes_no_hole_in_a_document(hf, attentions):
         model(tokens, attention_mask=hole)
     apart = torch.tensor(
         [[0, 1, 2, 0, 0, 0, 1, 2]], device=DEVICE
-    )  # between two documents it is none
+    )  # padding between documents is no hole
     model(tokens, attention_mask=hole, position_ids=apart)
     for cached, mask, refused in (
         (6, [1, 1, 1, 1, 1, 0, 1, 1], True),
         (6, [0, 1, 1, 1, 1, 1, 1, 1], False),
         (7, [1, 1, 1, 1, 1, 0, 1, 1], False),
-    ):  # no more keys than the window is wide
+    ):  # no more keys than the window holds
         found = []
         for name in ("eager", "tilewright"):
             model.set_attn_implementation(name)
@@ -971,7 +971,7 @@ def compiled(model, fullgraph, **inputs):
     torch._dynamo.reset()
     forward = torch.compile(
         model.forward, fullgraph=fullgraph, backend="eager"
-    )  # tracing is all that is asked here
+    )  # only tracing is tested
     try:
         return attend(model, "tilewright", forward, **inputs)
     finally:
@@ -1137,8 +1137,8 @@ def test_autocast_is_attentions_dtype(hf, dtypes, kind, use_cache):
         found[name] = out.loss.detach(), model.model.layers[0].self_attn.q_proj.weight.grad
     (loss, grad), (expected, expected_grad) = found.pop("tilewright"), *found.values()
     assert dtypes == [{torch.bfloat16}] * 2
-    # A loss is a mean over 18 tokens behind a dozen roundings of 2^-9; a gradient of the first
-    # layer is behind more.
+    # A loss is a mean over 18 tokens after a dozen roundings of 2^-9; a gradient of the first layer
+    # accumulates more.
     assert abs(loss - expected) <= 2**-9 * expected
     assert (
         grad.dtype == torch.float32
@@ -1233,7 +1233,7 @@ def functions(masks):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("queries", [9, 4, 1])  # with a cache of the other keys
+@pytest.mark.parametrize("queries", [9, 4, 1])  # the other keys are cached
 @pytest.mark.parametrize(
     "kind",
     [

@@ -622,7 +622,7 @@ def test_what_peft_saves_is_loaded(options, merge_qkv, tmp_path):
     model = ours(tmp_path / "base", merge_qkv)
     adapt.load_adapter(model, tmp_path / "adapter")
     close(model(IDS), want)
-    filled = ours(tmp_path / "base", merge_qkv)  # into adapters that are there
+    filled = ours(tmp_path / "base", merge_qkv)  # into existing adapters
     add_lora(
         filled,
         options.get("target_modules"),
@@ -748,7 +748,7 @@ def deepseek(weight):
     return q, lambda stem: q.to_safetensors(f"{stem}.weight")
 
 
-STORED = {  # how each projection is stored, the configuration beside it, and the format that fits
+STORED = {  # storage of each projection, its configuration, and the matching format
     "bitsandbytes": (
         bitsandbytes,
         {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"]},
@@ -845,7 +845,7 @@ def test_what_a_quantised_checkpoint_leaves_dense_or_the_user_excludes(name, tmp
     hf.load_weights(model, folder)
     close(
         model(IDS), want(IDS), 3e-2 if name.startswith("b") else 1e-2
-    )  # what is dequantized is rounded to bfloat16
+    )  # dequantized weights are rounded to bfloat16
     stored = dict(adapt.base_weights(model))
     for path in ("layers.0.mlp.down_proj", "layers.1.self_attn.o_proj"):
         assert isinstance(stored[f"model.{path}.weight"], torch.nn.Parameter)
@@ -1065,7 +1065,7 @@ def test_experts_that_are_stored_quantised_are_loaded_where_one_tensor_can_hold_
     quantize, config, format = STORED[name]
     hf.save_weights(
         ours(tmp_path / "base"), tmp_path / "dense"
-    )  # a file with each expert's projections
+    )  # a file with separate projections per expert
     tensors = load_file(tmp_path / "dense/model.safetensors")
     stood = {}
     for key in list(tensors):
@@ -1082,7 +1082,7 @@ def test_experts_that_are_stored_quantised_are_loaded_where_one_tensor_can_hold_
     )
     save_file(tensors, tmp_path / "dense/model.safetensors")
     model = empty(tmp_path / "dense", format, True)
-    if name == "compressed-tensors":  # a global scale for each projection of each expert
+    if name == "compressed-tensors":  # one global scale per projection and expert
         with pytest.raises(
             ValueError, match=r"experts\.gate_up_proj: the experts are stored in nvfp4 in a way"
         ):
@@ -1315,7 +1315,7 @@ def test_settings_of_another_type_are_refused(key, value, message, tmp_path):
         adapt.save_adapter(model, tmp_path / "a")
         file = tmp_path / "a" / adapt.ADAPTER_CONFIG
         config = json.loads(file.read_text())
-        for null in (None, ...):  # PEFT's null is its default
+        for null in (None, ...):  # in PEFT, null means the default
             own = {k: v for k, v in {**config, "use_rslora": null}.items() if v is not ...}
             file.write_text(json.dumps(own))
             adapt.load_adapter(model, tmp_path / "a")
@@ -1658,7 +1658,7 @@ def test_save_pretrained_refuses_what_from_pretrained_would_begin_at_random(chan
             what.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     again = copy.deepcopy(model)
-    again.load_state_dict(model.state_dict())  # checkpoints of other kinds are as they were
+    again.load_state_dict(model.state_dict())  # other checkpoints still load
     assert get_model_state_dict(model).keys() == model.state_dict().keys()
     torch.save(model, tmp_path / "whole.pt")
     again = torch.load(tmp_path / "whole.pt", weights_only=False)
@@ -1678,7 +1678,7 @@ def test_what_is_merged_and_unloaded_is_a_plain_model(change, kind, tmp_path):
         want = model(IDS).logits
         assert change == "merged" or (want - plain_(IDS).logits).abs().max() > 1e-2
         assert adapt.merge_and_unload(model) is model
-        close(model(IDS).logits, want, 1e-4)  # one sum for two
+        close(model(IDS).logits, want, 1e-4)  # one sum instead of two
     assert {n: type(m) for n, m in model.named_modules()} == types
     assert {n: (p.shape, p.dtype) for n, p in model.named_parameters()} == {
         n: (p.shape, p.dtype) for n, p in plain_.named_parameters()
@@ -1691,7 +1691,7 @@ def test_what_is_merged_and_unloaded_is_a_plain_model(change, kind, tmp_path):
             want,
             1e-4,
         )
-    add_lora(model, rank=2)  # and begins anew
+    add_lora(model, rank=2)  # starts over
     with torch.no_grad():
         close(model(IDS).logits, want, 1e-4)
 
@@ -1716,7 +1716,7 @@ def test_what_cannot_be_unloaded_is_refused(tmp_path):
     model = make(shape=MOE)
     add_lora(model, rank=2)
     experts = model.get_submodule("model.layers.0.mlp.experts")
-    assert not list(experts.replaced.parameters())  # kept without its weights
+    assert not list(experts.replaced.parameters())  # retained without its weights
     before = {n: type(m) for n, m in model.named_modules()}
     experts.group = object()
     with pytest.raises(
