@@ -443,7 +443,7 @@ def to_e2m1(driver, hardware):
     )
     v = torch.cat([v, -v])
     v = torch.nn.functional.pad(v, (0, -len(v) % 15)).view(-1, 15)
-    # Each block's largest magnitude makes its scale 1, so v itself is rounded.
+    # 6.375 / 6, each block's largest, is a tie of e4m3: the scale is 1, and v itself is rounded.
     v = torch.nn.functional.pad(v, (0, 1), value=6.375)
     v = torch.cat([v, v.flip(1)])
     one = torch.ones(())
