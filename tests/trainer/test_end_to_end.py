@@ -58,7 +58,7 @@ def test_peak_is_of_what_is_held_at_once():
 
     assert (
         90 < end_to_end.peak_mib(lambda: torch.ones(96 << 18)) < 110
-    )  # must not count towards a later call's peak
+    )  # which is no later call's peak
     assert 30 < end_to_end.peak_mib(one_after_the_other) < 45
 
 
