@@ -1,4 +1,4 @@
-"""The benchmark of a training step: what it measures, on a shape that costs next to nothing."""
+"""The benchmark of a training step: its measurements, on a tiny shape."""
 
 import json
 import os
@@ -38,8 +38,8 @@ def test_rows(rows):
 
 
 def test_errors_are_of_the_same_function(rows):
-    """Weights, tokens and labels agree, so each differs from float64 by its arithmetic; and the
-    trainer's no more.
+    """Weights, tokens and labels agree, so each differs from float64 only by its arithmetic; the
+    trainer's error is no larger.
     """
     for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
         bound = 2e-6 if ours["dtype"] == "float32" else 3e-2
